@@ -79,6 +79,7 @@ gpu-%: gpu-wheels
 
 lint: setup-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
 	$(BIN)/mypy -n 2
 
 clean:

@@ -33,11 +33,17 @@ def main() -> None:
     cases = {
         case: {
             "ranks": [rank[case] for rank in ranks],
-            "anonymous peak / share": max(rank[case]["anonymous"] / rank["share"] for rank in ranks),
+            "anonymous peak / share": max(
+                rank[case]["anonymous"] / rank["share"] for rank in ranks
+            ),
         }
         for case in CASES
     }
-    figures = {"model_bytes": size, "share_bytes": [rank["share"] for rank in ranks], "cases": cases}
+    figures = {
+        "model_bytes": size,
+        "share_bytes": [rank["share"] for rank in ranks],
+        "cases": cases,
+    }
     report({"parameters": options.parameters, "ranks": options.ranks}, figures, options.out)
 
 
@@ -64,8 +70,12 @@ def work(folder: str) -> dict[str, Any]:
     apply_fsdp2(ForwardWithObjective(model), model, FSDP2Strategy(), mesh, None)
     Values(source, "cpu", 0).fill(model)
     named = dict(model.named_parameters())
-    tensors = canonical_tensors(model) | optimizer_tensors(build_optimizer(named, OptimizerConfig()), named)
-    peaks: dict[str, Any] = {"share": sum(local(t).numel() * t.element_size() for t in tensors.values())}
+    tensors = canonical_tensors(model) | optimizer_tensors(
+        build_optimizer(named, OptimizerConfig()), named
+    )
+    peaks: dict[str, Any] = {
+        "share": sum(local(t).numel() * t.element_size() for t in tensors.values())
+    }
     root = Path(folder) / "checkpoints"
 
     def save(step: int, asynchronous: bool) -> Path:

@@ -40,12 +40,18 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--learned", type=float, default=1.0)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
-    parser.add_argument("--precision", choices=("fp32", *AUTOCAST), help="default: bf16 on a GPU, fp32 on a CPU")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: a GPU where there is one"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", *AUTOCAST), help="default: bf16 on a GPU, fp32 on a CPU"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
-    options = common.parse(parser, tokens=64, vocabulary=256, hidden=16, chunk=32, repeats=1, rounds=1)
+    options = common.parse(
+        parser, tokens=64, vocabulary=256, hidden=16, chunk=32, repeats=1, rounds=1
+    )
     import torch
 
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,24 +67,47 @@ def main() -> None:
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Run the cases in turn; the least of each figure, and ratios of those."""
     setting = {
-        key: getattr(options, key) for key in ("tokens", "vocabulary", "hidden", "chunk", "learned", "device", "precision", "repeats")
+        key: getattr(options, key)
+        for key in (
+            "tokens",
+            "vocabulary",
+            "hidden",
+            "chunk",
+            "learned",
+            "device",
+            "precision",
+            "repeats",
+        )
     }
     flags = [part for key, value in setting.items() for part in (f"--{key}", str(value))]
     runs: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
     for _ in range(options.rounds):
         for case in CASES:
-            done = subprocess.run([sys.executable, __file__, "--case", case, *flags], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [sys.executable, __file__, "--case", case, *flags],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if done.returncode:
                 raise SystemExit(f"{case} failed:\n{done.stderr[-3000:]}")
             runs[case].append(json.loads(done.stdout.splitlines()[-1]))
             print(case, runs[case][-1], file=sys.stderr)
-    best = {case: {key: min(run[key] for run in rows) for key in rows[0]} for case, rows in runs.items()}
+    best = {
+        case: {key: min(run[key] for run in rows) for key in rows[0]} for case, rows in runs.items()
+    }
     plain, chunked = best["plain"], best["chunked"]
     return {
         "setting": setting | {"rounds": options.rounds},
         "least": best,
-        "ratios": {f"{key} chunked / plain": chunked[key] / plain[key] for key in ("seconds", "cpu_seconds", "peak_bytes")},
-        "relative differences": {key: abs(chunked[key] - plain[key]) / abs(plain[key]) for key in ("loss_sum", "grad_norm")},
+        "ratios": {
+            f"{key} chunked / plain": chunked[key] / plain[key]
+            for key in ("seconds", "cpu_seconds", "peak_bytes")
+        },
+        "relative differences": {
+            key: abs(chunked[key] - plain[key]) / abs(plain[key])
+            for key in ("loss_sum", "grad_norm")
+        },
         "runs": runs,
     }
 
@@ -92,7 +121,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     torch.manual_seed(0)
     device = options.device
     hidden_ND = torch.randn(options.tokens, options.hidden, device=device).requires_grad_()
-    weight_VD = (0.02 * torch.randn(options.vocabulary, options.hidden, device=device)).requires_grad_()
+    weight_VD = (
+        0.02 * torch.randn(options.vocabulary, options.hidden, device=device)
+    ).requires_grad_()
     targets_N = torch.randint(options.vocabulary, (options.tokens,), device=device)
     targets_N[torch.rand(options.tokens, device=device) >= options.learned] = -100
     chunk = options.chunk if options.case == "chunked" else 0

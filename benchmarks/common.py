@@ -13,13 +13,29 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "reasoning-gym", "trl", "triton")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "peft",
+    "reasoning-gym",
+    "trl",
+    "triton",
+)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser that shows a benchmark's docstring as help and knows `--smoke` and `--out`."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--smoke", action="store_true", help="a size of seconds on a CPU: it shows that the benchmark runs, and nothing else")
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a size of seconds on a CPU: it shows that the benchmark runs, and nothing else",
+    )
     made.add_argument("--out", type=Path, help="write the figures as JSON")
     return made
 
@@ -40,7 +56,11 @@ def heading() -> dict[str, Any]:
 
     machine = detect()
     script = Path(sys.argv[0]).resolve()
-    threads = [f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"] if "OMP_NUM_THREADS" in os.environ else []
+    threads = (
+        [f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"]
+        if "OMP_NUM_THREADS" in os.environ
+        else []
+    )
     return {
         "command": " ".join([*threads, "python", os.path.relpath(script, ROOT), *sys.argv[1:]]),
         "commit": commit(),
@@ -50,7 +70,8 @@ def heading() -> dict[str, Any]:
             "memory_bytes": machine.memory_bytes,
             "gpus": [device.name for device in machine.devices],
         },
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES},
     }
 
 
@@ -72,10 +93,24 @@ def _version(name: str) -> str:
 
 def commit(root: Path = ROOT) -> str:
     """The commit that `root` is a work tree of, with `-dirty` after it where a tracked file differs; "unknown" outside a repository."""
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
     try:
         # No repository that only lies around `root` is asked.
-        told = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)})
+        told = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)},
+        )
     except FileNotFoundError:  # no git
         return "unknown"
     return told.stdout.strip() or "unknown"

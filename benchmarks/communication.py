@@ -35,15 +35,30 @@ METHODS: dict[str, dict[str, Any]] = {
     "bf16": {"kind": "ddp", "compression": "bf16"},
     "fp16": {"kind": "ddp", "compression": "fp16"},
     "int8": {"kind": "ddp", "compression": "int8"},
-    "powersgd, rank 4": {"kind": "ddp", "compression": {"kind": "powersgd", "rank": 4, "start_step": 10}},
+    "powersgd, rank 4": {
+        "kind": "ddp",
+        "compression": {"kind": "powersgd", "rank": 4, "start_step": 10},
+    },
     "topk, 10%": {"kind": "ddp", "compression": {"kind": "topk", "ratio": 0.1}},
     "topk, 1%": {"kind": "ddp", "compression": {"kind": "topk", "ratio": 0.01, "start_step": 10}},
     "local_sgd, period 8": {"kind": "local_sgd", "period": 8, "start_step": 10},
     "diloco, period 10": {"kind": "diloco", "period": 10},
-    "diloco, period 10, gentle": {"kind": "diloco", "period": 10, "outer_lr": 0.7, "outer_momentum": 0.3},
+    "diloco, period 10, gentle": {
+        "kind": "diloco",
+        "period": 10,
+        "outer_lr": 0.7,
+        "outer_momentum": 0.3,
+    },
     "diloco, period 50": {"kind": "diloco", "period": 50, "outer_momentum": 0.3},
     "diloco, period 50, 8 bits": {"kind": "diloco", "period": 50, "outer_momentum": 0.3, "bits": 8},
-    "diloco, period 50, streamed": {"kind": "diloco", "period": 50, "outer_momentum": 0.3, "bits": 8, "fragments": 10, "delay": 5},
+    "diloco, period 50, streamed": {
+        "kind": "diloco",
+        "period": 50,
+        "outer_momentum": 0.3,
+        "bits": 8,
+        "fragments": 10,
+        "delay": 5,
+    },
 }
 
 
@@ -51,16 +66,35 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="ddp must be among them")
-    parser.add_argument("--timeout", type=float, default=1200, help="seconds for the runs of one seed")
-    options = common.parse(parser, steps=4, seeds=1, methods=["ddp", "topk, 10%"])  # the third is counted
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        help="ddp must be among them",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=1200, help="seconds for the runs of one seed"
+    )
+    # The third is counted.
+    options = common.parse(parser, steps=4, seeds=1, methods=["ddp", "topk, 10%"])
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
         runs = train(options, Path(folder))
     table = reduce(runs)
     show(table)
-    setting = {"processes": 2, "backend": "gloo", "steps": options.steps, "seeds": options.seeds, "shape": SHAPE, "methods": METHODS}
-    common.write({"setting": setting, "seconds": round(time.time() - began), "table": table, "runs": runs}, options.out)
+    setting = {
+        "processes": 2,
+        "backend": "gloo",
+        "steps": options.steps,
+        "seeds": options.seeds,
+        "shape": SHAPE,
+        "methods": METHODS,
+    }
+    common.write(
+        {"setting": setting, "seconds": round(time.time() - began), "table": table, "runs": runs},
+        options.out,
+    )
 
 
 def train(options: argparse.Namespace, work: Path) -> dict[str, list[dict[str, float]]]:
@@ -71,10 +105,22 @@ def train(options: argparse.Namespace, work: Path) -> dict[str, list[dict[str, f
     model = work / "model"
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(model)
-    plans = {(name, seed): plan(work, model, name, seed, options.steps) for seed in range(options.seeds) for name in options.methods}
+    plans = {
+        (name, seed): plan(work, model, name, seed, options.steps)
+        for seed in range(options.seeds)
+        for name in options.methods
+    }
     for seed in range(options.seeds):
-        run_plans([plans[name, seed] for name in options.methods], 2, timeout=options.timeout, counted=True)
-    return {name: [figures(plans[name, seed].parent) for seed in range(options.seeds)] for name in options.methods}
+        run_plans(
+            [plans[name, seed] for name in options.methods],
+            2,
+            timeout=options.timeout,
+            counted=True,
+        )
+    return {
+        name: [figures(plans[name, seed].parent) for seed in range(options.seeds)]
+        for name in options.methods
+    }
 
 
 def plan(work: Path, model: Path, name: str, seed: int, steps: int) -> Path:
@@ -85,7 +131,14 @@ def plan(work: Path, model: Path, name: str, seed: int, steps: int) -> Path:
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
     def problems(size: int, seed: int) -> list[dict[str, Any]]:
-        return [{"kind": "tasks", "tasks": {"chain_sum": {"max_terms": 3, "max_digits": 2}}, "size": size, "seed": seed}]
+        return [
+            {
+                "kind": "tasks",
+                "tasks": {"chain_sum": {"max_terms": 3, "max_digits": 2}},
+                "size": size,
+                "seed": seed,
+            }
+        ]
 
     config = {
         "model": {"id": None, "tokenizer": str(model), "config": {"model_type": "llama", "vocab_size": 320, **SHAPE}},
@@ -124,15 +177,25 @@ def reduce(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float
     """Means over seeds; the distance to DDP seed by seed, its mean and its worst."""
     table = {}
     for name, mine in runs.items():
-        over = [a["held_out_loss"] - b["held_out_loss"] for a, b in zip(mine, runs["ddp"], strict=True)]
+        over = [
+            a["held_out_loss"] - b["held_out_loss"] for a, b in zip(mine, runs["ddp"], strict=True)
+        ]
         means = {key: statistics.mean(run[key] for run in mine) for key in mine[0]}
-        part = means["sent_bytes_a_step"] / statistics.mean(run["sent_bytes_a_step"] for run in runs["ddp"])
-        table[name] = means | {"part_of_ddp_bytes": part, "over_ddp": statistics.mean(over), "worst_over_ddp": max(over)}
+        part = means["sent_bytes_a_step"] / statistics.mean(
+            run["sent_bytes_a_step"] for run in runs["ddp"]
+        )
+        table[name] = means | {
+            "part_of_ddp_bytes": part,
+            "over_ddp": statistics.mean(over),
+            "worst_over_ddp": max(over),
+        }
     return table
 
 
 def show(table: dict[str, dict[str, float]]) -> None:
-    print(f"{'method':<28}{'held-out loss':>14}{'over DDP':>10}{'worst':>9}{'bytes a step':>14}{'of DDP':>9}")
+    print(
+        f"{'method':<28}{'held-out loss':>14}{'over DDP':>10}{'worst':>9}{'bytes a step':>14}{'of DDP':>9}"
+    )
     for name, row in table.items():
         print(
             f"{name:<28}{row['held_out_loss']:>14.4f}{row['over_ddp']:>+10.4f}{row['worst_over_ddp']:>+9.4f}"

@@ -150,7 +150,15 @@ def sft_command(shape: str, *options: str, contenders: list[str]) -> list[str]:
 
 def small_losses() -> list[str]:
     sizes = ["--tokens", "64", "--vocabulary", "256", "--hidden", "16", "--chunk", "32"]
-    return [PYTHON, "benchmarks/chunked_cross_entropy.py", *sizes, "--repeats", "1", "--rounds", "1"]
+    return [
+        PYTHON,
+        "benchmarks/chunked_cross_entropy.py",
+        *sizes,
+        "--repeats",
+        "1",
+        "--rounds",
+        "1",
+    ]
 
 
 def main() -> None:
@@ -251,7 +259,9 @@ class AttentionOperators(TorchDispatchMode):
         super().__init__()
         self.names: set[str] = set()
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = operator._schema.name
         if "scaled_dot_product" in name:
             self.names.add(name)

@@ -49,7 +49,9 @@ def main() -> None:
     found = largest_difference(tried, exact)
     is_within = len(tried) == steps and found <= limit
     common.write({"losses": losses, "difference": found, "limit": limit}, options.out)
-    print(f"{found:.2e} of at most {limit:.2e}: {'as on the CPU' if is_within else 'NOT as on the CPU'}")
+    print(
+        f"{found:.2e} of at most {limit:.2e}: {'as on the CPU' if is_within else 'NOT as on the CPU'}"
+    )
     raise SystemExit(not is_within)
 
 

@@ -51,8 +51,9 @@ class Run:
         kinds += [f"AC {name}" for name, part in AC.items() if part in self.parts]
         if COMPILED in self.parts:
             kinds.append("compiled")
-        return f"{self.model} {' '.join(kinds)} {self.micro_batch} × {self.length} {self.precision}" + (
-            " plain" if PLAIN in self.parts else ""
+        return (
+            f"{self.model} {' '.join(kinds)} {self.micro_batch} × {self.length} {self.precision}"
+            + (" plain" if PLAIN in self.parts else "")
         )
 
     @property
@@ -113,9 +114,15 @@ def main() -> None:
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.smoke:
-        print("error: no CUDA GPU here; the sweep measures torch's allocator on one", file=sys.stderr)
+        print(
+            "error: no CUDA GPU here; the sweep measures torch's allocator on one", file=sys.stderr
+        )
         raise SystemExit(2)
-    chosen = [Run("tiny", 64, 1, precision="fp32", device="cpu" if device == "cpu" else "cuda")] if options.smoke else LISTS[options.list]
+    chosen = (
+        [Run("tiny", 64, 1, precision="fp32", device="cpu" if device == "cpu" else "cuda")]
+        if options.smoke
+        else LISTS[options.list]
+    )
     found: list[dict[str, Any]] = []
     report: dict[str, Any] = {}
     for run in chosen:
@@ -124,7 +131,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found.append(measure(run, Path(folder)))
         print(line(found[-1]), flush=True)
-        report = {"within_targets": rows_within_targets(found), "fits_but_out_of_memory": broken_promises(found)}
+        report = {
+            "within_targets": rows_within_targets(found),
+            "fits_but_out_of_memory": broken_promises(found),
+        }
         common.write({"device": device, **report, "runs": found}, options.out)
     print(json.dumps(report))
     raise SystemExit(bool(broken_promises(found)))
@@ -150,15 +160,28 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     from drumline.models.shapes import find
 
     known = None if run.model == "tiny" else find(run.model)
-    path = ready(folder / "run", dict(known.values) if known else {"model_type": "llama", **TINY}, run.length, 1, run.sections)
-    ended = subprocess.run([sys.executable, __file__, "--worker", str(path)], capture_output=True, text=True)
+    path = ready(
+        folder / "run",
+        dict(known.values) if known else {"model_type": "llama", **TINY},
+        run.length,
+        1,
+        run.sections,
+    )
+    ended = subprocess.run(
+        [sys.executable, __file__, "--worker", str(path)], capture_output=True, text=True
+    )
     plan = Plan.load(path)
     estimate = plan.predicted.estimate
     assert estimate is not None
     lost = "OutOfMemory" in ended.stderr
     if ended.returncode and not lost:
         raise SystemExit(f"{run.name} failed:\n{ended.stderr[-3000:]}")
-    row = {"name": run.name, "verdict": estimate.verdict, "limit": estimate.limit, "planned": estimate.memory.model_dump()}
+    row = {
+        "name": run.name,
+        "verdict": estimate.verdict,
+        "limit": estimate.limit,
+        "planned": estimate.memory.model_dump(),
+    }
     if lost:
         return {**row, "out_of_memory": True, "categories": {}}
     categories = held_against(path)
@@ -180,7 +203,15 @@ def train(path: Path, steps: int) -> None:
     plan = Plan.load(path)
     ranks = start(plan.device, plan.backend, 600.0)
     with watched(plan, 0) as watch:
-        loop = build(plan, ranks, None, EventLog(Path(plan.run_dir) / "events.jsonl").emit, StopFlag(), [], Goodput(time.time()))
+        loop = build(
+            plan,
+            ranks,
+            None,
+            EventLog(Path(plan.run_dir) / "events.jsonl").emit,
+            StopFlag(),
+            [],
+            Goodput(time.time()),
+        )
         watch.built(loop.engine)
         for _, batch in zip(range(steps), loop.stream, strict=False):
             loop._train_step(batch, 0.0)

@@ -70,8 +70,19 @@ def on_ranks(script: str, ranks: int, *arguments: object) -> list[dict[str, Any]
         port = probe.getsockname()[1]
     started = []
     for rank in range(ranks):
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
+        env |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         command = [sys.executable, script, "--rank-work", *map(str, arguments)]
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     outs = [process.communicate()[0] for process in started]

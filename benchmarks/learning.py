@@ -25,22 +25,51 @@ RESULTS = ROOT / "benchmarks" / "results"
 SEEDS = (0, 1, 2)
 # Config, kind of event, and the figures drawn: title → key.
 RUNS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "sft": ("examples/sft_two_tasks.yaml", "eval", {"held-out exact match": "exact_match", "held-out loss": "loss"}),
-    "reward": ("examples/reward_smollm2.yaml", "eval", {"held-out pair accuracy": "accuracy", "held-out loss": "loss"}),
+    "sft": (
+        "examples/sft_two_tasks.yaml",
+        "eval",
+        {"held-out exact match": "exact_match", "held-out loss": "loss"},
+    ),
+    "reward": (
+        "examples/reward_smollm2.yaml",
+        "eval",
+        {"held-out pair accuracy": "accuracy", "held-out loss": "loss"},
+    ),
     "dpo": (
         "examples/dpo_smollm2.yaml",
         "eval",
-        {"held-out margin of rewards": "margin", "log-prob of chosen": "log_prob_chosen", "log-prob of rejected": "log_prob_rejected"},
+        {
+            "held-out margin of rewards": "margin",
+            "log-prob of chosen": "log_prob_chosen",
+            "log-prob of rejected": "log_prob_rejected",
+        },
     ),
-    "grpo": ("examples/grpo_smollm2.yaml", "rollout", {"mean verified reward of a rollout": "reward"}),
-    "ppo": ("examples/ppo_smollm2.yaml", "rollout", {"mean verified reward of a rollout": "reward"}),
+    "grpo": (
+        "examples/grpo_smollm2.yaml",
+        "rollout",
+        {"mean verified reward of a rollout": "reward"},
+    ),
+    "ppo": (
+        "examples/ppo_smollm2.yaml",
+        "rollout",
+        {"mean verified reward of a rollout": "reward"},
+    ),
 }
 
 
 def train(config: str, seed: int, folder: Path, overrides: list[str]) -> Path:
     """One run, by the command that a user types."""
     run = folder / f"{Path(config).stem}-seed{seed}"
-    command = [sys.executable, "-m", "drumline", "train", config, f"run.dir={run}", f"run.seed={seed}", "checkpoint.export=none"]
+    command = [
+        sys.executable,
+        "-m",
+        "drumline",
+        "train",
+        config,
+        f"run.dir={run}",
+        f"run.seed={seed}",
+        "checkpoint.export=none",
+    ]
     command += ["checkpoint.every=null", "checkpoint.keep_best=false", *overrides]
     print(" ".join(command[1:]), flush=True)
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -51,7 +80,10 @@ def curve(run: Path, kind: str, figures: dict[str, str]) -> dict[str, list[float
     """Steps, and each figure at them."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     chosen = [event for event in events if event["kind"] == kind]
-    return {"step": [e["step"] for e in chosen], **{key: [e[key] for e in chosen] for key in figures.values()}}
+    return {
+        "step": [e["step"] for e in chosen],
+        **{key: [e[key] for e in chosen] for key in figures.values()},
+    }
 
 
 def seconds(run: Path) -> float:
@@ -60,7 +92,9 @@ def seconds(run: Path) -> float:
     return round(times[-1] - times[0], 1)
 
 
-def draw(name: str, figures: dict[str, str], curves: dict[int, dict[str, list[float]]], path: Path) -> None:
+def draw(
+    name: str, figures: dict[str, str], curves: dict[int, dict[str, list[float]]], path: Path
+) -> None:
     """One panel a figure, one line a seed."""
     import matplotlib
 
@@ -90,16 +124,27 @@ def small(folder: Path) -> list[str]:
     from tests.tiny import tiny_model_dir
 
     model = tiny_model_dir(folder / "model", positions=512)
-    sizes = ["run.steps=2", "eval.every=1", "run.device=cpu", "launch.nproc=1", "data.train.0.size=16", "data.eval.0.size=4"]
+    sizes = [
+        "run.steps=2",
+        "eval.every=1",
+        "run.device=cpu",
+        "launch.nproc=1",
+        "data.train.0.size=16",
+        "data.eval.0.size=4",
+    ]
     return [f"model.id={model}", f"data.cache_dir={folder / 'cache'}", *sizes]
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("name", nargs="?", choices=RUNS)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the example's config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="laid over the example's config"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning", help="where the runs are kept")
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs" / "learning", help="where the runs are kept"
+    )
     options = common.parse(parser, name="sft", seeds=[0])
     if options.name is None:
         parser.error(f"name what shall learn: {', '.join(RUNS)}")
@@ -109,7 +154,13 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or Path(folder) / "figures.json"
-        compare(options.name, [*small(Path(folder)), *options.overrides], options.seeds, Path(folder), out)
+        compare(
+            options.name,
+            [*small(Path(folder)), *options.overrides],
+            options.seeds,
+            Path(folder),
+            out,
+        )
 
 
 def compare(name: str, overrides: list[str], seeds: list[int], runs: Path, out: Path) -> None:
@@ -124,7 +175,12 @@ def compare(name: str, overrides: list[str], seeds: list[int], runs: Path, out: 
     common.write({"config": config, "overrides": overrides, "seconds": took, "curves": curves}, out)
     draw(name, figures, curves, out.with_suffix(".png"))
     for title, key in figures.items():
-        print(f"{title}: " + "; ".join(f"seed {seed} {first:.3f} → {last:.3f}" for seed, first, last in ends(curves, key)))
+        print(
+            f"{title}: "
+            + "; ".join(
+                f"seed {seed} {first:.3f} → {last:.3f}" for seed, first, last in ends(curves, key)
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,19 @@ import itertools
 from typing import Any
 
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5}
-WIDE = LLAMA | {"vocab_size": 128256, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_key_value_heads": 8}
-ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+WIDE = LLAMA | {
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": LLAMA | {
         "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -34,6 +45,11 @@ def byte_pairs(size: int) -> Any:
     triples = ((left + right, third) for left, right in pairs for third in alphabet)
     merges = list(itertools.islice(itertools.chain(pairs, triples), size - 1 - len(alphabet)))
     tokens = ["<|endoftext|>", *alphabet, *map("".join, merges)]
-    core = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges)
+    )
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=tokens[0], pad_token=tokens[0])

@@ -21,7 +21,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import common
 from benchmarks.host_memory import on_ranks, report, save_random_model, watched
 
-CASES = ("whole, then fsdp2", "fsdp2", "whole, a copy a rank", "a copy a rank", "fsdp2, random weights")
+CASES = (
+    "whole, then fsdp2",
+    "fsdp2",
+    "whole, a copy a rank",
+    "a copy a rank",
+    "fsdp2, random weights",
+)
 
 
 def main() -> None:
@@ -32,7 +38,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     options = common.parse(parser, parameters=0, cases=("whole, then fsdp2", "fsdp2"))
     with tempfile.TemporaryDirectory() as folder:
-        size = save_random_model(Path(folder), options.parameters, {"fp32": "float32", "bf16": "bfloat16"}[options.dtype])
+        size = save_random_model(
+            Path(folder), options.parameters, {"fp32": "float32", "bf16": "bfloat16"}[options.dtype]
+        )
         cases: dict[str, Any] = {}
         for case in options.cases:
             ranks = on_ranks(__file__, options.ranks, case, folder)
@@ -66,7 +74,9 @@ def load(case: str, folder: str) -> dict[str, int]:
     init: Any = "random" if "random" in case else "pretrained"
     config = ModelConfig(id=folder, init=init)
     sharded = "fsdp2" in case
-    mesh = device_mesh(Mesh(shard=ranks.world_size) if sharded else Mesh(replicate=ranks.world_size), "cpu")
+    mesh = device_mesh(
+        Mesh(shard=ranks.world_size) if sharded else Mesh(replicate=ranks.world_size), "cpu"
+    )
     # What is imported and tried once is no part of the load.
     ForwardWithObjective(lay_out(folder, config, 0)[0])
     with watched() as peak:

@@ -34,21 +34,35 @@ FORMS: dict[str, list[str]] = {
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the example's config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="laid over the example's config"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=["adamw", "stochastic", "kahan"])
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, default=["adamw", "stochastic", "kahan"]
+    )
     options = common.parse(parser, steps=2, seeds=[0], forms=["adamw", "stochastic"])
     with tempfile.TemporaryDirectory() as folder:
         sizes = small(Path(folder)) if options.smoke else []
-        sizes += [f"run.steps={options.steps}", f"eval.every={options.steps}", "eval.metric=loss", "eval.mode=min", *options.overrides]
+        sizes += [
+            f"run.steps={options.steps}",
+            f"eval.every={options.steps}",
+            "eval.metric=loss",
+            "eval.mode=min",
+            *options.overrides,
+        ]
         figures = compare(options.forms, options.seeds, sizes, Path(folder))
     for form, found in figures["forms"].items():
-        print(f"{form}: held-out loss {found['loss']}, {found['distance']:+.2%} of AdamW's, {found['bytes']} bytes of states")
+        print(
+            f"{form}: held-out loss {found['loss']}, {found['distance']:+.2%} of AdamW's, {found['bytes']} bytes of states"
+        )
     common.write({"config": CONFIG, "steps": options.steps, **figures}, options.out)
 
 
-def compare(forms: list[str], seeds: list[int], overrides: list[str], folder: Path) -> dict[str, Any]:
+def compare(
+    forms: list[str], seeds: list[int], overrides: list[str], folder: Path
+) -> dict[str, Any]:
     """Forms in turn for each seed."""
     from drumline.telemetry.events import last_measurement, read
 
@@ -61,14 +75,20 @@ def compare(forms: list[str], seeds: list[int], overrides: list[str], folder: Pa
             events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
             losses[form].append([event["loss"] for event in events if event["kind"] == "eval"][-1])
             measured = last_measurement(read(run / "events.jsonl"))
-            taken[form] = 0 if measured is None else sum(measured.memory[part] for part in ("parameters", "gradients", "optimizer"))
+            taken[form] = (
+                0
+                if measured is None
+                else sum(measured.memory[part] for part in ("parameters", "gradients", "optimizer"))
+            )
     base = losses[forms[0]]
     return {
         "spread_of_seeds": max(base) / min(base) - 1,
         "forms": {
             form: {
                 "loss": [round(loss, 4) for loss in found],
-                "distance": statistics.mean(loss / other - 1 for loss, other in zip(found, base, strict=True)),
+                "distance": statistics.mean(
+                    loss / other - 1 for loss, other in zip(found, base, strict=True)
+                ),
                 "bytes": taken[form],
             }
             for form, found in losses.items()

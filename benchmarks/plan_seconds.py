@@ -24,7 +24,15 @@ from benchmarks.common import parse, parser, write
 CASES = {
     "8 devices": ["--model", "llama-3.1-8b", "--cluster", "8x4090", "--length", "4096"],
     "1,024 devices, batch 1,024": [
-        *("--model", "llama-3.1-405b", "--cluster", "128x8xh100-80g", "--length", "8192", "batch.global_samples=1024")
+        *(
+            "--model",
+            "llama-3.1-405b",
+            "--cluster",
+            "128x8xh100-80g",
+            "--length",
+            "8192",
+            "batch.global_samples=1024",
+        )
     ],
     "8 devices, a shape of one's own": [
         "model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocabulary: 128000}",
@@ -37,7 +45,12 @@ def seconds(arguments: list[str], cache: str) -> tuple[float, float]:
     """(seconds of the processor, wall seconds) of one plan."""
     env = os.environ | {"XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1"}
     before, start = of_children(), time.perf_counter()
-    subprocess.run([sys.executable, "-m", "drumline", "plan", *arguments], env=env, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "drumline", "plan", *arguments],
+        env=env,
+        check=True,
+        capture_output=True,
+    )
     return of_children() - before, time.perf_counter() - start
 
 
@@ -59,10 +72,15 @@ def main() -> None:
                 first.append(seconds(arguments, cache))
                 again.append(seconds(arguments, cache))
         figures[name] = {
-            kind: {"processor_s": [round(used, 2) for used, _ in each], "wall_s": [round(wall, 2) for _, wall in each]}
+            kind: {
+                "processor_s": [round(used, 2) for used, _ in each],
+                "wall_s": [round(wall, 2) for _, wall in each],
+            }
             for kind, each in (("first plan", first), ("second plan", again))
         }
-        print(f"{name:32} first {median(s for s, _ in first):5.2f} s, second {median(s for s, _ in again):5.2f} s of a core")
+        print(
+            f"{name:32} first {median(s for s, _ in first):5.2f} s, second {median(s for s, _ in again):5.2f} s of a core"
+        )
     write({"plan_seconds": figures}, options.out)
 
 

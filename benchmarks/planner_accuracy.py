@@ -39,7 +39,11 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help="both where none is named")
     parser.add_argument("--runs", default="", help="cpu: only runs with this in their names")
     parser.add_argument("--rounds", type=int, default=2, help="seconds: of all runs")
-    parser.add_argument("--kept", type=Path, help="cpu: keep what runs measured here; those that are here already are only predicted anew")
+    parser.add_argument(
+        "--kept",
+        type=Path,
+        help="cpu: keep what runs measured here; those that are here already are only predicted anew",
+    )
     parser.add_argument("--figure", type=Path, help="draw predicted against measured as PNG")
     options = common.parse(parser, runs="single, SGD", rounds=1)
     parts = options.parts or ["published", "cpu"]
@@ -56,7 +60,9 @@ def main() -> None:
             report["seconds"].append(run)
             off = run["predicted"] / median(run["measured"]) - 1
             each = ", ".join(f"{value:.3f}" for value in run["measured"])
-            print(f"{run['name']:34} predicted {run['predicted']:.3f} s, measured {each}: {off:+.1%}")
+            print(
+                f"{run['name']:34} predicted {run['predicted']:.3f} s, measured {each}: {off:+.1%}"
+            )
     if "cpu" in parts:
         chosen = [run for run in RUNS if options.runs in run.name]
         if options.kept:
@@ -87,7 +93,10 @@ def fitted_anew() -> dict[str, Any]:
     report: dict[str, Any] = {"constants": constants}
     for name, found in (("fitted", fit.seen(rows)), ("left out", list(fit.left_out(rows)))):
         report[name] = fit.summary(found)
-        report[name]["rows"] = {row.name: {kind: math.exp(-value) - 1 for kind, value in errors.items()} for row, errors, _ in found}
+        report[name]["rows"] = {
+            row.name: {kind: math.exp(-value) - 1 for kind, value in errors.items()}
+            for row, errors, _ in found
+        }
         print(f"\n{name}:", *fit.lines(report[name]), sep="\n")
     report["ranges"] = fit.ranges(report["left out"])
     return report
@@ -102,12 +111,27 @@ def published(row: Any) -> dict[str, Any]:
             f"{name} {shown(name, way['predicted'][name])} against {shown(name, row.measured[name])} ({way['error'][name]:+.1%})"
             for name in way["error"]
         ]
-        print("    " + "; ".join(said) + "".join(f", {key} {value}" for key, value in way["open"].items()))
-    return {"name": row.name, "measured": row.measured, "without": row.without, "predictions": found}
+        print(
+            "    "
+            + "; ".join(said)
+            + "".join(f", {key} {value}" for key, value in way["open"].items())
+        )
+    return {
+        "name": row.name,
+        "measured": row.measured,
+        "without": row.without,
+        "predictions": found,
+    }
 
 
 def shown(name: str, value: float) -> str:
-    return f"{value / 2**30:.2f} GiB" if name in ("active", "reserved") else f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+    return (
+        f"{value / 2**30:.2f} GiB"
+        if name in ("active", "reserved")
+        else f"{value:.3g}"
+        if value < 100
+        else f"{value:,.0f}"
+    )
 
 
 def line(figures: dict[str, Any]) -> str:
@@ -138,8 +162,13 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     made: dict[str, Any] = {"failed": [f["name"] for f in found if "error" in f]}
     for name in SHOWN:
         rows = {f["name"]: f["categories"][name] for f in found if name in f.get("categories", {})}
-        errors = {run: r["predicted"] / r["measured"] - 1 for run, r in rows.items() if r["measured"]}
-        made[name] = {"runs": len(rows), "worst": max(errors.items(), key=lambda e: abs(e[1]), default=None)}
+        errors = {
+            run: r["predicted"] / r["measured"] - 1 for run, r in rows.items() if r["measured"]
+        }
+        made[name] = {
+            "runs": len(rows),
+            "worst": max(errors.items(), key=lambda e: abs(e[1]), default=None),
+        }
         if name in EXACT:
             made[name]["exact"] = sum(same(**r) for r in rows.values())
         if name == "peak":
@@ -155,12 +184,21 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (bytes_, seconds) = pyplot.subplots(1, 2, figsize=(11, 5))
-    for axes, names, unit, scale in ((bytes_, (*EXACT, "peak"), "MiB", 2**20), (seconds, ("seconds",), "seconds a step", 1)):
+    for axes, names, unit, scale in (
+        (bytes_, (*EXACT, "peak"), "MiB", 2**20),
+        (seconds, ("seconds",), "seconds a step", 1),
+    ):
         drawn = []
         for name in names:
             points = [f["categories"][name] for f in found if name in f.get("categories", {})]
             points = [p for p in points if p["predicted"] > 0 and p["measured"] > 0]
-            axes.scatter([p["measured"] / scale for p in points], [p["predicted"] / scale for p in points], s=18, alpha=0.7, label=name)
+            axes.scatter(
+                [p["measured"] / scale for p in points],
+                [p["predicted"] / scale for p in points],
+                s=18,
+                alpha=0.7,
+                label=name,
+            )
             drawn += [p["measured"] / scale for p in points]
         if drawn:
             ends = [min(drawn) / 1.5, max(drawn) * 1.5]

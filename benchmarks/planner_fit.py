@@ -35,7 +35,11 @@ def chosen(row: Published) -> dict[str, float]:
     """The estimates of the way that the planner would take: the fastest of those that need no more than there is, else the leanest."""
     ways = [estimates(question, candidate) for _, question, candidate in candidates(row)]
     fitting = [way for way in ways if way["needed"] <= way["limit"]]
-    return min(fitting, key=lambda way: way["seconds"] / way["tokens"]) if fitting else min(ways, key=lambda way: way["needed"])
+    return (
+        min(fitting, key=lambda way: way["seconds"] / way["tokens"])
+        if fitting
+        else min(ways, key=lambda way: way["needed"])
+    )
 
 
 def residuals(row: Published) -> dict[str, float]:
@@ -43,7 +47,9 @@ def residuals(row: Published) -> dict[str, float]:
     way, found = chosen(row), dict[str, float]()
     for name, value in row.measured.items():
         if name in MEMORY:
-            found["memory" if name != "active" or "reserved" not in row.measured else "active"] = math.log(value / way[name])
+            found["memory" if name != "active" or "reserved" not in row.measured else "active"] = (
+                math.log(value / way[name])
+            )
         elif name in SPEED:
             found["speed"] = math.log(value / way[name]) * (1 if name == "seconds" else -1)
     return found
@@ -68,7 +74,13 @@ def fit(rows: Sequence[Published], rounds: int = 10) -> dict[str, float]:
     try:
         for _ in range(rounds):
             here = errors(at)
-            slopes = np.stack([(errors(at + 0.01 * np.eye(len(names))[i]) - here) / 0.01 for i in range(len(names))], axis=1)
+            slopes = np.stack(
+                [
+                    (errors(at + 0.01 * np.eye(len(names))[i]) - here) / 0.01
+                    for i in range(len(names))
+                ],
+                axis=1,
+            )
             weights = np.minimum(1.0, FAR / np.maximum(1e-9, np.abs(here)))
             left = (slopes.T * weights) @ slopes + np.diag(pull)
             right = -(slopes.T * weights) @ here + pull * (prior - at)
@@ -84,7 +96,9 @@ def usable(rows: Sequence[Published]) -> list[Published]:
 
 def seen(rows: Sequence[Published]) -> list[Scored]:
     """Each row under the constants of now."""
-    return [(row, {} if row.oom else residuals(row), verdict(row)) for row in rows if not row.without]
+    return [
+        (row, {} if row.oom else residuals(row), verdict(row)) for row in rows if not row.without
+    ]
 
 
 def left_out(rows: Sequence[Published]) -> Iterator[Scored]:
@@ -110,21 +124,33 @@ def verdict(row: Published) -> str:
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
     """Where nine of ten of these logarithms lie, of fewer than ten all, as multiples; never without 1."""
-    low, high = (min(values), max(values)) if len(values) < 10 else np.quantile(values, (0.05, 0.95))
+    low, high = (
+        (min(values), max(values)) if len(values) < 10 else np.quantile(values, (0.05, 0.95))
+    )
     return round(math.exp(min(0.0, low)), 2), round(math.exp(max(0.0, high)), 2)
 
 
 def summary(found: Sequence[Scored]) -> dict[str, Any]:
     """By source, by group and of all: rows, the median error of memory and of speed, wrong verdicts; and the ends of each group."""
     made: dict[str, Any] = {"sources": {}, "groups": {}}
-    keys = [("sources", row.source) for row, *_ in found] + [("groups", group) for row, *_ in found for group in row.groups]
+    keys = [("sources", row.source) for row, *_ in found] + [
+        ("groups", group) for row, *_ in found for group in row.groups
+    ]
     for part, name in dict.fromkeys([*keys, ("all", "all")]):
-        rows = [each for each in found if part == "all" or name == each[0].source or name in each[0].groups]
+        rows = [
+            each
+            for each in found
+            if part == "all" or name == each[0].source or name in each[0].groups
+        ]
         figures: dict[str, Any] = {"rows": len(rows)}
         for kind in ("memory", "speed"):
             values = [each[1][kind] for each in rows if kind in each[1]]
             if values:
-                figures[kind] = {"rows": len(values), "median": median(abs(math.exp(-value) - 1) for value in values), "ends": ends(values)}
+                figures[kind] = {
+                    "rows": len(values),
+                    "median": median(abs(math.exp(-value) - 1) for value in values),
+                    "ends": ends(values),
+                }
         figures["wrong"] = [f"{row.name}: {words}" for row, _, words in rows if words]
         made.setdefault(part, {})[name] = figures
     return made
@@ -151,5 +177,9 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
             cells = ""
             for kind in ("memory", "speed"):
                 one = each.get(kind)
-                cells += f"{one['median']:>9.1%}{'{}-{}'.format(*one['ends']):>13}" if one else f"{'–':>9}{'':13}"
+                cells += (
+                    f"{one['median']:>9.1%}{'{}-{}'.format(*one['ends']):>13}"
+                    if one
+                    else f"{'–':>9}{'':13}"
+                )
             yield f"{name:14}{each['rows']:>5}{cells}  {len(each['wrong'])}"

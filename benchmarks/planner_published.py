@@ -65,16 +65,40 @@ class Published:
     @property
     def groups(self) -> tuple[str, ...]:
         """Its group, and rows of 8,192 tokens and more."""
-        return (self.group, *(["long rows"] if self.sections and self.sections["data"]["max_length"] >= 8192 else []))
+        return (
+            self.group,
+            *(
+                ["long rows"]
+                if self.sections and self.sections["data"]["max_length"] >= 8192
+                else []
+            ),
+        )
 
 
-def _run(model: Any, cluster: dict[str, Any], length: int, batch: dict[str, int] | int | None, **more: Any) -> dict[str, Any]:
+def _run(
+    model: Any,
+    cluster: dict[str, Any],
+    length: int,
+    batch: dict[str, int] | int | None,
+    **more: Any,
+) -> dict[str, Any]:
     """`batch` a number: of a micro-batch, without accumulation: the global batch follows the devices."""
-    known: dict[str, Any] = {"id": model} if isinstance(model, str) else {"config" if "model_type" in model else "shape": model}
+    known: dict[str, Any] = (
+        {"id": model}
+        if isinstance(model, str)
+        else {"config" if "model_type" in model else "shape": model}
+    )
     if "config" in known:
         known |= {"id": None}
     given = {} if batch is None else {"micro_batch": batch} if isinstance(batch, int) else batch
-    return {"model": known, "cluster": cluster, "data": {"max_length": length}, "batch": given, "precision": "bf16", **more}
+    return {
+        "model": known,
+        "cluster": cluster,
+        "data": {"max_length": length},
+        "batch": given,
+        "precision": "bf16",
+        **more,
+    }
 
 
 PLAIN = {"kind": "pretrain", "loss_chunk": 0}
@@ -84,8 +108,14 @@ AC = "memory.activation_checkpointing"
 FULL, SELECTIVE = ({"memory": {"activation_checkpointing": kind}} for kind in ("full", "selective"))
 PURE = {"precision": {"kind": "bf16", "master": "bf16"}}
 # Gradients travel and add up in bf16, as DeepSpeed has them where nobody sets another type (Drumline sets fp32); buffers by `auto`.
-STOCK: dict[str, Any] = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
-AUTO = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto")
+STOCK: dict[str, Any] = {
+    "communication_data_type": "bf16",
+    "data_types": {"grad_accum_dtype": "bf16"},
+}
+AUTO = dict.fromkeys(
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+    "auto",
+)
 # fp16 and ZeRO-2 on one GPU, with these buckets (finetune_qlora_single_gpu.sh and ds_config_zero2.json of QwenLM/Qwen).
 QWEN_QLORA: dict[str, Any] = {"kind": "zero2", "options": {
     "communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp16"},
@@ -120,7 +150,15 @@ def _titan() -> Iterator[Published]:
         yield Published(
             f"Llama-3.1-8B, {8 * nodes}×H100, FSDP2, selective AC" + ", compiled" * bool(more),
             {"reserved": reserved * GiB, "tokens_per_s": float(rate)},
-            _run("llama-3.1-8b", {**H100, "nodes": nodes, "inter": "8x400Gb"}, 8192, 2, **TITAN, **SELECTIVE, **more),
+            _run(
+                "llama-3.1-8b",
+                {**H100, "nodes": nodes, "inter": "8x400Gb"},
+                8192,
+                2,
+                **TITAN,
+                **SELECTIVE,
+                **more,
+            ),
             device=HBM2E,
         )
 
@@ -132,15 +170,39 @@ def _foundry() -> Iterator[Published]:
     for name, size, cluster, micro, rate, mfu, more in (
         ("7B, 8×H100, FSDP, micro-batch 6", "7B", H100, 6, 10_643, 0.464, {}),
         ("13B, 8×A100-80, FSDP", "13B", a100, None, 2262, 0.596, {"batch.micro_batch": [1, 2, 3]}),
-        ("70B, 512×H100, FSDP", "70B", H100 | nodes, None, 1007, 0.413, {"batch.micro_batch": [4, 8], **choices}),
-        ("30B, 128×A100-40, FSDP", "30B", small, None, 865, 0.523, {"batch.micro_batch": [1, 4], **choices}),
+        (
+            "70B, 512×H100, FSDP",
+            "70B",
+            H100 | nodes,
+            None,
+            1007,
+            0.413,
+            {"batch.micro_batch": [4, 8], **choices},
+        ),
+        (
+            "30B, 128×A100-40, FSDP",
+            "30B",
+            small,
+            None,
+            865,
+            0.523,
+            {"batch.micro_batch": [1, 4], **choices},
+        ),
     ):
-        yield Published(name, {"tokens_per_s": float(rate), "mfu": mfu}, _run(MPT[size], cluster, 2048, micro, **FOUNDRY), more)
+        yield Published(
+            name,
+            {"tokens_per_s": float(rate), "mfu": mfu},
+            _run(MPT[size], cluster, 2048, micro, **FOUNDRY),
+            more,
+        )
 
 
 def _gist() -> Iterator[Published]:
     two, three = ({"kind": kind, "options": STOCK} for kind in ("zero2", "zero3"))
-    host, both = {"offload_optimizer": "cpu"}, {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+    host, both = (
+        {"offload_optimizer": "cpu"},
+        {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    )
     for strategy, name, ac, micro, samples, gb, rate in (
         (two, "ZeRO-2", False, 1, 64, 44.8, 5.33), (two, "ZeRO-2", True, 1, 64, 23.5, 4.19),
         (two | host, "ZeRO-2 offload", True, 1, 64, 16.9, 1.81), (two, "ZeRO-2", True, 4, 64, 38.6, 4.69),
@@ -149,9 +211,19 @@ def _gist() -> Iterator[Published]:
         (three, "ZeRO-3", True, 8, 64, 39.1, 4.73), (three, "ZeRO-3", True, 8, 128, 63.9, 4.32),
     ):  # fmt: skip
         batch = {"micro_batch": micro, "global_samples": samples}
-        sections = _run("llama-2-7b", A800, 4096, batch, strategy=strategy, algorithm=PLAIN, **(FULL if ac else {}))
+        sections = _run(
+            "llama-2-7b",
+            A800,
+            4096,
+            batch,
+            strategy=strategy,
+            algorithm=PLAIN,
+            **(FULL if ac else {}),
+        )
         measured = {"active": gb * GiB, "seconds": samples / rate}
-        full = f"LLaMA-7B, 8×A800, {name}, {'AC' if ac else 'no AC'}, micro {micro}, global {samples}"
+        full = (
+            f"LLaMA-7B, 8×A800, {name}, {'AC' if ac else 'no AC'}, micro {micro}, global {samples}"
+        )
         yield Published(full, measured, sections, group="offload" if "offload" in name else "full")
 
 
@@ -179,7 +251,12 @@ def _qwen() -> Iterator[Published]:
             if kind == "QLoRA":  # as its script for one GPU has it
                 sections |= {"strategy": QWEN_QLORA, "precision": "fp16"}
             many = f", {gpus} GPUs, ZeRO-3" if gpus > 1 else ""
-            yield Published(f"Qwen-{name}, {kind}{many}, {length}", {"driver": gb * 1e9 / gpus, "seconds": seconds}, sections, group=kind)
+            yield Published(
+                f"Qwen-{name}, {kind}{many}, {length}",
+                {"driver": gb * 1e9 / gpus, "seconds": seconds},
+                sections,
+                group=kind,
+            )
 
 
 def _litgpt() -> Iterator[Published]:
@@ -197,13 +274,35 @@ def _litgpt() -> Iterator[Published]:
         kind = "full" if adapter is None else "QLoRA" if "quantize" in adapter else "LoRA"
         if kind == "QLoRA":
             without = "bitsandbytes' layers keep their inputs and return the type of what they are given, 23 to 28% more; ours keep nothing"
-            yield Published(f"{model}, {kind}, A10G, micro {micro}", {"active": gb * 1e9}, without=without, group=kind)
+            yield Published(
+                f"{model}, {kind}, A10G, micro {micro}",
+                {"active": gb * 1e9},
+                without=without,
+                group=kind,
+            )
             continue
-        sections = _run(model, one, 512, {"micro_batch": micro, "accumulation": 4}, strategy="single", algorithm=PLAIN)
+        sections = _run(
+            model,
+            one,
+            512,
+            {"micro_batch": micro, "accumulation": 4},
+            strategy="single",
+            algorithm=PLAIN,
+        )
         # litgpt holds the head apart from the embedding, and has GELU in one kernel.
-        config = {"hidden_act": "gelu_pytorch_tanh"} if model == "phi-2" else {"tie_word_embeddings": False}
-        sections |= PURE | ({"adapter": adapter} if adapter else {}) | {"model": sections["model"] | {"config": config}}
-        yield Published(f"{model}, {kind}, A10G, micro {micro}", {"active": gb * 1e9}, sections, group=kind)
+        config = (
+            {"hidden_act": "gelu_pytorch_tanh"}
+            if model == "phi-2"
+            else {"tie_word_embeddings": False}
+        )
+        sections |= (
+            PURE
+            | ({"adapter": adapter} if adapter else {})
+            | {"model": sections["model"] | {"config": config}}
+        )
+        yield Published(
+            f"{model}, {kind}, A10G, micro {micro}", {"active": gb * 1e9}, sections, group=kind
+        )
     for model, gb in (("llama-3.2-1b", 8.70), ("llama-3.2-3b", 16.51)):
         without = "weights, gradients and moments in bf16 are more than was measured: its moments lay elsewhere"
         yield Published(f"{model}, full, A10G, micro 4", {"active": gb * 1e9}, without=without)
@@ -212,8 +311,23 @@ def _litgpt() -> Iterator[Published]:
         ("llama-2-7b", 4, PURE | {"strategy": "fsdp2"}),
         ("llama-3-8b", 4, PURE | {"strategy": "fsdp2"}),
     ):  # their micro-batches are not published: one row is the least
-        sections = _run(model, one | {"per_node": devices}, 512, {"micro_batch": 1, "accumulation": 4}, algorithm=PLAIN) | more
-        yield Published(f"{model}, {devices}×A10G, out of memory", {}, sections, group="LoRA" if devices == 1 else "full", oom=True)
+        sections = (
+            _run(
+                model,
+                one | {"per_node": devices},
+                512,
+                {"micro_batch": 1, "accumulation": 4},
+                algorithm=PLAIN,
+            )
+            | more
+        )
+        yield Published(
+            f"{model}, {devices}×A10G, out of memory",
+            {},
+            sections,
+            group="LoRA" if devices == 1 else "full",
+            oom=True,
+        )
 
 
 def _others() -> Iterator[Published]:
@@ -225,16 +339,25 @@ def _others() -> Iterator[Published]:
 
 
 def _single() -> Iterator[Published]:
-    yield Published("Qwen2.5-3B, 8×A100-40, ZeRO-2", {"reserved": 34.5 * GiB}, without="its length and micro-batch are not published")
+    yield Published(
+        "Qwen2.5-3B, 8×A100-40, ZeRO-2",
+        {"reserved": 34.5 * GiB},
+        without="its length and micro-batch are not published",
+    )
 
 
 def _automodel() -> Iterator[Published]:
     one, lora = {"device": "h100-80g", "per_node": 1}, {"kind": "lora"}
-    choices: dict[str, list[Any]] = {"compile.enabled": [False, True], AC: ["none", "selective", "full"]}
+    choices: dict[str, list[Any]] = {
+        "compile.enabled": [False, True],
+        AC: ["none", "selective", "full"],
+    }
     for name, rate in (("llama-3-8b", 12_472.87), ("qwen2.5-7b", 14_110.05)):
         batch = {"micro_batch": 2, "accumulation": 16}
         sections = _run(name, one, 4096, batch, strategy="single", algorithm=PLAIN, adapter=lora)
-        yield Published(f"{name}, LoRA, H100, micro 2", {"tokens_per_s": rate}, sections, choices, group="LoRA")
+        yield Published(
+            f"{name}, LoRA, H100, micro 2", {"tokens_per_s": rate}, sections, choices, group="LoRA"
+        )
 
 
 def _rows() -> Iterator[Published]:
@@ -258,8 +381,17 @@ def candidates(row: Published) -> tuple[tuple[dict[str, Any], Question, Candidat
     found = []
     for values in itertools.product(*row.open.values()) if not row.without else ():
         way = dict(zip(row.open, values, strict=True))
-        text = yaml.safe_dump({**row.sections, "data": {**row.sections["data"], "train": [{"kind": "file", "path": "rows.jsonl"}]}})
-        loaded = Loaded(load_text(text, [f"{key}={value}" for key, value in way.items()], "row"), Path("row"), Path())
+        text = yaml.safe_dump(
+            {
+                **row.sections,
+                "data": {**row.sections["data"], "train": [{"kind": "file", "path": "rows.jsonl"}]},
+            }
+        )
+        loaded = Loaded(
+            load_text(text, [f"{key}={value}" for key, value in way.items()], "row"),
+            Path("row"),
+            Path(),
+        )
         question = ask(loaded, lambda *_: None).question
         device: Any = replace(question.cluster.device, **row.device)  # type: ignore[arg-type]
         question = replace(question, cluster=replace(question.cluster, device=device))
@@ -272,8 +404,18 @@ def predicted(row: Published) -> list[dict[str, Any]]:
     """For each way to fill in what is open: its values, the planner's estimates under the names of `measured`, the relative errors."""
     found = []
     for way, question, candidate in candidates(row):
-        said = {name: value for name, value in estimates(question, candidate).items() if name in row.measured}
-        found.append({"open": way, "predicted": said, "error": {name: value / row.measured[name] - 1 for name, value in said.items()}})
+        said = {
+            name: value
+            for name, value in estimates(question, candidate).items()
+            if name in row.measured
+        }
+        found.append(
+            {
+                "open": way,
+                "predicted": said,
+                "error": {name: value / row.measured[name] - 1 for name, value in said.items()},
+            }
+        )
     return found
 
 
@@ -283,6 +425,19 @@ def estimates(question: Question, candidate: Candidate) -> dict[str, float]:
 
     made = estimate(candidate.layout, question.facts, question.cluster)
     needed = made.memory.reserved
-    found = {"active": made.memory.peak, "reserved": needed - made.memory.overhead, "driver": needed, "seconds": made.seconds.total}
-    found |= {"tokens": made.tokens_per_s * made.seconds.total, "tokens_per_s": made.tokens_per_s / question.cluster.world_size}
-    return found | {"mfu": made.mfu or 0.0, "needed": needed, "high": made.needs[1], "limit": made.limit}
+    found = {
+        "active": made.memory.peak,
+        "reserved": needed - made.memory.overhead,
+        "driver": needed,
+        "seconds": made.seconds.total,
+    }
+    found |= {
+        "tokens": made.tokens_per_s * made.seconds.total,
+        "tokens_per_s": made.tokens_per_s / question.cluster.world_size,
+    }
+    return found | {
+        "mfu": made.mfu or 0.0,
+        "needed": needed,
+        "high": made.needs[1],
+        "limit": made.limit,
+    }

@@ -54,7 +54,14 @@ class Run:
 
 
 def _runs() -> Iterator[Run]:
-    def by(name: str, processes: int, strategy: Any, *more: dict[str, Any], shape: str = "small", **batch: int) -> Run:
+    def by(
+        name: str,
+        processes: int,
+        strategy: Any,
+        *more: dict[str, Any],
+        shape: str = "small",
+        **batch: int,
+    ) -> Run:
         sections: dict[str, Any] = {"strategy": strategy}
         for part in more:
             sections |= part
@@ -169,7 +176,9 @@ def timed(rounds: int, names: Sequence[str] = TIMED) -> Iterator[dict[str, Any]]
                 measured = last_measurement(read(path.with_name("events.jsonl")))
                 assert code == 0 and measured is not None, (run.name, code)
                 estimate = plan.predicted.estimate
-                each = found.setdefault(run.name, {"name": run.name, "processes": run.processes, "measured": []})
+                each = found.setdefault(
+                    run.name, {"name": run.name, "processes": run.processes, "measured": []}
+                )
                 each |= {"predicted": estimate.seconds.total, "calibrated": estimate.calibrated}
                 each["measured"].append(measured.seconds["total"])
     yield from found.values()
@@ -207,13 +216,21 @@ def ready(
     draw = random.Random(0)
     row_words = 4 * length if words is None else words
     row_count = 80 if words is None else 80 * length // words
-    texts = [" ".join(draw.choices(["left", "right", "drum", "sum"], k=row_words)) for _ in range(row_count)]
+    texts = [
+        " ".join(draw.choices(["left", "right", "drum", "sum"], k=row_words))
+        for _ in range(row_count)
+    ]
     rows = [json.dumps({"text": text}) for text in texts]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     config: dict[str, Any] = {
         "model": {"id": None, "config": shape, "tokenizer": str(folder / "tokenizer")},
         "algorithm": {"kind": "pretrain"},
-        "data": {"train": [{"kind": "file", "path": "rows.jsonl"}], "max_length": length, "workers": 1, "cache_dir": str(folder / "cache")},
+        "data": {
+            "train": [{"kind": "file", "path": "rows.jsonl"}],
+            "max_length": length,
+            "workers": 1,
+            "cache_dir": str(folder / "cache"),
+        },
         "batch": {"global_samples": 8, "micro_batch": 2},
         "optimizer": {"lr": 1e-4},
         "schedule": "constant",
@@ -222,7 +239,11 @@ def ready(
         "run": {"dir": str(folder / "run"), "report_to": [], "device": "cpu", "steps": STEPS},
     }
     for name, values in sections.items():
-        config[name] = {**config[name], **values} if isinstance(values, dict) and isinstance(config.get(name), dict) else values
+        config[name] = (
+            {**config[name], **values}
+            if isinstance(values, dict) and isinstance(config.get(name), dict)
+            else values
+        )
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     request = Request(load(path, []), world_size=processes, machine=machine)
@@ -249,9 +270,15 @@ def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
     assert estimate is not None
     measured = last_measurement(read(plan_path.with_name("events.jsonl")))
     assert measured is not None and measured.final
-    rows = {row.category: {"predicted": row.predicted, "measured": row.measured} for row in compare(estimate, measured)}
+    rows = {
+        row.category: {"predicted": row.predicted, "measured": row.measured}
+        for row in compare(estimate, measured)
+    }
     states = ("parameters", "gradients", "optimizer")
-    distance = [sum(abs(measured.by_rank[s][r] - rows[s]["predicted"]) for s in states) for r in range(plan.mesh.world_size)]
+    distance = [
+        sum(abs(measured.by_rank[s][r] - rows[s]["predicted"]) for s in states)
+        for r in range(plan.mesh.world_size)
+    ]
     for name in states:
         rows[name]["measured"] = measured.by_rank[name][distance.index(min(distance))]
     return rows

@@ -24,7 +24,23 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import parse, parser, status_bytes, write
 
-WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "omicron", "sigma", "omega"]
+WORDS = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+    "omicron",
+    "sigma",
+    "omega",
+]
 LENGTH = 512
 
 
@@ -33,7 +49,9 @@ def make_rows(path: Path, rows: int) -> None:
     draw = random.Random(0)
     with path.open("w") as file:
         for number in range(rows):
-            prompt, answer = (" ".join(draw.choices(WORDS, k=draw.randint(2, most))) for most in (8, 16))
+            prompt, answer = (
+                " ".join(draw.choices(WORDS, k=draw.randint(2, most))) for most in (8, 16)
+            )
             file.write(json.dumps({"prompt": f"{prompt} {number}?", "completion": answer}) + "\n")
 
 
@@ -52,7 +70,12 @@ class Peak:
         me = psutil.Process()
         while not self.over.wait(0.02):
             self.own = max(self.own, status_bytes("RssAnon", me.pid))
-            self.child = max([self.child, *(status_bytes("RssAnon", child.pid) for child in me.children(recursive=True))])
+            self.child = max(
+                [
+                    self.child,
+                    *(status_bytes("RssAnon", child.pid) for child in me.children(recursive=True)),
+                ]
+            )
 
     def read(self) -> dict[str, int]:
         self.over.set()
@@ -66,7 +89,12 @@ def tool(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any])
     from drumline.data.prepare import cached, prepare
     from drumline.models.tokenizer import load_tokenizer
 
-    data = {"train": [{"kind": "file", "path": str(rows)}], "max_length": LENGTH, "workers": workers, "cache_dir": str(base / "cache")}
+    data = {
+        "train": [{"kind": "file", "path": str(rows)}],
+        "max_length": LENGTH,
+        "workers": workers,
+        "cache_dir": str(base / "cache"),
+    }
     config = Config.model_validate({"algorithm": "sft", "model": {}, "data": data | extra})
     tokenizer = load_tokenizer(str(base / "tokenizer"), config.model)
     if name == "warm":
@@ -83,39 +111,79 @@ def tool(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any])
 
         def encode(batch: dict[str, list[str]]) -> dict[str, Any]:
             pairs = zip(batch["prompt"], batch["completion"], strict=True)
-            chats = [[{"role": "user", "content": one}, {"role": "assistant", "content": other}] for one, other in pairs]
+            chats = [
+                [{"role": "user", "content": one}, {"role": "assistant", "content": other}]
+                for one, other in pairs
+            ]
             texts = tokenizer.apply_chat_template(chats, tokenize=False)
-            encoded = dict(tokenizer(texts, add_special_tokens=False, truncation=True, max_length=LENGTH))
+            encoded = dict(
+                tokenizer(texts, add_special_tokens=False, truncation=True, max_length=LENGTH)
+            )
             if name == "with masks":
-                heads = tokenizer.apply_chat_template([chat[:1] for chat in chats], tokenize=False, add_generation_prompt=True)
-                sizes = [len(ids) for ids in tokenizer(heads, add_special_tokens=False)["input_ids"]]
+                heads = tokenizer.apply_chat_template(
+                    [chat[:1] for chat in chats], tokenize=False, add_generation_prompt=True
+                )
+                sizes = [
+                    len(ids) for ids in tokenizer(heads, add_special_tokens=False)["input_ids"]
+                ]
                 both = zip(sizes, encoded["input_ids"], strict=True)
                 encoded["learn"] = [[0] * size + [1] * (len(ids) - size) for size, ids in both]
             return encoded
 
-        loaded = datasets.load_dataset("json", data_files=str(rows), split="train", cache_dir=str(base / "hf"))
-        made = loaded.map(encode, batched=True, num_proc=workers if workers > 1 else None, remove_columns=["prompt", "completion"])
+        loaded = datasets.load_dataset(
+            "json", data_files=str(rows), split="train", cache_dir=str(base / "hf")
+        )
+        made = loaded.map(
+            encode,
+            batched=True,
+            num_proc=workers if workers > 1 else None,
+            remove_columns=["prompt", "completion"],
+        )
         tokens = sum(len(ids) for batch in made.iter(1000) for ids in batch["input_ids"])
     seconds, cores = time.perf_counter() - start, sum(os.times()[:4]) - sum(before[:4])
     return {"seconds": seconds, "core_seconds": cores, "tokens": tokens, **peak.read()}
 
 
-def run(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+def run(
+    name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any] | None = None
+) -> dict[str, Any]:
     arguments = [name, str(base), str(rows), str(workers), json.dumps(extra or {})]
-    env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run([sys.executable, __file__, "--tool", *arguments], env=env, check=True, capture_output=True, text=True)
+    env = os.environ | {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    ended = subprocess.run(
+        [sys.executable, __file__, "--tool", *arguments],
+        env=env,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--tool"]:
-        print(json.dumps(tool(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]), json.loads(sys.argv[6]))))
+        print(
+            json.dumps(
+                tool(
+                    sys.argv[2],
+                    Path(sys.argv[3]),
+                    Path(sys.argv[4]),
+                    int(sys.argv[5]),
+                    json.loads(sys.argv[6]),
+                )
+            )
+        )
         return
     given = parser(__doc__)
     given.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000])
     given.add_argument("--workers", type=int, default=2, help="tokenising processes of each tool")
-    given.add_argument("--alone", action="store_true", help="without datasets.map, filters and duplicates")
+    given.add_argument(
+        "--alone", action="store_true", help="without datasets.map, filters and duplicates"
+    )
     options = parse(given, rows=[3000], workers=1)
     from tests.tiny import tiny_tokenizer
 
@@ -125,19 +193,33 @@ def main() -> None:
             base = Path(folder)
             tiny_tokenizer().save_pretrained(base / "tokenizer")
             make_rows(rows := base / "rows.jsonl", count)
-            found = {"file_bytes": rows.stat().st_size, "drumline": run("drumline", base, rows, options.workers)}
+            found = {
+                "file_bytes": rows.stat().st_size,
+                "drumline": run("drumline", base, rows, options.workers),
+            }
             found["warm"] = run("warm", base, rows, options.workers)
             if not options.alone:
                 found["filtered, deduplicated"] = run(
-                    "drumline", base, rows, options.workers, {"where": "length(prompt) > 12", "duplicates": "exact"}
+                    "drumline",
+                    base,
+                    rows,
+                    options.workers,
+                    {"where": "length(prompt) > 12", "duplicates": "exact"},
                 )
                 found |= {
-                    f"datasets.map{more}": run(more.strip(", ") or "alone", base, rows, options.workers) for more in ("", ", with masks")
+                    f"datasets.map{more}": run(
+                        more.strip(", ") or "alone", base, rows, options.workers
+                    )
+                    for more in ("", ", with masks")
                 }
         figures[f"{count:,} rows"] = found
         for name, each in found.items():
             if isinstance(each, dict):
-                sizes = [f", {key} {each[key] / 2**20:,.0f} MiB" for key in ("own_bytes", "largest_child_bytes") if key in each]
+                sizes = [
+                    f", {key} {each[key] / 2**20:,.0f} MiB"
+                    for key in ("own_bytes", "largest_child_bytes")
+                    if key in each
+                ]
                 print(
                     f"{count:>10,} rows  {name:<24} {each['seconds']:8.2f} s, {each.get('core_seconds', 0):8.2f} core s{''.join(sizes)}",
                     flush=True,

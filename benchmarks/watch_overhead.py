@@ -44,8 +44,22 @@ def main() -> None:
     watch = Watch(RANKS)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-    command = [sys.executable, __file__, "--steps", str(options.steps), "--hidden", str(options.hidden), "--rank"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(RANKS),
+    }
+    command = [
+        sys.executable,
+        __file__,
+        "--steps",
+        str(options.steps),
+        "--hidden",
+        str(options.hidden),
+        "--rank",
+    ]
     ranks = [
         subprocess.Popen(
             [*command, str(number)],
@@ -59,7 +73,9 @@ def main() -> None:
     looks, spent = 0, 0.0
     while any(process.poll() is None for process in ranks):
         began = time.process_time()
-        watch.look({number: process.pid for number, process in enumerate(ranks) if process.poll() is None})
+        watch.look(
+            {number: process.pid for number, process in enumerate(ranks) if process.poll() is None}
+        )
         spent, looks = spent + time.process_time() - began, looks + 1
         time.sleep(1 / LOOKS_A_SECOND)
     watch.close()
@@ -96,7 +112,10 @@ def rank(steps: int, hidden: int) -> dict[str, float]:
     model = nn.Sequential(*(nn.Linear(hidden, hidden) for _ in range(8)))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters())
-    data, seconds = torch.randn(64, hidden), dict[str, list[float]](step=[], watching=[], checksum=[])
+    data, seconds = (
+        torch.randn(64, hidden),
+        dict[str, list[float]](step=[], watching=[], checksum=[]),
+    )
     for step in range(steps):
         began = time.perf_counter()
         loss = ddp(data).square().mean()
@@ -117,14 +136,32 @@ def rank(steps: int, hidden: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def watched(step: int, heartbeat: Any, spikes: Any, stragglers: Any, loss: Any, finite: Any) -> None:
+def watched(
+    step: int, heartbeat: Any, spikes: Any, stragglers: Any, loss: Any, finite: Any
+) -> None:
     """What a step of train.loop does besides: one micro-batch, one log line."""
     heartbeat.step(step, step)
-    for phase in ("data", "forward", "forward", "backward", "collective", "optimizer", "collective", "report"):
+    for phase in (
+        "data",
+        "forward",
+        "forward",
+        "backward",
+        "collective",
+        "optimizer",
+        "collective",
+        "report",
+    ):
         heartbeat.beat(phase)
     value = 1.0 + step % 2
     flight = SimpleNamespace(
-        position=step, limit=None, denominator=1.0, finite=True, total={"loss": value}, loss=value, step=step, sample_ids=None
+        position=step,
+        limit=None,
+        denominator=1.0,
+        finite=True,
+        total={"loss": value},
+        loss=value,
+        step=step,
+        sample_ids=None,
     )
     spikes.allows(flight, loss, finite)
     spikes.judge(flight, 0, False)

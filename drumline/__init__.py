@@ -11,7 +11,10 @@ drumline.errors                                          all that these raise on
 import sys
 
 if sys.platform == "win32":  # before whatever Windows lacks (fcntl, resource, signals) is imported
-    print("error: Drumline does not run on Windows itself — install it in WSL 2: `wsl --install`, then pip there", file=sys.stderr)
+    print(
+        "error: Drumline does not run on Windows itself — install it in WSL 2: `wsl --install`, then pip there",
+        file=sys.stderr,
+    )
     raise SystemExit(2)
 
 # `python -m drumline…`, also under torchrun and for ranks: Python has put the current folder before everything, so that a statistics.py

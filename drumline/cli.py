@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from drumline import __version__, cli_data, cli_report, cli_runs, cli_scale, cli_usage
-from drumline.cli_runs import ConfigFile, Overrides, Trust, existing_or_url, existing_path, model_place
+from drumline.cli_runs import (
+    ConfigFile,
+    Overrides,
+    Trust,
+    existing_or_url,
+    existing_path,
+    model_place,
+)
 from drumline.cli_runs import path_of as _path
 from drumline.core.output import let_go_of_output, lossy, say
 from drumline.core.redact import redact
@@ -44,7 +51,9 @@ TRUSTED = ["model.trust_remote_code=true"]
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     if version:
         print(__version__)
         raise typer.Exit
@@ -54,10 +63,21 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    nproc: Annotated[int | None, typer.Option(help="Processes on this machine (default: one per GPU, or 1).")] = None,
-    max_restarts: Annotated[int | None, typer.Option(help="Restarts after a rank fails (launch.max_restarts).")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, and what differs from the defaults; start nothing.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="With --dry-run: print every key.")] = False,
+    nproc: Annotated[
+        int | None, typer.Option(help="Processes on this machine (default: one per GPU, or 1).")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="Restarts after a rank fails (launch.max_restarts).")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the plan, and what differs from the defaults; start nothing."
+        ),
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="With --dry-run: print every key.")
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -67,13 +87,29 @@ def train(
         ),
     ] = None,
     allow: Annotated[
-        list[str] | None, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")
+        list[str] | None,
+        typer.Option(
+            metavar="KEYS",
+            help="With --resume: config keys that may differ, comma-separated, or `all`.",
+        ),
     ] = None,
     trust_remote_code: Trust = False,
-    detach: Annotated[bool, typer.Option("--detach", help="With a launcher that submits: do not wait for the end.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Also show the run on a page in the browser, as `drumline watch` does.")] = False,
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", help="With a launcher that submits: do not wait for the end."),
+    ] = False,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", help="Also show the run on a page in the browser, as `drumline watch` does."
+        ),
+    ] = False,
     accelerate_config: Annotated[
-        Path | None, _path_option(metavar="F", help="An accelerate config or DeepSpeed JSON; its strategy overrides that of CONFIG.")
+        Path | None,
+        _path_option(
+            metavar="F",
+            help="An accelerate config or DeepSpeed JSON; its strategy overrides that of CONFIG.",
+        ),
     ] = None,
 ) -> None:
     """Plan, prepare the data, launch and train. CONFIG may also be of accelerate, DeepSpeed or transformers: see `drumline convert`."""
@@ -81,9 +117,16 @@ def train(
 
     if everything and not dry_run:
         raise UserError("it is of --dry-run", where="--all", fix="add --dry-run, or leave it out")
-    extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [f"launch.max_restarts={max_restarts}"] * (max_restarts is not None)
+    extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [
+        f"launch.max_restarts={max_restarts}"
+    ] * (max_restarts is not None)
     allowed = cli_usage.read_list(allow, "--allow", "optimizer.lr,run.steps")
-    overrides = [*(overrides or []), *extra, *["launch.detach=true"] * detach, *TRUSTED * trust_remote_code]
+    overrides = [
+        *(overrides or []),
+        *extra,
+        *["launch.detach=true"] * detach,
+        *TRUSTED * trust_remote_code,
+    ]
     code = run(
         config,
         overrides,
@@ -99,9 +142,20 @@ def train(
 
 @_command()
 def launch(
-    script: Annotated[Path, typer.Argument(parser=_path, metavar="SCRIPT.py", help="A Python file that has a drumline.session.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]...", help="Arguments passed to the script.")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine (default: one per GPU, or 1).")] = None,
+    script: Annotated[
+        Path,
+        typer.Argument(
+            parser=_path, metavar="SCRIPT.py", help="A Python file that has a drumline.session."
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENTS]...", help="Arguments passed to the script."),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes on this machine (default: one per GPU, or 1)."),
+    ] = None,
     max_restarts: Annotated[
         int | None,
         typer.Option(
@@ -118,37 +172,107 @@ def launch(
 
 @_command()
 def plan(
-    config: Annotated[Path | None, typer.Argument(parser=_path, metavar="[CONFIG.yaml]", help="Or use the flags below.")] = None,
-    overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
-    cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="4x4090, 8xh100-80g, 4x8xa100-80g. Default: this machine.")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Maximum tokens per training row.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="lora, qlora or none.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples per optimizer step.")] = None,
-    algorithm: Annotated[str | None, typer.Option(help="What is learned, such as sft, dpo or grpo; `drumline schema` has all.")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.")] = None,
-    tokens: Annotated[float | None, typer.Option(min=1, help="Tokens of the whole run, such as 1e9: gives hours and cost.")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Price of one device per hour, in any currency.")] = None,
-    mtbf_hours: Annotated[
-        float | None, typer.Option(min=1e-3, help="Hours between two faults of a device: print what faults cost, and how often to save.")
+    config: Annotated[
+        Path | None,
+        typer.Argument(parser=_path, metavar="[CONFIG.yaml]", help="Or use the flags below."),
     ] = None,
-    top: Annotated[int | None, typer.Option(min=1, metavar="N", help="Show the N best plans.")] = None,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC", help="4x4090, 8xh100-80g, 4x8xa100-80g. Default: this machine."
+        ),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Maximum tokens per training row.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="lora, qlora or none.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Samples per optimizer step.")
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="What is learned, such as sft, dpo or grpo; `drumline schema` has all."),
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.")] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(min=1, help="Tokens of the whole run, such as 1e9: gives hours and cost."),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Price of one device per hour, in any currency.")
+    ] = None,
+    mtbf_hours: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            help="Hours between two faults of a device: print what faults cost, and how often to save.",
+        ),
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Show the N best plans.")
+    ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also print memory, seconds and hosts by category, what is out, and heuristics.")
+        bool,
+        typer.Option(
+            "--all",
+            help="Also print memory, seconds and hosts by category, what is out, and heuristics.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    explain: Annotated[str | None, typer.Option(metavar="NAME", help="Explain one plan, by its name or row number.")] = None,
-    max_seq: Annotated[bool, typer.Option("--max-seq", help="Print the longest row that fits, for each family of strategies.")] = False,
-    max_batch: Annotated[bool, typer.Option("--max-batch", help="Print the largest micro-batch that fits, for each family.")] = False,
-    what_if: Annotated[str | None, typer.Option(metavar="nodes=N,…", help="Print the best plan for other numbers of hosts.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Trace the activations of the best three plans; takes up to a minute.")] = False,
-    figure: Annotated[Path | None, _path_option(metavar="F", help="Plot memory and time to a .png, .svg or .html.")] = None,
-    devices: Annotated[bool, typer.Option("--devices", help="Print the catalog of devices and links.")] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Explain one plan, by its name or row number."),
+    ] = None,
+    max_seq: Annotated[
+        bool,
+        typer.Option(
+            "--max-seq", help="Print the longest row that fits, for each family of strategies."
+        ),
+    ] = False,
+    max_batch: Annotated[
+        bool,
+        typer.Option(
+            "--max-batch", help="Print the largest micro-batch that fits, for each family."
+        ),
+    ] = False,
+    what_if: Annotated[
+        str | None,
+        typer.Option(metavar="nodes=N,…", help="Print the best plan for other numbers of hosts."),
+    ] = None,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace", help="Trace the activations of the best three plans; takes up to a minute."
+        ),
+    ] = False,
+    figure: Annotated[
+        Path | None,
+        _path_option(metavar="F", help="Plot memory and time to a .png, .svg or .html."),
+    ] = None,
+    devices: Annotated[
+        bool, typer.Option("--devices", help="Print the catalog of devices and links.")
+    ] = False,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Run the best two plans here for a few steps, and correct all estimates by the result.")
+        bool,
+        typer.Option(
+            "--probe",
+            help="Run the best two plans here for a few steps, and correct all estimates by the result.",
+        ),
     ] = False,
     check: Annotated[
-        Path | None, typer.Option(parser=existing_path, metavar="RUN", help="Compare what a run measured with what its plan predicted.")
+        Path | None,
+        typer.Option(
+            parser=existing_path,
+            metavar="RUN",
+            help="Compare what a run measured with what its plan predicted.",
+        ),
     ] = None,
 ) -> None:
     """Predict which strategies fit, how fast they are and why, without a launch, weights or data."""
@@ -163,13 +287,30 @@ def plan(
 
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price, mtbf_hours)
     if max_seq and max_batch:
-        raise UserError("--max-seq and --max-batch cannot be combined", where="drumline plan", fix="give one at a time")
+        raise UserError(
+            "--max-seq and --max-batch cannot be combined",
+            where="drumline plan",
+            fix="give one at a time",
+        )
     most: Kind | None = "max_length" if max_seq else "max_batch" if max_batch else None
     trial: Trial | None = None
     if probe:
         from drumline.train.probe import probe as trial
     options = Options(
-        config, overrides or [], flags, tokens, as_json, top, everything, explain, devices, figure, most, what_if, trial, trace
+        config,
+        overrides or [],
+        flags,
+        tokens,
+        as_json,
+        top,
+        everything,
+        explain,
+        devices,
+        figure,
+        most,
+        what_if,
+        trial,
+        trace,
     )
     raise typer.Exit(run(options))
 
@@ -177,22 +318,53 @@ def plan(
 @_command()
 def init(
     config: Annotated[
-        Path, typer.Argument(parser=_path, metavar="[NEW.yaml]", help="The file to write; an existing file is never overwritten.")
+        Path,
+        typer.Argument(
+            parser=_path,
+            metavar="[NEW.yaml]",
+            help="The file to write; an existing file is never overwritten.",
+        ),
     ] = Path("drumline.yaml"),
-    model: Annotated[str | None, typer.Option(parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
-    algorithm: Annotated[str | None, typer.Option(help="What is learned, such as sft, dpo or grpo; `drumline schema` has all.")] = None,
-    data: Annotated[str | None, typer.Option(parser=_place, help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits.")] = None,
-    cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="here, 4x4090, 8xh100-80g, 4x8xa100-80g.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id."
+        ),
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="What is learned, such as sft, dpo or grpo; `drumline schema` has all."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            parser=_place, help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="here, 4x4090, 8xh100-80g, 4x8xa100-80g.")
+    ] = None,
     adapter: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Maximum tokens per training row.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples per optimizer step.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; use the default of everything that no flag sets.")] = False,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Maximum tokens per training row.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Samples per optimizer step.")
+    ] = None,
+    yes: Annotated[
+        bool,
+        typer.Option(
+            "--yes", "-y", help="Ask nothing; use the default of everything that no flag sets."
+        ),
+    ] = False,
 ) -> None:
     """Ask five questions, plan, and write a commented YAML."""
     from drumline.planner.init import Answers
     from drumline.planner.init import init as run
 
-    raise typer.Exit(run(config, Answers(model, cluster, length, adapter, batch, algorithm, data=data), yes))
+    raise typer.Exit(
+        run(config, Answers(model, cluster, length, adapter, batch, algorithm, data=data), yes)
+    )
 
 
 for _data_command in cli_data.COMMANDS:
@@ -202,12 +374,24 @@ for _data_command in cli_data.COMMANDS:
 @_command()
 def export(
     run: Annotated[
-        str, typer.Argument(parser=existing_or_url, metavar="RUN", help="A run folder, or the URL of a run (its checkpoint.url).")
+        str,
+        typer.Argument(
+            parser=existing_or_url,
+            metavar="RUN",
+            help="A run folder, or the URL of a run (its checkpoint.url).",
+        ),
     ],
     to: Annotated[Path, _path_option(help="The folder to write.")],
     which: Annotated[str, typer.Option(help="last, best, or a step number.")] = "best",
-    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: as checkpoint.export_dtype of the run.")] = "auto",
-    adapter: Annotated[bool, typer.Option("--adapter", help="LoRA: write only the adapter, as PEFT's files, not merged.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="fp32, bf16, fp16, or auto: as checkpoint.export_dtype of the run.")
+    ] = "auto",
+    adapter: Annotated[
+        bool,
+        typer.Option(
+            "--adapter", help="LoRA: write only the adapter, as PEFT's files, not merged."
+        ),
+    ] = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face folder, then reload it and compare the logits."""
@@ -218,10 +402,24 @@ def export(
 
 @_command()
 def chat(
-    place: Annotated[str, typer.Argument(parser=model_place, metavar="RUN", help="A run folder, a Hugging Face folder, or a hub id.")],
+    place: Annotated[
+        str,
+        typer.Argument(
+            parser=model_place,
+            metavar="RUN",
+            help="A run folder, a Hugging Face folder, or a hub id.",
+        ),
+    ],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 takes the most likely token each time.")] = 0.7,
-    system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Sampling temperature; 0 takes the most likely token each time."
+        ),
+    ] = 0.7,
+    system: Annotated[
+        str | None, typer.Option(help="A system message before the conversation.")
+    ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk to a trained model in the terminal."""
@@ -245,21 +443,42 @@ def evaluate(
             help="A checkpoint or run (folder or URL), or a Hugging Face folder. Default: the run's best, else its newest.",
         ),
     ] = None,
-    generate: Annotated[int | None, typer.Option(min=1, metavar="N", help="sft: answer N held-out prompts with greedy decoding.")] = None,
-    lm_eval: Annotated[
-        list[str] | None, typer.Option(metavar="TASKS", help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.")
+    generate: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="sft: answer N held-out prompts with greedy decoding."
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --lm-eval: questions per task.")] = None,
-    include_path: Annotated[Path | None, _path_option(help="With --lm-eval: a folder with more task YAMLs.")] = None,
+    lm_eval: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASKS",
+            help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="With --lm-eval: questions per task.")
+    ] = None,
+    include_path: Annotated[
+        Path | None, _path_option(help="With --lm-eval: a folder with more task YAMLs.")
+    ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Evaluate a checkpoint on the held-out set, with the strategy of CONFIG. Metrics are also written to RUN/eval.json."""
     overrides = [*(overrides or []), *TRUSTED * trust_remote_code]
     tasks = cli_usage.read_list(lm_eval, "--lm-eval", "arc_easy,hellaswag")
     if generate and tasks:
-        raise UserError("--generate and --lm-eval are two evaluations", where="drumline eval", fix="give one at a time")
+        raise UserError(
+            "--generate and --lm-eval are two evaluations",
+            where="drumline eval",
+            fix="give one at a time",
+        )
     if not tasks and (limit is not None or include_path is not None):
-        raise UserError("--limit and --include-path are of --lm-eval", where="drumline eval", fix="name its tasks, or leave them out")
+        raise UserError(
+            "--limit and --include-path are of --lm-eval",
+            where="drumline eval",
+            fix="name its tasks, or leave them out",
+        )
     with ExitStack() as stack:
         early = None
         if not tasks and not generate:
@@ -288,7 +507,10 @@ def verify(
     config: ConfigFile,
     overrides: Overrides = None,
     strategies: Annotated[
-        list[str] | None, typer.Option(metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: the common ones.")
+        list[str] | None,
+        typer.Option(
+            metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: the common ones."
+        ),
     ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes per strategy.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 3,
@@ -300,7 +522,9 @@ def verify(
             " alone does to this training, if that is more.",
         ),
     ] = None,
-    keep: Annotated[Path | None, _path_option(help="A new folder in which to keep the runs.")] = None,
+    keep: Annotated[
+        Path | None, _path_option(help="A new folder in which to keep the runs.")
+    ] = None,
 ) -> None:
     """Train a few steps on one process and with each strategy; compare losses, gradient norms, weights and moments."""
     from drumline.bench.verify import verify as run
@@ -311,9 +535,22 @@ def verify(
 
 @_command()
 def calibrate(
-    quick: Annotated[bool, typer.Option("--quick", help="Take fewer and smaller measurements: seconds instead of minutes.")] = False,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one per GPU; without GPUs one per core, 2 to 8.")] = None,
-    out: Annotated[Path | None, _path_option(help="Also write the result to this file (for cluster.calibration).")] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Take fewer and smaller measurements: seconds instead of minutes."
+        ),
+    ] = False,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes. Default: one per GPU; without GPUs one per core, 2 to 8."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        _path_option(help="Also write the result to this file (for cluster.calibration)."),
+    ] = None,
 ) -> None:
     """Measure this machine once: matrix products, memory, collectives, disk. The planner uses the stored result."""
     from drumline.bench.calibrate import calibrate as run
@@ -324,9 +561,19 @@ def calibrate(
 @_command()
 def doctor(
     place: Annotated[
-        str | None, typer.Argument(parser=_place, metavar="[CONFIG.yaml|RUN|LOG|-]", help="A config: before a run. A run or log: after it.")
+        str | None,
+        typer.Argument(
+            parser=_place,
+            metavar="[CONFIG.yaml|RUN|LOG|-]",
+            help="A config: before a run. A run or log: after it.",
+        ),
     ] = None,
-    bandwidth: Annotated[bool, typer.Option("--bandwidth", help="Before: also measure between every pair, against the catalog.")] = False,
+    bandwidth: Annotated[
+        bool,
+        typer.Option(
+            "--bandwidth", help="Before: also measure between every pair, against the catalog."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Check this host before a run, or say why a run failed: the cause, the line that shows it, and how to mend it."""
@@ -337,8 +584,13 @@ def doctor(
 
 @_command()
 def strategies(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One strategy: why it does not go with an option.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda; some combinations require a GPU.")] = "cuda",
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="One strategy: why it does not go with an option."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; some combinations require a GPU.")
+    ] = "cuda",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
 ) -> None:
     """Print which features each strategy supports: tensor, context and pipeline parallelism, LoRA, offload and more."""
@@ -347,7 +599,11 @@ def strategies(
     if device not in ("cpu", "cuda"):
         raise UserError(f"no device {device!r}", where="--device", fix="cpu or cuda")
     if name is not None and markdown:
-        raise UserError("the Markdown table is of all strategies", where="--markdown", fix="leave it out, or the name")
+        raise UserError(
+            "the Markdown table is of all strategies",
+            where="--markdown",
+            fix="leave it out, or the name",
+        )
     if name is not None:
         print(as_text_of(name, device))
     elif markdown:
@@ -373,7 +629,8 @@ for _other_command in (*cli_runs.COMMANDS, *cli_report.COMMANDS, *cli_scale.COMM
 def main(arguments: list[str] | None = None) -> None:
     """Run a command, whether or not somebody reads what it prints."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files and texts of strangers need not be UTF-8
+        # Names of files and texts of strangers need not be UTF-8.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     try:
@@ -409,7 +666,9 @@ def _main(given: list[str]) -> None:
         from drumline.core.out_of_memory import is_out_of_memory, memory_fault
 
         if isinstance(error, PermissionError) and error.filename:
-            fault = EnvironmentFault("permission denied", where=str(error.filename), fix="ask its owner, or name another")
+            fault = EnvironmentFault(
+                "permission denied", where=str(error.filename), fix="ask its owner, or name another"
+            )
             raise SystemExit(_report(fault)) from None
         if is_out_of_memory(error):
             raise SystemExit(_report(memory_fault(error))) from None
@@ -429,9 +688,15 @@ def _report_bug(error: Exception) -> int:
     import tempfile
     import traceback
 
-    with tempfile.NamedTemporaryFile("w", prefix="drumline-", suffix=".txt", delete=False, encoding="utf-8", errors="replace") as file:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="drumline-", suffix=".txt", delete=False, encoding="utf-8", errors="replace"
+    ) as file:
         file.write(redact("".join(traceback.format_exception(error))))
-    return _report(DrumlineError(f"unexpected error: {first_line(error)}", fix=f"please report it, with {file.name}"))
+    return _report(
+        DrumlineError(
+            f"unexpected error: {first_line(error)}", fix=f"please report it, with {file.name}"
+        )
+    )
 
 
 def _run(arguments: list[str], speaks: bool) -> None:
@@ -458,7 +723,9 @@ def _own(arguments: list[str]) -> list[str]:
     """The arguments as typer can read them; those behind `--` are a script's, and stay. torch.distributed.launch and deepspeed add
     `--local_rank=N`, whose value LOCAL_RANK has, too."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    own = [each for each in arguments[:end] if not each.startswith(("--local_rank=", "--local-rank="))]
+    own = [
+        each for each in arguments[:end] if not each.startswith(("--local_rank=", "--local-rank="))
+    ]
     return [*(_bare_resume(own) if own[:1] == ["train"] else own), *arguments[end:]]
 
 
@@ -468,7 +735,10 @@ def _bare_resume(arguments: list[str]) -> list[str]:
     for argument, following in zip(arguments, [*arguments, "--"][1:], strict=True):
         out.append(argument)
         key, is_set, _ = following.partition("=")
-        overrides = is_set and "/" not in key and not os.path.lexists(following)  # the runs of a sweep have `=` in their names
-        if argument == "--resume" and (following.startswith("-") or overrides or following.endswith((".yaml", ".yml"))):
+        # The runs of a sweep have `=` in their names.
+        overrides = is_set and "/" not in key and not os.path.lexists(following)
+        if argument == "--resume" and (
+            following.startswith("-") or overrides or following.endswith((".yaml", ".yml"))
+        ):
             out.append("newest")
     return out

@@ -20,11 +20,24 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 def preview(
     config: ConfigFile,
     overrides: Overrides = None,
-    row: Annotated[int | None, typer.Option(min=1, metavar="N", help="Show row N of the data alone, counted from 1.")] = None,
-    first: Annotated[int, typer.Option(min=1, metavar="N", help="Read the first N rows of each source.")] = 500,
-    samples: Annotated[int | None, typer.Option(min=0, metavar="N", help="Show N samples. Default: 3, or 20 in a page.")] = None,
-    html: Annotated[Path | None, typer.Option(parser=path_of, metavar="F", help="Write a page that needs no network.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show all tokens of long rows.")] = False,
+    row: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Show row N of the data alone, counted from 1."),
+    ] = None,
+    first: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Read the first N rows of each source.")
+    ] = 500,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Show N samples. Default: 3, or 20 in a page."),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(parser=path_of, metavar="F", help="Write a page that needs no network."),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all tokens of long rows.")
+    ] = False,
 ) -> None:
     """Show rows as the model gets them: tokens in the loss, cut or special, packs, both sides of pairs, what rewards get."""
     from drumline.train.preview import Options
@@ -42,7 +55,14 @@ def convert(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", parser=path_of, metavar="NEW.yaml", help="The file to write. Default: standard output.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            parser=path_of,
+            metavar="NEW.yaml",
+            help="The file to write. Default: standard output.",
+        ),
     ] = None,
 ) -> None:
     """Print a config of accelerate, DeepSpeed, transformers, TRL, LLaMA-Factory or Axolotl as a Drumline YAML, with a note for each key

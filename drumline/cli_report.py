@@ -10,11 +10,17 @@ import typer
 from drumline.cli_runs import existing_path, path_of
 from drumline.errors import printable
 
-Runs = Annotated[list[Path], typer.Argument(parser=existing_path, metavar="RUN...", help="Run folders.")]
+Runs = Annotated[
+    list[Path], typer.Argument(parser=existing_path, metavar="RUN...", help="Run folders.")
+]
 
 
 def report(
-    runs: Runs, out: Annotated[Path | None, typer.Option(parser=path_of, metavar="F", help="The file. Default: RUN/report.html.")] = None
+    runs: Runs,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=path_of, metavar="F", help="The file. Default: RUN/report.html."),
+    ] = None,
 ) -> None:
     """Write one HTML page about runs that opens without a network, and a PNG of their curves."""
     from drumline.report.page import report as write
@@ -24,7 +30,12 @@ def report(
 
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(parser=existing_path, metavar="A B", help="Two runs, or two folders of runs that differ in run.seed.")
+        list[Path],
+        typer.Argument(
+            parser=existing_path,
+            metavar="A B",
+            help="Two runs, or two folders of runs that differ in run.seed.",
+        ),
     ],
 ) -> None:
     """Print which keys of two runs differ, which curves are better, by how much, and whether seeds can tell that from chance."""
@@ -36,9 +47,14 @@ def compare(
 def watch(
     runs: Runs,
     host: Annotated[
-        str, typer.Option(help="The address to listen at; another than this machine's own needs the token that is printed.")
+        str,
+        typer.Option(
+            help="The address to listen at; another than this machine's own needs the token that is printed."
+        ),
     ] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="The port; 0: a free one. Default: 8765.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="The port; 0: a free one. Default: 8765.")
+    ] = None,
 ) -> None:
     """Follow runs on a page in the browser until Ctrl-C. Nothing is asked of the runs."""
     from drumline.launchers.stages import stages

@@ -17,7 +17,11 @@ from drumline.foreign import expanded, path_mistake
 def path_of(given: str | Path) -> Path:
     """The parser of every path on the command line, which is asked about a default, too."""
     if not str(given):
-        raise UserError("an empty path given", where="drumline", fix="name a file or folder; is a variable of the shell empty?")
+        raise UserError(
+            "an empty path given",
+            where="drumline",
+            fix="name a file or folder; is a variable of the shell empty?",
+        )
     if mistake := path_mistake(str(given)):
         raise UserError(mistake, where=str(given), fix="shorten it")
     return Path(given)
@@ -75,18 +79,37 @@ def _keys(incomplete: str) -> list[str]:
 
 
 ConfigFile = Annotated[
-    Path, typer.Argument(parser=path_of, metavar="CONFIG.yaml", help="The config of the run; `drumline schema` describes its keys.")
+    Path,
+    typer.Argument(
+        parser=path_of,
+        metavar="CONFIG.yaml",
+        help="The config of the run; `drumline schema` describes its keys.",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML: optimizer.lr=1e-4", autocompletion=_keys),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Keys that override the YAML: optimizer.lr=1e-4",
+        autocompletion=_keys,
+    ),
 ]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. No file can allow this.")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run code that comes with the model. No file can allow this."
+    ),
+]
 Run = Annotated[Path, typer.Argument(parser=existing_path, metavar="RUN", help="A run folder.")]
 
 
 def ps(
-    folder: Annotated[Path, typer.Argument(parser=path_of, metavar="[FOLDER]", help="A run, or the folder that has runs.")] = Path("runs"),
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            parser=path_of, metavar="[FOLDER]", help="A run, or the folder that has runs."
+        ),
+    ] = Path("runs"),
 ) -> None:
     """List runs: state, last step, and where each is running."""
     from drumline.launchers.runs import states, table
@@ -95,7 +118,9 @@ def ps(
     print(table(found) if found else f"no runs in {folder}")
 
 
-def logs(run: Run, rank: Annotated[int | None, typer.Option(min=0, help="Of this rank alone.")] = None) -> None:
+def logs(
+    run: Run, rank: Annotated[int | None, typer.Option(min=0, help="Of this rank alone.")] = None
+) -> None:
     """Print what the ranks of a run's newest attempt have printed."""
     from drumline.launchers.runs import print_logs
 

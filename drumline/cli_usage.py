@@ -33,9 +33,17 @@ def read_list(texts: Sequence[str] | None, flag: str, example: str) -> tuple[str
     for text in texts or ():
         parts = [part.strip() for part in text.split(",")]
         if not any(parts):
-            raise UsageMistake("an empty list given", where=flag, fix=f"name at least one, such as {example}, or leave {flag} out")
+            raise UsageMistake(
+                "an empty list given",
+                where=flag,
+                fix=f"name at least one, such as {example}, or leave {flag} out",
+            )
         if not all(parts):
-            raise UsageMistake(f"{text[:80]!r} has an empty part", where=flag, fix=f"put one comma between two names, such as {example}")
+            raise UsageMistake(
+                f"{text[:80]!r} has an empty part",
+                where=flag,
+                fix=f"put one comma between two names, such as {example}",
+            )
         found |= dict.fromkeys(parts)
     return tuple(found)
 
@@ -54,13 +62,23 @@ class Command(TyperCommand):
         if ctx.resilient_parsing:  # the shell completes a line that is not finished
             return rest
         if rest:
-            raise UsageMistake(f"{rest[0][:80]!r} is one argument too many", where=command, fix=_help_hint(command))
+            raise UsageMistake(
+                f"{rest[0][:80]!r} is one argument too many", where=command, fix=_help_hint(command)
+            )
         for parameter in self.params:
             value = ctx.params.get(parameter.name)
             if isinstance(value, float) and not math.isfinite(value):
-                raise UsageMistake(f"{value} given, a finite number is wanted", where=parameter.opts[0], fix="give a finite number")
+                raise UsageMistake(
+                    f"{value} given, a finite number is wanted",
+                    where=parameter.opts[0],
+                    fix="give a finite number",
+                )
             if isinstance(value, int) and abs(value) >= MOST_WHOLE:
-                raise UsageMistake("a whole number of more than 64 bits given", where=parameter.opts[0], fix="give a smaller one")
+                raise UsageMistake(
+                    "a whole number of more than 64 bits given",
+                    where=parameter.opts[0],
+                    fix="give a smaller one",
+                )
         return rest
 
 

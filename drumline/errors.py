@@ -44,7 +44,11 @@ class DrumlineError(Exception):
         mend = f" — {self.fix}" if self.fix else ""
         message = " ".join(f"{place}{self.what}{mend}".split())
         message = _LONG_WORD.sub(lambda word: shortened(word[0]), message)
-        return re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}…{word[0][-200:]}", printable(message, keep=""))
+        return re.sub(
+            r"\S{500,}",
+            lambda word: f"{word[0][:200]}…{word[0][-200:]}",
+            printable(message, keep=""),
+        )
 
 
 class UserError(DrumlineError):
@@ -84,7 +88,9 @@ class WorkerFailed(DrumlineError):
 class NotSaved(DrumlineError):
     """The last weights could not be saved. The launcher does not restart for it: a restart would train again."""
 
-    rank_code = 74  # sysexits' EX_IOERR: the launcher sees it even if the disk has no room for a message
+    rank_code = (
+        74  # sysexits' EX_IOERR: the launcher sees it even if the disk has no room for a message
+    )
 
 
 class TrainingStopped(DrumlineError):

@@ -98,7 +98,9 @@ def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> Buf
     return BufferedReader(_PlainFile(handle, str(path), error_type, fix), MIB // 8)
 
 
-def read_bytes(path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES) -> bytes:
+def read_bytes(
+    path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES
+) -> bytes:
     """The content of a regular file of at most `most` bytes. Raises `error_type`."""
     with open_plain(path, error_type, fix) as file:
         # Not `most` itself: Python allocates as much as `read` is given.
@@ -108,26 +110,53 @@ def read_bytes(path: Path, error_type: ErrorType, fix: str | None = None, most: 
     return content
 
 
-def read_text(path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES) -> str:
+def read_text(
+    path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES
+) -> str:
     """The text of a regular file in UTF-8. Raises `error_type`, with the line where there is one."""
     content = read_bytes(path, error_type, fix, most)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise error_type("not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
+        raise error_type(
+            "not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8"
+        ) from None
 
 
-def read_object(path: Path, error_type: ErrorType, fix: str | None = None, *, numbers: bool = True, once: bool = False) -> dict[str, Any]:
+def read_object(
+    path: Path,
+    error_type: ErrorType,
+    fix: str | None = None,
+    *,
+    numbers: bool = True,
+    once: bool = False,
+) -> dict[str, Any]:
     """The object of a JSON file; `numbers`, `once`: as of `parse_json`. Raises `error_type`, with the line where there is one."""
-    value = parse_json(read_text(path, error_type, fix), str(path), error_type, lines=True, numbers=numbers, once=once)
+    value = parse_json(
+        read_text(path, error_type, fix),
+        str(path),
+        error_type,
+        lines=True,
+        numbers=numbers,
+        once=once,
+    )
     if not isinstance(value, dict):
-        raise error_type("holds no keys and values", where=str(path), fix=fix or "it is one JSON object")
+        raise error_type(
+            "holds no keys and values", where=str(path), fix=fix or "it is one JSON object"
+        )
     return value
 
 
 def parse_json(
-    text: str, where: str, error_type: ErrorType, *, lines: bool = False, numbers: bool = False, once: bool = False, fix: str | None = None
+    text: str,
+    where: str,
+    error_type: ErrorType,
+    *,
+    lines: bool = False,
+    numbers: bool = False,
+    once: bool = False,
+    fix: str | None = None,
 ) -> Any:
     """The value of a JSON text. `lines`: `where` is a file, and the error names the line. `numbers`: whole numbers must fit 64
     bits. `once`: a repeated key is an error, since readers disagree on which of its values to keep. Raises `error_type`."""
@@ -145,13 +174,17 @@ def parse_json(
     except json.JSONDecodeError as error:
         at = f"{where}:{error.lineno}" if lines else where
         fix = fix or ("mend that line" if lines else None)
-        raise error_type(f"not JSON: {error.msg} at column {error.colno}", where=at, fix=fix) from None
+        raise error_type(
+            f"not JSON: {error.msg} at column {error.colno}", where=at, fix=fix
+        ) from None
     except RecursionError:
         raise error_type("not JSON: nested too deep", where=where, fix=fix) from None
     except DrumlineError:
         raise
     except ValueError:  # Python refuses whole numbers of more than 4,300 digits
-        raise error_type("not JSON: it holds a number of thousands of digits", where=where) from None
+        raise error_type(
+            "not JSON: it holds a number of thousands of digits", where=where
+        ) from None
     if text.count("[") + text.count("{") > MOST_DEPTH or _SUSPECT.search(text):
         _check(value, where, error_type, numbers)
     return value
@@ -177,7 +210,11 @@ def _check(value: Any, where: str, error_type: ErrorType, numbers: bool) -> None
 
 def text_mistake(text: str) -> str | None:
     """The reason why a string is not valid text; None if it is."""
-    return "holds a lone surrogate, which is no text" if any("\ud800" <= char <= "\udfff" for char in text) else None
+    return (
+        "holds a lone surrogate, which is no text"
+        if any("\ud800" <= char <= "\udfff" for char in text)
+        else None
+    )
 
 
 @contextmanager
@@ -187,7 +224,9 @@ def judged(what: str, where: str, error_type: ErrorType, fix: str | None = None)
         yield
     except (DrumlineError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # bad values can raise anything; Rust libraries panic with a BaseException
+    except (
+        BaseException
+    ) as error:  # bad values can raise anything; Rust libraries panic with a BaseException
         raise error_type(f"{what}: {first_line(error)}", where=where, fix=fix) from error
 
 
@@ -195,7 +234,9 @@ def require_package(module: str, where: str, fix: str | None = None) -> None:
     """Raises EnvironmentFault where a module cannot be imported; nothing is."""
     package = {"PIL": "pillow"}.get(module, module.replace("_", "-"))
     if importlib.util.find_spec(module) is None:
-        raise EnvironmentFault(f"the package {package} is missing", where=where, fix=fix or f"pip install {package}")
+        raise EnvironmentFault(
+            f"the package {package} is missing", where=where, fix=fix or f"pip install {package}"
+        )
 
 
 @contextmanager
@@ -205,11 +246,15 @@ def number_errors(where: str, error_type: ErrorType) -> Iterator[None]:
         yield
     except OverflowError as error:
         what = f"holds a number that is too large: {first_line(error)}"
-        raise error_type(what, where=where, fix="write a smaller number, or take the row out") from error
+        raise error_type(
+            what, where=where, fix="write a smaller number, or take the row out"
+        ) from error
 
 
 @contextmanager
-def disk_errors(what: str, where: str, error_type: type[DrumlineError], fix: str | None = None) -> Iterator[None]:
+def disk_errors(
+    what: str, where: str, error_type: type[DrumlineError], fix: str | None = None
+) -> Iterator[None]:
     """For reads and writes: an OSError becomes an `error_type` of one line that begins with `what`."""
     try:
         yield
@@ -234,7 +279,18 @@ def first_line(error: BaseException) -> str:
         return PICKLE
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    vague = isinstance(error, TypeError | AttributeError | LookupError | ArithmeticError | MemoryError | RecursionError) or not message
+    vague = (
+        isinstance(
+            error,
+            TypeError
+            | AttributeError
+            | LookupError
+            | ArithmeticError
+            | MemoryError
+            | RecursionError,
+        )
+        or not message
+    )
     return f"{type(error).__name__}: {message}".removesuffix(": ") if vague else message
 
 
@@ -242,6 +298,10 @@ def class_and_line(error: BaseException) -> str:
     """`ValueError in mine.py:12`: the class of an error, and the line of the user's own code that was run last, if any was."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if path.suffix == ".py" and not _PACKAGES & {*path.parts} and not any(path.is_relative_to(each) for each in _NOT_USERS):
+        if (
+            path.suffix == ".py"
+            and not _PACKAGES & {*path.parts}
+            and not any(path.is_relative_to(each) for each in _NOT_USERS)
+        ):
             return f"{type(error).__name__} in {path.name}:{frame.lineno}"
     return type(error).__name__

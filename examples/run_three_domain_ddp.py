@@ -17,7 +17,9 @@ CONFIG = Path(__file__).with_name("grpo_three_domains.yaml")
 DOMAINS = ("arithmetic", "logic", "algorithmic")
 
 
-def overrides(model: str | None, processes: int, tasks_per_domain: int, group_size: int) -> list[str]:
+def overrides(
+    model: str | None, processes: int, tasks_per_domain: int, group_size: int
+) -> list[str]:
     """What is laid over the config."""
     shares = ", ".join(f"{domain}: 1" for domain in DOMAINS)
     return [
@@ -31,14 +33,29 @@ def overrides(model: str | None, processes: int, tasks_per_domain: int, group_si
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a local folder, a hub id or package:NAME; by default the config's")
-    parser.add_argument("--num-gpus", type=int, default=1, help="processes, one a GPU; on the CPU where there is none")
-    parser.add_argument("--tasks-per-domain", type=int, default=2, help="prompts of each domain in a step")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="a local folder, a hub id or package:NAME; by default the config's"
+    )
+    parser.add_argument(
+        "--num-gpus",
+        type=int,
+        default=1,
+        help="processes, one a GPU; on the CPU where there is none",
+    )
+    parser.add_argument(
+        "--tasks-per-domain", type=int, default=2, help="prompts of each domain in a step"
+    )
     parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
     options, more = parser.parse_known_args()
-    chosen = overrides(options.model, options.num_gpus, options.tasks_per_domain, options.group_size)
-    return subprocess.run([sys.executable, "-m", "drumline", "train", str(CONFIG), *chosen, *more]).returncode
+    chosen = overrides(
+        options.model, options.num_gpus, options.tasks_per_domain, options.group_size
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "drumline", "train", str(CONFIG), *chosen, *more]
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ def build() -> int:
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     for page in sorted(SITE.glob("*.html")) if code == 0 else []:
-        page.write_text(OUTSIDE.sub(lambda found: f'href="{_copied(found[1].rstrip("/"))}', page.read_text()))
+        page.write_text(
+            OUTSIDE.sub(lambda found: f'href="{_copied(found[1].rstrip("/"))}', page.read_text())
+        )
     return code
 
 
@@ -31,10 +33,21 @@ def _copied(name: str) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
         return f"source/{name}"
-    shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copytree(
+        source,
+        target,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
+    )
     names = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
-    items = "".join(f'<li><a href="{html.escape(each)}">{html.escape(each)}</a></li>' for each in names if each != "index.html")
-    (target / "index.html").write_text(f"<!doctype html><meta charset=utf-8><title>{name}</title><ul>{items}</ul>")
+    items = "".join(
+        f'<li><a href="{html.escape(each)}">{html.escape(each)}</a></li>'
+        for each in names
+        if each != "index.html"
+    )
+    (target / "index.html").write_text(
+        f"<!doctype html><meta charset=utf-8><title>{name}</title><ul>{items}</ul>"
+    )
     return f"source/{name}/index.html"
 
 

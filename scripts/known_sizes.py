@@ -23,4 +23,6 @@ def counted(name: str, length: int = LENGTH) -> str:
 
 if __name__ == "__main__":
     texts = [name for name, known in KNOWN.items() if known.values["model_type"] not in OF_IMAGES]
-    SHIPPED.write_text("\n".join([version("transformers"), *(f"{name} {counted(name)}" for name in texts), ""]))
+    SHIPPED.write_text(
+        "\n".join([version("transformers"), *(f"{name} {counted(name)}" for name in texts), ""])
+    )

@@ -56,12 +56,18 @@ def page(measured: dict[str, Any], language: str) -> str:
     """The whole page, from the rules and the results of a parity run."""
     lines = [
         "<!-- made by scripts/strategy_docs.py: do not edit -->",
-        TEXT[language].format(matrix=as_markdown("cuda"), **{key: value for key, value in measured.items() if key != "rows"}),
+        TEXT[language].format(
+            matrix=as_markdown("cuda"),
+            **{key: value for key, value in measured.items() if key != "rows"},
+        ),
         "| strategy | cases | largest difference | in |",
         "|---|---|---|---|",
     ]
     for name, by_case in measured["rows"].items():
-        apart = {case: max(of[key] or 0.0 for key in ("loss", "grad_norm", "weights", "moments")) for case, of in by_case.items()}
+        apart = {
+            case: max(of[key] or 0.0 for key in ("loss", "grad_norm", "weights", "moments"))
+            for case, of in by_case.items()
+        }
         case, largest = max(apart.items(), key=lambda item: item[1])
         lines.append(f"| {name} | {len(by_case)} | {largest:.1e} | {case} |")
     return "\n".join(lines) + "\n"

@@ -27,12 +27,16 @@ def server(bucket: str) -> Iterator[str]:
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
-    process = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log
+    )
     try:
         deadline = time.monotonic() + 60
         while True:
             with suppress(URLError, ConnectionError):
-                urllib.request.urlopen(urllib.request.Request(f"{address}/{bucket}", method="PUT"), timeout=10)
+                urllib.request.urlopen(
+                    urllib.request.Request(f"{address}/{bucket}", method="PUT"), timeout=10
+                )
                 break
             assert process.poll() is None and time.monotonic() < deadline, "no server"
             time.sleep(0.1)
@@ -40,7 +44,9 @@ def server(bucket: str) -> Iterator[str]:
         with environment(address):
             yield address
         log.seek(0)
-        assert process.poll() is None, f"the server ended with {process.returncode}: {log.read()[-2000:].decode(errors='replace')}"
+        assert process.poll() is None, (
+            f"the server ended with {process.returncode}: {log.read()[-2000:].decode(errors='replace')}"
+        )
     finally:
         process.kill()
         process.wait()
@@ -50,7 +56,12 @@ def server(bucket: str) -> Iterator[str]:
 @contextmanager
 def environment(address: str) -> Iterator[None]:
     """Variables that clients of S3 read, here and in processes that tests start."""
-    ours = {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
+    ours = {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "tester",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     with patch.dict(os.environ, ours), patch.dict(ENV, ours):
         yield
 

@@ -20,7 +20,10 @@ def im(role: str, text: str) -> str:
 # Template → what it writes of TALK: texts that are read and texts that are learned, in turn. The tokenizer's EOS is <|im_end|>.
 WRITTEN = {
     "chatml": [
-        *(im("system", "Be kind.") + im("user", "two?") + "<|im_start|>assistant\n", "Two.<|im_end|>"),
+        *(
+            im("system", "Be kind.") + im("user", "two?") + "<|im_start|>assistant\n",
+            "Two.<|im_end|>",
+        ),
         *("\n" + im("user", "three?") + "<|im_start|>assistant\n", "Three.<|im_end|>", "\n"),
     ],
     "llama-3": [
@@ -30,24 +33,44 @@ WRITTEN = {
         "<|start_header_id|>user<|end_header_id|>\n\nthree?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
         "Three.<|eot_id|>",
     ],
-    "mistral": ["[INST] Be kind.\n\ntwo?[/INST]", " Two.<|im_end|>", "[INST] three?[/INST]", " Three.<|im_end|>"],
+    "mistral": [
+        "[INST] Be kind.\n\ntwo?[/INST]",
+        " Two.<|im_end|>",
+        "[INST] three?[/INST]",
+        " Three.<|im_end|>",
+    ],
     "gemma": [
-        *("<start_of_turn>user\nBe kind.\n\ntwo?<end_of_turn>\n<start_of_turn>model\n", "Two.<end_of_turn>"),
-        *("\n<start_of_turn>user\nthree?<end_of_turn>\n<start_of_turn>model\n", "Three.<end_of_turn>", "\n"),
+        *(
+            "<start_of_turn>user\nBe kind.\n\ntwo?<end_of_turn>\n<start_of_turn>model\n",
+            "Two.<end_of_turn>",
+        ),
+        *(
+            "\n<start_of_turn>user\nthree?<end_of_turn>\n<start_of_turn>model\n",
+            "Three.<end_of_turn>",
+            "\n",
+        ),
     ],
     "phi": [
         *("<|system|>\nBe kind.<|end|>\n<|user|>\ntwo?<|end|>\n<|assistant|>\n", "Two.<|end|>"),
         *("\n<|user|>\nthree?<|end|>\n<|assistant|>\n", "Three.<|end|>", "\n"),
     ],
     "zephyr": [
-        *("<|system|>\nBe kind.<|im_end|>\n<|user|>\ntwo?<|im_end|>\n<|assistant|>\n", "Two.<|im_end|>"),
+        *(
+            "<|system|>\nBe kind.<|im_end|>\n<|user|>\ntwo?<|im_end|>\n<|assistant|>\n",
+            "Two.<|im_end|>",
+        ),
         *("\n<|user|>\nthree?<|im_end|>\n<|assistant|>\n", "Three.<|im_end|>", "\n"),
     ],
     "alpaca": [
         *("Be kind.\n\n### Instruction:\ntwo?\n\n### Response:\n", "Two.<|im_end|>"),
         *("\n\n### Instruction:\nthree?\n\n### Response:\n", "Three.<|im_end|>", "\n\n"),
     ],
-    "deepseek": ["Be kind.<｜User｜>two?<｜Assistant｜>", "Two.<|im_end|>", "<｜User｜>three?<｜Assistant｜>", "Three.<|im_end|>"],
+    "deepseek": [
+        "Be kind.<｜User｜>two?<｜Assistant｜>",
+        "Two.<|im_end|>",
+        "<｜User｜>three?<｜Assistant｜>",
+        "Three.<|im_end|>",
+    ],
 }
 WRITTEN["qwen"] = WRITTEN["chatml"]
 
@@ -61,5 +84,8 @@ def require(of: Any, example: Any, pieces: list[str]) -> None:
         learned += [(ends, ends + len(piece))] if number % 2 else []
         ends += len(piece)
     assert example.tokens.tolist() == encoded["input_ids"], of.decode(example.tokens.tolist())
-    wanted = [int(any(start <= first < stop for start, stop in learned)) for first, _ in encoded["offset_mapping"]]
+    wanted = [
+        int(any(start <= first < stop for start, stop in learned))
+        for first, _ in encoded["offset_mapping"]
+    ]
     assert example.learn.tolist() == wanted, of.decode(example.tokens[example.learn == 1].tolist())

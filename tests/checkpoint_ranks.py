@@ -21,7 +21,15 @@ import torch.distributed as dist
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
-FORKS.set_forkserver_preload([*PRELOADED, "drumline.checkpoint.save", "drumline.checkpoint.load", "drumline.parallel.native", "s3fs"])
+FORKS.set_forkserver_preload(
+    [
+        *PRELOADED,
+        "drumline.checkpoint.save",
+        "drumline.checkpoint.load",
+        "drumline.parallel.native",
+        "s3fs",
+    ]
+)
 
 LIFETIME = 120  # seconds after which a rank is killed whatever happens
 CUT_OFF = "Gloo connectFullMesh failed"
@@ -30,7 +38,10 @@ PR_SET_PDEATHSIG = 1
 
 def content(step: int, shift: int = 0) -> dict[str, torch.Tensor]:
     """Tensors that a step determines: 24 of up to 40 thousand numbers, two dtypes, scalars, one of a single row."""
-    tensors: dict[str, torch.Tensor] = {"model.single": torch.full((1, 7), float(step)), "optim.single.step": torch.tensor(float(step))}
+    tensors: dict[str, torch.Tensor] = {
+        "model.single": torch.full((1, 7), float(step)),
+        "optim.single.step": torch.tensor(float(step)),
+    }
     for index in range(24):
         generator = torch.Generator().manual_seed(1000 * step + index + shift)
         tensors[f"model.{index}"] = torch.randn(101 + index, 300, generator=generator)
@@ -48,7 +59,9 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def start(world: int, work: Callable[..., Any], *arguments: object) -> list[tuple[BaseProcess, multiprocessing.connection.Connection]]:
+def start(
+    world: int, work: Callable[..., Any], *arguments: object
+) -> list[tuple[BaseProcess, multiprocessing.connection.Connection]]:
     """`work(*arguments)` on `world` ranks of a fresh process group (no group for a world of 0: one process alone)."""
     with tempfile.NamedTemporaryFile(prefix="drumline-store-", delete=True) as file:
         store = file.name
@@ -57,7 +70,9 @@ def start(world: int, work: Callable[..., Any], *arguments: object) -> list[tupl
     started: list[tuple[BaseProcess, multiprocessing.connection.Connection]] = []
     for rank in range(max(world, 1)):
         ours, theirs = FORKS.Pipe(duplex=False)
-        process = FORKS.Process(target=_rank, args=(rank, world, store, theirs, work, arguments, dict(os.environ)))
+        process = FORKS.Process(
+            target=_rank, args=(rank, world, store, theirs, work, arguments, dict(os.environ))
+        )
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -97,7 +112,13 @@ def end(processes: list[BaseProcess]) -> None:
 
 
 def _rank(
-    rank: int, world: int, store: str, pipe: Any, work: Callable[..., Any], arguments: tuple[object, ...], variables: dict[str, str]
+    rank: int,
+    world: int,
+    store: str,
+    pipe: Any,
+    work: Callable[..., Any],
+    arguments: tuple[object, ...],
+    variables: dict[str, str],
 ) -> None:
     os.environ.update(variables)  # the server may be older than some of them
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -105,7 +126,13 @@ def _rank(
     torch.set_num_threads(1)
     try:
         if world:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=60),
+            )
         pipe.send((True, work(*arguments)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))

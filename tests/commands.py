@@ -15,7 +15,11 @@ from drumline.cli import _own, app
 from tests.harness import ROOT
 
 # Each page in Chinese has the same commands as its English twin (tests/unit/test_languages.py).
-PAGES = {page.stem: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if not page.stem.endswith(".zh")}
+PAGES = {
+    page.stem: page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if not page.stem.endswith(".zh")
+}
 PROGRAMS = (
     "accelerate",
     "deepspeed",
@@ -37,17 +41,29 @@ DRUMLINE: Any = typer.main.get_command(app)
 def commands(page: Path) -> list[str]:
     """The lines of its bash blocks, and of its indented code those that begin with a program; without comments, parts of a line joined."""
     text = page.read_text().replace("\\\n", " ")
-    fenced = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    indented = re.findall(r"^    (\S.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    fenced = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]
+    indented = re.findall(
+        r"^    (\S.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE
+    )
     lines = [*fenced, *(line for line in indented if line.split()[0] in PROGRAMS)]
-    return [line for line in (re.sub(r"\s+#.*", "", line).strip() for line in lines) if line and not line.startswith("#")]
+    return [
+        line
+        for line in (re.sub(r"\s+#.*", "", line).strip() for line in lines)
+        if line and not line.startswith("#")
+    ]
 
 
 def parsed(line: str) -> list[tuple[str, dict[str, Any]]]:
     """(name, parameters) of each command of drumline in a line, which may be behind another program, or between pipes. Raises click's
     errors, and KeyError for a command that is none."""
     found = []
-    for part in " ".join(shlex.quote(word) if word != "|" else word for word in shlex.split(line)).split(" | "):
+    for part in " ".join(
+        shlex.quote(word) if word != "|" else word for word in shlex.split(line)
+    ).split(" | "):
         words = shlex.split(part)
         if "drumline" not in words:
             continue
@@ -56,7 +72,9 @@ def parsed(line: str) -> list[tuple[str, dict[str, Any]]]:
             assert any(arguments[0] in option.opts for option in DRUMLINE.params), line
             found.append((arguments[0], dict[str, Any]()))
         elif words[0] != "docker" or "train" in words:
-            with mock.patch.object(cli_runs, "is_there", lambda path: True):  # runs of the pages are not here
+            with mock.patch.object(
+                cli_runs, "is_there", lambda path: True
+            ):  # runs of the pages are not here
                 context = DRUMLINE.commands[arguments[0]].make_context(arguments[0], arguments[1:])
             found.append((arguments[0], context.params))
     return found

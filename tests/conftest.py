@@ -35,9 +35,22 @@ def own_kinds_end_with_their_test() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parity-results", type=Path, default=None, help="write what the parity test measured to this JSON file")
-    parser.addoption("--write-counts", action="store_true", help="write tests/fake_gpu/counts.json anew from what the rows do")
-    parser.addoption("--full", action="store_true", help="also the tests marked `full`: what `make test-full` runs")
+    parser.addoption(
+        "--parity-results",
+        type=Path,
+        default=None,
+        help="write what the parity test measured to this JSON file",
+    )
+    parser.addoption(
+        "--write-counts",
+        action="store_true",
+        help="write tests/fake_gpu/counts.json anew from what the rows do",
+    )
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="also the tests marked `full`: what `make test-full` runs",
+    )
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -73,7 +86,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
-            named = [name for name in rows if test.partition("[")[2].startswith(name)] if file.endswith("/test_parity.py") else []
+            named = (
+                [name for name in rows if test.partition("[")[2].startswith(name)]
+                if file.endswith("/test_parity.py")
+                else []
+            )
             return f"{file}::{group_of(rows[max(named, key=len)])}" if named else file
 
         def _assign_work_unit(self, node: Any) -> None:

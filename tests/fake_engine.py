@@ -24,9 +24,13 @@ class FakeEngine:
         self.skipped = 0
         self.fail_at = fail_at or {}
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
+    def forward_backward(
+        self, micro_batches: list[Any], objective: Any, denominator: float
+    ) -> DeviceSums:
         sums = self.evaluate(micro_batches, objective)
-        self.gradient = sum(float((self.weight - _learned(b)).sum()) for b in micro_batches) / denominator
+        self.gradient = (
+            sum(float((self.weight - _learned(b)).sum()) for b in micro_batches) / denominator
+        )
         self.calls += 1
         if self.calls in self.fail_at:
             sums["loss"] = self.gradient = self.fail_at[self.calls]
@@ -39,7 +43,9 @@ class FakeEngine:
         losses = [float(((self.weight - _learned(b)) ** 2).sum() / 2) for b in micro_batches]
         return {"loss": sum(losses), "tokens": 1.0, "correct": 0.0}
 
-    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+    def infer(
+        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+    ) -> list[torch.Tensor]:
         return [read(self.weight, batch) for batch in micro_batches]
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

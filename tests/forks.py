@@ -68,7 +68,13 @@ class Forks:
 
             command, env = [sys.executable, "-m", "tests.forks", ROOM], {**ENV, "ROOM": ROOM}
             process = self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=env,
+                cwd=ROOT,
+                start_new_session=True,
             )
             atexit.register(self.end)
         assert process.stdin is not None and process.stdout is not None
@@ -131,14 +137,23 @@ def choose_starter() -> Forks | Interpreters:
 class Forked(subprocess.Popen[str]):
     """`python -m MODULE ARGUMENTS`, as a fork where there is no GPU; its output goes to files."""
 
-    def __init__(self, module: str, *arguments: object, env: Mapping[str, str], cwd: str | Path | None = None) -> None:
+    def __init__(
+        self, module: str, *arguments: object, env: Mapping[str, str], cwd: str | Path | None = None
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.streams = [Path(self.folder.name) / name for name in ("out", "err")]
         for path in self.streams:
             path.touch()
         out, err = map(str, self.streams)
         self.args = [module, *map(str, arguments)]
-        asked = {"module": module, "arguments": self.args[1:], "cwd": str(cwd or Path.cwd()), "env": dict(env), "out": out, "err": err}
+        asked = {
+            "module": module,
+            "arguments": self.args[1:],
+            "cwd": str(cwd or Path.cwd()),
+            "env": dict(env),
+            "out": out,
+            "err": err,
+        }
         self.starter = choose_starter()
         self.pid: int = self.starter.start(asked)
         self.returncode: Any = None
@@ -153,7 +168,8 @@ class Forked(subprocess.Popen[str]):
 
     def wait(self, timeout: float | None = None) -> int:
         if (code := self.poll()) is None:
-            watched = os.pidfd_open(self.pid)  # a question every few milliseconds would take time from the ranks
+            # A question every few milliseconds would take time from the ranks.
+            watched = os.pidfd_open(self.pid)
             try:
                 ended = select.select([watched], [], [], timeout)[0]
             finally:
@@ -163,7 +179,9 @@ class Forked(subprocess.Popen[str]):
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return code
 
-    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(
+        self, input: str | None = None, timeout: float | None = None
+    ) -> tuple[str, str]:
         self.wait(timeout)
         out, err = (path.read_text(errors="replace") for path in self.streams)
         return out, err
@@ -198,7 +216,13 @@ class RankFork(subprocess.Popen[str]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def become(module: str, arguments: list[str], env: dict[str, str], streams: tuple[int, int, int], cwd: str | None = None) -> NoReturn:
+def become(
+    module: str,
+    arguments: list[str],
+    env: dict[str, str],
+    streams: tuple[int, int, int],
+    cwd: str | None = None,
+) -> NoReturn:
     """The child: its own session, streams, variables, signals and arguments, then the module to its end."""
     code = 1
     try:
@@ -208,7 +232,9 @@ def become(module: str, arguments: list[str], env: dict[str, str], streams: tupl
         os.closerange(3, 1024)
         for sent in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(sent) != signal.SIG_IGN:
-                signal.signal(sent, signal.default_int_handler if sent == signal.SIGINT else signal.SIG_DFL)
+                signal.signal(
+                    sent, signal.default_int_handler if sent == signal.SIGINT else signal.SIG_DFL
+                )
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
@@ -217,14 +243,19 @@ def become(module: str, arguments: list[str], env: dict[str, str], streams: tupl
         os.environ.update(env)
         tempfile.tempdir = None  # as the variables say
         weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # a launcher's temporary folders are not its ranks'
-        show([sys.executable, "-m", module, *arguments], [f"{name}={value}" for name, value in env.items()])
+        show(
+            [sys.executable, "-m", module, *arguments],
+            [f"{name}={value}" for name, value in env.items()],
+        )
         if cwd is not None:
             os.chdir(cwd)
             sys.path[0] = cwd
         sys.argv = [module, *arguments]
         handler = importlib.import_module(HANDLER)
         handler.Popen = RankFork  # type: ignore[attr-defined]
-        importlib.import_module("drumline.core.process").Helper._execute_child = RankFork._execute_child
+        importlib.import_module(
+            "drumline.core.process"
+        ).Helper._execute_child = RankFork._execute_child
         warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
@@ -246,7 +277,8 @@ def become(module: str, arguments: list[str], env: dict[str, str], streams: tupl
 
 def show(arguments: list[str], variables: list[str]) -> None:
     """What /proc tells others of this process: not those of the one that forked it. Both end where the room ends."""
-    fields = list(map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]))  # man 5 proc: arg_start to env_end
+    # Man 5 proc: arg_start to env_end.
+    fields = list(map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]))
     for words, start, end in zip((arguments, variables), fields[::2], fields[1::2], strict=True):
         said = b"\0".join(map(os.fsencode, words))[: end - start - 1]
         ctypes.memset(start, 0, end - start)

@@ -30,7 +30,24 @@ def environment(given: Mapping[str, str], gpu: bool) -> dict[str, str]:
 
 ENV = environment(os.environ, shutil.which("nvidia-smi") is not None)
 
-WORDS = ["drum", "line", "rank", "step", "beat", "march", "keep", "time", "one", "two", "three", "left", "right", "sum", "mean", "mesh"]
+WORDS = [
+    "drum",
+    "line",
+    "rank",
+    "step",
+    "beat",
+    "march",
+    "keep",
+    "time",
+    "one",
+    "two",
+    "three",
+    "left",
+    "right",
+    "sum",
+    "mean",
+    "mesh",
+]
 
 
 def chat_rows(number: int, seed: int = 0, longest: int = 12) -> list[dict[str, Any]]:
@@ -51,10 +68,18 @@ def vision_rows(folder: Path, number: int, seed: int = 0) -> list[dict[str, Any]
     for index, row in enumerate(chat_rows(number, seed, longest=6)):
         content: Any = row["prompt"]
         if index % 3 == 0:
-            content = [{"type": "image", "image": names[index]}, {"type": "text", "text": row["prompt"]}]
+            content = [
+                {"type": "image", "image": names[index]},
+                {"type": "text", "text": row["prompt"]},
+            ]
         elif index % 3 == 1:
             content = f"<image> and <image> {row['prompt']}"
-        said = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": row["completion"]}]}
+        said = {
+            "messages": [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": row["completion"]},
+            ]
+        }
         rows.append({**said, "images": names[index - 1 : index + 1]} if index % 3 == 1 else said)
     return rows
 
@@ -65,14 +90,27 @@ def pair_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     rows = []
     for prompt, other in zip(chat_rows(number, seed), chat_rows(number, seed + 100), strict=True):
         words = prompt["prompt"].rstrip("?")
-        rows.append({"prompt": prompt["prompt"], "chosen": f"{words}.", "rejected": f"{other['completion']} {draw.choice(WORDS)}"})
+        rows.append(
+            {
+                "prompt": prompt["prompt"],
+                "chosen": f"{words}.",
+                "rejected": f"{other['completion']} {draw.choice(WORDS)}",
+            }
+        )
     return rows
 
 
 def judged_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     """Answers of uneven length, of which two of three are good: those that repeat the prompt's words."""
     rows = enumerate(pair_rows(number, seed))
-    return [{"prompt": row["prompt"], "completion": row["chosen" if i % 3 else "rejected"], "label": i % 3 > 0} for i, row in rows]
+    return [
+        {
+            "prompt": row["prompt"],
+            "completion": row["chosen" if i % 3 else "rejected"],
+            "label": i % 3 > 0,
+        }
+        for i, row in rows
+    ]
 
 
 def labelled_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -82,14 +120,22 @@ def labelled_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     for _ in range(number):
         kind = draw.randrange(3)
         words = WORDS[kind * third : (kind + 1) * third]
-        rows.append({"text": " ".join(draw.choices(words, k=draw.randint(1, 12))), "label": ("music", "work", "number")[kind]})
+        rows.append(
+            {
+                "text": " ".join(draw.choices(words, k=draw.randint(1, 12))),
+                "label": ("music", "work", "number")[kind],
+            }
+        )
     return rows
 
 
 def prompt_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     """Prompts with a letter that `letters` pays for."""
     draw = random.Random(f"prompts {seed}")
-    return [{"prompt": row["prompt"], "letter": draw.choice("aeiou")} for row in chat_rows(number, seed, longest=6)]
+    return [
+        {"prompt": row["prompt"], "letter": draw.choice("aeiou")}
+        for row in chat_rows(number, seed, longest=6)
+    ]
 
 
 def letters(prompt: str, completion: str, letter: str, **_: Any) -> float:
@@ -111,7 +157,9 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def write_config(folder: Path, model: Path, /, *, rows: int = 40, held_out: int = 6, **sections: Any) -> Path:
+def write_config(
+    folder: Path, model: Path, /, *, rows: int = 40, held_out: int = 6, **sections: Any
+) -> Path:
     """A small SFT config in `folder` with its data; `sections` are laid over the defaults of these tests, key by key. For another
     algorithm the data have its form."""
     kind = sections.get("algorithm", {}).get("kind", "sft")
@@ -138,7 +186,11 @@ def write_config(folder: Path, model: Path, /, *, rows: int = 40, held_out: int 
     if kind not in ("sft", "pretrain"):
         del config["algorithm"]
     for name, values in sections.items():
-        config[name] = {**config[name], **values} if isinstance(values, dict) and isinstance(config.get(name), dict) else values
+        config[name] = (
+            {**config[name], **values}
+            if isinstance(values, dict) and isinstance(config.get(name), dict)
+            else values
+        )
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
@@ -165,7 +217,9 @@ def drumline(*arguments: object, timeout: float = 150, cwd: Path | None = None) 
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.end()
-        raise AssertionError(f"drumline {arguments} ran over {timeout} s:\n" + "\n".join(process.communicate())) from None
+        raise AssertionError(
+            f"drumline {arguments} ran over {timeout} s:\n" + "\n".join(process.communicate())
+        ) from None
     return Finished(process.returncode, out, err)
 
 
@@ -174,10 +228,20 @@ def start_drumline(*arguments: object, cwd: Path | None = None) -> Forked:
     return Forked("drumline", *arguments, env=ENV, cwd=cwd)
 
 
-def start_interpreter(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start_interpreter(
+    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """The command line as a user starts it, left running. `env`: variables besides those of every test."""
     command, own = [sys.executable, "-m", "drumline", *map(str, arguments)], {**ENV, **(env or {})}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own, cwd=cwd, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=own,
+        cwd=cwd,
+        start_new_session=True,
+    )
 
 
 def events(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -198,7 +262,10 @@ def weights(run_dir: Path) -> dict[str, Any]:
 
     found = newest(run_dir / "checkpoints", verify=True)
     assert found.path is not None, found.skipped
-    tensors = {name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for name, t in check(found.path, verify=False).tensors.items()}
+    tensors = {
+        name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype))
+        for name, t in check(found.path, verify=False).tensors.items()
+    }
     load(found.path, tensors)
     return tensors
 
@@ -222,6 +289,8 @@ def survivors(marker: str) -> list[int]:
     me = os.getpid()
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
-        if process.info["pid"] != me and any(marker in part for part in process.info["cmdline"] or ()):
+        if process.info["pid"] != me and any(
+            marker in part for part in process.info["cmdline"] or ()
+        ):
             found.append(process.info["pid"])
     return found

@@ -27,16 +27,36 @@ class Hub:
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
         if path == "/api/repos/create":
             asked = json.loads(body)  # older clients have one key, newer ones the other
-            self.private = (asked.get("private") is True or asked.get("visibility") == "private") if self.private is None else self.private
+            self.private = (
+                (asked.get("private") is True or asked.get("visibility") == "private")
+                if self.private is None
+                else self.private
+            )
             return {"url": f"{self.url}/me/tiny"}
         if path == "/api/models/me/tiny":
-            return {"id": "me/tiny", "private": self.private, "siblings": [{"rfilename": name} for name in self.files]}
+            return {
+                "id": "me/tiny",
+                "private": self.private,
+                "siblings": [{"rfilename": name} for name in self.files],
+            }
         if path.endswith("/preupload/main"):
             modes = {True: "lfs", False: "regular"}
             paths = [each["path"] for each in json.loads(body)["files"]]
-            return {"files": [{"path": path, "uploadMode": modes[path.endswith(".safetensors")], "shouldIgnore": False} for path in paths]}
+            return {
+                "files": [
+                    {
+                        "path": path,
+                        "uploadMode": modes[path.endswith(".safetensors")],
+                        "shouldIgnore": False,
+                    }
+                    for path in paths
+                ]
+            }
         if path.endswith("/info/lfs/objects/batch"):
-            made = [{**o, "actions": {"upload": {"href": f"{self.url}/blob/{o['oid']}"}}} for o in json.loads(body)["objects"]]
+            made = [
+                {**o, "actions": {"upload": {"href": f"{self.url}/blob/{o['oid']}"}}}
+                for o in json.loads(body)["objects"]
+            ]
             return {"transfer": "basic", "objects": made}
         if path.startswith("/blob/"):
             assert hashlib.sha256(body).hexdigest() == path.rpartition("/")[2]
@@ -51,7 +71,12 @@ class Hub:
                     self.files[value["path"]] = self.blobs[value["oid"]]
                 elif line["key"] == "deletedFile":
                     del self.files[value["path"]]
-            return {"success": True, "commitOid": "0" * 40, "commitUrl": f"{self.url}/me/tiny/commit/{'0' * 40}", "hookOutput": ""}
+            return {
+                "success": True,
+                "commitOid": "0" * 40,
+                "commitUrl": f"{self.url}/me/tiny/commit/{'0' * 40}",
+                "hookOutput": "",
+            }
         return {"errors": [], "warnings": []}  # of a card, and of what else a client may ask
 
 
@@ -66,7 +91,9 @@ def serving() -> Iterator[Hub]:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             hub.tokens.add(self.headers.get("Authorization") or "")
             status = hub.refuses or 200
-            given = json.dumps({"error": "no"} if hub.refuses else hub.answer(self.path.partition("?")[0], body)).encode()
+            given = json.dumps(
+                {"error": "no"} if hub.refuses else hub.answer(self.path.partition("?")[0], body)
+            ).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(given)))
             self.send_header("Content-Type", "application/json")

@@ -45,7 +45,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what the user says is learned", "data/batches.py",
-        "np.where(learn[1:] != 0,", "np.where(learn[1:] >= 0,",
+        "learn[1:] != 0, tokens[1:]", "learn[1:] >= 0, tokens[1:]",
         ("tests/unit/test_data_packing.py::test_collate_shifts_within_segments_and_restarts_positions",),
     ),
     Mutation(
@@ -66,7 +66,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every rank gets the first one's samples", "data/stream.py",
-        "self.batch.micro_batch)[self.data_rank]", "self.batch.micro_batch)[0]",
+        "mine = of_ranks[self.data_rank]", "mine = of_ranks[0]",
         ("tests/unit/test_data_stream.py::test_any_split_takes_the_same_samples_each_step",),
     ),
     Mutation(
@@ -117,7 +117,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint has its name before it is whole", "checkpoint/save.py",
-        'self.root / self.ranks.first(lambda: f"{UNFINISHED}{folder_name(job.step)}-{secrets.token_hex(4)}")',
+        'self.root / self.ranks.first(make_name)',
         "self.root / folder_name(job.step)",
         ("tests/unit/test_checkpoint_save.py", "tests/faults/test_checkpoint_kills.py"),
     ),
@@ -157,10 +157,14 @@ MUTATIONS = [
 def copy_with(mutation: Mutation, folder: Path) -> Path:
     """The tree with one line that is wrong."""
     tree = folder / "tree"
-    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "*.pyc", "build"))
+    shutil.copytree(
+        ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "*.pyc", "build")
+    )
     path = tree / "drumline" / mutation.file
     text = path.read_text()
-    assert text.count(mutation.line) == 1, f"{mutation.name}: {mutation.file} has its line {text.count(mutation.line)} times"
+    assert text.count(mutation.line) == 1, (
+        f"{mutation.name}: {mutation.file} has its line {text.count(mutation.line)} times"
+    )
     path.write_text(text.replace(mutation.line, mutation.wrong))
     return tree
 
@@ -169,9 +173,26 @@ def noticed(mutation: Mutation) -> bool:
     """Whether a test fails, and not for want of the test: pytest ends with 1."""
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_with(mutation, Path(folder))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutation.tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *mutation.tests,
+        ]
         env = {**ENV, "PYTHONPATH": str(tree)}
-        process = subprocess.Popen(command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
+        process = subprocess.Popen(
+            command,
+            cwd=tree,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        )
         try:
             said, _ = process.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:

@@ -27,7 +27,9 @@ _LINES = [
 ]
 
 
-def tiny_tokenizer(vocab_size: int = 320, chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(
+    vocab_size: int = 320, chat_template: str | None = CHATML
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on five lines: any text has tokens, and none is unknown.
 
     Ids 0..2 are `<|endoftext|>` (padding), `<|im_start|>` and `<|im_end|>` (end of sequence); 256 bytes and the merges follow.
@@ -39,20 +41,40 @@ def tiny_tokenizer(vocab_size: int = 320, chat_template: str | None = CHATML) ->
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     core.train_from_iterator(_LINES, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=512)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=512,
+    )
     tokenizer.chat_template = chat_template
     return tokenizer
 
 
-_COMMON = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+_COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 _MIXTURE = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 # Other architectures, as small: two mixtures that learn the loss of their routers, and two with biases in attention.
 ARCHITECTURES = {
     "mixtral": {**_COMMON, **_MIXTURE, "num_local_experts": 4},
-    "qwen3_moe": {**_COMMON, **_MIXTURE, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    "qwen3_moe": {
+        **_COMMON,
+        **_MIXTURE,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    },
     "deepseek_v3": {
         **_COMMON,
         "num_key_value_heads": 4,
@@ -68,13 +90,36 @@ ARCHITECTURES = {
         "v_head_dim": 8,
         "first_k_dense_replace": 1,
     },
-    "gpt_oss": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 32},
+    "gpt_oss": {
+        **_COMMON,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "sliding_window": 32,
+    },
     "qwen2": _COMMON,
     "apertus": _COMMON,  # its activation's numbers are saved without a dimension
-    "granitemoe": {**_COMMON, **_MIXTURE, "num_local_experts": 4},  # only its experts have a tensor-parallel plan
+    "granitemoe": {
+        **_COMMON,
+        **_MIXTURE,
+        "num_local_experts": 4,
+    },  # only its experts have a tensor-parallel plan
     # The biases of its routers are in no loss.
-    "ernie4_5_moe": {**_COMMON, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
-    "gpt2": {"n_embd": 32, "n_head": 4, "n_positions": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "ernie4_5_moe": {
+        **_COMMON,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_layer_start_index": 1,
+    },
+    "gpt2": {
+        "n_embd": 32,
+        "n_head": 4,
+        "n_positions": 512,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
 }
 
 
@@ -93,13 +138,22 @@ def tiny_architecture_dir(path: Path, kind: str, layers: int = 4) -> Path:
     depth = {"n_layer" if kind == "gpt2" else "num_hidden_layers": layers}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **ARCHITECTURES[kind], **ids, **depth))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **ARCHITECTURES[kind], **ids, **depth)
+        )
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 
 
-def tiny_model_dir(path: Path, vocab_size: int = 320, layers: int = 2, seed: int = 0, hidden: int = 32, positions: int = 512) -> Path:
+def tiny_model_dir(
+    path: Path,
+    vocab_size: int = 320,
+    layers: int = 2,
+    seed: int = 0,
+    hidden: int = 32,
+    positions: int = 512,
+) -> Path:
     """Save a random Llama (fp32, tied embeddings, about 30 thousand parameters) and its tokenizer to folder `path`; returns `path`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -165,7 +219,11 @@ def tiny_vision_dir(path: Path, seed: int = 0, layers: int = 2, experts: int = 0
     tokenizer = tiny_tokenizer(chat_template=CHATML_WITH_IMAGES)
     tokenizer.add_special_tokens({"additional_special_tokens": VISION_SPECIAL})
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in VISION_SPECIAL}
-    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if experts else {}
+    mixture = (
+        {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        if experts
+        else {}
+    )
     config = AutoConfig.for_model(
         "qwen3_vl_moe" if experts else "qwen3_vl",
         text_config={
@@ -179,7 +237,12 @@ def tiny_vision_dir(path: Path, seed: int = 0, layers: int = 2, experts: int = 0
             "head_dim": 8,
             "max_position_embeddings": 512,
             "pad_token_id": tokenizer.pad_token_id,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
         },
         vision_config={
             "depth": 2,
@@ -206,7 +269,12 @@ def tiny_vision_dir(path: Path, seed: int = 0, layers: int = 2, experts: int = 0
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     processor = Qwen2VLImageProcessorPil(
-        patch_size=4, merge_size=2, min_pixels=8 * 8, max_pixels=24 * 24, image_mean=[0.5] * 3, image_std=[0.5] * 3
+        patch_size=4,
+        merge_size=2,
+        min_pixels=8 * 8,
+        max_pixels=24 * 24,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
     )
     processor.save_pretrained(path)
     return path

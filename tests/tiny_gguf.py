@@ -33,7 +33,9 @@ def write_gguf(path: Path) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_merges([" ".join(pair) for pair in core["merges"]])
-    writer.add_token_types([gguf.TokenType.CONTROL if i < 3 else gguf.TokenType.NORMAL for i in range(len(tokens))])
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL if i < 3 else gguf.TokenType.NORMAL for i in range(len(tokens))]
+    )
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
@@ -49,12 +51,19 @@ def write_gguf(path: Path) -> Path:
             "attn_v": (kv, HIDDEN),
             "attn_output": (HIDDEN, HIDDEN),
         }
-        block |= {"ffn_norm": (HIDDEN,), "ffn_gate": (MLP, HIDDEN), "ffn_up": (MLP, HIDDEN), "ffn_down": (HIDDEN, MLP)}
+        block |= {
+            "ffn_norm": (HIDDEN,),
+            "ffn_gate": (MLP, HIDDEN),
+            "ffn_up": (MLP, HIDDEN),
+            "ffn_down": (HIDDEN, MLP),
+        }
         shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in block.items()}
     for name, shape in shapes.items():
         values = draw.standard_normal(shape).astype(np.float32)
         kind = gguf.GGMLQuantizationType.Q4_1 if len(shape) == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quantize(values, kind) if len(shape) == 2 else values, raw_dtype=kind)
+        writer.add_tensor(
+            name, gguf.quantize(values, kind) if len(shape) == 2 else values, raw_dtype=kind
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -64,7 +73,10 @@ def write_gguf(path: Path) -> Path:
 
 def install(site: Path, name: str = "tiny-gguf", version: str = "1.0", files: int = 1) -> Path:
     """A distribution in the folder `site` (put it on sys.path) that carries `files` GGUF files; the path of the first."""
-    package, info = site / name.replace("-", "_"), site / f"{name.replace('-', '_')}-{version}.dist-info"
+    package, info = (
+        site / name.replace("-", "_"),
+        site / f"{name.replace('-', '_')}-{version}.dist-info",
+    )
     package.mkdir(parents=True)
     info.mkdir()
     paths = [write_gguf(package / f"tiny{i}.gguf") for i in range(files)]

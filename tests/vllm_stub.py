@@ -90,11 +90,15 @@ class StubServer(ThreadingHTTPServer):
             with self.lock:
                 logits = self.model(torch.tensor([body["prompt"] + tokens])).logits[:, -1]
             allowed = logits
-            if "allowed_token_ids" in body:  # vLLM masks the others after it has taken raw log-probs
+            if (
+                "allowed_token_ids" in body
+            ):  # vLLM masks the others after it has taken raw log-probs
                 mask = torch.full_like(logits, -torch.inf)
                 mask[:, body["allowed_token_ids"]] = 0
                 allowed = logits + mask
-            noisy, _ = sampler.choose(allowed, torch.tensor([body["seed"]]), torch.tensor([len(tokens)]))
+            noisy, _ = sampler.choose(
+                allowed, torch.tensor([body["seed"]]), torch.tensor([len(tokens)])
+            )
             token = int(noisy.argmax())
             kept = logits.float()
             if self.processed:
@@ -104,8 +108,22 @@ class StubServer(ThreadingHTTPServer):
             tokens.append(token)
             log_probs.append(float(kept.log_softmax(-1)[0, token]))
             ended = endings.after(tokens)
-        told = {"tokens": [f"token_id:{token}" for token in tokens], "token_logprobs": log_probs, "top_logprobs": None, "text_offset": []}
-        return {"choices": [{"index": 0, "text": "", "logprobs": told, "finish_reason": "stop" if ended else "length"}]}
+        told = {
+            "tokens": [f"token_id:{token}" for token in tokens],
+            "token_logprobs": log_probs,
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+        return {
+            "choices": [
+                {
+                    "index": 0,
+                    "text": "",
+                    "logprobs": told,
+                    "finish_reason": "stop" if ended else "length",
+                }
+            ]
+        }
 
     def load(self, kwargs: dict[str, Any]) -> None:
         folder = Path(kwargs["weights_path"])
@@ -116,7 +134,10 @@ class StubServer(ThreadingHTTPServer):
         ignored = self.ignored if self.loads > self.honest_loads else set()
         own = {name: tensor for name, tensor in state.items() if name not in ignored}
         missing, unexpected = self.model.load_state_dict(own, strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight", *ignored}, (missing, unexpected)
+        assert not unexpected and set(missing) <= {"lm_head.weight", *ignored}, (
+            missing,
+            unexpected,
+        )
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -149,11 +170,23 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self.answer(404, {"detail": "Not Found"})
         except (AssertionError, KeyError) as error:
-            self.answer(400, {"error": {"message": f"{type(error).__name__}: {error}", "type": "BadRequestError", "code": 400}})
+            self.answer(
+                400,
+                {
+                    "error": {
+                        "message": f"{type(error).__name__}: {error}",
+                        "type": "BadRequestError",
+                        "code": 400,
+                    }
+                },
+            )
 
     def answer(self, status: int, body: Any) -> None:
         how = self.server.break_with.get(self.path)
-        if self.server.key is not None and self.headers.get("Authorization") != f"Bearer {self.server.key}":
+        if (
+            self.server.key is not None
+            and self.headers.get("Authorization") != f"Bearer {self.server.key}"
+        ):
             status, body = 401, {"error": "Unauthorized"}
         elif how == "hang":
             time.sleep(3)
@@ -164,7 +197,13 @@ class Handler(BaseHTTPRequestHandler):
             status, body = how, {"error": {"message": "EngineCore encountered an issue"}}
         elif how is not None:
             body = how
-        text = b"" if body is None else body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        text = (
+            b""
+            if body is None
+            else body.encode()
+            if isinstance(body, str)
+            else json.dumps(body).encode()
+        )
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

@@ -58,7 +58,11 @@ def transform(score: Tensor, divergence: str, alpha: float) -> Tensor:
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(score)
     power = {"reverse_kl": 1.0, "forward_kl": 0.0}.get(divergence, alpha) - 1
-    return score if abs(power) < 1e-6 else torch.expm1((power * score).clamp(max=LARGEST_EXPONENT)) / power
+    return (
+        score
+        if abs(power) < 1e-6
+        else torch.expm1((power * score).clamp(max=LARGEST_EXPONENT)) / power
+    )
 
 
 def cross_entropy(logit_P: Tensor, smoothing: float) -> Tensor:
@@ -67,13 +71,18 @@ def cross_entropy(logit_P: Tensor, smoothing: float) -> Tensor:
 
 
 def _robust(pairs: Pairs) -> Tensor:
-    kept, swapped = (1 - pairs.smoothing) * logsigmoid(pairs.logit_P), pairs.smoothing * logsigmoid(-pairs.logit_P)
+    kept, swapped = (
+        (1 - pairs.smoothing) * logsigmoid(pairs.logit_P),
+        pairs.smoothing * logsigmoid(-pairs.logit_P),
+    )
     return (swapped - kept) / (1 - 2 * pairs.smoothing)
 
 
 def _exo(pairs: Pairs) -> Tensor:
     won_P, lost_P = logsigmoid(pairs.logit_P), logsigmoid(-pairs.logit_P)
-    return won_P.exp() * (won_P - math.log1p(-pairs.smoothing)) + lost_P.exp() * (lost_P - math.log(pairs.smoothing))
+    return won_P.exp() * (won_P - math.log1p(-pairs.smoothing)) + lost_P.exp() * (
+        lost_P - math.log(pairs.smoothing)
+    )
 
 
 def _nca(pairs: Pairs) -> Tensor:
@@ -83,12 +92,17 @@ def _nca(pairs: Pairs) -> Tensor:
 
 def _discopop(pairs: Pairs) -> Tensor:
     mixed_P = torch.sigmoid(pairs.logit_P / pairs.tau)
-    return -logsigmoid(pairs.logit_P) * (1 - mixed_P) + (-pairs.logit_P).clamp(max=LARGEST_EXPONENT).exp() * mixed_P
+    return (
+        -logsigmoid(pairs.logit_P) * (1 - mixed_P)
+        + (-pairs.logit_P).clamp(max=LARGEST_EXPONENT).exp() * mixed_P
+    )
 
 
 def _aot(pairs: Pairs) -> Tensor:
     assert pairs.matched_P3 is not None, "the first pass sorts"
-    return cross_entropy(pairs.beta * (pairs.chosen_P - pairs.rejected_P - pairs.matched_P3[:, 0]), pairs.smoothing)
+    return cross_entropy(
+        pairs.beta * (pairs.chosen_P - pairs.rejected_P - pairs.matched_P3[:, 0]), pairs.smoothing
+    )
 
 
 def _aot_unpaired(pairs: Pairs) -> Tensor:
@@ -110,8 +124,12 @@ LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "nca_pair": _nca,
     "bco_pair": lambda p: -logsigmoid(p.beta * p.chosen_P) - logsigmoid(-p.beta * p.rejected_P),
     "sppo_hard": lambda p: (p.chosen_P - 0.5 / p.beta) ** 2 + (p.rejected_P + 0.5 / p.beta) ** 2,
-    "apo_zero": lambda p: torch.sigmoid(-p.beta * p.chosen_P) + torch.sigmoid(p.beta * p.rejected_P),
-    "apo_down": lambda p: torch.sigmoid(p.beta * p.chosen_P) + torch.sigmoid(-p.beta * (p.chosen_P - p.rejected_P)),
+    "apo_zero": lambda p: (
+        torch.sigmoid(-p.beta * p.chosen_P) + torch.sigmoid(p.beta * p.rejected_P)
+    ),
+    "apo_down": lambda p: (
+        torch.sigmoid(p.beta * p.chosen_P) + torch.sigmoid(-p.beta * (p.chosen_P - p.rejected_P))
+    ),
     "discopop": _discopop,
     "aot": _aot,
     "aot_unpaired": _aot_unpaired,
@@ -127,12 +145,23 @@ def match(numbers_N4: Tensor) -> Tensor:
     their order.
     """
     chosen_N, rejected_N, reference_chosen_N, reference_rejected_N = numbers_N4.unbind(1)
-    won_N, lost_N, reference_N = chosen_N - reference_chosen_N, rejected_N - reference_rejected_N, reference_chosen_N - reference_rejected_N
-    matched_3N = torch.stack([_of_same_rank(*each) for each in ((chosen_N - rejected_N, reference_N), (won_N, lost_N), (lost_N, won_N))])
+    won_N, lost_N, reference_N = (
+        chosen_N - reference_chosen_N,
+        rejected_N - reference_rejected_N,
+        reference_chosen_N - reference_rejected_N,
+    )
+    matched_3N = torch.stack(
+        [
+            _of_same_rank(*each)
+            for each in ((chosen_N - rejected_N, reference_N), (won_N, lost_N), (lost_N, won_N))
+        ]
+    )
     matched_3N[0] -= reference_N
     return matched_3N.T
 
 
 def _of_same_rank(values_N: Tensor, ranked_N: Tensor) -> Tensor:
     """For each of `values_N` the one of `ranked_N` that has its rank."""
-    return torch.empty_like(ranked_N).scatter_(0, values_N.argsort(stable=True), ranked_N.sort(stable=True).values)
+    return torch.empty_like(ranked_N).scatter_(
+        0, values_N.argsort(stable=True), ranked_N.sort(stable=True).values
+    )

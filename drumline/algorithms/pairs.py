@@ -46,12 +46,17 @@ def answers_of(sums: dict[str, float]) -> float:
 class AnswerPairs(Answers):
     """The base of algorithms that compare log-probabilities of two answers."""
 
-    def out(self, loss_P: torch.Tensor, log_probs_B: torch.Tensor, rewards_B: torch.Tensor, batch: Any) -> LossOut:
+    def out(
+        self, loss_P: torch.Tensor, log_probs_B: torch.Tensor, rewards_B: torch.Tensor, batch: Any
+    ) -> LossOut:
         """The loss summed over the pairs that are real, and what `step_metrics` reads."""
         chosen_P, rejected_P = sides(log_probs_B)
         won_P, lost_P = sides(rewards_B.detach())
         values = ((won_P > lost_P).double(), won_P - lost_P, won_P, lost_P, chosen_P, rejected_P)
-        return LossOut((loss_P * batch.real_P).sum().float(), pair_sums(batch.real_P, **dict(zip(METRICS, values, strict=True))))
+        return LossOut(
+            (loss_P * batch.real_P).sum().float(),
+            pair_sums(batch.real_P, **dict(zip(METRICS, values, strict=True))),
+        )
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **self.step_metrics(sums)}
@@ -74,7 +79,10 @@ def sides(values_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def pair_sums(real_P: torch.Tensor, **values_P: torch.Tensor) -> dict[str, torch.Tensor]:
     """`pairs`, and of each of `values_P` its sum over real pairs, in fp64 and without gradients."""
-    return {"pairs": real_P.sum().double(), **{name: (v.detach().double() * real_P).sum() for name, v in values_P.items()}}
+    return {
+        "pairs": real_P.sum().double(),
+        **{name: (v.detach().double() * real_P).sum() for name, v in values_P.items()},
+    }
 
 
 def means(sums: dict[str, float], *names: str) -> dict[str, float]:

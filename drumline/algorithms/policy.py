@@ -36,7 +36,9 @@ def sum_where(is_counted: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.where(is_counted, values, 0.0).sum()
 
 
-def divergence(log_probs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]) -> torch.Tensor:
+def divergence(
+    log_probs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]
+) -> torch.Tensor:
     """Estimates of KL(π ‖ π_ref) at tokens drawn from π (Schulman 2020, "Approximating KL divergence"): k1 = log π/π_ref, k2 = k1²/2,
     k3 = π_ref/π − 1 − log π_ref/π. k1 and k3 are unbiased, k2 and k3 never negative. As a loss, only k2 has the gradient of the KL.
     k3's π_ref/π is at most e^80.
@@ -66,7 +68,8 @@ class KLController:
         """After a rollout of `episodes`, whose tokens diverge by `kl` (nats) on average."""
         if self.target is not None:
             error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-            self.coefficient *= 1 + error * min(1.0, episodes / self.horizon)  # of more episodes it would change its sign
+            # Of more episodes it would change its sign.
+            self.coefficient *= 1 + error * min(1.0, episodes / self.horizon)
 
 
 class PolicyGradient(Algorithm):
@@ -81,7 +84,9 @@ class PolicyGradient(Algorithm):
     def policy(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         """Σ w (surrogate − entropy_weight · entropy), and the divergence where `kl_in_loss`, over the tokens of completions."""
         spec = self.spec
-        log_probs_BT, entropy_BT = outputs.log_probs(batch.targets_BT, spec.loss_chunk, spec.generator.temperature, entropy=True)
+        log_probs_BT, entropy_BT = outputs.log_probs(
+            batch.targets_BT, spec.loss_chunk, spec.generator.temperature, entropy=True
+        )
         # Where no step lies between, this forward gives the log-probs of the rollout, too.
         old_BT = log_probs_BT.detach() if spec.on_policy else batch.old_log_probs_BT
         log_ratio_BT = log_probs_BT - old_BT
@@ -98,7 +103,9 @@ class PolicyGradient(Algorithm):
             "max_ratio": torch.where(counts_BT, ratio_BT, 0.0).amax(),
             "clipped": (clipped_BT & counts_BT).sum(),
             "entropy": sum_where(counts_BT, entropy_BT.detach()),
-            "approx_kl": sum_where(counts_BT, divergence(torch.zeros_like(moved_BT), moved_BT, "k3")),
+            "approx_kl": sum_where(
+                counts_BT, divergence(torch.zeros_like(moved_BT), moved_BT, "k3")
+            ),
         }
         loss_sum = policy
         if spec.entropy_weight:
@@ -112,7 +119,11 @@ class PolicyGradient(Algorithm):
         return LossOut(loss_sum, sums)
 
     def surrogate(
-        self, log_ratio_BT: torch.Tensor, log_probs_BT: torch.Tensor, old_BT: torch.Tensor, batch: EpisodeBatch
+        self,
+        log_ratio_BT: torch.Tensor,
+        log_probs_BT: torch.Tensor,
+        old_BT: torch.Tensor,
+        batch: EpisodeBatch,
     ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
         """The loss of each token; bool: where the clip took the gradient away; and sums for metrics of its own."""
         return *clipped(log_ratio_BT, batch.advantages_BT, self.spec.clip, self.spec.clip), {}
@@ -129,11 +140,19 @@ class PolicyGradient(Algorithm):
             "entropy": sums["entropy"] / tokens,
             "approx_kl": sums["approx_kl"] / tokens,
         }
-        return metrics | ({"kl": sums["kl"] / tokens, "kl_coefficient": self.kl.coefficient} if "kl" in sums else {})
+        return metrics | (
+            {"kl": sums["kl"] / tokens, "kl_coefficient": self.kl.coefficient}
+            if "kl" in sums
+            else {}
+        )
 
 
 def clipped(
-    log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, clip_low: float, clip_high: float, delta: float | None = None
+    log_ratio_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    delta: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each token, −min(ρA, clamp(ρ, 1 − clip_low, 1 + clip_high) A) with ρ = exp(log_ratio) (PPO, Schulman et al. 2017,
     equation 7); and bool: where the clip took the gradient away.
@@ -142,13 +161,19 @@ def clipped(
     Without it ρ is at most e^80: fp32 ends at e^88, and inf · 0 is no gradient."""
     most = LARGEST_EXPONENT if delta is None else min(math.log(delta), LARGEST_EXPONENT)
     ratio_BT = log_ratio_BT.clamp(max=most).exp()
-    bounded_BT, free_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT, ratio_BT * advantages_BT
+    bounded_BT, free_BT = (
+        ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT,
+        ratio_BT * advantages_BT,
+    )
     cut_BT = (log_ratio_BT > most) & (advantages_BT < 0)
     return -torch.minimum(free_BT, bounded_BT), (bounded_BT < free_BT) | cut_BT
 
 
 def weighted_likelihood(
-    log_ratio_BT: torch.Tensor, log_probs_BT: torch.Tensor, advantages_BT: torch.Tensor, highest: float
+    log_ratio_BT: torch.Tensor,
+    log_probs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    highest: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """CISPO's loss of each token, −min(ρ, highest) A log π with no gradient through ρ (MiniMax-M1, 2025; without a lower clip, as
     the authors use it and TRL has it): every token keeps a gradient. And bool: where ρ was cut."""
@@ -156,18 +181,26 @@ def weighted_likelihood(
     return -ratio_BT.clamp(max=highest) * advantages_BT * log_probs_BT, ratio_BT > highest
 
 
-def level_ratio(log_ratio_BT: torch.Tensor, targets_BT: torch.Tensor, level: Literal["token", "sequence", "product"]) -> torch.Tensor:
+def level_ratio(
+    log_ratio_BT: torch.Tensor,
+    targets_BT: torch.Tensor,
+    level: Literal["token", "sequence", "product"],
+) -> torch.Tensor:
     """log ρ at every place of a row, [B, T]: `token` each token's own; `sequence` their mean over the completion (GSPO, Zheng et al. 2025,
     equation 7); `product` their sum, the ratio of the whole completion (RLOO, Ahmadian et al. 2024)."""
     if level == "token":
         return log_ratio_BT
     counts_BT = targets_BT != IGNORE
     total_B1 = torch.where(counts_BT, log_ratio_BT, 0.0).sum(1, keepdim=True)
-    return (total_B1 / counts_BT.sum(1, keepdim=True).clamp(min=1) if level == "sequence" else total_B1).expand_as(log_ratio_BT)
+    return (
+        total_B1 / counts_BT.sum(1, keepdim=True).clamp(min=1) if level == "sequence" else total_B1
+    ).expand_as(log_ratio_BT)
 
 
 def group_advantages(
-    rewards_PG: torch.Tensor, scale: Literal["group", "batch", "none"], estimator: Literal["grpo", "rloo"] = "grpo"
+    rewards_PG: torch.Tensor,
+    scale: Literal["group", "batch", "none"],
+    estimator: Literal["grpo", "rloo"] = "grpo",
 ) -> torch.Tensor:
     """Reward less the mean of its group, over the standard deviation (n − 1) of the group or of the rollout: GRPO, Shao et al. 2024,
     equation 3; `none` is Dr. GRPO's, Liu et al. 2025. `rloo`: less the mean of the others of its group (Ahmadian et al. 2024),
@@ -193,13 +226,19 @@ def group_advantages(
 def _centred(rows: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     """What is known of each row less its mean, 0 elsewhere. Of numbers that are all alike it is 0 to the last bit: distances from the
     lowest are averaged, since a mean of large numbers is rounded, and a deviation of nothing but rounding would make ones of it."""
-    above = torch.where(known, rows - torch.where(known, rows, torch.inf).amin(1, keepdim=True), 0.0)
-    return torch.where(known, above - above.sum(1, keepdim=True) / known.sum(1, keepdim=True).clamp(min=1), 0.0)
+    above = torch.where(
+        known, rows - torch.where(known, rows, torch.inf).amin(1, keepdim=True), 0.0
+    )
+    return torch.where(
+        known, above - above.sum(1, keepdim=True) / known.sum(1, keepdim=True).clamp(min=1), 0.0
+    )
 
 
 def _deviation(centred: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     """Standard deviation of each row, of numbers that have the mean 0 already, [rows, 1]."""
-    return (centred.square().sum(1, keepdim=True) / (known.sum(1, keepdim=True) - 1).clamp(min=1)).sqrt()
+    return (
+        centred.square().sum(1, keepdim=True) / (known.sum(1, keepdim=True) - 1).clamp(min=1)
+    ).sqrt()
 
 
 def differs(rewards_PG: torch.Tensor) -> torch.Tensor:
@@ -210,7 +249,11 @@ def differs(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def gae(
-    rewards_NM: torch.Tensor, values_NM: torch.Tensor, mask_NM: torch.Tensor, gamma: float, lam: float
+    rewards_NM: torch.Tensor,
+    values_NM: torch.Tensor,
+    mask_NM: torch.Tensor,
+    gamma: float,
+    lam: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation over the tokens of completions (Schulman et al. 2016, equations 11 and 16), and the returns that the
     value is fitted to, advantage + value.
@@ -245,18 +288,31 @@ def at_last(scores_N: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
 
 
 def credit_groups(
-    episodes: Episodes, rewards_N: torch.Tensor, size: int, scale: Literal["group", "batch", "none"], estimator: Literal["grpo", "rloo"]
+    episodes: Episodes,
+    rewards_N: torch.Tensor,
+    size: int,
+    scale: Literal["group", "batch", "none"],
+    estimator: Literal["grpo", "rloo"],
 ) -> Episodes:
     """With the advantage that an episode has in its group of `size` at every token of its completion."""
     advantages_N = group_advantages(rewards_N.reshape(-1, size), scale, estimator).reshape(-1)
     return replace(episodes, advantages_NM=advantages_N[:, None] * episodes.mask_NM)
 
 
-def credit_tokens(episodes: Episodes, rewards_N: torch.Tensor, cost_NM: torch.Tensor, gamma: float, lam: float, whitened: bool) -> Episodes:
+def credit_tokens(
+    episodes: Episodes,
+    rewards_N: torch.Tensor,
+    cost_NM: torch.Tensor,
+    gamma: float,
+    lam: float,
+    whitened: bool,
+) -> Episodes:
     """With advantages and returns of the reward at the last token less `cost_NM` at each, and the tokens' weights."""
     mask_NM, counts_N = episodes.mask_NM, ~rewards_N.isnan()
     token_rewards_NM = at_last(rewards_N.nan_to_num(), mask_NM) - cost_NM
     advantages_NM, returns_NM = gae(token_rewards_NM, episodes.values_NM, mask_NM, gamma, lam)
     if whitened:
         advantages_NM = whiten(advantages_NM, mask_NM & counts_N[:, None])
-    return replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM).weighted("token", 1, counts_N)
+    return replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM).weighted(
+        "token", 1, counts_N
+    )

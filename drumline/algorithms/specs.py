@@ -35,13 +35,21 @@ class TextSpec(ChunkedSpec):
         from drumline.data.batches import collate, learned_segment
 
         if plan.config.packs:  # two documents: attention is given a mask
-            return collate([[learned_segment(length - length // 2), learned_segment(length // 2)]] * rows, 0, length)
+            return collate(
+                [[learned_segment(length - length // 2), learned_segment(length // 2)]] * rows,
+                0,
+                length,
+            )
         return collate([[learned_segment(length)]] * rows, 0, length)
 
 
 def random_pair(random_text: Callable[[int], str], length: int) -> dict[str, Any]:
     """A row with two answers of random words, see `AlgorithmSpec.random_row`."""
-    return {"prompt": random_text(1), "chosen": random_text(length), "rejected": random_text(length)}
+    return {
+        "prompt": random_text(1),
+        "chosen": random_text(length),
+        "rejected": random_text(length),
+    }
 
 
 class PairSpec(AlgorithmSpec):
@@ -78,14 +86,22 @@ class PairSpec(AlgorithmSpec):
 class AnswerPairSpec(PairSpec, ChunkedSpec):
     """Pairs that are compared by their answers' log-probabilities."""
 
-    metrics: ClassVar[tuple[str, ...]] = (*PairSpec.metrics, "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
+    metrics: ClassVar[tuple[str, ...]] = (
+        *PairSpec.metrics,
+        "reward_chosen",
+        "reward_rejected",
+        "log_prob_chosen",
+        "log_prob_rejected",
+    )
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs"})
 
 
 class JudgedSpec(ChunkedSpec):
     """Answers that are labelled good or bad, one by one; a pair is read as two of them."""
 
-    columns: ClassVar[str] = "`prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`"
+    columns: ClassVar[str] = (
+        "`prompt`, `completion` and `label`, or `prompt`, `chosen` and `rejected`"
+    )
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs"})
 
     @property

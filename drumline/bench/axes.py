@@ -16,7 +16,10 @@ from drumline.core.yaml_lines import read_yaml
 from drumline.errors import ConfigError, UserError
 
 SEED = "run.seed"
-OWN = {"run.dir": "each trial has a folder below the sweep's: --to names that", "launch.kind": "--on slurm makes each trial a job"}
+OWN = {
+    "run.dir": "each trial has a folder below the sweep's: --to names that",
+    "launch.kind": "--on slurm makes each trial a job",
+}
 MOST_TRIALS = 10_000
 RANGE = re.compile(r"(log:)?([^,:\[{\"']+?)\.\.([^,:\[{\"']+)")
 Point = tuple[tuple[str, str], ...]  # (key, value as YAML) of each axis, in their order
@@ -40,11 +43,17 @@ class Axis:
             return source.choice(self.values)
         if self.whole and not self.log:
             return str(source.randint(int(self.low), int(self.high)))
-        drawn = math.exp(source.uniform(math.log(self.low), math.log(self.high))) if self.log else source.uniform(self.low, self.high)
+        drawn = (
+            math.exp(source.uniform(math.log(self.low), math.log(self.high)))
+            if self.log
+            else source.uniform(self.low, self.high)
+        )
         if self.whole:
             return str(round(drawn))
         # Four digits of what tells the values of the range apart: of 0.999 to 0.9999 three more.
-        digits = 4 + max(0, math.floor(math.log10(max(abs(self.low), abs(self.high)) / (self.high - self.low))))
+        digits = 4 + max(
+            0, math.floor(math.log10(max(abs(self.low), abs(self.high)) / (self.high - self.low)))
+        )
         rounded = f"{drawn:.{digits}g}"
         return rounded if self.low <= float(rounded) <= self.high else repr(drawn)
 
@@ -54,9 +63,15 @@ def axes_of(given: Sequence[str]) -> tuple[Axis, ...]:
     axes = tuple(_axis(each) for each in given)
     for axis in axes:
         if axis.key in OWN:
-            raise UserError(f"{axis.key} cannot be swept", where="drumline sweep", fix=OWN[axis.key])
+            raise UserError(
+                f"{axis.key} cannot be swept", where="drumline sweep", fix=OWN[axis.key]
+            )
         if sum(other.key == axis.key for other in axes) > 1:
-            raise UserError(f"{axis.key} stands twice", where="drumline sweep", fix="write its values behind one another, with commas")
+            raise UserError(
+                f"{axis.key} stands twice",
+                where="drumline sweep",
+                fix="write its values behind one another, with commas",
+            )
     return axes
 
 
@@ -64,19 +79,32 @@ def _axis(given: str) -> Axis:
     key, equals, text = given.partition("=")
     where = f"override {given}"
     if not equals or not key:
-        raise ConfigError(f"{given!r} is no key with values", where="drumline sweep", fix="write key=a,b such as optimizer.lr=1e-5,3e-5")
+        raise ConfigError(
+            f"{given!r} is no key with values",
+            where="drumline sweep",
+            fix="write key=a,b such as optimizer.lr=1e-5,3e-5",
+        )
     if match := RANGE.fullmatch(text):
         ends = [read_yaml(end, where)[0] for end in match.groups()[1:]]
-        if all(isinstance(end, int | float) and not isinstance(end, bool) and math.isfinite(end) for end in ends):
+        if all(
+            isinstance(end, int | float) and not isinstance(end, bool) and math.isfinite(end)
+            for end in ends
+        ):
             low, high, log = *ends, bool(match[1])
             if not low < high or (log and low <= 0):
-                fix = "write the smaller end first" if low > high else "a range has two ends, of log: both above 0"
+                fix = (
+                    "write the smaller end first"
+                    if low > high
+                    else "a range has two ends, of log: both above 0"
+                )
                 raise ConfigError(f"{text!r} is no range", where=where, fix=fix)
             return Axis(key, (), low, high, log, whole=all(isinstance(end, int) for end in ends))
     values = split(text)
     for value in values:
         if not value:
-            raise ConfigError("a value is empty", where=where, fix="take the comma out, or write null")
+            raise ConfigError(
+                "a value is empty", where=where, fix="take the comma out, or write null"
+            )
         read_yaml(value, where)
     if twice := [value for value in values if values.count(value) > 1]:
         raise ConfigError(f"{twice[0]!r} stands twice", where=where, fix="take one of them out")
@@ -116,10 +144,16 @@ def points(axes: Sequence[Axis], number: int | None, seed: int, seeds: int = 1) 
         return
     if ranges := [axis.key for axis in axes if not axis.values]:
         fix = "give the number of draws with --random N or --optuna N, or values with commas"
-        raise UserError(f"{ranges[0]} has a range, and a grid needs values", where="drumline sweep", fix=fix)
+        raise UserError(
+            f"{ranges[0]} has a range, and a grid needs values", where="drumline sweep", fix=fix
+        )
     count = seeds * math.prod(len(axis.values) for axis in axes)
     if count > MOST_TRIALS:
-        raise UserError(f"{count:,} trials, of at most {MOST_TRIALS:,}", where="drumline sweep", fix="draw some of them with --random N")
+        raise UserError(
+            f"{count:,} trials, of at most {MOST_TRIALS:,}",
+            where="drumline sweep",
+            fix="draw some of them with --random N",
+        )
     yield from itertools.product(*([(axis.key, value) for value in axis.values] for axis in axes))
 
 
@@ -140,12 +174,18 @@ def check(config: str, common: list[str], axes: Sequence[Axis]) -> Loaded:
 def short_names(axes: Sequence[Axis]) -> dict[str, str]:
     """Key → its last part, where no other key has that."""
     last = [axis.key.rpartition(".")[2] for axis in axes]
-    return {axis.key: name if last.count(name) == 1 else axis.key for axis, name in zip(axes, last, strict=True)}
+    return {
+        axis.key: name if last.count(name) == 1 else axis.key
+        for axis, name in zip(axes, last, strict=True)
+    }
 
 
 def folder_name(point: Point, names: dict[str, str]) -> str:
     """A folder for a trial: `lr=1e-5,seed=0`; with a hash where that is no name, or a long one."""
-    return as_name(",".join(f"{names[key]}={value}" for key, value in point), json.dumps(point)) or "trial"
+    return (
+        as_name(",".join(f"{names[key]}={value}" for key, value in point), json.dumps(point))
+        or "trial"
+    )
 
 
 def as_name(text: str, whole: str = "") -> str:

@@ -56,7 +56,11 @@ DISK_BYTES = 2**29  # what the largest file of the measurement needs, and then s
 Products = dict[str, tuple[Product, ...]]  # by precision
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-TIMEOUT, LIMIT = 60.0, {False: 900.0, True: 600.0}  # seconds that one collective, and the whole of a rank, may take
+# Seconds that one collective, and the whole of a rank, may take.
+TIMEOUT, LIMIT = (
+    60.0,
+    {False: 900.0, True: 600.0},
+)
 # In a hurry or not: seconds of samples, at least and at most (few samples are enough to pass the least), and seconds that a product may be
 # expected to take: larger ones of that precision are left out.
 SAMPLES = 15
@@ -87,7 +91,9 @@ class Task:
             ("cuda", True): ((2048, 8192), (2048, 4096)),
             ("cuda", False): ((512, 2048, 8192, 32768), (1024, 2048, 4096, 8192)),
         }[self.device, self.quick]
-        return sorted(((r, w) for r in rows for w in widths), key=lambda shape: shape[0] * shape[1] ** 2)
+        return sorted(
+            ((r, w) for r in rows for w in widths), key=lambda shape: shape[0] * shape[1] ** 2
+        )
 
     @property
     def sizes(self) -> list[int]:
@@ -98,7 +104,10 @@ class Task:
 
 def group_sizes(world: int) -> list[int]:
     """2, 4, 8, … and all."""
-    return sorted({2**i for i in range(1, world.bit_length()) if 2**i <= world} | ({world} if world > 1 else set()))
+    return sorted(
+        {2**i for i in range(1, world.bit_length()) if 2**i <= world}
+        | ({world} if world > 1 else set())
+    )
 
 
 def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
@@ -112,16 +121,33 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
         where = f"{len(machine.devices)} GPUs" if machine.devices else f"{machine.cores} cores"
         raise UserError(f"{ranks} ranks on {where}", where="--nproc", fix=f"at most {most}")
     if out is not None and out.is_dir():
-        raise UserError("is a folder, a file is wanted", where=f"--out {out}", fix=f"--out {out / 'measured.json'}")
+        raise UserError(
+            "is a folder, a file is wanted",
+            where=f"--out {out}",
+            fix=f"--out {out / 'measured.json'}",
+        )
     target = out or calibration_path(machine)
     folder = cache_dir()
     _require_space(folder, DISK_BYTES, "set XDG_CACHE_HOME to a folder of another disk")
     _require_space(target.absolute().parent, MIB, "choose another place")
     console = Console()
     sizes = ", ".join(map(str, group_sizes(ranks))) or "none: one rank alone"
-    console.print(f"measuring {hardware(machine)} ({software(machine)}); groups of {sizes}", highlight=False, soft_wrap=True)
-    measured = replace(_measured_by_ranks(machine, ranks, quick, folder), hardware=hardware(machine), software=software(machine))
-    write(measured, target, measured=datetime.now().astimezone().isoformat(timespec="seconds"), quick=quick)
+    console.print(
+        f"measuring {hardware(machine)} ({software(machine)}); groups of {sizes}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    measured = replace(
+        _measured_by_ranks(machine, ranks, quick, folder),
+        hardware=hardware(machine),
+        software=software(machine),
+    )
+    write(
+        measured,
+        target,
+        measured=datetime.now().astimezone().isoformat(timespec="seconds"),
+        quick=quick,
+    )
     for table in tables(measured):
         console.print(table)
     console.print(f"stored in {target}", highlight=False, soft_wrap=True)
@@ -130,18 +156,26 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
 
 def _measured_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibration:
     """Start the ranks, which die with this process, and read what rank 0 wrote."""
-    with tempfile.TemporaryDirectory(prefix="drumline-calibrate-") as work, LauncherSignals() as signals:
+    with (
+        tempfile.TemporaryDirectory(prefix="drumline-calibrate-") as work,
+        LauncherSignals() as signals,
+    ):
         task = Task(machine.device, machine.bf16, quick, str(folder), out=f"{work}/measured.json")
         task_file = Path(work, "task.json")
         task_file.write_text(json.dumps(asdict(task)))
-        os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks))  # all cores, whatever the shell says
+        # All cores, whatever the shell says.
+        os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks))
         command = tied("drumline.bench.calibrate", str(task_file))
         ends = Agent(command, ranks, listen(None), Path(work, "logs"), signals, grace=5.0).attempt()
         if signals.number:
             raise Preempted("stopped by a signal: nothing was stored")
         if any(end.exitcode for end in ends):
             cause = root_cause(ends)
-            tail = cause.log.read_text(errors="replace").strip().splitlines()[-1:] if cause.log.exists() else []
+            tail = (
+                cause.log.read_text(errors="replace").strip().splitlines()[-1:]
+                if cause.log.exists()
+                else []
+            )
             last_line = "" if cause.error else "".join(tail)
             what = f"rank {cause.rank} {cause.message} {last_line}".rstrip()
             raise WorkerFailed(what, where="calibrate", fix="fewer ranks with --nproc, or --quick")
@@ -153,7 +187,13 @@ def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -
     collectives: dict[str, dict[str, Any]] = {}
     for (kind, ranks), line in sorted(calibration.collectives.items()):
         collectives.setdefault(kind, {})[str(ranks)] = vars(line)
-    values = {"version": 1, "measured": measured, "quick": quick, **asdict(calibration), "collectives": collectives}
+    values = {
+        "version": 1,
+        "measured": measured,
+        "quick": quick,
+        **asdict(calibration),
+        "collectives": collectives,
+    }
     with disk_errors("cannot be written", str(path), EnvironmentFault, "choose another place"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(values, indent=1) + "\n", shared=True)
@@ -166,24 +206,42 @@ def _require_space(folder: Path, bytes_: int, fix: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     if free_bytes(folder) < bytes_:
-        raise EnvironmentFault(f"less than {bytes_ / 2**20:.0f} MiB are free", where=str(folder), fix=f"free space, or {fix}")
+        raise EnvironmentFault(
+            f"less than {bytes_ / 2**20:.0f} MiB are free",
+            where=str(folder),
+            fix=f"free space, or {fix}",
+        )
 
 
 def tables(measured: Calibration) -> list[Table]:
     """The tables of a calibration: products, then what moves bytes."""
     by_ranks = sorted(((ranks, kind), line) for (kind, ranks), line in measured.collectives.items())
-    products = Table("rows", "width", *measured.products, title="matrix products, GFLOP/s", box=box.SIMPLE)
-    shapes = sorted({(p.rows, p.inner) for products in measured.products.values() for p in products})
+    products = Table(
+        "rows", "width", *measured.products, title="matrix products, GFLOP/s", box=box.SIMPLE
+    )
+    shapes = sorted(
+        {(p.rows, p.inner) for products in measured.products.values() for p in products}
+    )
     for rows, width in shapes:
-        rates = [next((p.rate for p in products if (p.rows, p.inner) == (rows, width)), None) for products in measured.products.values()]
-        products.add_row(str(rows), str(width), *("–" if rate is None else f"{rate / 1e9:,.1f}" for rate in rates))
+        rates = [
+            next((p.rate for p in products if (p.rows, p.inner) == (rows, width)), None)
+            for products in measured.products.values()
+        ]
+        products.add_row(
+            str(rows),
+            str(width),
+            *("–" if rate is None else f"{rate / 1e9:,.1f}" for rate in rates),
+        )
     moves = Table("what", "ranks", "latency, µs", "GB/s", title="bytes", box=box.SIMPLE)
     if measured.memory:
         moves.add_row("memory, copied", "", "", f"{measured.memory / 1e9:,.2f}")
     lines = [(kind.replace("_", "-"), str(ranks), line) for (ranks, kind), line in by_ranks]
     lines += [(name.replace("_", " "), "", line) for name, line in measured.host.items()]
     for precision, sides in measured.operators.items():
-        lines += [(f"block {side}, {precision}", "", line) for side, line in zip(("forward", "backward"), sides, strict=True)]
+        lines += [
+            (f"block {side}, {precision}", "", line)
+            for side, line in zip(("forward", "backward"), sides, strict=True)
+        ]
     lines += [(f"disk {direction}", "", line) for direction, line in measured.disk.items()]
     for name, group, line in lines:
         moves.add_row(name, group, f"{line.latency * 1e6:,.0f}", f"{line.bandwidth / 1e9:,.2f}")
@@ -213,20 +271,36 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
     if dist.is_initialized():
         dist.barrier()
     products, memory = multiply(task), copy_rate(task)
-    blocks = besides_products(task.device, products, {name: DTYPES[name] for name in products}, lambda call: _seconds(call, task))
+    blocks = besides_products(
+        task.device,
+        products,
+        {name: DTYPES[name] for name in products},
+        lambda call: _seconds(call, task),
+    )
     host = to_and_from_host(task) if task.device == "cuda" else {}
     disk = write_and_read(task) if ranks.rank == 0 else {}
     # The rates of all ranks together, which measured at the same time: of GPUs the least, since the slowest sets the pace of a step, and of
     # a processor the sum.
     how: Callable[[list[float]], float] = min if task.device == "cuda" else sum
     of_ranks = from_all((products, memory, blocks))
-    same = {precision: zip(*(theirs[precision] for theirs, *_ in of_ranks), strict=False) for precision in products}
-    products = {name: tuple(replace(p[0], rate=how([each.rate for each in p])) for p in shapes) for name, shapes in same.items()}
+    same = {
+        precision: zip(*(theirs[precision] for theirs, *_ in of_ranks), strict=False)
+        for precision in products
+    }
+    products = {
+        name: tuple(replace(p[0], rate=how([each.rate for each in p])) for p in shapes)
+        for name, shapes in same.items()
+    }
     memory = how([rate for _, rate, _ in of_ranks])
-    slowest = {kind: max((theirs[kind] for *_, theirs in of_ranks), key=lambda lines: lines[1].latency) for kind in blocks}
+    slowest = {
+        kind: max((theirs[kind] for *_, theirs in of_ranks), key=lambda lines: lines[1].latency)
+        for kind in blocks
+    }
     matmul = {precision: rate_of_large(measured) for precision, measured in products.items()}
     sent = collectives(task, ranks)
-    return Calibration("", "", matmul, memory, sent, host, slowest, disk, ranks=ranks.world_size, products=products)
+    return Calibration(
+        "", "", matmul, memory, sent, host, slowest, disk, ranks=ranks.world_size, products=products
+    )
 
 
 def multiply(task: Task) -> Products:
@@ -285,7 +359,9 @@ def write_and_read(task: Task) -> dict[str, Measured]:
             file.flush()
             os.fsync(file.fileno())
             points["write"].append((size, time.perf_counter() - began))
-            if hasattr(os, "posix_fadvise"):  # macOS has none: there it is read from the kernel's cache
+            if hasattr(
+                os, "posix_fadvise"
+            ):  # macOS has none: there it is read from the kernel's cache
                 os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             began = time.perf_counter()
@@ -302,11 +378,16 @@ def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
         group = dist.new_group(range(size))
         if ranks.rank < size:
             for kind in KINDS:
-                points = [_measured(_collective(kind, bytes_, size, group, task.device), group, task) for bytes_ in task.sizes]
+                points = [
+                    _measured(_collective(kind, bytes_, size, group, task.device), group, task)
+                    for bytes_ in task.sizes
+                ]
                 found[kind, size] = line_through(points)
         dist.barrier()
     if ranks.world_size > 1:
-        found["p2p", 2] = line_through([_back_and_forth(bytes_, ranks.rank, task) for bytes_ in task.sizes])
+        found["p2p", 2] = line_through(
+            [_back_and_forth(bytes_, ranks.rank, task) for bytes_ in task.sizes]
+        )
     return found
 
 

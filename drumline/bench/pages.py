@@ -46,11 +46,27 @@ def claim(folder: Path, mark: str, thing: str) -> bool:
 def show(console: Console, title: str, rows: Rows, left: Sequence[str]) -> None:
     """Print a table; the columns in `left` are texts. One that is too wide has the last word of each number on a line of its own: a column
     that is folded cuts numbers in two."""
-    if wide := sum(max(map(cell_len, column)) + 2 for column in zip(*rows, strict=True)) > console.width:
+    if (
+        wide := sum(max(map(cell_len, column)) + 2 for column in zip(*rows, strict=True))
+        > console.width
+    ):
         numbers = [name not in left for name in rows[0]]
-        rows = [["\n".join(cell.rsplit(" ", 1)) if number else cell for number, cell in zip(numbers, row, strict=True)] for row in rows]
+        rows = [
+            [
+                "\n".join(cell.rsplit(" ", 1)) if number else cell
+                for number, cell in zip(numbers, row, strict=True)
+            ]
+            for row in rows
+        ]
     padding = (0, 0 if wide else 1, 0, 0)
-    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
+    shown = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=padding,
+        pad_edge=False,
+    )
     for name in rows[0]:
         shown.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
     for row in rows[1:]:
@@ -60,27 +76,49 @@ def show(console: Console, title: str, rows: Rows, left: Sequence[str]) -> None:
 
 def markdown(rows: Rows) -> str:
     """A table; the first row is its head."""
-    lines = ["| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) + " |"
+        for row in rows
+    ]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def write_pages(
-    folder: Path, name: str, title: str, tables: Sequence[tuple[str, Rows]], lines: Sequence[str], draw: Callable[[Any], None]
+    folder: Path,
+    name: str,
+    title: str,
+    tables: Sequence[tuple[str, Rows]],
+    lines: Sequence[str],
+    draw: Callable[[Any], None],
 ) -> str:
     """NAME.md, NAME.html and NAME.png in `folder`; returns their names. `tables`: heading and rows; `lines`: lines below them; `draw`
     gets a matplotlib Figure. Without matplotlib there is no figure, and a note says so."""
-    parts = [f"# {title}", *(f"## {head}\n\n{markdown(rows)}" if head else markdown(rows) for head, rows in tables)]
+    parts = [
+        f"# {title}",
+        *(f"## {head}\n\n{markdown(rows)}" if head else markdown(rows) for head, rows in tables),
+    ]
     bullets = "\n".join(f"- {' '.join(line.split())}" for line in lines)
     png = _png(draw)
     picture = [f"![{title}]({name}.png)"] if png else []
-    write_whole(folder / f"{name}.md", "\n\n".join([*parts, *([bullets] if bullets else []), *picture]) + "\n")
+    write_whole(
+        folder / f"{name}.md",
+        "\n\n".join([*parts, *([bullets] if bullets else []), *picture]) + "\n",
+    )
     if png:
         (folder / f"{name}.png").write_bytes(png)
     body = [tag("h1", title)]
     for head, rows in tables:
         body += [*[tag("h2", head)] * bool(head), table(rows[0], rows[1:])]
     body += [tag("p", line) for line in lines]
-    body += [Html(f'<img alt="{text(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">')] if png else []
+    body += (
+        [
+            Html(
+                f'<img alt="{text(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+            )
+        ]
+        if png
+        else []
+    )
     head = f'<!doctype html><html lang="en"><meta charset="utf-8">{tag("title", title)}<style>{STYLE}</style>'
     write_whole(folder / f"{name}.html", head + "\n".join(body) + "</html>\n")
     return ", ".join(f"{name}.{end}" for end in ("md", "html", *(["png"] if png else [])))

@@ -50,7 +50,8 @@ class Case:
     @property
     def name(self) -> str:
         text = f"{self.strategy or 'config'}-{f'{self.nodes}x' if self.nodes else ''}{self.nproc}"
-        return as_name(text.replace(" ", "-").replace("=", ""))  # a strategy of one's own is the path of a file
+        # A strategy of one's own is the path of a file.
+        return as_name(text.replace(" ", "-").replace("=", ""))
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ class Row:
     case: Case
     rounds: list[Round] = field(default_factory=list)
     strategy: str = ""  # what the plan runs
-    predicted: tuple[float, float, float] | None = None  # samples/s: the estimate, and the ends of its range
+    predicted: tuple[float, float, float] | None = (
+        None  # samples/s: the estimate, and the ends of its range
+    )
     reason: str = ""  # why there are no rounds, or no more of them
 
     def spread(self, name: str) -> tuple[float, float, float] | None:
@@ -80,7 +83,10 @@ class Row:
 
     def speed_up(self, base: Row) -> tuple[float, float, float] | None:
         """The same of the samples/s over those of `base`, round by round: what disturbed a round met both."""
-        ratios = [mine.samples_per_s / other.samples_per_s for mine, other in zip(self.rounds, base.rounds, strict=False)]
+        ratios = [
+            mine.samples_per_s / other.samples_per_s
+            for mine, other in zip(self.rounds, base.rounds, strict=False)
+        ]
         return (statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
 
 
@@ -110,13 +116,22 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
     launcher = loaded.config.launch
     if options.nodes and not launcher.number_of_hosts:
         fix = "set launch: {kind: ssh, hosts: […]} or slurm in the YAML, or ask the planner: --predict 2x8xh100-80g"
-        raise UserError(f"launch.kind {launcher.kind} starts ranks on this host alone", where="--nodes", fix=fix)
-    hosts = {nodes: launcher.on_hosts(nodes) for nodes in options.nodes or (launcher.number_of_hosts,) if nodes}
+        raise UserError(
+            f"launch.kind {launcher.kind} starts ranks on this host alone", where="--nodes", fix=fix
+        )
+    hosts = {
+        nodes: launcher.on_hosts(nodes)
+        for nodes in options.nodes or (launcher.number_of_hosts,)
+        if nodes
+    }
     shapes = [(nproc, nodes) for nodes in hosts or (None,) for nproc in options.nproc]
     cases = [Case(strategy, *shape) for strategy in options.strategies or ("",) for shape in shapes]
-    spelling = {strategy: [spell(strategy)] if strategy else [] for strategy in options.strategies or ("",)}
+    spelling = {
+        strategy: [spell(strategy)] if strategy else [] for strategy in options.strategies or ("",)
+    }
     for given in spelling.values():
-        read_config([*overrides, *given])  # a strategy that there is not is a mistake, one that does not run is a row
+        # A strategy that there is not is a mistake, one that does not run is a row.
+        read_config([*overrides, *given])
     folder = options.to or Path("runs") / f"{config.stem}-bench"
     if claim(folder, MARK, "bench"):
         for old in folder.glob("*-round*"):
@@ -133,11 +148,25 @@ def bench(config: Path, overrides: list[str], options: Options) -> int:
                     continue
                 total = samples * row.case.world // least if options.weak else samples
                 short = _short(loaded.config, row.case, total, options.steps)
-                given = [*overrides, *spelling[row.case.strategy], *short, *hosts.get(row.case.nodes or 0, [])]
-                code = _measure(row, read_config, given, folder / f"{row.case.name}-round{number + 1}", on_progress)
+                given = [
+                    *overrides,
+                    *spelling[row.case.strategy],
+                    *short,
+                    *hosts.get(row.case.nodes or 0, []),
+                ]
+                code = _measure(
+                    row,
+                    read_config,
+                    given,
+                    folder / f"{row.case.name}-round{number + 1}",
+                    on_progress,
+                )
             on_progress(f"round {number + 1}", len(rows), len(rows))
     clusters = () if code else options.predict
-    predictions = [_predict(config, overrides, cluster, samples / least if options.weak else 0) for cluster in clusters]
+    predictions = [
+        _predict(config, overrides, cluster, samples / least if options.weak else 0)
+        for cluster in clusters
+    ]
     _show(config, rows, predictions, options, folder, loads, console)
     return NOTHING_LOST if code else int(not any(row.rounds for row in rows))
 
@@ -146,7 +175,9 @@ def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
     """Overrides of a run of a few steps that leaves nothing behind, on so many processes, with this global batch."""
     turn = config.algorithm.steps_in_turn
     per_rank, micro = max(1, samples // case.world), config.batch.micro_batch
-    fitting = max(m for m in range(1, min(micro, per_rank) + 1) if per_rank % m == 0) if micro else None
+    fitting = (
+        max(m for m in range(1, min(micro, per_rank) + 1) if per_rank % m == 0) if micro else None
+    )
     return [
         f"batch={{global_samples: {samples}{f', micro_batch: {fitting}' if fitting else ''}}}",
         f"run.steps={turn * math.ceil((WARM + steps) / turn)}",
@@ -160,7 +191,9 @@ def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
     ]
 
 
-def _measure(row: Row, read_config: Any, given: list[str], folder: Path, on_progress: OnProgress) -> int:
+def _measure(
+    row: Row, read_config: Any, given: list[str], folder: Path, on_progress: OnProgress
+) -> int:
     """One round of a case: a round of `row`, or its `reason`. Returns 75 after a signal, else 0."""
     from drumline.train.command import launch_ranks
 
@@ -171,14 +204,20 @@ def _measure(row: Row, read_config: Any, given: list[str], folder: Path, on_prog
             row.predicted = rate, rate / estimate.seconds_range[1], rate / estimate.seconds_range[0]
             if estimate.verdict == "no":
                 what = f"does not fit: it needs {size(estimate.memory.reserved)} of {size(estimate.limit)}, by its plan"
-                raise DoesNotFit(what if estimate.host_fits else "does not fit into the memory of its hosts, by its plan")
+                raise DoesNotFit(
+                    what
+                    if estimate.host_fits
+                    else "does not fit into the memory of its hosts, by its plan"
+                )
         return plan.measured_only()
 
     errors = io.StringIO()
     try:
         loaded: Loaded = read_config([*given, override("run.dir", folder)])
         with redirect_stderr(errors):
-            _, code = launch_ranks(Request(loaded, loaded.config.launch.processes()), display=False, change=unsaved)
+            _, code = launch_ranks(
+                Request(loaded, loaded.config.launch.processes()), display=False, change=unsaved
+            )
     except DrumlineError as error:
         row.reason = error.line()
         return 0
@@ -186,7 +225,11 @@ def _measure(row: Row, read_config: Any, given: list[str], folder: Path, on_prog
         return code
     events = read(folder / "events.jsonl")
     if code or (seen := _round(events)) is None:
-        lines = [line.removeprefix("error: ") for line in errors.getvalue().splitlines() if line.startswith("error: ")]
+        lines = [
+            line.removeprefix("error: ")
+            for line in errors.getvalue().splitlines()
+            if line.startswith("error: ")
+        ]
         faults = [event.error for event in events if isinstance(event, Fault)]
         row.reason = (faults or lines or [f"no steps were measured; see {folder}"])[-1]
         return 0
@@ -200,12 +243,18 @@ def _round(events: list[Event]) -> Round | None:
     if not steps:
         return None
     waits, seconds = [event.comm_s for event in steps], sum(event.seconds for event in steps)
-    memory = [event.metrics["memory"] for event in events if isinstance(event, Measured) and event.metrics.get("memory")]
+    memory = [
+        event.metrics["memory"]
+        for event in events
+        if isinstance(event, Measured) and event.metrics.get("memory")
+    ]
     return Round(
         samples_per_s=statistics.median(event.samples_per_s for event in steps),
         tokens_per_s=statistics.median(event.tokens_per_s for event in steps),
         seconds=statistics.median(event.seconds for event in steps),
-        communication=None if None in waits or not seconds else sum(wait for wait in waits if wait is not None) / seconds,
+        communication=None
+        if None in waits or not seconds
+        else sum(wait for wait in waits if wait is not None) / seconds,
         memory=memory[-1].get("reserved", memory[-1].get("peak")) if memory else None,
     )
 
@@ -227,7 +276,13 @@ def _predict(config: Path, overrides: list[str], cluster: str, grows: float) -> 
     """`grows`: samples of the global batch for each device, under weak scaling."""
     from drumline.planner.public import plan
 
-    given = [*overrides, "strategy=auto", "launch=local", "run.device=auto"]  # what is set for this machine would bind the planner
+    # What is set for this machine would bind the planner.
+    given = [
+        *overrides,
+        "strategy=auto",
+        "launch=local",
+        "run.device=auto",
+    ]
     try:
         found = plan(config, given, cluster=cluster)
         if grows:
@@ -239,7 +294,14 @@ def _predict(config: Path, overrides: list[str], cluster: str, grows: float) -> 
     layout, estimate = best.candidate.layout, best.candidate.estimate
     rate, (low, high) = layout.batch.global_samples / estimate.seconds.total, estimate.seconds_range
     devices = layout.mesh.world_size * layout.devices_per_rank
-    return Prediction(cluster, devices, best.name, (rate, rate / high, rate / low), estimate.tokens_per_s, estimate.memory.reserved)
+    return Prediction(
+        cluster,
+        devices,
+        best.name,
+        (rate, rate / high, rate / low),
+        estimate.tokens_per_s,
+        estimate.memory.reserved,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- to look at
@@ -248,11 +310,28 @@ def _predict(config: Path, overrides: list[str], cluster: str, grows: float) -> 
 def _table(rows: Sequence[Row]) -> Rows:
     """The measured rows under their head."""
     nodes = any(row.case.nodes for row in rows)
-    out = [["strategy", "nodes × n" if nodes else "n", "samples/s", "tokens/s", "speed-up", "eff.", "memory", "comm.", "predicted"]]
+    out = [
+        [
+            "strategy",
+            "nodes × n" if nodes else "n",
+            "samples/s",
+            "tokens/s",
+            "speed-up",
+            "eff.",
+            "memory",
+            "comm.",
+            "predicted",
+        ]
+    ]
     for row in rows:
         base, tokens, memory = _base(rows, row), row.spread("tokens_per_s"), row.spread("memory")
-        where, shown = f"{row.case.nodes} × {row.case.nproc}" if nodes else str(row.case.nproc), row.spread("samples_per_s")
-        predicted = f"{_figure(row.predicted[1])}–{_figure(row.predicted[2])}" if row.predicted else "–"
+        where, shown = (
+            f"{row.case.nodes} × {row.case.nproc}" if nodes else str(row.case.nproc),
+            row.spread("samples_per_s"),
+        )
+        predicted = (
+            f"{_figure(row.predicted[1])}–{_figure(row.predicted[2])}" if row.predicted else "–"
+        )
         name = row.strategy or row.case.strategy or "config"
         if shown is None:
             out.append([name, where, *["–"] * 6, predicted])
@@ -299,18 +378,40 @@ def _predicted_table(predictions: Sequence[Prediction]) -> Rows:
         middle, low, high = map(_figure, each.samples)
         a_device = _figure(each.tokens / each.devices)
         out.append(
-            [each.cluster, str(each.devices), f"{middle} ({low}–{high})", f"{each.tokens:,.0f}", a_device, size(each.memory), each.name]
+            [
+                each.cluster,
+                str(each.devices),
+                f"{middle} ({low}–{high})",
+                f"{each.tokens:,.0f}",
+                a_device,
+                size(each.memory),
+                each.name,
+            ]
         )
     return out
 
 
 def _show(
-    config: Path, rows: list[Row], predictions: list[Prediction], options: Options, folder: Path, loads: list[float], console: Console
+    config: Path,
+    rows: list[Row],
+    predictions: list[Prediction],
+    options: Options,
+    folder: Path,
+    loads: list[float],
+    console: Console,
 ) -> None:
-    kind = "weak scaling, the batch grows with n" if options.weak else "strong scaling, one global batch"
+    kind = (
+        "weak scaling, the batch grows with n"
+        if options.weak
+        else "strong scaling, one global batch"
+    )
     title = f"{config.name}: {kind}"
     tables = [("", _table(rows))]
-    lines = [f"{row.strategy or row.case.strategy or 'config'} on {row.case.world}: {row.reason}" for row in rows if row.reason]
+    lines = [
+        f"{row.strategy or row.case.strategy or 'config'} on {row.case.world}: {row.reason}"
+        for row in rows
+        if row.reason
+    ]
     lines.append(
         f"Medians over rounds ({max((len(row.rounds) for row in rows), default=0)}) of {options.steps} steps, each case once a round"
         " (least–most); speed-up and eff. against the same strategy on the fewest processes, round by round; comm.: share of a step that"
@@ -319,7 +420,9 @@ def _show(
     )
     if predictions:
         tables.append(("Predicted, not measured", _predicted_table(predictions)))
-        lines.append("Predicted: the planner's best plan for each cluster; nine of ten runs that it had not seen lay within its range.")
+        lines.append(
+            "Predicted: the planner's best plan for each cluster; nine of ten runs that it had not seen lay within its range."
+        )
     for head, table_rows in tables:
         pages.show(console, head or title, table_rows, ("strategy", "cluster", "best plan"))
     for line in lines:
@@ -333,7 +436,9 @@ def _show(
         "predicted": [asdict(each) for each in predictions],
     }
     write_whole(folder / MARK, json.dumps(as_json, indent=1) + "\n")
-    written = write_pages(folder, "bench", title, tables, lines, lambda figure: _draw(figure, rows, title))
+    written = write_pages(
+        folder, "bench", title, tables, lines, lambda figure: _draw(figure, rows, title)
+    )
     console.print(f"written to {folder}: {written}, {MARK}", markup=False, soft_wrap=True)
 
 
@@ -342,13 +447,23 @@ def _draw(figure: Any, rows: Sequence[Row], title: str) -> None:
     axes = figure.subplots()
     done = [row for row in rows if row.rounds]
     for strategy in dict.fromkeys(row.case.strategy for row in done):
-        mine = sorted((row for row in done if row.case.strategy == strategy), key=lambda row: row.case.world)
+        mine = sorted(
+            (row for row in done if row.case.strategy == strategy), key=lambda row: row.case.world
+        )
         gains = [(row.case.world, gain) for row in mine if (gain := row.speed_up(mine[0]))]
         worlds, middle = [world for world, _ in gains], [gain[0] for _, gain in gains]
         ends = [[gain[0] - gain[1] for _, gain in gains], [gain[2] - gain[0] for _, gain in gains]]
-        axes.errorbar(worlds, middle, yerr=ends, marker="o", capsize=3, label=mine[0].strategy or strategy)
+        axes.errorbar(
+            worlds, middle, yerr=ends, marker="o", capsize=3, label=mine[0].strategy or strategy
+        )
     worlds = sorted({row.case.world for row in done})
-    axes.plot(worlds, [world / worlds[0] for world in worlds] if worlds else [], "--", color="grey", label="ideal")
+    axes.plot(
+        worlds,
+        [world / worlds[0] for world in worlds] if worlds else [],
+        "--",
+        color="grey",
+        label="ideal",
+    )
     axes.set_title(title, loc="left", fontsize="medium")
     axes.set_xlabel("processes")
     axes.set_ylabel("speed-up")

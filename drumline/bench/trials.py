@@ -60,7 +60,11 @@ class Trials:
     def __post_init__(self) -> None:
         if self.gpus and (self.jobs or 1) > self.gpus:
             fix = f"--jobs {self.gpus} gives each trial one"
-            raise UserError(f"{self.jobs} trials at a time, and there are {self.gpus} GPUs", where="--jobs", fix=fix)
+            raise UserError(
+                f"{self.jobs} trials at a time, and there are {self.gpus} GPUs",
+                where="--jobs",
+                fix=fix,
+            )
 
     def run(self, trials: Iterator[Trial], on_end: Callable[[Trial, int], object]) -> int:
         """Take trials and run them to their ends. Returns the signal that stopped it, or 0; running ones then save and end, jobs
@@ -92,19 +96,36 @@ class Trials:
         """A trial that was killed goes on from its newest checkpoint; without one it begins again."""
         if self.slurm and queue.queued_job(trial.folder):
             return Running(trial, None, None, True)
-        began = any((trial.folder / "checkpoints").glob("step-*")) or any(each.state == "running" for each in _states(trial.folder))
+        began = any((trial.folder / "checkpoints").glob("step-*")) or any(
+            each.state == "running" for each in _states(trial.folder)
+        )
         if not began and trial.folder.exists():
             remove(trial.folder)
         log = log_of(trial)
         log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = [str(self.config), *self.common, *overrides_of(trial.point), override("run.dir", trial.folder), *["--resume"] * began]
+        arguments = [
+            str(self.config),
+            *self.common,
+            *overrides_of(trial.point),
+            override("run.dir", trial.folder),
+            *["--resume"] * began,
+        ]
         env = {**os.environ, "NO_COLOR": "1"}
         if self.gpus:
-            visible = env["CUDA_VISIBLE_DEVICES"].split(",") if env.get("CUDA_VISIBLE_DEVICES") else [str(n) for n in range(self.gpus)]
+            visible = (
+                env["CUDA_VISIBLE_DEVICES"].split(",")
+                if env.get("CUDA_VISIBLE_DEVICES")
+                else [str(n) for n in range(self.gpus)]
+            )
             share = self.gpus // (self.jobs or 1)
             env["CUDA_VISIBLE_DEVICES"] = ",".join(visible[place * share : (place + 1) * share])
         file = log.open("w", encoding="utf-8")
-        return Running(trial, start_command([sys.executable, *tied("drumline", "train", *arguments)], env, file), file, self.slurm)
+        return Running(
+            trial,
+            start_command([sys.executable, *tied("drumline", "train", *arguments)], env, file),
+            file,
+            self.slurm,
+        )
 
 
 def _states(folder: Path) -> list[runs.State]:
@@ -159,24 +180,38 @@ def outcome(trial: Trial, options: EvalConfig, code: int | None = None) -> Outco
     """What the folder of a trial says. `code`: its exit code, where it has just ended."""
     if not (trial.folder / "plan.json").exists():
         ended = code not in (None, NOTHING_LOST)
-        return Outcome(trial, "failed" if ended else "not started", reason=_reason(trial, code) if ended else "")
+        return Outcome(
+            trial,
+            "failed" if ended else "not started",
+            reason=_reason(trial, code) if ended else "",
+        )
     events, state = read(trial.folder / "events.jsonl"), runs.states(trial.folder)[0].state
     if code not in (None, 0, NOTHING_LOST) and state != "finished":
         state = "failed"
     steps = [event for event in events if isinstance(event, Step)]
     value, at = best(events, options)
-    reason = f"it ended without a number of {options.metric}" if state == "finished" and value is None else ""
+    reason = (
+        f"it ended without a number of {options.metric}"
+        if state == "finished" and value is None
+        else ""
+    )
     if state == "failed":
         reason = _reason(trial, code)
     speed = statistics.median(event.tokens_per_s for event in steps) if steps else None
     ends = [event.goodput.get("elapsed", 0.0) for event in events if isinstance(event, RunEnd)]
-    return Outcome(trial, state, value if state == "finished" else None, at, sum(ends), speed, reason)
+    return Outcome(
+        trial, state, value if state == "finished" else None, at, sum(ends), speed, reason
+    )
 
 
 def best(events: list[Event], options: EvalConfig) -> tuple[float | None, int | None]:
     """(the best value of eval.metric after the first step, its step); where nothing was evaluated the mean of the last tenth of the
     training steps, which have the metric. None where that is no number."""
-    held_out = {step: value for step, value in series(events, options.metric, Eval).items() if step > 0 and _finite(value)}
+    held_out = {
+        step: value
+        for step, value in series(events, options.metric, Eval).items()
+        if step > 0 and _finite(value)
+    }
     if held_out:
         at = (min if options.mode == "min" else max)(held_out, key=lambda step: held_out[step])
         return held_out[at], at
@@ -198,4 +233,8 @@ def _reason(trial: Trial, code: int | None) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     lines = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     where = f"see {log}" if log.is_file() else f"see {trial.folder}"
-    return re.sub(r"; see \S+$", "", lines[-1]) + f"; {where}" if lines else f"it ended with code {code}; {where}"
+    return (
+        re.sub(r"; see \S+$", "", lines[-1]) + f"; {where}"
+        if lines
+        else f"it ended with code {code}; {where}"
+    )

@@ -22,7 +22,13 @@ from drumline.core.out_of_memory import memory_errors
 from drumline.core.plan import Plan
 from drumline.core.registry import kinds
 from drumline.core.strategy import StrategySpec
-from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, UserError, WorkerFailed
+from drumline.errors import (
+    CheckpointError,
+    DrumlineError,
+    EnvironmentFault,
+    UserError,
+    WorkerFailed,
+)
 from drumline.report.bars import OnProgress, aside
 from drumline.telemetry import events
 
@@ -63,7 +69,13 @@ class Outcome:
 
 
 def verify(
-    config_path: Path, overrides: list[str], wanted: list[str], steps: int, nproc: int, tolerance: float | None, keep: Path | None
+    config_path: Path,
+    overrides: list[str],
+    wanted: list[str],
+    steps: int,
+    nproc: int,
+    tolerance: float | None,
+    keep: Path | None,
 ) -> int:
     """Print the table; 0 where every strategy that runs stays within `tolerance` (relative; None: see `compare`), 1 where one does not or
     fails.
@@ -71,7 +83,16 @@ def verify(
     All runs are fp32 without TF32, with dropout off (each rank draws its own), and have the same global batch. `keep`: a new folder
     for the runs; None: a temporary one. Raises ConfigError and its variants where the config itself cannot be trained on one process.
     """
-    found = compare(config_path, overrides, strategies=wanted, steps=steps, nproc=nproc, tolerance=tolerance, keep=keep, display=True)
+    found = compare(
+        config_path,
+        overrides,
+        strategies=wanted,
+        steps=steps,
+        nproc=nproc,
+        tolerance=tolerance,
+        keep=keep,
+        display=True,
+    )
     return _print(Console(), found, steps)
 
 
@@ -89,7 +110,9 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        return any(o.apart for o in self.outcomes) and all(o.within(self.tolerance) for o in self.outcomes)
+        return any(o.apart for o in self.outcomes) and all(
+            o.within(self.tolerance) for o in self.outcomes
+        )
 
 
 @memory_errors()
@@ -111,12 +134,17 @@ def compare(
     itself may magnify rounding. The second run is made only if a strategy lies beyond TOLERANCE.
     """
     read, changes = reader(config), overrides_of(overrides)
-    wanted = strategies or [*(kind for kind, spec in kinds(StrategySpec).items() if spec.compared), *(MIXES if nproc >= 4 else ())]
+    wanted = strategies or [
+        *(kind for kind, spec in kinds(StrategySpec).items() if spec.compared),
+        *(MIXES if nproc >= 4 else ()),
+    ]
     spelled = {name: spell(name) for name in wanted}
     with aside(display) as on_progress, _folder(None if keep is None else Path(keep)) as place:
         root = Path(place)
         common = [*changes, *_common(read(changes).config, nproc, steps, on_progress)]
-        alone = read([*common, "strategy=single", "launch.nproc=1", override("run.dir", root / "reference")])
+        alone = read(
+            [*common, "strategy=single", "launch.nproc=1", override("run.dir", root / "reference")]
+        )
         plan = _run(alone, REFERENCE, on_progress)
         outcomes = []
         for name in wanted:
@@ -127,7 +155,12 @@ def compare(
         other_cut = _other_micro_batch(plan)
         if not is_beyond or other_cut is None:
             return Comparison(tuple(outcomes), TOLERANCE)
-        again = [f"batch.micro_batch={other_cut}", "strategy=single", "launch.nproc=1", override("run.dir", root / "rounding")]
+        again = [
+            f"batch.micro_batch={other_cut}",
+            "strategy=single",
+            "launch.nproc=1",
+            override("run.dir", root / "rounding"),
+        ]
         rounding = _measure_rounding(read([*common, *again]), root, on_progress)
         if rounding is None:
             return Comparison(tuple(outcomes), TOLERANCE)
@@ -170,18 +203,30 @@ def _other_micro_batch(plan: Plan) -> int | None:
 def _print(console: Console, found: Comparison, steps: int) -> int:
     """Print the table and what lies beyond the tolerance; the exit code."""
     outcomes, tolerance = found.outcomes, found.tolerance
-    title = f"{steps} steps against one process: largest relative difference, at most {tolerance:.2g}"
+    title = (
+        f"{steps} steps against one process: largest relative difference, at most {tolerance:.2g}"
+    )
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in ("strategy", "ranks", "loss", "grad norm", "weights", "moments", ""):
         table.add_column(column, justify="left" if column in ("strategy", "") else "right")
     for o in outcomes:
         if o.apart is None:
-            table.add_row(o.name, str(o.ranks or ""), "", "", "", "", o.note.partition(":")[0].split()[0])
+            table.add_row(
+                o.name, str(o.ranks or ""), "", "", "", "", o.note.partition(":")[0].split()[0]
+            )
             continue
         a = o.apart
         moments = "" if a.moments is None else f"{a.moments:.1e}"
         verdict = "same" if o.within(tolerance) else "differs"
-        table.add_row(o.name, str(o.ranks), f"{a.loss:.1e}", f"{a.grad_norm:.1e}", f"{a.weights:.1e}", moments, verdict)
+        table.add_row(
+            o.name,
+            str(o.ranks),
+            f"{a.loss:.1e}",
+            f"{a.grad_norm:.1e}",
+            f"{a.weights:.1e}",
+            moments,
+            verdict,
+        )
     console.print(table)
     for o in outcomes:
         if o.note:
@@ -190,22 +235,36 @@ def _print(console: Console, found: Comparison, steps: int) -> int:
     noise = sorted({name for o in compared if o.apart for name in o.apart.noise})
     if noise:
         what = f"{noise[0]}{f' and {len(noise) - 1} more' if noise[1:] else ''}: their gradient is rounding alone (they cancel in"
-        console.print(f"{what} softmax), and Adam makes steps of it; they are compared by their effect on the loss", highlight=False)
+        console.print(
+            f"{what} softmax), and Adam makes steps of it; they are compared by their effect on the loss",
+            highlight=False,
+        )
     if found.rounding is not None:
         line = (
             f"rounding alone moves one process by {found.rounding:.1e} when its batch is cut in another"
             f" way; up to {tolerance:.1e} is the same"
         )
         if found.rounding > tolerance:
-            line += " — this training magnifies rounding: take fewer --steps, or a lower optimizer.lr"
+            line += (
+                " — this training magnifies rounding: take fewer --steps, or a lower optimizer.lr"
+            )
         console.print(line, highlight=False, soft_wrap=True)
     if not compared:
-        raise UserError("no strategy could be compared", where="--strategies", fix="see the reasons above")
-    beyond = [f"{o.name} (most in {o.apart.worst})" for o in compared if o.apart and not o.within(tolerance)]
+        raise UserError(
+            "no strategy could be compared", where="--strategies", fix="see the reasons above"
+        )
+    beyond = [
+        f"{o.name} (most in {o.apart.worst})"
+        for o in compared
+        if o.apart and not o.within(tolerance)
+    ]
     if beyond:
         console.print(f"not what one process trains: {', '.join(beyond)}", highlight=False)
     else:
-        console.print(f"{len(compared)} of {len(outcomes)} strategies train what one process trains", highlight=False)
+        console.print(
+            f"{len(compared)} of {len(outcomes)} strategies train what one process trains",
+            highlight=False,
+        )
     return int(not found.same)
 
 
@@ -213,8 +272,16 @@ def spell(name: str) -> str:
     """`fsdp2 tp=2` → the override `strategy={kind: fsdp2, tp: 2}`."""
     kind, *options = name.split()
     if any("=" not in option for option in options):
-        raise UserError(f"{name!r} is no strategy", where="--strategies", fix="write it as `fsdp2` or `fsdp2 tp=2`, several with commas")
-    return "strategy={" + ", ".join([f"kind: {kind}", *(option.replace("=", ": ", 1) for option in options)]) + "}"
+        raise UserError(
+            f"{name!r} is no strategy",
+            where="--strategies",
+            fix="write it as `fsdp2` or `fsdp2 tp=2`, several with commas",
+        )
+    return (
+        "strategy={"
+        + ", ".join([f"kind: {kind}", *(option.replace("=", ": ", 1) for option in options)])
+        + "}"
+    )
 
 
 def _common(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> list[str]:
@@ -222,7 +289,11 @@ def _common(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> 
     samples = resolve_batch(config, nproc).global_samples
     # A micro-batch that every strategy can have: at most the user's own, and small enough for a pipeline to have work for all stages.
     per_rank = max(1, samples // nproc)
-    micro_batch = max(m for m in range(1, min(config.batch.micro_batch or per_rank, per_rank) + 1) if per_rank % m == 0)
+    micro_batch = max(
+        m
+        for m in range(1, min(config.batch.micro_batch or per_rank, per_rank) + 1)
+        if per_rank % m == 0
+    )
     lora = ["adapter.dropout=0.0"] if config.adapter.kind == "lora" else []
     return [
         f"batch={{global_samples: {samples}, micro_batch: {micro_batch}}}",
@@ -246,14 +317,33 @@ def _dropouts(config: Config, on_progress: OnProgress) -> list[str]:
         from drumline.models.files import resolve
         from drumline.models.load import load_config
 
-        values, section = load_config(resolve(config.model, on_progress), config.model).to_dict(), "config"
-    return [f"{section}.{key}" for key, value in values.items() if key.endswith(DROPOUT) and isinstance(value, float) and value > 0]
+        values, section = (
+            load_config(resolve(config.model, on_progress), config.model).to_dict(),
+            "config",
+        )
+    return [
+        f"{section}.{key}"
+        for key, value in values.items()
+        if key.endswith(DROPOUT) and isinstance(value, float) and value > 0
+    ]
 
 
-def _outcome(read: Read, common: list[str], name: str, spelled: str, nproc: int, root: Path, on_progress: OnProgress) -> Outcome:
+def _outcome(
+    read: Read,
+    common: list[str],
+    name: str,
+    spelled: str,
+    nproc: int,
+    root: Path,
+    on_progress: OnProgress,
+) -> Outcome:
     run_dir = root / name.replace(" ", "-").replace("=", "")
     try:
-        plan = _run(read([*common, spelled, f"launch.nproc={nproc}", override("run.dir", run_dir)]), name, on_progress)
+        plan = _run(
+            read([*common, spelled, f"launch.nproc={nproc}", override("run.dir", run_dir)]),
+            name,
+            on_progress,
+        )
         return Outcome(name, plan.mesh.world_size, difference(run_dir, root / "reference"))
     except WorkerFailed as failure:
         return Outcome(name, nproc, None, f"failed: {failure.what}")
@@ -271,8 +361,13 @@ def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
     plan_path, _ = claim_run_dir(plan, request)
     if code := launch_trial(plan, plan_path, name, on_progress):
         if name == REFERENCE:
-            raise DrumlineError("the work does not run on one process; nothing can be compared with it", where=plan.run_dir)
-        raise WorkerFailed(f"with exit code {code}, as reported above; --keep FOLDER keeps its logs")
+            raise DrumlineError(
+                "the work does not run on one process; nothing can be compared with it",
+                where=plan.run_dir,
+            )
+        raise WorkerFailed(
+            f"with exit code {code}, as reported above; --keep FOLDER keeps its logs"
+        )
     return plan
 
 
@@ -280,7 +375,9 @@ def _folder(keep: Path | None) -> contextlib.AbstractContextManager[str]:
     if keep is None:
         return tempfile.TemporaryDirectory(prefix="drumline-verify-")
     if keep.exists() and any(keep.iterdir()):
-        raise EnvironmentFault("the folder is not empty", where=str(keep), fix="choose another with --keep")
+        raise EnvironmentFault(
+            "the folder is not empty", where=str(keep), fix="choose another with --keep"
+        )
     keep.mkdir(parents=True, exist_ok=True)
     return contextlib.nullcontext(str(keep))
 
@@ -316,11 +413,17 @@ def difference(run: Path, reference: Path) -> Difference:
     partly: list[str] = []
     by_tensor, noise = _distances(list(_tensors(run, reference, partly)))
     # Of the policy, and of another trainable model (value/model.…).
-    weights = {name: d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("model.")}
+    weights = {
+        name: d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("model.")
+    }
     moments = [d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("optim.")]
     return Difference(
-        loss=_largest_difference(events.series(past, "loss"), events.series(expected, "loss"), SMALLEST_LOSS),
-        grad_norm=_largest_difference(events.series(past, "grad_norm"), events.series(expected, "grad_norm"), 1e-30),
+        loss=_largest_difference(
+            events.series(past, "loss"), events.series(expected, "loss"), SMALLEST_LOSS
+        ),
+        grad_norm=_largest_difference(
+            events.series(past, "grad_norm"), events.series(expected, "grad_norm"), 1e-30
+        ),
         weights=max(weights.values()),
         moments=max(moments) if moments else None,
         worst=max(by_tensor, key=lambda name: by_tensor[name]),
@@ -328,11 +431,19 @@ def difference(run: Path, reference: Path) -> Difference:
     )
 
 
-def _distances(tensors: list[tuple[str, float, float, float]]) -> tuple[dict[str, float], tuple[str, ...]]:
+def _distances(
+    tensors: list[tuple[str, float, float, float]],
+) -> tuple[dict[str, float], tuple[str, ...]]:
     """(name, ‖a − b‖, ‖b‖, Σ|b|) of all tensors → the relative difference of each, and those weights whose gradient is `noise`."""
-    squares = {name.removesuffix(SECOND): total for name, _, _, total in tensors if name.endswith(SECOND)}
+    squares = {
+        name.removesuffix(SECOND): total for name, _, _, total in tensors if name.endswith(SECOND)
+    }
     whole = sum(squares.values())
-    shares = {name.replace("optim.", "model.", 1): math.sqrt(square / whole) for name, square in squares.items() if whole}
+    shares = {
+        name.replace("optim.", "model.", 1): math.sqrt(square / whole)
+        for name, square in squares.items()
+        if whole
+    }
     noise = {name: share for name, share in shares.items() if share <= ROUNDING}
     all_of_slot: dict[str, float] = {}
     for name, _, norm, _ in tensors:
@@ -347,7 +458,9 @@ def _distances(tensors: list[tuple[str, float, float, float]]) -> tuple[dict[str
             distances[name] = apart / max(all_of_slot[slot], SMALLEST_NORM)
         else:
             distances[name] = apart / max(norm, SMALLEST_NORM)
-    return {name: d if d == d else float("inf") for name, d in distances.items()}, tuple(sorted(noise))
+    return {name: d if d == d else float("inf") for name, d in distances.items()}, tuple(
+        sorted(noise)
+    )
 
 
 def _largest_difference(mine: dict[int, float], reference: dict[int, float], floor: float) -> float:
@@ -355,13 +468,17 @@ def _largest_difference(mine: dict[int, float], reference: dict[int, float], flo
     finite."""
     if mine.keys() != reference.keys() or not mine:
         return float("inf")
-    if not all(isinstance(value, float | int) for value in (*mine.values(), *reference.values())):  # NaN is null on disk, and inf a text
+    if not all(
+        isinstance(value, float | int) for value in (*mine.values(), *reference.values())
+    ):  # NaN is null on disk, and inf a text
         return float("inf")
     apart = [abs(mine[step] - value) / max(abs(value), floor) for step, value in reference.items()]
     return max((d if d == d else float("inf")) for d in apart)
 
 
-def _tensors(run: Path, reference: Path, partly: list[str]) -> Iterator[tuple[str, float, float, float]]:
+def _tensors(
+    run: Path, reference: Path, partly: list[str]
+) -> Iterator[tuple[str, float, float, float]]:
     """(name, ‖a − b‖, ‖b‖, Σ|b|); entries of vectors whose gradient is rounding count as 0, and `partly` names these vectors."""
     import torch
 
@@ -378,14 +495,23 @@ def _tensors(run: Path, reference: Path, partly: list[str]) -> Iterator[tuple[st
     names = [{n for n in tensors if n.startswith(("model.", "optim."))} for tensors in named]
     if names[0] != names[1]:
         apart = sorted(names[0] ^ names[1])
-        raise CheckpointError(f"one of the checkpoints lacks {apart[0]} ({len(apart)} such)", where=str(run))
+        raise CheckpointError(
+            f"one of the checkpoints lacks {apart[0]} ({len(apart)} such)", where=str(run)
+        )
     for together in _portions({name: named[1][name].shape for name in sorted(names[0])}):
         pair = []
         for path, tensors in zip(folders, named, strict=True):
-            read = {n: torch.empty(tensors[n].shape, dtype=getattr(torch, tensors[n].dtype)) for n in together}
+            read = {
+                n: torch.empty(tensors[n].shape, dtype=getattr(torch, tensors[n].dtype))
+                for n in together
+            }
             load(path, read, alone=True, partly=True)
             pair.append(read)
-        rounded = {n.removesuffix(SECOND): _rounded(pair[1][n]) for n in together if n.endswith(SECOND) and pair[1][n].ndim == 1}
+        rounded = {
+            n.removesuffix(SECOND): _rounded(pair[1][n])
+            for n in together
+            if n.endswith(SECOND) and pair[1][n].ndim == 1
+        }
         partly += [_weight(f"{n}{SECOND}") for n, mask in rounded.items() if mask.any()]
         for name in together:
             mine, expected = (side[name].double() for side in pair)
@@ -393,7 +519,12 @@ def _tensors(run: Path, reference: Path, partly: list[str]) -> Iterator[tuple[st
             if mask is not None and mask.shape == mine.shape:
                 mine, expected = mine.masked_fill(mask, 0.0), expected.masked_fill(mask, 0.0)
             norm = float(torch.linalg.vector_norm(expected))
-            yield name, float(torch.linalg.vector_norm(mine - expected)), norm, float(expected.abs().sum())
+            yield (
+                name,
+                float(torch.linalg.vector_norm(mine - expected)),
+                norm,
+                float(expected.abs().sum()),
+            )
 
 
 def _weight(name: str) -> str:

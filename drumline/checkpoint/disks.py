@@ -71,7 +71,12 @@ class Disks:
         # The first rank whose file is seen has the same disk.
         first = ranks.each(lambda: next(rank for rank, path in enumerate(mark) if path.exists()))
         ranks.each(lambda: mark[ranks.rank].unlink(missing_ok=True))
-        return Disks(ranks, tuple(tuple(r for r, at in enumerate(first) if at == lead) for lead in sorted(set(first))))
+        return Disks(
+            ranks,
+            tuple(
+                tuple(r for r, at in enumerate(first) if at == lead) for lead in sorted(set(first))
+            ),
+        )
 
     @staticmethod
     def shared(ranks: Ranks) -> Disks:
@@ -94,8 +99,15 @@ class Disks:
             for place, rank in enumerate(group):
                 for offset in range(1, min(replicas, len(self.groups) - 1) + 1):
                     there = self.groups[(number + offset) % len(self.groups)]
-                    files = {name: record for name, record in written[rank].items() if name not in (INDEX, STATE)}
-                    made += [Copy(rank, there[place % len(there)], name, record) for name, record in sorted(files.items())]
+                    files = {
+                        name: record
+                        for name, record in written[rank].items()
+                        if name not in (INDEX, STATE)
+                    }
+                    made += [
+                        Copy(rank, there[place % len(there)], name, record)
+                        for name, record in sorted(files.items())
+                    ]
         return made
 
 
@@ -180,7 +192,12 @@ def _receive(copy: Copy, folder: Path | None, ranks: Ranks) -> list[Exception]:
             except OSError as error:
                 mistakes.append(error)
     if not mistakes and file.record() != copy.record:
-        mistakes.append(CheckpointError(f"did not arrive whole from rank {copy.source} (sha256 differs)", where=str(file.path)))
+        mistakes.append(
+            CheckpointError(
+                f"did not arrive whole from rank {copy.source} (sha256 differs)",
+                where=str(file.path),
+            )
+        )
     return mistakes
 
 
@@ -221,12 +238,22 @@ class Offer:
 class Gatherer:
     """Finds out which checkpoints all disks and the store hold together, and makes them whole on each disk."""
 
-    def __init__(self, root: Path, verify: bool, store: Store | None, disks: Disks, first_alone: bool = False) -> None:
+    def __init__(
+        self, root: Path, verify: bool, store: Store | None, disks: Disks, first_alone: bool = False
+    ) -> None:
         """`first_alone`: only the disk of rank 0 gets them whole."""
-        self.root, self.verify, self.store, self.disks, self.ranks = root, verify, store, disks, disks.ranks
+        self.root, self.verify, self.store, self.disks, self.ranks = (
+            root,
+            verify,
+            store,
+            disks,
+            disks.ranks,
+        )
         self.wanted = disks.groups[:1] if first_alone else disks.groups
 
-    def newest(self, best: Callable[[list[Manifest]], Manifest | None] = lambda known: None) -> Found:
+    def newest(
+        self, best: Callable[[list[Manifest]], Manifest | None] = lambda known: None
+    ) -> Found:
         """Make the newest one that can be had whole on all disks; also what `best` chooses, where that one can be had. Collective.
 
         Raises CheckpointError on all ranks where copying fails, or the store does not answer.
@@ -249,7 +276,11 @@ class Gatherer:
 
         def look() -> tuple[dict[str, Manifest], list[tuple[Path, str]]]:
             found, unreadable = {}, []
-            for path in sorted(self.root.iterdir(), reverse=True) if self.disks.leads and self.root.is_dir() else []:
+            for path in (
+                sorted(self.root.iterdir(), reverse=True)
+                if self.disks.leads and self.root.is_dir()
+                else []
+            ):
                 if step_of(path.name) is not None:
                     try:
                         manifest = require_plain(read_part(path)[0], str(path))
@@ -272,7 +303,9 @@ class Gatherer:
                 if key not in known or known[key].metric is None:
                     known[key] = manifest
             skipped += unreadable
-        ordered = sorted(known.values(), key=lambda manifest: (manifest.serial, manifest.step), reverse=True)
+        ordered = sorted(
+            known.values(), key=lambda manifest: (manifest.serial, manifest.step), reverse=True
+        )
         return [Offer(manifest, folder_name(manifest.step)) for manifest in ordered], skipped
 
     def _make(self, offer: Offer) -> list[str]:
@@ -284,13 +317,21 @@ class Gatherer:
         at_store = _key(manifest) in self.at_store
         if lost and not at_store:
             damaged = [reason for _, reasons in everyone for reason in reasons]
-            return damaged or [f"{folder}: {lost[0]}{f' and {len(lost) - 1} more' * (len(lost) > 1)} on no host that is here"]
+            return damaged or [
+                f"{folder}: {lost[0]}{f' and {len(lost) - 1} more' * (len(lost) > 1)} on no host that is here"
+            ]
         copies, download = [], set()
         for number, group in enumerate(self.disks.groups):
-            for name in sorted(manifest.files.keys() - good[number]) if group in self.wanted else ():
-                holders = [d for d in (*range(number + 1, len(good)), *range(number)) if name in good[d]]
+            for name in (
+                sorted(manifest.files.keys() - good[number]) if group in self.wanted else ()
+            ):
+                holders = [
+                    d for d in (*range(number + 1, len(good)), *range(number)) if name in good[d]
+                ]
                 if holders:
-                    copies.append(Copy(self.disks.groups[holders[0]][0], group[0], name, manifest.files[name]))
+                    copies.append(
+                        Copy(self.disks.groups[holders[0]][0], group[0], name, manifest.files[name])
+                    )
                 elif number == self.disks.mine:
                     download.add(name)
         mine = good[self.disks.mine]
@@ -305,10 +346,17 @@ class Gatherer:
                 return
             if download:
                 assert self.store is not None
-                copy_here(self.store, f"{CHECKPOINTS}/{offer.folder}", manifest, fresh, sorted(download))
+                copy_here(
+                    self.store, f"{CHECKPOINTS}/{offer.folder}", manifest, fresh, sorted(download)
+                )
             write_manifest(fresh, manifest)
             sync(fresh)
-            take_name(fresh, folder, self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}", durable=True)
+            take_name(
+                fresh,
+                folder,
+                self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}",
+                durable=True,
+            )
 
         self.ranks.each(finish)
         self.ranks.each(lambda: self._write_missing_metric(folder, manifest) if wanted else None)
@@ -331,8 +379,12 @@ class Gatherer:
         owners = share({name: manifest.files[name].bytes for name in sorted(present)}, len(group))
         names = [name for name, place in owners.items() if group[place] == self.ranks.rank]
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            mistakes = list(pool.map(lambda name: self._mistake(folder / name, manifest.files[name]), names))
-        return {name for name, reason in zip(names, mistakes, strict=True) if not reason}, [reason for reason in mistakes if reason]
+            mistakes = list(
+                pool.map(lambda name: self._mistake(folder / name, manifest.files[name]), names)
+            )
+        return {name for name, reason in zip(names, mistakes, strict=True) if not reason}, [
+            reason for reason in mistakes if reason
+        ]
 
     def _mistake(self, path: Path, record: FileRecord) -> str:
         """What is wrong with a file; empty if nothing is. Without `verify` shards are not hashed."""
@@ -344,12 +396,18 @@ class Gatherer:
                     good = file.seek(0, 2) == record.bytes
         except OSError as error:
             return f"{path}: {'is missing' if isinstance(error, FileNotFoundError) else f'cannot be read: {error.strerror or error}'}"
-        return "" if good else f"{path}: damaged: its content is not what was written (sha256 or size differs)"
+        return (
+            ""
+            if good
+            else f"{path}: damaged: its content is not what was written (sha256 or size differs)"
+        )
 
 
 def _key(manifest: Manifest) -> str:
     """What two manifests of the same save have in common: all but the metric, which may be written later."""
-    return hashlib.sha256(sealed(manifest.model_copy(update={"metric": None, "rated": None}))).hexdigest()
+    return hashlib.sha256(
+        sealed(manifest.model_copy(update={"metric": None, "rated": None}))
+    ).hexdigest()
 
 
 def _begin(fresh: Path, folder: Path, names: set[str], manifest: Manifest) -> None:
@@ -357,7 +415,10 @@ def _begin(fresh: Path, folder: Path, names: set[str], manifest: Manifest) -> No
     needed = sum(record.bytes for name, record in manifest.files.items() if name not in names)
     free = shutil.disk_usage(fresh.parent).free
     if free < needed:
-        raise CheckpointError(f"no space to put a checkpoint together: {needed:,} bytes needed, {free:,} free", where=str(fresh.parent))
+        raise CheckpointError(
+            f"no space to put a checkpoint together: {needed:,} bytes needed, {free:,} free",
+            where=str(fresh.parent),
+        )
     fresh.mkdir()
     for name in names:
         with suppress(OSError):  # a file system without hard links

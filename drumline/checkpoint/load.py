@@ -43,7 +43,8 @@ from drumline.foreign import disk_errors
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HASHING_THREADS = 8
-BEFORE = re.compile(r"^optim\.(.+)\.compensation$")  # what older checkpoints call compensation.<name>
+# What older checkpoints call compensation.<name>.
+BEFORE = re.compile(r"^optim\.(.+)\.compensation$")
 WEIGHTS_ONLY = "weights_only"  # in the state of what was saved without the rest
 SAME = "load it with the model and optimizer it was saved with"
 
@@ -78,8 +79,13 @@ def newest_state(root: Path, url: str | None) -> tuple[str, dict[str, Any]] | No
 
     Only a look: nothing is verified but the state itself. Raises CheckpointError for a URL that does not answer.
     """
-    whole, parts = newest(root, verify=False, alone=True, to_train=True).path, [path for path in _by_age(root)[0] if (path / PART).exists()]
-    here = max(filter(None, (whole, *parts[:1])), key=lambda path: read_part(path)[0].serial, default=None)
+    whole, parts = (
+        newest(root, verify=False, alone=True, to_train=True).path,
+        [path for path in _by_age(root)[0] if (path / PART).exists()],
+    )
+    here = max(
+        filter(None, (whole, *parts[:1])), key=lambda path: read_part(path)[0].serial, default=None
+    )
     if url is not None and (there := choose_or_none(url)) is not None:
         store, folder, manifest = there
         if here is None or read_part(here)[0].serial < manifest.serial:
@@ -99,7 +105,11 @@ def named(place: str) -> tuple[str, dict[str, Any]]:
         return state_at(place)
     with disk_errors("cannot be read", place, CheckpointError):
         path = Path(place)
-        found = newest(path / CHECKPOINTS, verify=False, alone=True, to_train=True).path if of_run(place) else None
+        found = (
+            newest(path / CHECKPOINTS, verify=False, alone=True, to_train=True).path
+            if of_run(place)
+            else None
+        )
         if found is None:
             check(path, verify=False, alone=True)
             _require_state(path)
@@ -134,7 +144,9 @@ def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
         owners = share({name: record.bytes for name, record in manifest.files.items()}, ranks.size)
         mine = [name for name, rank in owners.items() if rank == ranks.rank]
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            ranks.each(lambda: list(pool.map(lambda name: _require_file(path, name, manifest), mine)))
+            ranks.each(
+                lambda: list(pool.map(lambda name: _require_file(path, name, manifest), mine))
+            )
     return manifest
 
 
@@ -147,7 +159,13 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bool = False, optional: frozenset[str] = frozenset()) -> None:
+def load(
+    path: Path,
+    tensors: dict[str, Tensor],
+    alone: bool = False,
+    partly: bool = False,
+    optional: frozenset[str] = frozenset(),
+) -> None:
     """Fill `tensors` (plain or DTensors, by canonical name) in place from a checkpoint of any number of ranks.
 
     A section of names (`model.`, `optim.`) is loaded whole or not at all: the ranks together must name all tensors of a section, unless
@@ -165,7 +183,12 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
         absent = optional - {_section(name) for name in stored}
         stepped = {_weight(name) for name in stored if _is_moment(name)}
         for name, tensor in tensors.items():
-            begins = _is_moment(name) and stepped and _weight(name) not in stepped and _weight(name) in stored
+            begins = (
+                _is_moment(name)
+                and stepped
+                and _weight(name) not in stepped
+                and _weight(name) in stored
+            )
             if _section(name) not in absent and not begins:
                 wanted[stored.get(name, name)] = tensor
         if misfit := _misfit(manifest, wanted):
@@ -176,9 +199,12 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
         reader = Reader(path, read_index(path, read_manifest(path)))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)  # `ranks` makes the ranks agree on the outcome
+            # `ranks` makes the ranks agree on the outcome.
+            dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as failure:
-            raise CheckpointError(f"cannot be read: {describe_error(failure)}", where=str(path)) from failure
+            raise CheckpointError(
+                f"cannot be read: {describe_error(failure)}", where=str(path)
+            ) from failure
 
     named = {name for names in ranks.each(fit) for name in names}
     if not partly:
@@ -217,7 +243,9 @@ def _structure(path: Path) -> Manifest:
             with open_regular(path / name) as file:
                 size = file.seek(0, 2)
         if size != record.bytes:
-            raise CheckpointError(f"has {size:,} bytes, {record.bytes:,} were written", where=str(path / name))
+            raise CheckpointError(
+                f"has {size:,} bytes, {record.bytes:,} were written", where=str(path / name)
+            )
     for name in (STATE, INDEX):
         _require_file(path, name, manifest)
     read_index(path, manifest)
@@ -229,15 +257,27 @@ def _require_committed(path: Path) -> None:
     if path.is_dir() and (path / MANIFEST).exists() and not path.name.startswith(TEMP):
         return
     if any(entry.suffix in PICKLES for entry in ([path] if path.is_file() else path.glob("*"))):
-        raise CheckpointError("a pickle checkpoint", where=str(path), fix="convert it first: a pickle can run code when it is read")
+        raise CheckpointError(
+            "a pickle checkpoint",
+            where=str(path),
+            fix="convert it first: a pickle can run code when it is read",
+        )
     if (path / PART).exists() and step_of(path.name) is not None:
         manifest, present = read_part(path)
         what = f"holds {len(present)} of the {len(manifest.files)} files of a checkpoint that lies on the disks of several hosts"
-        raise CheckpointError(what, where=str(path), fix="train with --resume on all hosts: they put it together")
+        raise CheckpointError(
+            what, where=str(path), fix="train with --resume on all hosts: they put it together"
+        )
     for root in (path, path / "checkpoints", path.parent):
         if found := newest(root, verify=False, alone=True).path:
-            raise CheckpointError(f"not a committed checkpoint; newest valid: {found}", where=str(path))
-    what = "not a committed checkpoint, and there is none near it" if path.exists() else "there is no such file or folder"
+            raise CheckpointError(
+                f"not a committed checkpoint; newest valid: {found}", where=str(path)
+            )
+    what = (
+        "not a committed checkpoint, and there is none near it"
+        if path.exists()
+        else "there is no such file or folder"
+    )
     raise CheckpointError(what, where=str(path))
 
 
@@ -245,7 +285,9 @@ def _require_state(path: Path) -> None:
     """Raises CheckpointError for the weights alone."""
     if read_state(path).get(WEIGHTS_ONLY):
         fix = "export them, or go on from a checkpoint before"
-        raise CheckpointError("holds the weights alone: there was no room for more", where=str(path), fix=fix)
+        raise CheckpointError(
+            "holds the weights alone: there was no room for more", where=str(path), fix=fix
+        )
 
 
 def _require_file(path: Path, name: str, manifest: Manifest) -> None:
@@ -256,7 +298,9 @@ def _require_file(path: Path, name: str, manifest: Manifest) -> None:
     with disk_errors("cannot be read", place, CheckpointError):
         found = record_of(path / name)
     if found != manifest.files[name]:
-        raise CheckpointError("damaged: its content is not what was written (sha256 differs)", where=place)
+        raise CheckpointError(
+            "damaged: its content is not what was written (sha256 differs)", where=place
+        )
 
 
 def _misfit(manifest: Manifest, tensors: dict[str, Tensor]) -> str | None:
@@ -277,15 +321,32 @@ def _require_whole_sections(path: Path, named: set[str]) -> None:
     frozen, and so is not in the checkpoint, are zeros, which older ones hold."""
     sections, stored = {_section(name) for name in named}, read_manifest(path).tensors
     frozen = {name for name in stored if _is_moment(name) and _weight(name) not in stored}
-    if left := [name for name in stored if name not in named and name not in frozen and _section(name) in sections]:
-        raise CheckpointError(f"holds {_some(left)}, which this run has no place for", where=str(path), fix=SAME)
+    if left := [
+        name
+        for name in stored
+        if name not in named and name not in frozen and _section(name) in sections
+    ]:
+        raise CheckpointError(
+            f"holds {_some(left)}, which this run has no place for", where=str(path), fix=SAME
+        )
 
 
 def compensations(path: Path, tensors: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
     """name → (name of the weight, zeros like it) for what Kahan sums lost of those of `tensors`, which have no place for it."""
-    names = {_today(name).removeprefix("compensation.") for name in read_manifest(path).tensors if _section(name) == "compensation"}
-    absent = [name for name in names if f"compensation.{name}" not in tensors and f"model.{name}" in tensors]
-    return {f"compensation.{name}": (f"model.{name}", torch.zeros_like(tensors[f"model.{name}"])) for name in absent}
+    names = {
+        _today(name).removeprefix("compensation.")
+        for name in read_manifest(path).tensors
+        if _section(name) == "compensation"
+    }
+    absent = [
+        name
+        for name in names
+        if f"compensation.{name}" not in tensors and f"model.{name}" in tensors
+    ]
+    return {
+        f"compensation.{name}": (f"model.{name}", torch.zeros_like(tensors[f"model.{name}"]))
+        for name in absent
+    }
 
 
 def _is_moment(name: str) -> bool:

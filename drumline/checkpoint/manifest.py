@@ -122,7 +122,11 @@ def sealed(record: Record) -> bytes:
 def make_newest(folder: Path) -> None:
     """Number a checkpoint as the last save among its neighbours: what was saved after it is a branch that the run has left. Raises
     CheckpointError."""
-    neighbours = [entry for entry in folder.parent.iterdir() if step_of(entry.name) is not None and entry.name != folder.name]
+    neighbours = [
+        entry
+        for entry in folder.parent.iterdir()
+        if step_of(entry.name) is not None and entry.name != folder.name
+    ]
     serials = [0]
     for entry in neighbours:
         with suppress(CheckpointError):
@@ -130,7 +134,9 @@ def make_newest(folder: Path) -> None:
     manifest = read_manifest(folder)
     if manifest.serial < max(serials):
         renewed = sealed(manifest.model_copy(update={"serial": 1 + max(serials)})).decode()
-        with disk_errors("cannot be written", str(folder / MANIFEST), CheckpointError, "free some space"):
+        with disk_errors(
+            "cannot be written", str(folder / MANIFEST), CheckpointError, "free some space"
+        ):
             write_whole(folder / MANIFEST, renewed, durable=True)
 
 
@@ -153,7 +159,9 @@ def write_metric(folder: Path, metric: float, rated: str) -> Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """The content of manifest.json, with its checksum verified. Raises CheckpointError that names the file and the reason."""
-    return _of_folder(unsealed(_content(folder / MANIFEST), Manifest, str(folder / MANIFEST)), folder, MANIFEST)
+    return _of_folder(
+        unsealed(_content(folder / MANIFEST), Manifest, str(folder / MANIFEST)), folder, MANIFEST
+    )
 
 
 def read_part(folder: Path) -> tuple[Manifest, set[str]]:
@@ -173,13 +181,19 @@ def unsealed(raw: bytes, kind: type[R], place: str) -> R:
         outer = json.loads(raw)
         content = outer["manifest"]
         if outer["sha256"] != _checksum(content):
-            raise CheckpointError("changed since it was written (its own checksum differs)", where=place)
+            raise CheckpointError(
+                "changed since it was written (its own checksum differs)", where=place
+            )
         return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        raise CheckpointError(f"not a manifest: {'.'.join(map(str, first['loc']))}: {first['msg']}", where=place) from error
+        raise CheckpointError(
+            f"not a manifest: {'.'.join(map(str, first['loc']))}: {first['msg']}", where=place
+        ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError("not a manifest: damaged or of another program", where=place) from error
+        raise CheckpointError(
+            "not a manifest: damaged or of another program", where=place
+        ) from error
 
 
 def require_plain(manifest: Manifest, place: str) -> Manifest:
@@ -201,12 +215,16 @@ def _content(path: Path) -> bytes:
 def _of_folder(manifest: Manifest, folder: Path, name: str) -> Manifest:
     named = step_of(folder.name)
     if named is not None and named != manifest.step:
-        raise CheckpointError(f"is of step {manifest.step}, the folder's name says {named}", where=str(folder / name))
+        raise CheckpointError(
+            f"is of step {manifest.step}, the folder's name says {named}", where=str(folder / name)
+        )
     return manifest
 
 
 def _checksum(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

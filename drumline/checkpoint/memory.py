@@ -58,7 +58,9 @@ class Memory:
 
     def _claim(self) -> None:
         if not HOST_MEMORY.is_dir():
-            raise CheckpointError("this system has no /dev/shm", where="checkpoint.in_memory_every", fix="take it out")
+            raise CheckpointError(
+                "this system has no /dev/shm", where="checkpoint.in_memory_every", fix="take it out"
+            )
         _remove_stale(self.folder)
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.stat().st_uid != os.getuid():
@@ -69,7 +71,9 @@ class Memory:
         """From now on states are kept, on this host and on the next one."""
         self.writer = Checkpointer(self.root, 1, False, "min", True, replicas=1)
 
-    def keep(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> list[SaveResult]:
+    def keep(
+        self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]
+    ) -> list[SaveResult]:
         """Begin to keep a state (Checkpointer.save); how earlier ones ended."""
         assert self.writer is not None, "begin was called"
         ended = self.writer.wait()
@@ -112,7 +116,9 @@ def require_room(nbytes: int) -> None:
     """Raises EnvironmentFault where this host's memory has no room for checkpoints of so many bytes together."""
     if not HOST_MEMORY.is_dir():
         fix = "leave it out; checkpoint.every saves to disk"
-        raise EnvironmentFault(f"this system has no {HOST_MEMORY}", where="checkpoint.in_memory_every", fix=fix)
+        raise EnvironmentFault(
+            f"this system has no {HOST_MEMORY}", where="checkpoint.in_memory_every", fix=fix
+        )
     free = shutil.disk_usage(HOST_MEMORY).free
     if free < nbytes:
         what = f"two copies of a checkpoint need about {nbytes:,} bytes, {HOST_MEMORY} has {free:,} free"
@@ -132,7 +138,12 @@ def _remove_stale(own: Path) -> None:
     """Remove what launchers of this user left that are gone; `own` stays."""
     for folder in HOST_MEMORY.glob(f"{PREFIX}*"):
         with suppress(OSError):  # its run ends at this moment
-            if folder != own and folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+            if (
+                folder != own
+                and folder.is_dir()
+                and not folder.is_symlink()
+                and folder.stat().st_uid == os.getuid()
+            ):
                 owner = named((folder / OWNER).read_text())
                 if owner is not None and owner.alive() is False:
                     shutil.rmtree(folder, ignore_errors=True)

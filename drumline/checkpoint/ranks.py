@@ -21,7 +21,15 @@ SAVE_TIMEOUT = timedelta(hours=2)
 
 
 # Mistakes of a program: the same again, however often it is tried. Disks and networks raise OSError, torch RuntimeError.
-LASTING = (TypeError, ValueError, LookupError, AttributeError, AssertionError, ImportError, pickle.PickleError)
+LASTING = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+    pickle.PickleError,
+)
 
 
 class RanksError(Exception):
@@ -34,7 +42,9 @@ class RanksError(Exception):
 class Ranks:
     """The processes that act together; only this one without a process group. `error_type`: what a common step raises on all of them."""
 
-    def __init__(self, group: dist.ProcessGroup | None, error_type: type[Exception] = RanksError) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, error_type: type[Exception] = RanksError
+    ) -> None:
         self.group, self.error_type = group, error_type
         self.rank = dist.get_rank(group) if group else 0
         self.size = dist.get_world_size(group) if group else 1
@@ -49,7 +59,9 @@ class Ranks:
         """All ranks, over a new gloo group: the collectives of a background thread never mix with training's."""
         if not dist.is_initialized():
             return Ranks(None)
-        return Ranks(dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT, group_desc=GROUP_OF_SAVES))
+        return Ranks(
+            dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT, group_desc=GROUP_OF_SAVES)
+        )
 
     def each(self, step: Callable[[], T]) -> list[T]:
         """The results of `step` on every rank, in order of ranks, on all ranks. Raises `error_type` on all if it failed on any."""
@@ -66,7 +78,11 @@ class Ranks:
         failures = {rank: text for rank, (_, text, _) in enumerate(everyone) if text is not None}
         if failures:
             alike = len(failures) == self.size and len(set(failures.values())) == 1
-            raised = self.error_type(failures[0] if alike else "; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+            raised = self.error_type(
+                failures[0]
+                if alike
+                else "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+            )
             if isinstance(raised, RanksError):
                 raised.lasting = any(lasts for *_, lasts in everyone)
             raise raised
@@ -88,7 +104,9 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, RanksError):
         return str(error)
     if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {describe_error(cause)}" for rank, (cause, _) in error.failures.items())
+        return "; ".join(
+            f"rank {rank}: {describe_error(cause)}" for rank, (cause, _) in error.failures.items()
+        )
     if isinstance(error, OSError):
         place = f" ({error.filename})" if error.filename else ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -45,8 +45,19 @@ from drumline.foreign import disk_errors, first_line
 
 CHECKPOINTS, OWNER = "checkpoints", "owner.json"
 COPIED = ("plan.json", "config.yaml", "events.jsonl")  # of the run folder
-PAUSES = [1.0, 3.0, 9.0]  # seconds before a request is made again, besides the repetitions that s3fs makes by itself
-FILE_SYSTEMS = {"file", "local", "sftp", "ssh"}  # whose files are written bit by bit, and renamed at once
+# Seconds before a request is made again, besides the repetitions that s3fs makes by itself.
+PAUSES = [
+    1.0,
+    3.0,
+    9.0,
+]
+# Whose files are written bit by bit, and renamed at once.
+FILE_SYSTEMS = {
+    "file",
+    "local",
+    "sftp",
+    "ssh",
+}
 PART_BYTES = 16 << 20  # of an object that is sent or read in parts
 MOST_PARTS = 9_000  # S3 takes 10,000
 THREADS = 4  # files at a time
@@ -64,14 +75,24 @@ class Store:
         scheme = self.url.partition("://")[0].lower()
         options: dict[str, Any] = {"auto_mkdir": True} if scheme in ("file", "local") else {}
         try:
-            self.fs, self.root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
+            self.fs, self.root = fsspec.core.url_to_fs(
+                self.url, use_listings_cache=False, **options
+            )
         except (ImportError, ValueError, OSError) as error:
-            extra = "pip install s3fs" if scheme == "s3" else f"install the package of fsspec for {scheme}://"
+            extra = (
+                "pip install s3fs"
+                if scheme == "s3"
+                else f"install the package of fsspec for {scheme}://"
+            )
             raise EnvironmentFault(redact(first_line(error)), where=self.url, fix=extra) from None
 
     def put(self, local: Path, name: str) -> None:
         """Send a file, a large one in parts."""
-        parts = {"chunksize": max(PART_BYTES, local.stat().st_size // MOST_PARTS)} if "s3" in self.fs.protocol else {}
+        parts = (
+            {"chunksize": max(PART_BYTES, local.stat().st_size // MOST_PARTS)}
+            if "s3" in self.fs.protocol
+            else {}
+        )
         self._repeat(name, lambda: self.fs.put_file(str(local), self._path(name), **parts))
 
     def put_bytes(self, data: bytes, name: str) -> None:
@@ -101,7 +122,10 @@ class Store:
 
         def copy() -> None:
             to.unlink(missing_ok=True)
-            with self.fs.open(self._path(name), "rb", block_size=PART_BYTES) as there, HashingFile(to) as here:
+            with (
+                self.fs.open(self._path(name), "rb", block_size=PART_BYTES) as there,
+                HashingFile(to) as here,
+            ):
                 while piece := there.read(PART_BYTES):
                     here.write(piece)
             if here.record() != manifest.files[to.name]:
@@ -113,18 +137,30 @@ class Store:
     def sizes(self, name: str) -> dict[str, int]:
         """File → bytes, of those right in a folder; empty where there is none."""
         try:
-            found = self._repeat(name, lambda: self.fs.ls(self._path(name), detail=True, refresh=True))
+            found = self._repeat(
+                name, lambda: self.fs.ls(self._path(name), detail=True, refresh=True)
+            )
         except FileNotFoundError:
             return {}
-        return {entry["name"].rstrip("/").rpartition("/")[2]: entry["size"] or 0 for entry in found if entry["type"] == "file"}
+        return {
+            entry["name"].rstrip("/").rpartition("/")[2]: entry["size"] or 0
+            for entry in found
+            if entry["type"] == "file"
+        }
 
     def folders(self, name: str) -> list[str]:
         """The names of the folders right in a folder."""
         try:
-            found = self._repeat(name, lambda: self.fs.ls(self._path(name), detail=True, refresh=True))
+            found = self._repeat(
+                name, lambda: self.fs.ls(self._path(name), detail=True, refresh=True)
+            )
         except FileNotFoundError:
             return []
-        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory")
+        return sorted(
+            entry["name"].rstrip("/").rpartition("/")[2]
+            for entry in found
+            if entry["type"] == "directory"
+        )
 
     def remove(self, name: str) -> None:
         """Remove a file that may not be there."""
@@ -143,9 +179,13 @@ class Store:
             try:
                 return request()
             except FileNotFoundError as error:
-                raise FileNotFoundError(2, "no such object or bucket", f"{self.url}/{name}") from error
+                raise FileNotFoundError(
+                    2, "no such object or bucket", f"{self.url}/{name}"
+                ) from error
             except Exception as error:  # clients of stores raise errors of their own
-                final = isinstance(error, PermissionError) or type(error).__name__.endswith("CredentialsError")
+                final = isinstance(error, PermissionError) or type(error).__name__.endswith(
+                    "CredentialsError"
+                )
                 if final or pause == math.inf:
                     # Their texts may hold what was sent.
                     raise OSError(5, redact(first_line(error)), f"{self.url}/{name}") from error
@@ -156,7 +196,9 @@ class Store:
 class Remote(Retention):
     """The checkpoints of a run at a URL. Rank 0 calls all but `send`, which every rank calls for the files that it wrote."""
 
-    def __init__(self, url: str, keep: int = sys.maxsize, keep_best: bool = False, mode: str = "min") -> None:
+    def __init__(
+        self, url: str, keep: int = sys.maxsize, keep_best: bool = False, mode: str = "min"
+    ) -> None:
         super().__init__(Path(), keep, keep_best, mode)
         self.store = Store(url)
 
@@ -167,7 +209,9 @@ class Remote(Retention):
     def open(self) -> None:
         """Take the URL over, and read the manifests there; what was not finished goes. Raises OSError."""
         owner = this_process()
-        self.store.put_bytes(json.dumps({"token": owner.name, **asdict(owner), "since": time.time()}).encode(), OWNER)
+        self.store.put_bytes(
+            json.dumps({"token": owner.name, **asdict(owner), "since": time.time()}).encode(), OWNER
+        )
         for name in self.store.folders(CHECKPOINTS):
             if step_of(name) is None:
                 continue
@@ -191,7 +235,14 @@ class Remote(Retention):
     def send(self, folder: Path, names: Iterable[str]) -> None:
         """Copy files of a checkpoint that lies whole or in part in `folder`. Raises OSError."""
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda name: self.store.put(folder / name, f"{CHECKPOINTS}/{folder.name}/{name}"), names))
+            list(
+                pool.map(
+                    lambda name: self.store.put(
+                        folder / name, f"{CHECKPOINTS}/{folder.name}/{name}"
+                    ),
+                    names,
+                )
+            )
 
     def finish(self, folder: Path, manifest: Manifest) -> None:
         """Copy what else belongs to it, the manifest last. Raises OSError."""
@@ -209,8 +260,14 @@ class Remote(Retention):
         """Put another manifest beside the files of a finished checkpoint. Raises OSError."""
         require_owner(self.store)
         if not self.has(manifest.step):
-            raise OSError(2, "no finished checkpoint of this step", f"{self.url}/{CHECKPOINTS}/{folder_name(manifest.step)}")
-        self.store.replace_bytes(sealed(manifest), f"{CHECKPOINTS}/{folder_name(manifest.step)}/{MANIFEST}")
+            raise OSError(
+                2,
+                "no finished checkpoint of this step",
+                f"{self.url}/{CHECKPOINTS}/{folder_name(manifest.step)}",
+            )
+        self.store.replace_bytes(
+            sealed(manifest), f"{CHECKPOINTS}/{folder_name(manifest.step)}/{MANIFEST}"
+        )
         self.known[manifest.step] = manifest
 
     def has(self, step: int) -> bool:
@@ -243,15 +300,23 @@ def manifests(store: Store) -> dict[str, Manifest]:
     found = {}
     for name in store.folders(CHECKPOINTS):
         with suppress(CheckpointError):
-            if step_of(name) is not None and (manifest := manifest_at(store, f"{CHECKPOINTS}/{name}")):
+            if step_of(name) is not None and (
+                manifest := manifest_at(store, f"{CHECKPOINTS}/{name}")
+            ):
                 found[name] = manifest
     return found
 
 
-def copy_here(store: Store, folder: str, manifest: Manifest, to: Path, names: Iterable[str]) -> None:
+def copy_here(
+    store: Store, folder: str, manifest: Manifest, to: Path, names: Iterable[str]
+) -> None:
     """Copy files of a checkpoint into folder `to`, each compared with the manifest. Raises CheckpointError."""
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda name: store.get(f"{folder}/{name}".lstrip("/"), to / name, manifest), names))
+        list(
+            pool.map(
+                lambda name: store.get(f"{folder}/{name}".lstrip("/"), to / name, manifest), names
+            )
+        )
 
 
 def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
@@ -260,7 +325,9 @@ def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
     Raises CheckpointError, also for a store that does not answer.
     """
     if (mistake := url_mistake(url)) and not url.startswith("memory://"):
-        raise CheckpointError(mistake, where=redact(url), fix="name a checkpoint or a run by its URL alone")
+        raise CheckpointError(
+            mistake, where=redact(url), fix="name a checkpoint or a run by its URL alone"
+        )
     with disk_errors("cannot be read", url, CheckpointError):
         store = Store(url)
         if (own := manifest_at(store, "")) is not None:
@@ -273,8 +340,14 @@ def choose(url: str, which: str | int = "last") -> tuple[Store, str, Manifest]:
         if name in (LATEST, "last", BEST) or (best and name not in found):
             name = max(found, key=lambda name: found[name].serial, default=name)
     if name not in found:
-        what = "holds no finished checkpoint" if not found else f"holds no {name}, but {', '.join(found)}"
-        raise CheckpointError(what, where=url, fix="name a checkpoint, or the run's URL as checkpoint.url has it")
+        what = (
+            "holds no finished checkpoint"
+            if not found
+            else f"holds no {name}, but {', '.join(found)}"
+        )
+        raise CheckpointError(
+            what, where=url, fix="name a checkpoint, or the run's URL as checkpoint.url has it"
+        )
     return store, f"{CHECKPOINTS}/{name}", found[name]
 
 
@@ -291,7 +364,9 @@ def require_unused(url: str) -> None:
         found = manifests(Store(url))
     if found:
         fix = "add --resume to go on with it, or choose another checkpoint.url"
-        raise EnvironmentFault(f"the URL holds the checkpoints of a run ({', '.join(found)})", where=url, fix=fix)
+        raise EnvironmentFault(
+            f"the URL holds the checkpoints of a run ({', '.join(found)})", where=url, fix=fix
+        )
 
 
 def state_at(url: str, which: str | int = "last") -> tuple[str, dict[str, Any]]:
@@ -314,10 +389,15 @@ def at_hand(place: str | Path, which: str | int = "best") -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="drumline-") as temporary:
         run_dir = Path(temporary) / store.url.replace("://", "/")  # its path says where it is from
         run_dir.mkdir(parents=True)
-        free, to = shutil.disk_usage(run_dir).free, run_dir / CHECKPOINTS / folder_name(manifest.step)
+        free, to = (
+            shutil.disk_usage(run_dir).free,
+            run_dir / CHECKPOINTS / folder_name(manifest.step),
+        )
         if free < manifest.bytes:
             what = f"no space for a copy: {manifest.bytes:,} bytes needed, {free:,} free"
-            raise EnvironmentFault(what, where=temporary, fix="name a larger disk by the variable TMPDIR")
+            raise EnvironmentFault(
+                what, where=temporary, fix="name a larger disk by the variable TMPDIR"
+            )
         to.mkdir(parents=True)
         copy_here(store, folder, manifest, to, manifest.files)
         (to / MANIFEST).write_bytes(sealed(manifest))
@@ -344,4 +424,8 @@ def require_owner(store: Store) -> None:
     """Raises OSError where another start has taken the URL over: this process is cut off, or was taken for dead."""
     owner = json.loads(store.read(OWNER))
     if owner.get("token") != this_process().name:
-        raise OSError(5, f"taken over by pid {owner.get('pid')} on host {str(owner.get('host'))[:100]}", store.url)
+        raise OSError(
+            5,
+            f"taken over by pid {owner.get('pid')} on host {str(owner.get('host'))[:100]}",
+            store.url,
+        )

@@ -8,7 +8,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from drumline.checkpoint.manifest import TEMP, TRASH, Manifest, folder_name, read_part, step_of, write_metric
+from drumline.checkpoint.manifest import (
+    TEMP,
+    TRASH,
+    Manifest,
+    folder_name,
+    read_part,
+    step_of,
+    write_metric,
+)
 from drumline.core.files import discard, give_name, remove, sync, take_name, write_whole
 from drumline.errors import CheckpointError
 
@@ -20,7 +28,13 @@ class Retention:
     `mode`: min or max, and behind it the name of the metric; `serial`: the smallest serial of a new one."""
 
     def __init__(self, root: Path, keep: int, keep_best: bool, mode: str, serial: int = 1) -> None:
-        self.root, self.keep, self.keep_best, self.mode, self.serial = root, keep, keep_best, mode, serial
+        self.root, self.keep, self.keep_best, self.mode, self.serial = (
+            root,
+            keep,
+            keep_best,
+            mode,
+            serial,
+        )
         self.known: dict[int, Manifest] = {}
 
     def open(self) -> None:
@@ -59,10 +73,14 @@ class Retention:
         by_age = sorted(self.known.values(), key=lambda manifest: manifest.serial)
         stay = {manifest.step for manifest in by_age[-self.keep :]}
         # Where the best is not kept for its own sake, it is the best of those that are kept.
-        best = best_of((self.known[step] for step in (self.known if self.keep_best else stay)), self.mode)
+        best = best_of(
+            (self.known[step] for step in (self.known if self.keep_best else stay)), self.mode
+        )
         if best:
             stay.add(best.step)
-        if best or any(manifest.rated for manifest in self.known.values()):  # where none is by this metric yet, the newest
+        if best or any(
+            manifest.rated for manifest in self.known.values()
+        ):  # where none is by this metric yet, the newest
             self.point(BEST, (best or newest).step)
         for step in sorted(set(self.known) - stay):
             self.remove(step)
@@ -88,7 +106,11 @@ def recover(root: Path) -> None:
     for mark in TEMP:
         for folder in sorted(root.glob(f"{mark}step-*")):
             final = root / folder.name.removeprefix(mark).rpartition("-")[0]
-            if step_of(final.name) is not None and not final.exists() and _is_whole(folder, step_of(final.name)):
+            if (
+                step_of(final.name) is not None
+                and not final.exists()
+                and _is_whole(folder, step_of(final.name))
+            ):
                 with suppress(OSError):
                     give_name(folder, final, final.exists)
 
@@ -97,7 +119,9 @@ def _is_whole(folder: Path, step: int | None) -> bool:
     """Whether all that an unnamed folder is to hold of the checkpoint of a step is there, by the sizes."""
     try:
         manifest, present = read_part(folder)
-        return manifest.step == step and all((folder / name).stat().st_size == manifest.files[name].bytes for name in present)
+        return manifest.step == step and all(
+            (folder / name).stat().st_size == manifest.files[name].bytes for name in present
+        )
     except (CheckpointError, OSError):
         return False
 
@@ -106,9 +130,15 @@ def best_of(known: Iterable[Manifest], mode: str) -> Manifest | None:
     """The best checkpoint by metric, of equal ones the earlier; None if none has that metric. Values of another say nothing, nor does a
     branch that the run has left."""
     alike = (manifest for manifest in on_branch(known) if manifest.rated in (None, mode))
-    rated = [manifest for manifest in alike if manifest.metric is not None and math.isfinite(manifest.metric)]
+    rated = [
+        manifest
+        for manifest in alike
+        if manifest.metric is not None and math.isfinite(manifest.metric)
+    ]
     sign = 1 if mode.startswith("min") else -1
-    return min(rated, key=lambda manifest: (sign * (manifest.metric or 0.0), manifest.serial), default=None)
+    return min(
+        rated, key=lambda manifest: (sign * (manifest.metric or 0.0), manifest.serial), default=None
+    )
 
 
 def on_branch(known: Iterable[Manifest]) -> list[Manifest]:

@@ -37,7 +37,17 @@ from torch.distributed.tensor import DTensor
 from drumline import __version__
 from drumline.checkpoint.disks import Disks, Gatherer, carry
 from drumline.checkpoint.load import WEIGHTS_ONLY
-from drumline.checkpoint.manifest import INDEX, STATE, UNFINISHED, FileRecord, Manifest, folder_name, step_of, write_durable, write_part
+from drumline.checkpoint.manifest import (
+    INDEX,
+    STATE,
+    UNFINISHED,
+    FileRecord,
+    Manifest,
+    folder_name,
+    step_of,
+    write_durable,
+    write_part,
+)
 from drumline.checkpoint.ranks import Ranks, RanksError, describe_error, is_lasting
 from drumline.checkpoint.remote import Remote
 from drumline.checkpoint.retention import Retention, best_of
@@ -120,14 +130,20 @@ class Checkpointer:
         self._ended: SaveResult | None = None
         self._results: list[SaveResult] = []
         try:
-            self.disks = Disks.find(self.root, self.ranks) if url or replicas else Disks.shared(self.ranks)
+            self.disks = (
+                Disks.find(self.root, self.ranks) if url or replicas else Disks.shared(self.ranks)
+            )
             self.ranks.each(lambda: self.retention.open() if self.disks.leads else None)
             if self.remote is not None:
                 self.ranks.first(self.remote.open)
         except RanksError as failure:
-            raise EnvironmentFault(f"checkpoints cannot be kept here: {failure}", where=str(self.root)) from failure
+            raise EnvironmentFault(
+                f"checkpoints cannot be kept here: {failure}", where=str(self.root)
+            ) from failure
 
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], metric: float | None) -> None:
+    def save(
+        self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], metric: float | None
+    ) -> None:
         """Begin to store `tensors` (by canonical name; plain tensors or DTensors) and `state` (JSON; rank 0's is kept). Collective.
 
         A plain tensor must be equal on all ranks that name it. Waits for a save in flight first. Afterwards training may change the
@@ -152,7 +168,9 @@ class Checkpointer:
             return
         if self.asynchronous:
             job.blocked_seconds = time.monotonic() - job.started
-            self._thread = threading.Thread(target=on_this_gpu(self._run), args=(job,), name=f"save-step-{step}")
+            self._thread = threading.Thread(
+                target=on_this_gpu(self._run), args=(job,), name=f"save-step-{step}"
+            )
             self._thread.start()
         else:
             self._run(job)
@@ -168,7 +186,9 @@ class Checkpointer:
         if not math.isfinite(metric):
             return None
         try:
-            written = self.ranks.each(lambda: self.retention.write_metric(step, metric) if self.disks.leads else None)
+            written = self.ranks.each(
+                lambda: self.retention.write_metric(step, metric) if self.disks.leads else None
+            )
             manifest = written[0]
             assert manifest is not None, "rank 0 leads its disk"
             if self.remote is not None:
@@ -183,16 +203,34 @@ class Checkpointer:
         return None
 
     def rescue(
-        self, folder: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], metric: float | None
+        self,
+        folder: Path,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        metric: float | None,
     ) -> tuple[SaveResult, bool]:
         """Store a checkpoint in `folder` instead. True: the whole of it; False: only the weights, since more did not fit. Collective."""
         try:
-            there = Checkpointer(folder, sys.maxsize, False, self.retention.mode, False, serial=self.retention.next_serial())
+            there = Checkpointer(
+                folder,
+                sys.maxsize,
+                False,
+                self.retention.mode,
+                False,
+                serial=self.retention.next_serial(),
+            )
         except EnvironmentFault as failure:
             return SaveResult(step, None, 0.0, 0, failure.line(), 0.0, begun=False), False
-        weights = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0].endswith("model")}
+        weights = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name.partition(".")[0].endswith("model")
+        }
         for part in (tensors, weights):
-            there.save(step, part, state if part is tensors else {**state, WEIGHTS_ONLY: True}, metric)
+            there.save(
+                step, part, state if part is tensors else {**state, WEIGHTS_ONLY: True}, metric
+            )
             (result,) = there.wait()
             if result.path is not None:
                 break
@@ -204,7 +242,9 @@ class Checkpointer:
         if len(self.disks.groups) > self.replicas + 1:
             disks = Disks(Ranks(self.ranks.group, CheckpointError), self.disks.groups)
             store = self.remote.store if self.remote else None
-            Gatherer(self.root, False, store, disks, first_alone=True).newest(lambda known: best_of(known, self.retention.mode))
+            Gatherer(self.root, False, store, disks, first_alone=True).newest(
+                lambda known: best_of(known, self.retention.mode)
+            )
 
     def poll(self) -> list[SaveResult]:
         """The results of the saves that ended since the last call, oldest first. Does not wait."""
@@ -238,7 +278,8 @@ class Checkpointer:
             path, manifest, written = self._commit(job, folder)
         except (Exception, CheckpointException) as failure:  # noqa: BLE001 - a failed save is a result
             if folder and self.disks.leads:
-                shutil.rmtree(folder, ignore_errors=True)  # the rest is removed at the next start; the result reports the failure itself
+                # The rest is removed at the next start; the result reports the failure itself.
+                shutil.rmtree(folder, ignore_errors=True)
             self._ended = _failed(job, failure)
             return
         errors = []
@@ -250,23 +291,40 @@ class Checkpointer:
             if self.remote is not None:
                 self._upload(self.remote, path, manifest, written)
         except _NotUploaded as failure:
-            self._ended = _result(job, None, 0, f"it is whole in {path}, and did not reach its URL: {failure}")
+            self._ended = _result(
+                job, None, 0, f"it is whole in {path}, and did not reach its URL: {failure}"
+            )
             return
         except Exception as failure:  # noqa: BLE001 - the same
             errors.append(describe_error(failure))
-        error = f"the checkpoint is whole, but tidying up after it failed: {'; '.join(errors)}" if errors else None
+        error = (
+            f"the checkpoint is whole, but tidying up after it failed: {'; '.join(errors)}"
+            if errors
+            else None
+        )
         self._ended = _result(job, path, manifest.bytes, error)
 
     def _lacking(self, job: _Job) -> str | None:
         """The error if the disk lacks space for this save, else None. Makes a removed root again. Raises OSError."""
         self.root.mkdir(parents=True, exist_ok=True)
         share = min(1.0, (1 + self.replicas) / len(self.disks.groups))
-        needed, free = int(HEADROOM * (share * job.estimate + len(job.state))), free_bytes(self.root)
-        return f"no space: {needed:,} bytes needed, {free:,} free in {self.root}" if free < needed else None
+        needed, free = (
+            int(HEADROOM * (share * job.estimate + len(job.state))),
+            free_bytes(self.root),
+        )
+        return (
+            f"no space: {needed:,} bytes needed, {free:,} free in {self.root}"
+            if free < needed
+            else None
+        )
 
     def _make_folder(self, job: _Job) -> Path:
         """An unfinished folder of one name on each disk. Collective."""
-        folder = self.root / self.ranks.first(lambda: f"{UNFINISHED}{folder_name(job.step)}-{secrets.token_hex(4)}")
+
+        def make_name() -> str:
+            return f"{UNFINISHED}{folder_name(job.step)}-{secrets.token_hex(4)}"
+
+        folder = self.root / self.ranks.first(make_name)
         self.ranks.each(lambda: folder.mkdir() if self.disks.leads else None)
         return folder
 
@@ -279,7 +337,11 @@ class Checkpointer:
         carry(copies, folder, folder, self.ranks)
         # Rank 0 alone has the index and the state of the run.
         apart = len(self.disks.groups) > 1
-        index, state = self.ranks.first(lambda: ((folder / INDEX).read_bytes(), job.state)) if apart else (b"", job.state)
+        index, state = (
+            self.ranks.first(lambda: ((folder / INDEX).read_bytes(), job.state))
+            if apart
+            else (b"", job.state)
+        )
 
         def manifest_of(files: dict[str, FileRecord]) -> Manifest:
             return Manifest(
@@ -300,9 +362,12 @@ class Checkpointer:
             if self.ranks.rank != 0:
                 write_durable(folder / INDEX, index)
             files = {name: record for records in written for name, record in records.items()}
-            files[STATE] = write_durable(folder / STATE, state, private=True)  # user options are in it
+            # User options are in it.
+            files[STATE] = write_durable(folder / STATE, state, private=True)
             manifest = manifest_of(files)
-            arrived = {copy.name for copy in copies if copy.target in self.disks.groups[self.disks.mine]}
+            arrived = {
+                copy.name for copy in copies if copy.target in self.disks.groups[self.disks.mine]
+            }
             own = {name for rank in self.disks.groups[self.disks.mine] for name in written[rank]}
             write_part(folder, manifest, {*own, *arrived, INDEX, STATE})
             self.retention.commit(folder, manifest)
@@ -315,7 +380,9 @@ class Checkpointer:
     def _next_serial(self) -> int:
         return max(self.retention.next_serial(), self.remote.next_serial() if self.remote else 0)
 
-    def _upload(self, remote: Remote, folder: Path, manifest: Manifest, written: dict[str, FileRecord]) -> None:
+    def _upload(
+        self, remote: Remote, folder: Path, manifest: Manifest, written: dict[str, FileRecord]
+    ) -> None:
         """Bring a committed checkpoint to the URL, and tidy up there. Collective; raises _NotUploaded, then RanksError."""
         try:
             self.ranks.first(lambda: remote.begin(manifest.step))
@@ -332,7 +399,9 @@ class Checkpointer:
             step = step_of(path.name)
             if step is None or path.parent.absolute() != self.root.absolute():
                 return False
-            return self.remote is None or self.remote.known.get(step) == self.retention.known.get(step)
+            return self.remote is None or self.remote.known.get(step) == self.retention.known.get(
+                step
+            )
 
         return self.ranks.first(known)
 
@@ -367,13 +436,20 @@ def share_out(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tenso
     torch.distributed.checkpoint leaves replicas of a shard out. Since this comes before staging, eight replicas on a host need the memory
     of one. Collective; raises RanksError.
     """
-    mine = {name: (tensor.numel() * tensor.element_size(), isinstance(tensor, DTensor)) for name, tensor in tensors.items()}
+    mine = {
+        name: (tensor.numel() * tensor.element_size(), isinstance(tensor, DTensor))
+        for name, tensor in tensors.items()
+    }
     everyone = ranks.each(lambda: mine)
     sizes = {name: nbytes for named in everyone for name, (nbytes, _) in named.items()}
     load = [0] * ranks.size
-    kept: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    kept: dict[str, Tensor] = {
+        name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)
+    }
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        holders = [rank for rank, named in enumerate(everyone) if name in named and not named[name][1]]
+        holders = [
+            rank for rank, named in enumerate(everyone) if name in named and not named[name][1]
+        ]
         if holders:
             owner = min(holders, key=lambda rank: load[rank])
             load[owner] += sizes[name] + OVERHEAD_BYTES

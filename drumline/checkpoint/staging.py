@@ -19,7 +19,9 @@ class Staging:
     memory up to a power of two.)"""
 
     def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}  # each with a storage of its own: what is cut from a larger one dcp copies again
+        self.buffers: dict[
+            str, Tensor
+        ] = {}  # each with a storage of its own: what is cut from a larger one dcp copies again
         self.arena: Tensor | None = None
         self.pinned = False
 
@@ -30,15 +32,25 @@ class Staging:
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies of plain tensors, and of the local shards of DTensors (as DTensors of the same layout). Waits for the copies."""
-        parts = {name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach() for name, tensor in tensors.items()}
+        parts = {
+            name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            for name, tensor in tensors.items()
+        }
         there = ((self.buffers.get(name), part) for name, part in parts.items())
-        if any(buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype for buffer, part in there):
+        if any(
+            buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype
+            for buffer, part in there
+        ):
             self._take(parts)
         staged = {}
         for name, tensor in tensors.items():
             buffer = self.buffers[name].copy_(parts[name], non_blocking=parts[name].is_cuda)
             # Not DTensor.from_local, which would move the copy back to the mesh's device.
-            staged[name] = DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
+            staged[name] = (
+                DTensor(buffer, tensor._spec, requires_grad=False)
+                if isinstance(tensor, DTensor)
+                else buffer
+            )
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
         return staged
@@ -48,11 +60,20 @@ class Staging:
         if self.arena is not None and self.pinned:
             unpin_memory(self.arena.data_ptr())
         self.buffers, self.arena = {}, None
-        *starts, total = itertools.accumulate((-(-part.nbytes // ALIGNED) * ALIGNED for part in parts.values()), initial=0)
+        *starts, total = itertools.accumulate(
+            (-(-part.nbytes // ALIGNED) * ALIGNED for part in parts.values()), initial=0
+        )
         memory = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.arena, self.pinned = torch.frombuffer(memory, dtype=torch.uint8), any(part.is_cuda for part in parts.values())
+        self.arena, self.pinned = (
+            torch.frombuffer(memory, dtype=torch.uint8),
+            any(part.is_cuda for part in parts.values()),
+        )
         if self.pinned:
             pin_memory(self.arena.data_ptr(), self.arena.nbytes)
         for (name, part), start in zip(parts.items(), starts, strict=True):
-            flat = torch.frombuffer(memory, dtype=torch.uint8, count=part.nbytes, offset=start) if part.nbytes else self.arena[:0]
+            flat = (
+                torch.frombuffer(memory, dtype=torch.uint8, count=part.nbytes, offset=start)
+                if part.nbytes
+                else self.arena[:0]
+            )
             self.buffers[name] = flat.view(part.dtype).view(part.shape)

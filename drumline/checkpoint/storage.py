@@ -16,14 +16,31 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
-from drumline.checkpoint.manifest import INDEX, SHARD_NAME, FileRecord, HashingFile, Manifest, TensorRecord, open_regular
+from drumline.checkpoint.manifest import (
+    INDEX,
+    SHARD_NAME,
+    FileRecord,
+    HashingFile,
+    Manifest,
+    TensorRecord,
+    open_regular,
+)
 from drumline.errors import CheckpointError
 from drumline.vendor.torch import MEM_FORMAT_ENCODING, StorageInfo, get_layout
 
 # One process without a process group is a case like any other, not worth a warning at each save.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
+warnings.filterwarnings(
+    "ignore",
+    message="torch.distributed is disabled, unavailable or uninitialized",
+    category=UserWarning,
+)
 # dcp logs two debug records for each tensor of each save.
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
 
@@ -37,7 +54,9 @@ class Files(FileSystem):
         self.failures: list[OSError] = []
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
         path = Path(path)
         if mode == "rb":
             with open_regular(path) as stream:
@@ -55,7 +74,11 @@ class Files(FileSystem):
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         # Rank 0 made the folder. A rank that does not see it would write to another disk.
         if not Path(path).is_dir():
-            raise FileNotFoundError(2, "not visible from this host: checkpoints need a file system that all hosts share", str(path))
+            raise FileNotFoundError(
+                2,
+                "not visible from this host: checkpoints need a file system that all hosts share",
+                str(path),
+            )
 
 
 class Writer(FileSystemWriter):
@@ -83,7 +106,14 @@ class Reader(FileSystemReader):
         return self.index
 
 
-NAMES = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta")
+NAMES = (
+    "Metadata",
+    "MetadataIndex",
+    "TensorStorageMetadata",
+    "TensorProperties",
+    "ChunkStorageMetadata",
+    "StorageMeta",
+)
 CLASSES = [*(getattr(metadata, name) for name in NAMES), MEM_FORMAT_ENCODING, StorageInfo]
 ALLOWED = {(kind.__module__, kind.__name__): kind for kind in CLASSES}
 ALLOWED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): get_layout}
@@ -92,7 +122,9 @@ ALLOWED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"
 def _memory_format(kind: Any, name: str) -> Any:
     """What Python 3.11.0 to 3.11.3 pickle as `getattr(MEM_FORMAT_ENCODING, name)`; nothing else is got by it."""
     if kind is not MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError("getattr has no place in a checkpoint index but for a memory format")
+        raise pickle.UnpicklingError(
+            "getattr has no place in a checkpoint index but for a memory format"
+        )
     return kind[name]
 
 
@@ -139,7 +171,9 @@ def tensor_records(index: Metadata) -> dict[str, TensorRecord]:
     for name, entry in index.state_dict_metadata.items():
         if type(entry) is not TensorStorageMetadata:
             raise TypeError(f"{name} is not a tensor")
-        records[name] = TensorRecord(shape=list(entry.size), dtype=dtype_name(entry.properties.dtype))
+        records[name] = TensorRecord(
+            shape=list(entry.size), dtype=dtype_name(entry.properties.dtype)
+        )
     return records
 
 
@@ -161,7 +195,10 @@ def _mistake(index: Any, manifest: Manifest) -> str | None:
             return f"{key.fqn} lies in {path!r}, which is no file of this checkpoint"
         if type(info.offset) is not int or type(info.length) is not int:
             return f"{key.fqn} has no place in its file"
-        if min(info.offset, info.length) < 0 or info.offset + info.length > manifest.files[path].bytes:
+        if (
+            min(info.offset, info.length) < 0
+            or info.offset + info.length > manifest.files[path].bytes
+        ):
             return f"{key.fqn} lies beyond the end of {path}"
         if info.transform_descriptors is not None:
             return f"{key.fqn} requires a transform"

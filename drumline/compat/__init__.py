@@ -32,11 +32,21 @@ def recognise(values: Mapping[Any, Any]) -> Kind | None:
     keys = {str(key) for key in values}
     if {"stage", "finetuning_type"} & keys or {"dataset", "template"} <= keys:
         return "llama_factory"
-    if "base_model" in keys and {"sequence_len", "sample_packing", "datasets", "pretraining_dataset", "val_set_size"} & keys:
+    if (
+        "base_model" in keys
+        and {"sequence_len", "sample_packing", "datasets", "pretraining_dataset", "val_set_size"}
+        & keys
+    ):
         return "axolotl"
-    if {"zero_optimization", "train_micro_batch_size_per_gpu"} & keys and not (keys & TABLE.keys()) - DEEPSPEED_TOO:
+    if {"zero_optimization", "train_micro_batch_size_per_gpu"} & keys and not (
+        keys & TABLE.keys()
+    ) - DEEPSPEED_TOO:
         return "deepspeed"
-    arguments = {key for key in keys if key in TABLE and key not in ACCELERATE and key not in Config.model_fields}
+    arguments = {
+        key
+        for key in keys
+        if key in TABLE and key not in ACCELERATE and key not in Config.model_fields
+    }
     sections = {key for key in keys & SECTIONS.keys() if _holds_arguments(key, values[key])}
     if {"compute_environment", "distributed_type"} & keys and not arguments - {"deepspeed", "fsdp"}:
         return "accelerate"
@@ -46,7 +56,14 @@ def recognise(values: Mapping[Any, Any]) -> Kind | None:
 
 
 # Words of DeepSpeed configs that training arguments have, too.
-DEEPSPEED_TOO = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16"}
+DEEPSPEED_TOO = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "fp16",
+    "bf16",
+}
 
 
 def _own_keys(name: str) -> set[str]:
@@ -73,7 +90,14 @@ def _holds_arguments(name: str, section: Any) -> bool:
     return bool(known - own) and not (keys & own) - known
 
 
-def translate(values: Mapping[Any, Any], lines: Mapping[Place, int], name: str, base: Path, folder: Path, lenient: bool) -> Sheet | None:
+def translate(
+    values: Mapping[Any, Any],
+    lines: Mapping[Place, int],
+    name: str,
+    base: Path,
+    folder: Path,
+    lenient: bool,
+) -> Sheet | None:
     """A sheet with the values of an old file under Drumline's keys; None for any other file. Files that it names are relative to `base` or
     to the current folder, new paths to `folder`. `lenient`: as the sheet's. Raises ConfigError with the old file's line."""
     kind = recognise(values)

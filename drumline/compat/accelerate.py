@@ -3,14 +3,43 @@
 
 from __future__ import annotations
 
-from drumline.compat.deepspeed import EXPORT, STAGES, clip, low_precision, own_deepspeed_file, put_offload
-from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, nothing, one_of, only, read, switch, to, whole
+from drumline.compat.deepspeed import (
+    EXPORT,
+    STAGES,
+    clip,
+    low_precision,
+    own_deepspeed_file,
+    put_offload,
+)
+from drumline.compat.rules import (
+    Rule,
+    flag,
+    gone,
+    if_on,
+    later,
+    name_list,
+    nothing,
+    one_of,
+    only,
+    read,
+    switch,
+    to,
+    whole,
+)
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse
 from drumline.core.mistakes import by_word
 
 WHAT = "an accelerate config"
 DEVICES = "Drumline runs on GPUs that torch calls cuda (NVIDIA, AMD) and on CPUs"
-TYPES = {"no": "single", "multi_gpu": "ddp", "multi_cpu": "ddp", "fsdp": "fsdp2", "deepspeed": "zero2", "megatron_lm": "ddp", "tp": "tp"}
+TYPES = {
+    "no": "single",
+    "multi_gpu": "ddp",
+    "multi_cpu": "ddp",
+    "fsdp": "fsdp2",
+    "deepspeed": "zero2",
+    "megatron_lm": "ddp",
+    "tp": "tp",
+}
 SHARDING = {  # FSDP1's names and their numbers → (kind, reshard_after_forward, hybrid)
     "full_shard": ("fsdp2", True, False),
     "shard_grad_op": ("fsdp2", False, False),
@@ -33,14 +62,21 @@ def combine(sheet: Sheet) -> None:
     type_ = waiting.get("distributed_type")
     kind = one_of(TYPES, dict.fromkeys(OTHER_DEVICES, DEVICES))(type_) if type_ else None
     type_name = str(type_.value).lower() if type_ else None
-    for name, translate in (("fsdp_config", read_fsdp), ("deepspeed_config", read_deepspeed), ("megatron_lm_config", read_megatron)):
+    for name, translate in (
+        ("fsdp_config", read_fsdp),
+        ("deepspeed_config", read_deepspeed),
+        ("megatron_lm_config", read_megatron),
+    ):
         old = waiting.pop(name, None)
         if old is None or not old.inside():
             continue
         if name == f"{type_name}_config" or (type_ is None and name != "megatron_lm_config"):
             translate(sheet, old, old.inside())
         else:
-            sheet.note(old, f"without effect: distributed_type is {type_.value}" if type_ else "without effect")
+            sheet.note(
+                old,
+                f"without effect: distributed_type is {type_.value}" if type_ else "without effect",
+            )
     if type_ and kind and sheet.get("strategy.kind") is None:
         sheet.put("strategy.kind", kind, type_)
     if type_ and type_name == "multi_cpu":
@@ -56,7 +92,11 @@ def processes(sheet: Sheet) -> None:
     waiting, machines = sheet.waiting, machine_count(sheet)
     if (old := waiting.get("num_processes")) is not None and whole(old) > 0:
         if whole(old) % machines:
-            raise refuse(old, f"{old.value} processes do not divide over {machines} machines", "make it a multiple of num_machines")
+            raise refuse(
+                old,
+                f"{old.value} processes do not divide over {machines} machines",
+                "make it a multiple of num_machines",
+            )
         sheet.put("launch.nproc", whole(old) // machines, old)
     if machines > 1:
         address = waiting["main_process_ip"].value if "main_process_ip" in waiting else "HOST"
@@ -70,7 +110,12 @@ def processes(sheet: Sheet) -> None:
     if (old := waiting.get("main_process_port")) is not None and whole(old):
         sheet.put("launch.port", whole(old), old)
     for name in ("main_process_ip", "machine_rank"):
-        if (old := waiting.get(name)) is not None and old.value not in (0, "0", "127.0.0.1", "localhost"):
+        if (old := waiting.get(name)) is not None and old.value not in (
+            0,
+            "0",
+            "127.0.0.1",
+            "localhost",
+        ):
             sheet.note(old, "one machine needs none")
 
 
@@ -91,8 +136,14 @@ def read_fsdp(sheet: Sheet, section: Old, olds: list[Old]) -> None:
     first, *rest = found or [(section, ("fsdp2", True, False))]
     for other, means in rest:
         # FSDP2 reads reshard_after_forward, FSDP1 sharding_strategy; the one that is not read may keep its default.
-        if means[:2] != first[1][:2] and not (version and str(version.value) == "1" and means[1] is True):
-            raise refuse(other, f"{other.value!r}, but {first[0].where} is {first[0].value!r}", "keep one of them")
+        if means[:2] != first[1][:2] and not (
+            version and str(version.value) == "1" and means[1] is True
+        ):
+            raise refuse(
+                other,
+                f"{other.value!r}, but {first[0].where} is {first[0].value!r}",
+                "keep one of them",
+            )
     old, (kind, reshard, hybrid) = first
     sheet.put("strategy.kind", kind, old)
     if kind == "ddp":
@@ -104,30 +155,47 @@ def read_fsdp(sheet: Sheet, section: Old, olds: list[Old]) -> None:
     if hybrid:
         machines = machine_count(sheet)
         sheet.put("strategy.replicate", machines, old)
-        sheet.note(old, f"a copy a machine: strategy.replicate is {machines}; raise it for more copies")
+        sheet.note(
+            old, f"a copy a machine: strategy.replicate is {machines}; raise it for more copies"
+        )
 
 
 PREFETCH = {"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, "no": 0, "1": 1, "2": 0}
 FSDP: dict[str, Rule] = by_word(
     {
         "version sharding_strategy reshard_after_forward mixed_precision": later(),
-        "cpu_offload offload_params": to("strategy.offload", lambda old: "cpu" if flag(old) else "none"),
+        "cpu_offload offload_params": to(
+            "strategy.offload", lambda old: "cpu" if flag(old) else "none"
+        ),
         "transformer_layer_cls_to_wrap transformer_cls_names_to_wrap": lambda sheet, old: (
             sheet.put("strategy.wrap", name_list(old), old) if name_list(old) else None
         ),
-        "auto_wrap_policy min_num_params": gone("units are the model's own block classes; strategy.wrap names others"),
+        "auto_wrap_policy min_num_params": gone(
+            "units are the model's own block classes; strategy.wrap names others"
+        ),
         "backward_prefetch": to("strategy.backward_prefetch", one_of(PREFETCH)),
         "forward_prefetch": to("strategy.prefetch", lambda old: int(flag(old))),
         # Trainer requires gradient_checkpointing to be off beside it.
-        "activation_checkpointing": if_on(lambda sheet, old: sheet.put("memory.activation_checkpointing", "full", old, over="none")),
-        "activation_checkpointing_offload": only(why="inputs of blocks stay on the device", fix="set it to false"),
+        "activation_checkpointing": if_on(
+            lambda sheet, old: sheet.put(
+                "memory.activation_checkpointing", "full", old, over="none"
+            )
+        ),
+        "activation_checkpointing_offload": only(
+            why="inputs of blocks stay on the device", fix="set it to false"
+        ),
         "ignored_modules": only(why="every parameter is sharded", fix="remove it"),
-        "state_dict_type": gone("checkpoints are sharded, and any strategy reads them; the Hugging Face folder is whole"),
+        "state_dict_type": gone(
+            "checkpoints are sharded, and any strategy reads them; the Hugging Face folder is whole"
+        ),
         "use_orig_params": gone("FSDP2 always keeps the original parameters"),
         "cpu_ram_efficient_loading": gone("each rank reads its own part of the weights"),
         "sync_module_states": gone("all ranks begin with the same weights"),
         "limit_all_gathers": gone("FSDP2 needs no rate limit"),
-        "mixed_precision_policy": only(why="each type has a key", fix="set precision, strategy.param_dtype and strategy.reduce_dtype"),
+        "mixed_precision_policy": only(
+            why="each type has a key",
+            fix="set precision, strategy.param_dtype and strategy.reduce_dtype",
+        ),
         "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt": only(why=DEVICES, fix="remove it"),
     }
 )
@@ -140,7 +208,9 @@ PARALLELISM: dict[str, Rule] = by_word(
         "cp_size": to("strategy.cp", whole),
         "cp_backend sp_backend": gone("strategy.cp_method sets it"),
         "cp_comm_strategy": gone("strategy.cp_method sets it: ulysses, or ring on GPUs"),
-        "sp_size": lambda sheet, old: sheet.put("strategy.cp", whole(old), old) if whole(old) > 1 else None,
+        "sp_size": lambda sheet, old: (
+            sheet.put("strategy.cp", whole(old), old) if whole(old) > 1 else None
+        ),
         "sp_seq_length": gone("data.max_length sets it"),
         "sp_seq_length_is_variable": gone("sequences may differ in length"),
         "sp_attn_implementation": gone("model.attention sets it"),
@@ -161,7 +231,11 @@ def read_deepspeed(sheet: Sheet, section: Old, olds: list[Old]) -> None:
     kind = sheet.get("strategy.kind")
     for name, part in (("offload_optimizer", "optimizer"), ("offload_parameters", "param")):
         given = pop(sheet, f"offload_{part}_device", f"offload_{part}_nvme_path")
-        inner = {key.removeprefix(f"offload_{part}_"): each for key, each in given.items() if str(each.value).lower() != "none"}
+        inner = {
+            key.removeprefix(f"offload_{part}_"): each
+            for key, each in given.items()
+            if str(each.value).lower() != "none"
+        }
         if "device" in inner and inner["device"].value != "":
             put_offload(sheet, kind, name, inner["device"], inner)
 
@@ -174,7 +248,9 @@ DEEPSPEED: dict[str, Rule] = by_word(
         "gradient_clipping": to("optimizer.max_grad_norm", clip),
         "zero3_init_flag": gone("the model is built sharded wherever the strategy can"),
         "zero3_save_16bit_model": gone(EXPORT),
-        "deepspeed_moe_layer_cls_names": to("strategy.options.zero_optimization.leaf_module.classes", name_list),
+        "deepspeed_moe_layer_cls_names": to(
+            "strategy.options.zero_optimization.leaf_module.classes", name_list
+        ),
         "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter": gone(
             "one launcher a machine starts the ranks; nothing goes over ssh"
         ),
@@ -189,7 +265,13 @@ def read_megatron(sheet: Sheet, section: Old, olds: list[Old]) -> None:
 
 
 def _recompute(sheet: Sheet, old: Old) -> None:
-    kinds = {"full": "full", "selective": "selective", "true": "selective", "false": "none", "no": "none"}
+    kinds = {
+        "full": "full",
+        "selective": "selective",
+        "true": "selective",
+        "false": "none",
+        "no": "none",
+    }
     if (kind := one_of(kinds)(old)) != "none":
         sheet.put("memory.activation_checkpointing", kind, old)
 
@@ -204,10 +286,16 @@ MEGATRON: dict[str, Rule] = by_word(
         "gradient_clipping": to("optimizer.max_grad_norm", clip),
         "recompute_activations recompute_granularity": _recompute,
         "recompute_method recompute_num_layers": gone("each block is one unit"),
-        "sequence_parallelism": gone("tensor parallelism does what it can with the sequence by itself"),
+        "sequence_parallelism": gone(
+            "tensor parallelism does what it can with the sequence by itself"
+        ),
         "use_distributed_optimizer": gone("strategy fsdp2 shards the optimizer's state"),
-        "use_custom_fsdp": only(why="that is another strategy", fix="set strategy: {kind: fsdp2, tp: N}"),
-        "expert_model_parallel_size expert_tensor_parallel_size": only(1, why="experts are not spread", fix="set it to 1"),
+        "use_custom_fsdp": only(
+            why="that is another strategy", fix="set strategy: {kind: fsdp2, tp: N}"
+        ),
+        "expert_model_parallel_size expert_tensor_parallel_size": only(
+            1, why="experts are not spread", fix="set it to 1"
+        ),
         "attention_dropout hidden_dropout": gone("model.config sets it, by the model's own name"),
         "eod_mask_loss": gone("what carries loss is data.learn_on"),
         "calculate_per_token_loss": gone("losses are always sums over tokens"),
@@ -219,17 +307,27 @@ MEGATRON: dict[str, Rule] = by_word(
 
 def _machine(sheet: Sheet, old: Old) -> None:
     if str(old.value).upper() != "LOCAL_MACHINE":
-        raise refuse(old, f"{old.value!r} is not this machine", "use LOCAL_MACHINE, and start Drumline where the devices are")
+        raise refuse(
+            old,
+            f"{old.value!r} is not this machine",
+            "use LOCAL_MACHINE, and start Drumline where the devices are",
+        )
 
 
 def _gpus(sheet: Sheet, old: Old) -> None:
     if old.value not in (*AUTO, "all"):
-        sheet.note(old, f"choose GPUs from outside: CUDA_VISIBLE_DEVICES={','.join(name_list(old))}")
+        sheet.note(
+            old, f"choose GPUs from outside: CUDA_VISIBLE_DEVICES={','.join(name_list(old))}"
+        )
 
 
 def dynamo(sheet: Sheet, old: Old) -> None:
     """dynamo_config, or the older dynamo_backend."""
-    inner = {each.key.removeprefix("dynamo_"): each for each in old.inside()} if isinstance(old.value, dict) else {"backend": old}
+    inner = (
+        {each.key.removeprefix("dynamo_"): each for each in old.inside()}
+        if isinstance(old.value, dict)
+        else {"backend": old}
+    )
     compile_blocks(sheet, inner)
 
 
@@ -239,16 +337,32 @@ def compile_blocks(sheet: Sheet, inner: dict[str, Old]) -> None:
     if backend is None or str(backend.value).lower() in ("no", "false", "none", ""):
         return
     if str(backend.value).lower() != "inductor":
-        raise refuse(backend, f"no backend {backend.value!r} here", "use INDUCTOR, torch.compile's own, or NO")
+        raise refuse(
+            backend,
+            f"no backend {backend.value!r} here",
+            "use INDUCTOR, torch.compile's own, or NO",
+        )
     sheet.put("compile.enabled", True, backend)
     for key, each in inner.items():
         if key == "mode" and each.value not in (*AUTO, "default"):
             sheet.put("compile.mode", str(each.value), each)
         elif key != "mode":
-            sheet.note(each, "each block is compiled by itself, with torch's own choice of the rest")
+            sheet.note(
+                each, "each block is compiled by itself, with torch's own choice of the rest"
+            )
 
 
-OTHER_DEVICES = ("xla", "tpu", "multi_npu", "multi_mlu", "multi_sdaa", "multi_musa", "multi_xpu", "multi_hpu", "multi_neuron")
+OTHER_DEVICES = (
+    "xla",
+    "tpu",
+    "multi_npu",
+    "multi_mlu",
+    "multi_sdaa",
+    "multi_musa",
+    "multi_xpu",
+    "multi_hpu",
+    "multi_neuron",
+)
 
 
 def _fp8(sheet: Sheet, old: Old) -> None:
@@ -270,8 +384,14 @@ TABLE: dict[str, Rule] = by_word(
         "enable_cpu_affinity": gone("bind from outside: numactl or taskset"),
         "downcast_bf16": only(why=DEVICES, fix="set it to 'no'"),
         "fp8_config": _fp8,
-        "ipex_config": gone("for Intel CPUs; accelerate has dropped it"),  # accelerate 1.10 writes it
-        "mpirun_config": lambda sheet, old: sheet.note(old, "under mpirun, start one launcher a machine") if old.inside() else None,
-        "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands": gone("TPUs are not used"),
+        "ipex_config": gone(
+            "for Intel CPUs; accelerate has dropped it"
+        ),  # accelerate 1.10 writes it
+        "mpirun_config": lambda sheet, old: (
+            sheet.note(old, "under mpirun, start one launcher a machine") if old.inside() else None
+        ),
+        "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands": gone(
+            "TPUs are not used"
+        ),
     }
 )

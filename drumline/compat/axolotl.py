@@ -21,13 +21,35 @@ from drumline.compat.arguments import (
 from drumline.compat.deepspeed import found, new_path, tracker
 from drumline.compat.llama_factory import KERNELS, LORA_PLUS, guess_stage, patience, pure_bf16
 from drumline.compat.mixtures import hold_out
-from drumline.compat.rules import Defaults, Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
+from drumline.compat.rules import (
+    Defaults,
+    Rule,
+    flag,
+    gone,
+    if_on,
+    later,
+    name_list,
+    number,
+    one_of,
+    only,
+    read,
+    switch,
+    to,
+    whole,
+)
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse
 from drumline.compat.trl import IDLE, ROLLOUT, defaults_of, grpo_loss, rollouts, template
 from drumline.core.mistakes import by_word
 
 WHAT = "Axolotl's config"
-ALGORITHMS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "grpo": "grpo"}
+ALGORITHMS = {
+    "dpo": "dpo",
+    "ipo": "dpo",
+    "kto": "kto",
+    "orpo": "orpo",
+    "simpo": "simpo",
+    "grpo": "grpo",
+}
 FILES = "the model's files say it"
 TOO_LONG = {"drop": "drop", "truncate": "right", "raise": "error"}
 
@@ -47,7 +69,9 @@ def _part_of_epoch(old: Old) -> str | None:
 def _checkpointing(sheet: Sheet, old: Old) -> None:
     """gradient_checkpointing: also `offload`, which moves what is kept to the host."""
     offload = str(old.value).lower() in ("offload", "offload_disk", "unsloth")
-    sheet.put("memory.activation_checkpointing", "full" if offload else one_of(CHECKPOINTING)(old), old)
+    sheet.put(
+        "memory.activation_checkpointing", "full" if offload else one_of(CHECKPOINTING)(old), old
+    )
     if offload:
         sheet.put("memory.activation_offload", True, old)
 
@@ -165,18 +189,41 @@ DEFAULTS: Defaults = {
 
 def axolotl(sheet: Sheet, olds: list[Old]) -> None:
     """Put a whole file on the sheet. Raises ConfigError by the old file's line."""
-    given = [old for old in olds if old.value is not None]  # its files have many keys without a value
+    # Its files have many keys without a value.
+    given = [old for old in olds if old.value is not None]
     table, defaults = TABLE, DEFAULTS
     if any(old.key == "rl" and str(old.value).lower() == "grpo" for old in given):
-        table = {**TABLE, "trl": _trl({**ROLLOUT, "beta": to("algorithm.kl.coefficient", number), "loss_type": grpo_loss})}
-        defaults = DEFAULTS | {dotted: each for dotted, each in defaults_of("grpo").items() if dotted.startswith("algorithm.")}
+        table = {
+            **TABLE,
+            "trl": _trl(
+                {**ROLLOUT, "beta": to("algorithm.kl.coefficient", number), "loss_type": grpo_loss}
+            ),
+        }
+        defaults = DEFAULTS | {
+            dotted: each
+            for dotted, each in defaults_of("grpo").items()
+            if dotted.startswith("algorithm.")
+        }
     training_arguments(sheet, given, table, WHAT, lambda sheet: _combine(sheet, given[0]), defaults)
 
 
 def _combine(sheet: Sheet, first: Old) -> None:
-    old = pop(sheet, "datasets", "test_datasets", "pretraining_dataset", "val_set_size", "rl", "reward_model", "adapter")
+    old = pop(
+        sheet,
+        "datasets",
+        "test_datasets",
+        "pretraining_dataset",
+        "val_set_size",
+        "rl",
+        "reward_model",
+        "adapter",
+    )
     adapter = old.get("adapter", replace(first, key="adapter", value=None))
-    kind = one_of({"lora": "lora", "qlora": "qlora", "no": None, "none": None})(adapter) if adapter.value else None
+    kind = (
+        one_of({"lora": "lora", "qlora": "qlora", "no": None, "none": None})(adapter)
+        if adapter.value
+        else None
+    )
     sheet.waiting["use_peft"] = replace(adapter, key="adapter: lora", value=kind is not None)
     if kind == "qlora" and "load_in_8bit" not in sheet.waiting:
         sheet.waiting.setdefault("load_in_4bit", replace(adapter, value=True))
@@ -193,7 +240,10 @@ def _combine(sheet: Sheet, first: Old) -> None:
     elif "loss_type" not in sheet.waiting and _all_are(old.get("datasets"), DOCUMENTS, short=True):
         rl, algorithm = old["datasets"], "pretrain"
         sheet.put("data.packing", True, rl, over=False)
-        sheet.note(rl, "all are documents: algorithm pretrain, which cuts them into pieces of data.max_length")
+        sheet.note(
+            rl,
+            "all are documents: algorithm pretrain, which cuts them into pieces of data.max_length",
+        )
     if "loss_type" not in sheet.waiting:
         sheet.put("algorithm.kind", algorithm, rl or first)
     if algorithm == "pretrain" and sheet.get("data.truncation") is None:
@@ -219,10 +269,18 @@ def _defaults(sheet: Sheet, first: Old) -> None:
     constant = getattr(sheet.origins.get(("schedule", "kind")), "value", None) == "constant"
     if not {"warmup_steps", "warmup_ratio"} & sheet.waiting.keys() and not constant:
         steps = sheet.get("run.steps")
-        key, value = ("warmup_steps", min(int(0.03 * steps), 100)) if steps else ("warmup_ratio", 0.03)
+        key, value = (
+            ("warmup_steps", min(int(0.03 * steps), 100)) if steps else ("warmup_ratio", 0.03)
+        )
         sheet.waiting[key] = made = replace(first, key=key, value=value, place=(key,))
-        sheet.note(made, "not set there, so its own default" + ("" if steps else ", which is 100 steps at most"))
-    linear, named = sheet.waiting.pop("lora_target_linear", None), sheet.waiting.get("lora_target_modules")
+        sheet.note(
+            made,
+            "not set there, so its own default" + ("" if steps else ", which is 100 steps at most"),
+        )
+    linear, named = (
+        sheet.waiting.pop("lora_target_linear", None),
+        sheet.waiting.get("lora_target_modules"),
+    )
     if linear is not None and flag(linear):
         if named is not None and named.value != "all-linear":
             sheet.note(named, "without effect: lora_target_linear takes all linear layers")
@@ -233,7 +291,9 @@ def _copies(sheet: Sheet) -> None:
     """dp_replicate_size copies of dp_shard_size shards: FSDP, or DDP where nothing is cut."""
     old = pop(sheet, "dp_replicate_size", "dp_shard_size")
     copies, shards = old.get("dp_replicate_size"), old.get("dp_shard_size")
-    cut = bool({"fsdp", "fsdp_config"} & sheet.waiting.keys()) or (shards is not None and whole(shards) > 1)
+    cut = bool({"fsdp", "fsdp_config"} & sheet.waiting.keys()) or (
+        shards is not None and whole(shards) > 1
+    )
     if copies is not None and whole(copies) > 1:
         if cut:
             sheet.put("strategy.kind", "fsdp2", copies)
@@ -245,26 +305,45 @@ def _copies(sheet: Sheet) -> None:
 
 
 DOCUMENTS = ("completion", "pretrain")
-INSTRUCTIONS = ("alpaca", "gpteacher", "jeopardy", "oasst")  # types of datasets that have Alpaca's prompt
+# Types of datasets that have Alpaca's prompt.
+INSTRUCTIONS = (
+    "alpaca",
+    "gpteacher",
+    "jeopardy",
+    "oasst",
+)
 
 
 def _all_are(old: Old | None, types: tuple[str, ...], short: bool = False) -> bool:
     """Whether all datasets have one of these types; `short`: or a variant of it, as `completion:name`."""
     items = old.value if old is not None and isinstance(old.value, list) else []
     kinds = [str(item.get("type")) if isinstance(item, dict) else "" for item in items]
-    return bool(kinds) and {re.split(r"[.:]", kind)[0] if short else kind for kind in kinds} <= set(types)
+    return bool(kinds) and {re.split(r"[.:]", kind)[0] if short else kind for kind in kinds} <= set(
+        types
+    )
 
 
 def _sources(sheet: Sheet, old: Old, algorithm: str) -> list[dict[str, Any]]:
     items = old.value if isinstance(old.value, list) else [old.value]
     made: list[dict[str, Any]] = []
     for number_, item in enumerate(items):
-        entry = replace(old, value={"path": item} if isinstance(item, str) else item, place=(*old.place, str(number_))).by_key()
+        entry = replace(
+            old,
+            value={"path": item} if isinstance(item, str) else item,
+            place=(*old.place, str(number_)),
+        ).by_key()
         if "path" not in entry or not isinstance(entry["path"].value, str):
-            raise refuse(old, f"dataset {number_ + 1} has no path", "give a file, a folder, or a hub id")
+            raise refuse(
+                old, f"dataset {number_ + 1} has no path", "give a file, a folder, or a hub id"
+            )
         columns = _columns(sheet, entry, algorithm)
-        made += [{**place, **({"columns": columns} if columns else {})} for place in _places(sheet, entry)]
-        for key in entry.keys() - KNOWN - {k for k in entry if entry[k].value in (None, "", [], False)}:
+        made += [
+            {**place, **({"columns": columns} if columns else {})}
+            for place in _places(sheet, entry)
+        ]
+        for key in (
+            entry.keys() - KNOWN - {k for k in entry if entry[k].value in (None, "", [], False)}
+        ):
             sheet.note(entry[key], "unknown here: rows are read by their format (docs/data.md)")
     return made
 
@@ -277,16 +356,24 @@ def _places(sheet: Sheet, entry: dict[str, Old]) -> list[dict[str, Any]]:
     path, files = str(entry["path"].value), entry.get("data_files")
     if files is not None and files.value:
         base = found(sheet.base, path)
-        names = [base / name if base.is_dir() else found(sheet.base, name) for name in name_list(files)]
+        names = [
+            base / name if base.is_dir() else found(sheet.base, name) for name in name_list(files)
+        ]
         if path in ("json", "csv", "parquet", "text") or base.is_dir():
             return [{"kind": "file", "path": new_path(sheet, each)} for each in names]
         sheet.note(files, "all files of the dataset are read")
     local = found(sheet.base, path)
-    if "://" not in path and (local.exists() or local.suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt")):
+    if "://" not in path and (
+        local.exists() or local.suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt")
+    ):
         return [{"kind": "file", "path": new_path(sheet, local)}]
     if "://" in path:
         return [{"kind": "file", "path": path}]
-    keys: dict[str, Any] = {key: str(entry[key].value) for key in ("name", "split", "revision") if key in entry and entry[key].value}
+    keys: dict[str, Any] = {
+        key: str(entry[key].value)
+        for key in ("name", "split", "revision")
+        if key in entry and entry[key].value
+    }
     return [{"kind": "hub", "id": path, **keys}]
 
 
@@ -299,18 +386,43 @@ def _columns(sheet: Sheet, entry: dict[str, Old], algorithm: str) -> dict[str, s
         ours = {"field_instruction": "prompt", "field_output": "completion", "field_prompt": "prompt", "field_completion": "completion",
                 "field_chosen": "chosen", "field_rejected": "rejected", "field_label": "label"}  # fmt: skip
         if rest := sorted(inner.keys() - ours.keys()):
-            sheet.lacks(kind, f"{', '.join(rest)}: prompts are made by the chat template", "rename the columns")
+            sheet.lacks(
+                kind,
+                f"{', '.join(rest)}: prompts are made by the chat template",
+                "rename the columns",
+            )
         return {ours[key]: name for key, name in inner.items() if key in ours}
     word = "" if kind is None else re.split(r"[.:]", str(kind.value))[0]
     if algorithm == "pretrain" or word in DOCUMENTS:
         if algorithm != "pretrain":
-            sheet.note(entry["type"], "beside chats a long document is not cut into pieces: data.truncation drops it, or its end")
+            sheet.note(
+                entry["type"],
+                "beside chats a long document is not cut into pieces: data.truncation drops it, or its end",
+            )
         return {"text": given.get("field", given.get("text_column", "text"))}
     if algorithm == "sft" and word in INSTRUCTIONS and sheet.get("model.chat_template") is None:
-        sheet.note(entry["type"], "the prompt is made by the chat template; Axolotl's is model.chat_template: alpaca")
-    if word not in ("", "alpaca_chat", "sharegpt", "chat_template", "chatml", "llama3", *INSTRUCTIONS):
-        sheet.note(entry["type"], "unknown here: the columns tell the format, or data.train[N].columns (docs/data.md)")
-    sides = {part: given[f"field_{part}"] for part in ("chosen", "rejected") if given.get(f"field_{part}", part) != part}
+        sheet.note(
+            entry["type"],
+            "the prompt is made by the chat template; Axolotl's is model.chat_template: alpaca",
+        )
+    if word not in (
+        "",
+        "alpaca_chat",
+        "sharegpt",
+        "chat_template",
+        "chatml",
+        "llama3",
+        *INSTRUCTIONS,
+    ):
+        sheet.note(
+            entry["type"],
+            "unknown here: the columns tell the format, or data.train[N].columns (docs/data.md)",
+        )
+    sides = {
+        part: given[f"field_{part}"]
+        for part in ("chosen", "rejected")
+        if given.get(f"field_{part}", part) != part
+    }
     return _of_chats(sheet, entry, given, algorithm, sides) if word == "chat_template" else sides
 
 
@@ -319,18 +431,36 @@ TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog", "tra
 PROPERTIES = {"role": ("role", "from"), "content": ("content", "value")}
 
 
-def _of_chats(sheet: Sheet, entry: dict[str, Old], given: dict[str, str], algorithm: str, sides: dict[str, str]) -> dict[str, str]:
+def _of_chats(
+    sheet: Sheet,
+    entry: dict[str, Old],
+    given: dict[str, str],
+    algorithm: str,
+    sides: dict[str, str],
+) -> dict[str, str]:
     """`columns` of rows for a chat template: of pairs the messages are the prompt, unless both answers are whole conversations."""
     name, made = given.get("field_messages", "messages"), dict[str, str]()
     if algorithm in ("dpo", "orpo", "simpo", "reward") and (sides or name not in TALKS):
         whole_talks = "argilla" in given["type"]
-        made = {**({} if whole_talks else {"prompt": name}), "chosen": "chosen", "rejected": "rejected", **sides}
+        made = {
+            **({} if whole_talks else {"prompt": name}),
+            "chosen": "chosen",
+            "rejected": "rejected",
+            **sides,
+        }
     elif name not in TALKS:
         made = {"messages" if algorithm == "sft" else "prompt": name}
-    maps = entry["message_property_mappings"].by_key() if "message_property_mappings" in entry else {}
-    old_names = {part: entry[f"message_field_{part}"] for part in PROPERTIES if f"message_field_{part}" in entry}
+    maps = (
+        entry["message_property_mappings"].by_key() if "message_property_mappings" in entry else {}
+    )
+    old_names = {
+        part: entry[f"message_field_{part}"]
+        for part in PROPERTIES
+        if f"message_field_{part}" in entry
+    }
     for part, each in {**old_names, **maps}.items():
-        names = PROPERTIES.get(part, (part,))[: 1 if made else None]  # mapped columns hold messages as they are here
+        # Mapped columns hold messages as they are here.
+        names = PROPERTIES.get(part, (part,))[: 1 if made else None]
         if each.value and each.value not in names:
             sheet.lacks(each, f"it is {' or '.join(names)} here", "rename it in the rows")
     return made

@@ -29,30 +29,47 @@ def convert(old: Path | list[str], new: Path | None = None) -> tuple[str, list[s
             text, str(old), old.parent, folder=new.parent if new else old.parent, lenient=True
         )  # fmt: skip
     if not draft.old:
-        raise ConfigError(f"is no config of {TOOLS}", where=str(old), fix="Drumline's own need no conversion")
+        raise ConfigError(
+            f"is no config of {TOOLS}", where=str(old), fix="Drumline's own need no conversion"
+        )
     given, other = has_data(draft.values), draft.values.get("data", {})
     if not given:
         draft.values["data"] = {**ROWS, **other}
     validated(draft, [])
-    sections = {name: _short(draft.values[name]) for name in Config.model_fields if name in draft.values and (given or name != "data")}
-    comments = "".join(f"# {' '.join(note.replace(draft.name, name).split())}\n" for note in draft.notes)
+    sections = {
+        name: _short(draft.values[name])
+        for name in Config.model_fields
+        if name in draft.values and (given or name != "data")
+    }
+    comments = "".join(
+        f"# {' '.join(note.replace(draft.name, name).split())}\n" for note in draft.notes
+    )
     text = f"# {name}, by `drumline convert`\n{comments}{write_yaml(sections) if sections else ''}"
     if given:
         return text, draft.notes
-    commented = "".join(f"# {line}\n" for line in write_yaml({"data": {**ROWS, **other}}).splitlines())
+    commented = "".join(
+        f"# {line}\n" for line in write_yaml({"data": {**ROWS, **other}}).splitlines()
+    )
     note = f"{draft.name}: says nothing of data: fill the `data` section in"
-    return f"{text}# What to train on; `drumline schema` has all kinds of sources.\n{commented}", [*draft.notes, note]
+    return f"{text}# What to train on; `drumline schema` has all kinds of sources.\n{commented}", [
+        *draft.notes,
+        note,
+    ]
 
 
 def _of_command(text: str, name: str, base: Path, new: Path | None) -> Draft:
     """Of a command of TRL. Raises ConfigError for a text without one."""
     command = command_in(text)
     if command is None:
-        fix = "trl sft --model_name_or_path …; a config of another tool ends in .yaml, .yml or .json"
+        fix = (
+            "trl sft --model_name_or_path …; a config of another tool ends in .yaml, .yml or .json"
+        )
         raise ConfigError("there is no command of TRL in it", where=name, fix=fix)
     sheet = Sheet(base, new.parent if new else base, lenient=True)
     trl_command(sheet, *command, name)
-    return Draft(name, sheet.values, {}, sheet.set_at, notes=sheet.notes, resume=sheet.resume, old=True)
+    return Draft(
+        name, sheet.values, {}, sheet.set_at, notes=sheet.notes, resume=sheet.resume, old=True
+    )
 
 
 def _short(section: Any) -> Any:

@@ -7,8 +7,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.compat.rules import Rule, flag, gone, later, nothing, number, one_of, only, read, to, whole
-from drumline.compat.sheet import AUTO, Old, Sheet, Source, contradiction, listed, pop, refuse, shown
+from drumline.compat.rules import (
+    Rule,
+    flag,
+    gone,
+    later,
+    nothing,
+    number,
+    one_of,
+    only,
+    read,
+    to,
+    whole,
+)
+from drumline.compat.sheet import (
+    AUTO,
+    Old,
+    Sheet,
+    Source,
+    contradiction,
+    listed,
+    pop,
+    refuse,
+    shown,
+)
 from drumline.core.mistakes import by_word
 from drumline.core.yaml_lines import read_yaml
 from drumline.errors import ConfigError
@@ -37,7 +59,11 @@ def deepspeed_config(sheet: Sheet, olds: list[Old], own_file: str | None = None)
         else:
             read({**TABLE, **ENGINE_ONLY}, target, [old], WHAT)
     for name, old in pop(sheet, "offload_optimizer", "offload_parameters").items():
-        cpu = {"device": replace(old, value="cpu" if flag(old) else "none")} if old.key.startswith("cpu_offload") else None
+        cpu = (
+            {"device": replace(old, value="cpu" if flag(old) else "none")}
+            if old.key.startswith("cpu_offload")
+            else None
+        )
         put_offload(sheet, kind, name, old, cpu or old.by_key())
 
 
@@ -49,7 +75,9 @@ def option(section: str = "") -> Rule:
 def power_of_two(old: Old) -> float:
     """The loss scale by its power. Raises ConfigError for one that fp64 cannot hold."""
     if number(old) > 1000:
-        raise refuse(old, f"{shown(old.value)} given, a power of two is wanted", "write a number such as 16")
+        raise refuse(
+            old, f"{shown(old.value)} given, a power of two is wanted", "write a number such as 16"
+        )
     return 2.0 ** number(old)
 
 
@@ -57,7 +85,11 @@ def _low(precision: str) -> Rule:
     """fp16: {enabled: true, …}: `enabled` waits for the other keys of precision."""
     translations = {
         "initial_scale_power": to("precision.initial_scale", power_of_two),
-        "loss_scale": only(0, why="Drumline's loss scale is dynamic", fix="set it to 0, and initial_scale_power to begin elsewhere"),
+        "loss_scale": only(
+            0,
+            why="Drumline's loss scale is dynamic",
+            fix="set it to 0, and initial_scale_power to begin elsewhere",
+        ),
     }
     silent = gone("Drumline's loss scaler has no such setting")
 
@@ -86,7 +118,10 @@ def put_offload(sheet: Sheet, kind: str, name: str, old: Old, inner: dict[str, O
     if "pin_memory" in inner and flag(inner["pin_memory"]):
         made["pin_memory"] = True
     if kind == "ddp" or (name == "offload_parameters" and kind != "zero3"):
-        sheet.note(old, f"without effect: DeepSpeed offloads {'nothing at stage 0' if kind == 'ddp' else 'parameters at stage 3 only'}")
+        sheet.note(
+            old,
+            f"without effect: DeepSpeed offloads {'nothing at stage 0' if kind == 'ddp' else 'parameters at stage 3 only'}",
+        )
     else:
         sheet.put(f"strategy.{name}", made, old)
 
@@ -108,7 +143,10 @@ def _enabled(then: Rule) -> Rule:
     """A rule for a section {enabled: true, …}, applied where it is on."""
 
     def rule(sheet: Sheet, old: Old) -> None:
-        if any(inner.key == "enabled" and inner.value not in AUTO and flag(inner) for inner in old.inside()):
+        if any(
+            inner.key == "enabled" and inner.value not in AUTO and flag(inner)
+            for inner in old.inside()
+        ):
             then(sheet, old)
 
     return rule
@@ -137,8 +175,14 @@ OPTIMIZER: dict[str, Rule] = by_word(
         "weight_decay": to("optimizer.weight_decay", number),
         "momentum": to("optimizer.momentum", number),
         "torch_adam fused": gone("the engine picks the kernel"),
-        "adam_w_mode": only(True, why="plain Adam adds decay to the gradient; Drumline's AdamW does not", fix="set it to true"),
-        "bias_correction": only(True, why="AdamW without bias correction is not supported", fix="set it to true"),
+        "adam_w_mode": only(
+            True,
+            why="plain Adam adds decay to the gradient; Drumline's AdamW does not",
+            fix="set it to true",
+        ),
+        "bias_correction": only(
+            True, why="AdamW without bias correction is not supported", fix="set it to true"
+        ),
         "amsgrad": only(why="AMSGrad is not supported", fix="set it to false"),
         "adamw_mode": gone("the optimizer is AdamW"),
     }
@@ -146,7 +190,9 @@ OPTIMIZER: dict[str, Rule] = by_word(
 
 SCHEDULER: dict[str, Rule] = by_word(
     {
-        "warmup_min_lr warmup_min_ratio": only(0, 0.0, why="warm-up begins at 0", fix="set it to 0"),
+        "warmup_min_lr warmup_min_ratio": only(
+            0, 0.0, why="warm-up begins at 0", fix="set it to 0"
+        ),
         "warmup_max_lr": to("optimizer.lr", number),
         "warmup_num_steps": to("schedule.warmup_steps", whole),
         "total_num_steps": to("run.steps", whole),
@@ -167,8 +213,12 @@ ZERO: dict[str, Rule] = by_word(
         "zero_quantized_weights": to("strategy.zeropp.quantized_weights", flag),
         "zero_quantized_gradients": to("strategy.zeropp.quantized_gradients", flag),
         "zero_hpz_partition_size": to("strategy.zeropp.hierarchical_partition", whole),
-        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save": gone(EXPORT),
-        "stage3_gather_fp16_weights_on_model_save": gone("`drumline export --dtype fp16` writes 16-bit weights from any checkpoint"),
+        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save": gone(
+            EXPORT
+        ),
+        "stage3_gather_fp16_weights_on_model_save": gone(
+            "`drumline export --dtype fp16` writes 16-bit weights from any checkpoint"
+        ),
         "elastic_checkpoint": gone("every checkpoint is read on any number of devices"),
         "load_from_fp32_weights": gone("checkpoints always hold fp32 weights"),
         "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions": ZERO_OPTION,
@@ -193,27 +243,43 @@ TABLE: dict[str, Rule] = by_word(
         "gradient_clipping": to("optimizer.max_grad_norm", clip),
         "fp16": _low("fp16"),
         "bf16 bfloat16": _low("bf16"),
-        "optimizer": _typed("optimizer", {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}, OPTIMIZER),
-        "scheduler": _typed("schedule", {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}, SCHEDULER),
+        "optimizer": _typed(
+            "optimizer", {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}, OPTIMIZER
+        ),
+        "scheduler": _typed(
+            "schedule",
+            {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"},
+            SCHEDULER,
+        ),
         "zero_optimization": nothing,  # read before the others
-        "activation_checkpointing": gone("memory.activation_checkpointing sets it; this section is for models that call DeepSpeed's own"),
+        "activation_checkpointing": gone(
+            "memory.activation_checkpointing sets it; this section is for models that call DeepSpeed's own"
+        ),
         "steps_per_print": gone("figures come each run.log_every steps"),
         "wall_clock_breakdown": gone("events.jsonl has the times of each step"),
         "memory_breakdown": gone("events.jsonl has each rank's memory"),
         "dump_state": gone("--dry-run shows every value"),
         "log_level": gone("Drumline says what matters on one line"),
-        "flops_profiler": _enabled(lambda sheet, old: sheet.put("strategy.flops_profiler", True, old)),
+        "flops_profiler": _enabled(
+            lambda sheet, old: sheet.put("strategy.flops_profiler", True, old)
+        ),
         "tensorboard": _enabled(tracker("tensorboard")),
         "wandb": _enabled(tracker("wandb")),
         "csv_monitor": _enabled(gone("events.jsonl has the figures")),
-        "comet": _enabled(gone("trackers are tensorboard, wandb, mlflow and trackio: run.report_to")),
+        "comet": _enabled(
+            gone("trackers are tensorboard, wandb, mlflow and trackio: run.report_to")
+        ),
         "dataloader_drop_last": gone("the last batch is filled up with rows that carry no weight"),
-        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": gone("Drumline's engine chooses the optimizer"),
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": gone(
+            "Drumline's engine chooses the optimizer"
+        ),
         "amp": _enabled(only(why="NVIDIA Apex is not used", fix="set bf16 or fp16")),
         "pipeline": gone("strategy pp is Drumline's pipeline"),
         "autotuning": gone("only the deepspeed launcher tunes"),
         "elasticity": gone("any number of devices resumes any checkpoint"),
-        "curriculum_learning data_efficiency": _enabled(only(why="there is no curriculum", fix="remove it")),
+        "curriculum_learning data_efficiency": _enabled(
+            only(why="there is no curriculum", fix="remove it")
+        ),
     }
 )
 PLANNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16",
@@ -235,7 +301,10 @@ PRECISIONS = {"no": "fp32", "none": "fp32", "fp32": "fp32", "float32": "fp32", "
 
 def low_precision(sheet: Sheet) -> None:
     """The precision by fp8, bf16, fp16 and mixed_precision together. Raises ConfigError with both places where two are on."""
-    kinds = [(name if flag(old) else "fp32", old) for name, old in pop(sheet, "fp8", "bf16", "fp16").items()]
+    kinds = [
+        (name if flag(old) else "fp32", old)
+        for name, old in pop(sheet, "fp8", "bf16", "fp16").items()
+    ]
     if (old := sheet.waiting.pop("mixed_precision", None)) is not None:
         kinds.append((one_of(PRECISIONS)(old), old))
     # accelerate writes `mixed_precision: no` by default, also beside a DeepSpeed JSON that has bf16 on.
@@ -282,7 +351,9 @@ def load_file(path: Path, old: Old) -> list[Old]:
     except ConfigError as error:
         reason = error.what.removeprefix("cannot be read: ")
         raise refuse(
-            old, f"{str(path)!r} cannot be read: {reason}", "give the path of a YAML or JSON file, relative to this one"
+            old,
+            f"{str(path)!r} cannot be read: {reason}",
+            "give the path of a YAML or JSON file, relative to this one",
         ) from None
     values, lines = read_yaml(text, str(path))
     if not isinstance(values, dict):

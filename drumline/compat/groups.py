@@ -10,7 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from drumline.compat import accelerate as acc
-from drumline.compat.deepspeed import PRECISIONS, STAGES, deepspeed_config, found, load_file, new_path, own_deepspeed_file
+from drumline.compat.deepspeed import (
+    PRECISIONS,
+    STAGES,
+    deepspeed_config,
+    found,
+    load_file,
+    new_path,
+    own_deepspeed_file,
+)
 from drumline.compat.mixtures import mixer
 from drumline.compat.preferences import preferences
 from drumline.compat.rules import flag, name_list, number, one_of, read, to, whole
@@ -22,13 +30,31 @@ SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "co
              "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd", "wsd": "wsd"}  # fmt: skip
 NO_SCHEDULES = {
     name: f"take one of {', '.join(dict.fromkeys(SCHEDULES))}"
-    for name in ("cosine_with_restarts", "polynomial", "inverse_sqrt", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "greedy")
+    for name in (
+        "cosine_with_restarts",
+        "polynomial",
+        "inverse_sqrt",
+        "reduce_lr_on_plateau",
+        "cosine_warmup_with_min_lr",
+        "greedy",
+    )
 }
 
 
 def combine(sheet: Sheet) -> None:
     """Combine every group in turn. Keys that wait afterwards are accelerate's."""
-    for group in (preferences, _optimizer, _warmup, _dtype, _intervals, _best, _data, _strategy, _batch_norm, _adapter):
+    for group in (
+        preferences,
+        _optimizer,
+        _warmup,
+        _dtype,
+        _intervals,
+        _best,
+        _data,
+        _strategy,
+        _batch_norm,
+        _adapter,
+    ):
         group(sheet)
     if sheet.get("schedule.warmup_steps") and sheet.get("schedule.warmup_ratio"):
         ratio, steps = (sheet.origins["schedule", f"warmup_{name}"] for name in ("ratio", "steps"))
@@ -48,11 +74,25 @@ def _best(sheet: Sheet) -> None:
     old = pop(sheet, "metric_for_best_model", "greater_is_better")
     metric, greater = old.get("metric_for_best_model"), old.get("greater_is_better")
     if metric is not None:
-        name, kind = str(metric.value).removeprefix("eval_"), str(sheet.get("algorithm.kind", "sft"))
-        name = "token_accuracy" if name == "accuracy" and kind in ("sft", "pretrain") else METRICS.get(name, name)
+        name, kind = (
+            str(metric.value).removeprefix("eval_"),
+            str(sheet.get("algorithm.kind", "sft")),
+        )
+        name = (
+            "token_accuracy"
+            if name == "accuracy" and kind in ("sft", "pretrain")
+            else METRICS.get(name, name)
+        )
         spec = find(AlgorithmSpec, kind)
-        if sheet.lenient and spec is not None and name not in spec.metrics and not name.startswith("reward/"):
-            sheet.lacks(metric, f"{kind} measures no {name!r}", f"there are {', '.join(spec.metrics)}")
+        if (
+            sheet.lenient
+            and spec is not None
+            and name not in spec.metrics
+            and not name.startswith("reward/")
+        ):
+            sheet.lacks(
+                metric, f"{kind} measures no {name!r}", f"there are {', '.join(spec.metrics)}"
+            )
             return
         sheet.put("eval.metric", name, metric)
     if used := greater or metric:
@@ -66,7 +106,11 @@ def _optimizer(sheet: Sheet) -> None:
     plain, base = old.get("learning_rate"), old.get("base_learning_rate")
     scaled = "use_linear_scaling" in old and flag(old["use_linear_scaling"])
     if scaled:
-        root = base is not None and "num_processes" in sheet.waiting and sheet.waiting["num_processes"].key == "num_gpus"
+        root = (
+            base is not None
+            and "num_processes" in sheet.waiting
+            and sheet.waiting["num_processes"].key == "num_gpus"
+        )
         sheet.put("optimizer.lr_scaling", "sqrt" if root else "linear", old["use_linear_scaling"])
         if root:
             what = "beside base_learning_rate and num_gpus it is base_learning_rate × √num_gpus, as in guides"
@@ -75,9 +119,15 @@ def _optimizer(sheet: Sheet) -> None:
     if used is not None:
         sheet.put("optimizer.lr", number(used), used)
     if other is not None and other is not used:
-        sheet.note(other, f"without effect: {'base_learning_rate is scaled' if scaled else 'use_linear_scaling is not on'}")
+        sheet.note(
+            other,
+            f"without effect: {'base_learning_rate is scaled' if scaled else 'use_linear_scaling is not on'}",
+        )
     if old := pop(sheet, "adam_beta1", "adam_beta2"):
-        betas = [number(old[name]) if name in old else default for name, default in (("adam_beta1", 0.9), ("adam_beta2", 0.999))]
+        betas = [
+            number(old[name]) if name in old else default
+            for name, default in (("adam_beta1", 0.9), ("adam_beta2", 0.999))
+        ]
         sheet.put("optimizer.betas", betas, next(iter(old.values())))
 
 
@@ -89,13 +139,24 @@ def _warmup(sheet: Sheet) -> None:
     steps, ratio = old.get("warmup_steps"), old.get("warmup_ratio")
     for each in (steps, ratio):
         if each is not None and constant and number(each):
-            sheet.note(each, "without effect: `constant` has no warm-up; `constant_with_warmup` has")
-    used = next((each for each in (steps, ratio) if each is not None and number(each) and not constant), None)
+            sheet.note(
+                each, "without effect: `constant` has no warm-up; `constant_with_warmup` has"
+            )
+    used = next(
+        (each for each in (steps, ratio) if each is not None and number(each) and not constant),
+        None,
+    )
     if used is not None:
         part = used is ratio or number(used) < 1
-        sheet.put(f"schedule.warmup_{'ratio' if part else 'steps'}", number(used) if part else whole(used), used)
+        sheet.put(
+            f"schedule.warmup_{'ratio' if part else 'steps'}",
+            number(used) if part else whole(used),
+            used,
+        )
         sheet.put("schedule.warmup_from_zero", True, used)
-    for each in _from_json(old["lr_scheduler_kwargs"]).inside() if "lr_scheduler_kwargs" in old else ():
+    for each in (
+        _from_json(old["lr_scheduler_kwargs"]).inside() if "lr_scheduler_kwargs" in old else ()
+    ):
         steps_, decays = sheet.get("run.steps"), sheet.get("schedule.kind") == "wsd"
         if each.key in ("min_lr", "min_lr_rate", "min_lr_ratio"):
             low, lr = number(each), sheet.get("optimizer.lr") or 5e-5
@@ -103,15 +164,31 @@ def _warmup(sheet: Sheet) -> None:
         elif each.key == "num_decay_steps" and decays and steps_ and 0 < whole(each) <= steps_:
             sheet.put("schedule.decay_ratio", whole(each) / steps_, each)
         elif each.key == "num_decay_steps" and decays and not steps_:
-            sheet.lacks(each, "it is a part of all steps here, and max_steps is not set", "set schedule.decay_ratio")
-        elif (each.key, each.value) not in (("decay_type", "linear"), ("warmup_type", "linear"), ("num_cycles", 0.5)):
-            sheet.lacks(each, f"no {each.key} here", "schedule has warmup_steps, warmup_ratio, min_ratio and decay_ratio")
+            sheet.lacks(
+                each,
+                "it is a part of all steps here, and max_steps is not set",
+                "set schedule.decay_ratio",
+            )
+        elif (each.key, each.value) not in (
+            ("decay_type", "linear"),
+            ("warmup_type", "linear"),
+            ("num_cycles", 0.5),
+        ):
+            sheet.lacks(
+                each,
+                f"no {each.key} here",
+                "schedule has warmup_steps, warmup_ratio, min_ratio and decay_ratio",
+            )
 
 
 def _from_json(old: Old) -> Old:
     """Keys and values that a command gives as JSON."""
     try:
-        return replace(old, value=json.loads(old.value)) if isinstance(old.value, str) and old.value else old
+        return (
+            replace(old, value=json.loads(old.value))
+            if isinstance(old.value, str) and old.value
+            else old
+        )
     except (ValueError, RecursionError):
         return old
 
@@ -123,7 +200,11 @@ def _dtype(sheet: Sheet) -> None:
         return
     kind = PRECISIONS.get(str(old.value).lower().removeprefix("torch."))
     if kind is None:
-        raise refuse(old, f"no type {shown(old.value)} here", f"there are {', '.join(dict.fromkeys(PRECISIONS.values()))}")
+        raise refuse(
+            old,
+            f"no type {shown(old.value)} here",
+            f"there are {', '.join(dict.fromkeys(PRECISIONS.values()))}",
+        )
     if {"bf16", "fp16", "mixed_precision"} & sheet.waiting.keys() or kind == "fp32":
         sheet.note(old, "master weights are fp32; the compute type is `precision`")
     else:
@@ -152,11 +233,18 @@ def _intervals(sheet: Sheet) -> None:
     for prefix, dotted, what, default in (("save", "checkpoint.every", "saved", 500), evaluation):
         old = pop(sheet, f"{prefix}_strategy", f"{prefix}_steps")
         strategy, every = old.get(f"{prefix}_strategy"), old.get(f"{prefix}_steps")
-        kind = one_of({name: name for name in ("no", "steps", "epoch", "best")})(strategy) if strategy else "steps"
+        kind = (
+            one_of({name: name for name in ("no", "steps", "epoch", "best")})(strategy)
+            if strategy
+            else "steps"
+        )
         if strategy is not None and kind == "epoch":
             sheet.put(dotted, "1 epoch", strategy)
         elif strategy is not None and kind == "best":
-            sheet.note(strategy, f"{what} each N steps: {dotted}. Without it, at the end and after a better evaluation")
+            sheet.note(
+                strategy,
+                f"{what} each N steps: {dotted}. Without it, at the end and after a better evaluation",
+            )
         if kind != "steps":
             if every is not None and strategy is not None:
                 sheet.note(every, f"without effect: {strategy.key} is {kind}")
@@ -168,7 +256,12 @@ def _intervals(sheet: Sheet) -> None:
             sheet.put(dotted, default, strategy)
 
 
-COLUMNS = {"text": "dataset_text_field", "prompt": "prompt_column", "completion": "completion_column", "messages": "messages_column"}
+COLUMNS = {
+    "text": "dataset_text_field",
+    "prompt": "prompt_column",
+    "completion": "completion_column",
+    "messages": "messages_column",
+}
 
 
 def _data(sheet: Sheet) -> None:
@@ -178,7 +271,9 @@ def _data(sheet: Sheet) -> None:
                "validation_file", "max_train_samples", "max_eval_samples", "dataset_text_field", "prompt_column", "completion_column",
                "messages_column")  # fmt: skip
     columns = {part: str(old[name].value) for part, name in COLUMNS.items() if name in old}
-    if answers := sheet.waiting.pop("assistant_only_loss", None):  # or completion_only_loss: either does it
+    if answers := sheet.waiting.pop(
+        "assistant_only_loss", None
+    ):  # or completion_only_loss: either does it
         sheet.put("data.learn_on", "assistant" if flag(answers) else "all", answers)
     if columns.get("text") in ("text", "messages"):
         del columns["text"]  # TRL's default, which it passes over for rows of messages
@@ -197,12 +292,18 @@ def _data(sheet: Sheet) -> None:
             sheet.put(f"data.{part}", [{**_source(sheet, name), **rest} for name in names], file)
         elif "dataset_name" in old and (part == "train" or split in old):
             keys = {"id": "dataset_name", "name": "dataset_config", "split": split}
-            hub: dict[str, Any] = {"kind": "hub", **{key: str(old[name].value) for key, name in keys.items() if name in old}}
+            hub: dict[str, Any] = {
+                "kind": "hub",
+                **{key: str(old[name].value) for key, name in keys.items() if name in old},
+            }
             if "dataset_streaming" in old and flag(old["dataset_streaming"]):
                 if "limit" in rest:
                     hub["streaming"] = True
                 else:
-                    sheet.note(old["dataset_streaming"], f"data.{part} is read whole: a stream needs {limit}")
+                    sheet.note(
+                        old["dataset_streaming"],
+                        f"data.{part} is read whole: a stream needs {limit}",
+                    )
             sheet.put(f"data.{part}", [{**hub, **rest}], old["dataset_name"])
 
 
@@ -214,10 +315,16 @@ def _source(sheet: Sheet, name: str) -> dict[str, Any]:
 
 
 STRATEGIES = {
-    **dict.fromkeys(("ddp", "distributed_data_parallel", "data_parallel", "multi_gpu", "torch_ddp"), "ddp"),
+    **dict.fromkeys(
+        ("ddp", "distributed_data_parallel", "data_parallel", "multi_gpu", "torch_ddp"), "ddp"
+    ),
     **dict.fromkeys(("fsdp", "fsdp2", "fully_sharded_data_parallel"), "fsdp2"),
     **dict.fromkeys(("deepspeed", "zero"), "deepspeed"),
-    **{f"{before}{n}": f"zero{n}" for n in (1, 2, 3) for before in ("zero", "zero_", "zero-", "deepspeed_zero", "deepspeed_zero_")},
+    **{
+        f"{before}{n}": f"zero{n}"
+        for n in (1, 2, 3)
+        for before in ("zero", "zero_", "zero-", "deepspeed_zero", "deepspeed_zero_")
+    },
     **dict.fromkeys(("single", "none", "no", "single_gpu"), "single"),
     **dict.fromkeys(("tp", "tensor_parallel"), "tp"),
     **dict.fromkeys(("pp", "pipeline", "pipeline_parallel"), "pp"),
@@ -228,13 +335,28 @@ STRATEGIES = {
 
 def _strategy(sheet: Sheet) -> None:
     """The strategy by distributed_strategy, fsdp, fsdp_config, deepspeed, zero_stage and ddp_…, which must agree."""
-    old = pop(sheet, "distributed_strategy", "fsdp", "fsdp_config", "fsdp_layer", "deepspeed", "zero_stage", "tp", "pp", "cp")
+    old = pop(
+        sheet,
+        "distributed_strategy",
+        "fsdp",
+        "fsdp_config",
+        "fsdp_layer",
+        "deepspeed",
+        "zero_stage",
+        "tp",
+        "pp",
+        "cp",
+    )
     named = old.pop("distributed_strategy", None)
     old = {name: each for name, each in old.items() if _is_on(sheet, each)}
     kind = one_of(STRATEGIES, {"horovod": "use ddp"})(named) if named else None
     groups = (
         (_fsdp_parts(old), kind in (None, "fsdp2"), _fsdp),
-        ([old[name] for name in ("deepspeed", "zero_stage") if name in old], kind in (None, "deepspeed", "zero1", "zero2", "zero3"), _zero),
+        (
+            [old[name] for name in ("deepspeed", "zero_stage") if name in old],
+            kind in (None, "deepspeed", "zero1", "zero2", "zero3"),
+            _zero,
+        ),
     )
     for parts, chosen, translate in groups:
         if parts and chosen:
@@ -245,13 +367,21 @@ def _strategy(sheet: Sheet) -> None:
                 if not isinstance(each.value, dict):
                     raise contradiction(each, named)
                 sheet.note(each, f"without effect: {named.where} is {named.value}")
-    if named is not None and kind not in (None, "auto") and (kind != "deepspeed" or sheet.get("strategy.kind") is None):
+    if (
+        named is not None
+        and kind not in (None, "auto")
+        and (kind != "deepspeed" or sheet.get("strategy.kind") is None)
+    ):
         sheet.put("strategy.kind", "zero2" if kind == "deepspeed" else kind, named)
     for name in ("tp", "pp", "cp"):
         if name in old and whole(old[name]) > 1:
             if (kind := sheet.get("strategy.kind")) is None:
                 sheet.put("strategy.kind", "ddp", old[name])
-            sheet.put("strategy.degree" if kind == name else f"strategy.{name}", whole(old[name]), old[name])
+            sheet.put(
+                "strategy.degree" if kind == name else f"strategy.{name}",
+                whole(old[name]),
+                old[name],
+            )
     _ddp(sheet)
 
 
@@ -267,7 +397,9 @@ def _is_on(sheet: Sheet, old: Old) -> bool:
 def _fsdp_parts(old: dict[str, Old]) -> list[Old]:
     """The keys that request FSDP: `fsdp: ""`, `fsdp: false` and a bare fsdp_config beside other strategies do not."""
     on = old.get("fsdp")
-    if on is not None and (on.value in (False, "", []) or str(on.value).lower() in ("false", "none", "no")):
+    if on is not None and (
+        on.value in (False, "", []) or str(on.value).lower() in ("false", "none", "no")
+    ):
         return []
     return [old[name] for name in ("fsdp", "fsdp_config", "fsdp_layer") if name in old]
 
@@ -277,7 +409,11 @@ def _fsdp(sheet: Sheet, old: dict[str, Old]) -> None:
     olds: list[Old] = []
     switch = old.get("fsdp")
     if switch is not None and isinstance(switch.value, str | list):
-        for word in name_list(switch) if isinstance(switch.value, list) else switch.value.replace(",", " ").split():
+        for word in (
+            name_list(switch)
+            if isinstance(switch.value, list)
+            else switch.value.replace(",", " ").split()
+        ):
             low = word.lower()
             if low in acc.SHARDING:
                 olds.append(replace(switch, key="sharding_strategy", value=low))
@@ -305,11 +441,20 @@ def _zero(sheet: Sheet, old: dict[str, Old]) -> None:
         file = inner.get("config") or inner.get("config_file") or inner.get("config_path")
         if file is not None and isinstance(file.value, str):
             own_deepspeed_file(sheet, file)
-        elif "zero_optimization" in inner or not inner.keys() & {"stage", "zero_stage", "enabled", *acc.DEEPSPEED}:
+        elif "zero_optimization" in inner or not inner.keys() & {
+            "stage",
+            "zero_stage",
+            "enabled",
+            *acc.DEEPSPEED,
+        }:
             deepspeed_config(sheet, list(inner.values()))
         else:
             olds = [each for each in inner.values() if each.key != "enabled"]
-            acc.read_deepspeed(sheet, section, [replace(each, key="zero_stage") if each.key == "stage" else each for each in olds])
+            acc.read_deepspeed(
+                sheet,
+                section,
+                [replace(each, key="zero_stage") if each.key == "stage" else each for each in olds],
+            )
     elif section is not None and isinstance(section.value, str) and section.value:
         own_deepspeed_file(sheet, section)
     if (stage := old.get("zero_stage")) is not None:
@@ -329,7 +474,13 @@ def _ddp(sheet: Sheet) -> None:
         sheet.put(f"strategy.{name}", number(old) if name == "bucket_cap_mb" else flag(old), old)
 
 
-DDP = ("bucket_cap_mb", "find_unused_parameters", "broadcast_buffers", "static_graph", "gradient_as_bucket_view")
+DDP = (
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "broadcast_buffers",
+    "static_graph",
+    "gradient_as_bucket_view",
+)
 
 
 def _batch_norm(sheet: Sheet) -> None:
@@ -343,10 +494,16 @@ def _batch_norm(sheet: Sheet) -> None:
 def _targets(sheet: Sheet, old: Old) -> None:
     """adapter.targets: names of layers, or a word for several. PEFT also takes a pattern, as one text."""
     names = name_list(old)
-    if (word := next((name for name in names if name in ("all-linear", "attention")), None)) is not None:
+    if (
+        word := next((name for name in names if name in ("all-linear", "attention")), None)
+    ) is not None:
         sheet.put("adapter.targets", word, old)
     elif isinstance(old.value, str) and re.search(r"[\\^$*+?()\[\]{}|]", old.value):
-        sheet.lacks(old, "layers are named, not by a pattern", "list the ends of their names: adapter.targets: [q_proj, v_proj]")
+        sheet.lacks(
+            old,
+            "layers are named, not by a pattern",
+            "list the ends of their names: adapter.targets: [q_proj, v_proj]",
+        )
     elif names:
         sheet.put("adapter.targets", names, old)
 
@@ -368,7 +525,9 @@ def _adapter(sheet: Sheet) -> None:
     bits = [name for name in ("load_in_4bit", "load_in_8bit") if name in old and flag(old[name])]
     if len(bits) > 1:
         raise contradiction(old["load_in_8bit"], old["load_in_4bit"])
-    first_key = on or next((old[name] for name in (*bits, *(n for n in old if n.startswith(("lora_", "use_"))))), None)
+    first_key = on or next(
+        (old[name] for name in (*bits, *(n for n in old if n.startswith(("lora_", "use_"))))), None
+    )
     if first_key is None:
         return
     sheet.put("adapter.kind", "lora", first_key)

@@ -7,10 +7,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.compat.arguments import HUB, LOGS, NEUTRAL, OUTSIDE, SECRET, called, training_arguments
+from drumline.compat.arguments import (
+    HUB,
+    LOGS,
+    NEUTRAL,
+    OUTSIDE,
+    SECRET,
+    called,
+    training_arguments,
+)
 from drumline.compat.deepspeed import load_file, new_path, tracker
 from drumline.compat.mixtures import hold_out
-from drumline.compat.rules import Defaults, Rule, flag, gone, if_on, later, name_list, number, one_of, only, switch, to, whole
+from drumline.compat.rules import (
+    Defaults,
+    Rule,
+    flag,
+    gone,
+    if_on,
+    later,
+    name_list,
+    number,
+    one_of,
+    only,
+    switch,
+    to,
+    whole,
+)
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse, shown
 from drumline.compat.trl import ROLLOUT, rollouts, template
 from drumline.core.mistakes import by_word
@@ -18,7 +40,13 @@ from drumline.core.registry import nearest
 from drumline.foreign import expanded
 
 STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward", "pt": "pretrain", "ppo": "ppo"}
-ATTENTION = {"auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+ATTENTION = {
+    "auto": "auto",
+    "disabled": "eager",
+    "sdpa": "sdpa",
+    "fa2": "flash_attention_2",
+    "fa3": "flash_attention_3",
+}
 KERNELS = "it only saves time or memory: docs/speed.md"
 SERVING = "it is for inference, not for training"
 KINDS = "another optimizer here is optimizer.kind"
@@ -44,7 +72,9 @@ def pure_bf16(sheet: Sheet, old: Old) -> None:
 
 
 LORA_PLUS: dict[str, Rule] = {
-    "loraplus_lr_ratio": to("optimizer.groups", lambda old: [{"match": ["*.lora_B.*"], "lr_ratio": number(old)}]),
+    "loraplus_lr_ratio": to(
+        "optimizer.groups", lambda old: [{"match": ["*.lora_B.*"], "lr_ratio": number(old)}]
+    ),
     "loraplus_lr_embedding": gone("embeddings have no adapter"),
 }
 TABLE: dict[str, Rule] = LORA_PLUS | by_word(
@@ -143,41 +173,90 @@ SAMPLING: Defaults = {
 def llama_factory(sheet: Sheet, olds: list[Old]) -> None:
     """Put a whole file on the sheet. Raises ConfigError by the old file's line."""
     olds = [old for old in olds if old.value is not None] or olds
-    stage = next((old for old in olds if old.key == "stage"), replace(olds[0], key="stage", value="sft", place=("stage",)))
+    stage = next(
+        (old for old in olds if old.key == "stage"),
+        replace(olds[0], key="stage", value="sft", place=("stage",)),
+    )
     kind = one_of(STAGES)(stage)
-    table = {**ROLLOUT, **TABLE, "cutoff_len": later("max_prompt_length")} if kind == "ppo" else TABLE
+    table = (
+        {**ROLLOUT, **TABLE, "cutoff_len": later("max_prompt_length")} if kind == "ppo" else TABLE
+    )
     if kind != "ppo":  # its files have them for inference
-        table = {**dict.fromkeys(("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens"), gone(SERVING)), **table}
+        table = {
+            **dict.fromkeys(
+                ("temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens"),
+                gone(SERVING),
+            ),
+            **table,
+        }
         table["max_new_tokens"] = gone(SERVING)
-    defaults = DEFAULTS | (SAMPLING if kind == "ppo" else {"data.packing": (True, "packing")} if kind == "pretrain" else {})
-    training_arguments(sheet, olds, table, "LLaMA-Factory's arguments", lambda sheet: _combine(sheet, stage, kind), defaults)
+    defaults = DEFAULTS | (
+        SAMPLING
+        if kind == "ppo"
+        else {"data.packing": (True, "packing")}
+        if kind == "pretrain"
+        else {}
+    )
+    training_arguments(
+        sheet,
+        olds,
+        table,
+        "LLaMA-Factory's arguments",
+        lambda sheet: _combine(sheet, stage, kind),
+        defaults,
+    )
 
 
 def _combine(sheet: Sheet, stage: Old, kind: str) -> None:
-    old = pop(sheet, "stage", "finetuning_type", "dataset", "eval_dataset", "dataset_dir", "val_size", "max_samples")
+    old = pop(
+        sheet,
+        "stage",
+        "finetuning_type",
+        "dataset",
+        "eval_dataset",
+        "dataset_dir",
+        "val_size",
+        "max_samples",
+    )
     tuning = old.get("finetuning_type", replace(stage, key="finetuning_type", value="lora"))
     if tuning.value not in ("lora", "full"):
-        sheet.lacks(tuning, "all weights are trained, or LoRA's", "name what to freeze in model.freeze")
-    sheet.waiting["use_peft"] = replace(tuning, key="finetuning_type: lora", value=tuning.value == "lora")
+        sheet.lacks(
+            tuning, "all weights are trained, or LoRA's", "name what to freeze in model.freeze"
+        )
+    sheet.waiting["use_peft"] = replace(
+        tuning, key="finetuning_type: lora", value=tuning.value == "lora"
+    )
     if (rank := sheet.waiting.get("lora_r")) is not None and "lora_alpha" not in sheet.waiting:
         sheet.waiting["lora_alpha"] = replace(rank, value=2 * whole(rank))
     if kind != "dpo" and (loss := sheet.waiting.pop("pref_loss", None)) is not None:
         sheet.note(loss, f"without effect: stage is {stage.value}")
     if "learning_rate" not in sheet.waiting:
-        sheet.put("optimizer.lr", 5e-5, replace(stage, key="learning_rate"))  # also where losses of pairs have another default
+        # Also where losses of pairs have another default.
+        sheet.put("optimizer.lr", 5e-5, replace(stage, key="learning_rate"))
     if "pref_loss" not in sheet.waiting:
         sheet.put("algorithm.kind", kind, stage)
     if kind == "ppo":
-        rollouts(sheet, stage, SAMPLING["algorithm.generator.max_new_tokens"][0], DEFAULTS["data.max_length"][0])
+        rollouts(
+            sheet,
+            stage,
+            SAMPLING["algorithm.generator.max_new_tokens"][0],
+            DEFAULTS["data.max_length"][0],
+        )
     guess_stage(sheet)
     patience(sheet)
     for part, key in (("train", "dataset"), ("eval", "eval_dataset")):
         if key in old and old[key].value not in AUTO:
-            sheet.put(f"data.{part}", _sources(sheet, old[key], old.get("dataset_dir"), old.get("max_samples"), kind), old[key])
+            sheet.put(
+                f"data.{part}",
+                _sources(sheet, old[key], old.get("dataset_dir"), old.get("max_samples"), kind),
+                old[key],
+            )
     hold_out(sheet, old.get("val_size"))
 
 
-def _sources(sheet: Sheet, names: Old, folder: Old | None, most: Old | None, kind: str) -> list[dict[str, Any]]:
+def _sources(
+    sheet: Sheet, names: Old, folder: Old | None, most: Old | None, kind: str
+) -> list[dict[str, Any]]:
     """The sources that dataset_info.json has under some names. Raises ConfigError where it is not there, or lacks a name."""
     limit = {"limit": whole(most)} if most is not None and whole(most) > 0 else {}
     where = "data" if folder is None else str(folder.value)
@@ -185,30 +264,61 @@ def _sources(sheet: Sheet, names: Old, folder: Old | None, most: Old | None, kin
         return [{"kind": "hub", "id": name, **limit} for name in name_list(names)]
     path = beside(sheet.base, f"{where}/dataset_info.json")
     if path is None:
-        raise refuse(folder or names, f"there is no {where}/dataset_info.json, which says what {shown(names.value)} is", "put it there")
+        raise refuse(
+            folder or names,
+            f"there is no {where}/dataset_info.json, which says what {shown(names.value)} is",
+            "put it there",
+        )
     known = {old.key: old for old in load_file(path, names)}
     made = []
     for name in name_list(names):
         if name not in known:
             guess = nearest(name, list(known))
-            raise refuse(names, f"{path} has no dataset {name!r}", f"did you mean {guess!r}?" if guess else "add it there")
+            raise refuse(
+                names,
+                f"{path} has no dataset {name!r}",
+                f"did you mean {guess!r}?" if guess else "add it there",
+            )
         entry = known[name].by_key()
-        limits = [*limit.values(), *([whole(entry["num_samples"])] if "num_samples" in entry and entry["num_samples"].value else [])]
+        limits = [
+            *limit.values(),
+            *(
+                [whole(entry["num_samples"])]
+                if "num_samples" in entry and entry["num_samples"].value
+                else []
+            ),
+        ]
         source = _place(sheet, known[name], entry, path.parent)
         columns = _columns(sheet, known[name], entry, kind)
-        made.append({**source, **({"limit": min(limits)} if limits else {}), **({"columns": columns} if columns else {})})
+        made.append(
+            {
+                **source,
+                **({"limit": min(limits)} if limits else {}),
+                **({"columns": columns} if columns else {}),
+            }
+        )
     return made
 
 
 def _place(sheet: Sheet, old: Old, entry: dict[str, Old], folder: Path) -> dict[str, Any]:
-    rest = {ours: str(entry[theirs].value) for ours, theirs in (("name", "subset"), ("split", "split")) if theirs in entry}
+    rest = {
+        ours: str(entry[theirs].value)
+        for ours, theirs in (("name", "subset"), ("split", "split"))
+        if theirs in entry
+    }
     if "folder" in entry and entry["folder"].value and {"hf_hub_url", "ms_hub_url"} & entry.keys():
-        sheet.lacks(entry["folder"], "all files of the dataset are read", "{kind: file, path: hf://datasets/OWNER/NAME/FOLDER}")
+        sheet.lacks(
+            entry["folder"],
+            "all files of the dataset are read",
+            "{kind: file, path: hf://datasets/OWNER/NAME/FOLDER}",
+        )
     for key, prefix in (("hf_hub_url", ""), ("ms_hub_url", "modelscope:")):
         if key in entry:
             return {"kind": "hub", "id": f"{prefix}{entry[key].value}", **rest}
     if "file_name" not in entry:
-        raise refuse(old, "has neither file_name nor hf_hub_url", "give one of them: no script is run")
+        raise refuse(
+            old, "has neither file_name nor hf_hub_url", "give one of them: no script is run"
+        )
     path = folder / str(entry["file_name"].value)
     return {"kind": "file", "path": new_path(sheet, path)}
 
@@ -222,28 +332,50 @@ def _columns(sheet: Sheet, old: Old, entry: dict[str, Old], kind: str) -> dict[s
     own = {key: given[key] for key in ("images", "tools") if given.get(key, key) != key}
     if "formatting" in entry and entry["formatting"].value in ("sharegpt", "openai"):
         name = given.get("messages", "conversations")
-        by_role = entry["formatting"].value == "openai" or ("role_tag" in tags and tags["role_tag"].value == "role")
+        by_role = entry["formatting"].value == "openai" or (
+            "role_tag" in tags and tags["role_tag"].value == "role"
+        )
         if not by_role and name not in ("conversations", "conversation"):
-            sheet.lacks(old, f"turns of {{from, value}} stand under `conversations` here, not {name!r}", "rename the column")
+            sheet.lacks(
+                old,
+                f"turns of {{from, value}} stand under `conversations` here, not {name!r}",
+                "rename the column",
+            )
         maps = by_role and name not in ("messages", "conversations")
         for key, names in READ.items():
             each = olds.get(key) or tags.get(key)
             read = names if not maps else names[-1:] if key in tags else ()
             if each is not None and each.value and each.value not in read:
-                why = f"it is {' or '.join(read)} here" if read else f"nothing is read beside messages under {name}"
-                sheet.lacks(each, why, "rename it in the rows" if read else "rename those to conversations")
+                why = (
+                    f"it is {' or '.join(read)} here"
+                    if read
+                    else f"nothing is read beside messages under {name}"
+                )
+                sheet.lacks(
+                    each, why, "rename it in the rows" if read else "rename those to conversations"
+                )
         return own | ({"messages": name} if maps else {})
     usual = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
              "chosen": "chosen", "rejected": "rejected", "kto_tag": "kto_tag"}  # fmt: skip
     if kind == "pretrain":
         return {"text": given.get("prompt", "instruction")}
-    renamed = {key: name for key, name in given.items() if usual.get(key, name) != name and key not in own}
+    renamed = {
+        key: name for key, name in given.items() if usual.get(key, name) != name and key not in own
+    }
     if not renamed:
         return own
-    ours = {"prompt": "prompt", "response": "completion", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label"}
+    ours = {
+        "prompt": "prompt",
+        "response": "completion",
+        "chosen": "chosen",
+        "rejected": "rejected",
+        "kto_tag": "label",
+    }
     if given.keys() - ours.keys() - {"images", "tools"}:
         sheet.lacks(
-            old, f"columns under other names: {', '.join(renamed.values())}", "rename them to instruction, input, output, history, system"
+            old,
+            f"columns under other names: {', '.join(renamed.values())}",
+            "rename them to instruction, input, output, history, system",
         )
     return own | {ours[key]: name for key, name in given.items() if key in ours}
 
@@ -270,9 +402,20 @@ def guess_stage(sheet: Sheet) -> None:
 
 def patience(sheet: Sheet) -> None:
     """Evaluations without a better one, which are counted where they come each N steps or epochs."""
-    old, strategy = sheet.waiting.pop("patience", None), getattr(sheet.waiting.get("eval_strategy"), "value", "steps")
-    regular = sheet.get("eval.every") or strategy == "epoch" or (strategy == "steps" and "eval_steps" in sheet.waiting)
+    old, strategy = (
+        sheet.waiting.pop("patience", None),
+        getattr(sheet.waiting.get("eval_strategy"), "value", "steps"),
+    )
+    regular = (
+        sheet.get("eval.every")
+        or strategy == "epoch"
+        or (strategy == "steps" and "eval_steps" in sheet.waiting)
+    )
     if old is not None and regular:
         sheet.put("eval.patience", whole(old), old)
     elif old is not None:
-        sheet.lacks(old, "evaluations are counted where they come each N steps or epochs", "set eval.every and eval.patience")
+        sheet.lacks(
+            old,
+            "evaluations are counted where they come each N steps or epochs",
+            "set eval.every and eval.patience",
+        )

@@ -15,9 +15,18 @@ def mixture(sheet: Sheet, old: Old) -> None:
     """A list of datasets, or a section that has one, and rows to hold out."""
     section = old.by_key() if isinstance(old.value, dict) else {"datasets": old}
     listed = section.get("datasets", old)
-    if not isinstance(listed.value, list) or not all(isinstance(each, dict) for each in listed.value):
-        raise refuse(listed, f"{shown(listed.value)} given, a list of datasets is wanted", "begin each with `- id: …`")
-    sources = [_entry(sheet, replace(listed, value=each, place=(*listed.place, str(at)))) for at, each in enumerate(listed.value)]
+    if not isinstance(listed.value, list) or not all(
+        isinstance(each, dict) for each in listed.value
+    ):
+        raise refuse(
+            listed,
+            f"{shown(listed.value)} given, a list of datasets is wanted",
+            "begin each with `- id: …`",
+        )
+    sources = [
+        _entry(sheet, replace(listed, value=each, place=(*listed.place, str(at))))
+        for at, each in enumerate(listed.value)
+    ]
     sheet.put("data.train", sources, listed)
     hold_out(sheet, section.get("test_split_size"))
 
@@ -30,7 +39,14 @@ def hold_out(sheet: Sheet, old: Old | None) -> None:
 
 def _entry(sheet: Sheet, old: Old) -> dict[str, Any]:
     entry = old.by_key()
-    source = {"kind": "hub", **{key: str(entry[name].value) for name, key in NAMES.items() if name in entry and entry[name].value}}
+    source = {
+        "kind": "hub",
+        **{
+            key: str(entry[name].value)
+            for name, key in NAMES.items()
+            if name in entry and entry[name].value
+        },
+    }
     if "id" not in source:
         raise refuse(old, "names no dataset", "write `id: org/name`")
     if source.get("name") == "default":
@@ -38,7 +54,11 @@ def _entry(sheet: Sheet, old: Old) -> dict[str, Any]:
     if "weight" in entry:
         _take(source, entry["weight"])
     elif "fraction" in entry:
-        sheet.lacks(entry["fraction"], "sources are not cut to shares of a mixture", "set weight of each source")
+        sheet.lacks(
+            entry["fraction"],
+            "sources are not cut to shares of a mixture",
+            "set weight of each source",
+        )
     return source
 
 
@@ -47,7 +67,11 @@ def _take(source: dict[str, Any], old: Old) -> None:
     if (part := number(old)) >= 1:
         return
     if (percent := round(part * 100)) < 1:
-        raise refuse(old, f"{shown(old.value)} given, a split is cut to whole percents", "set it to 0.01 or more, or leave the dataset out")
+        raise refuse(
+            old,
+            f"{shown(old.value)} given, a split is cut to whole percents",
+            "set it to 0.01 or more, or leave the dataset out",
+        )
     source["split"] = f"{source.get('split', 'train')}[:{percent}%]"
 
 
@@ -63,7 +87,14 @@ def mixer(sheet: Sheet) -> None:
         sources: list[dict[str, Any]] = []
         for split in (split for split in splits if any(part in split for part in parts)):
             for at, each in enumerate(mixed.inside()):
-                sources.append({"kind": "hub", "id": each.key, **({"name": configs[at]} if at < len(configs) else {}), "split": split})
+                sources.append(
+                    {
+                        "kind": "hub",
+                        "id": each.key,
+                        **({"name": configs[at]} if at < len(configs) else {}),
+                        "split": split,
+                    }
+                )
                 if key == "train":
                     _take(sources[-1], each)
         if sources:

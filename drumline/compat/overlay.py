@@ -18,7 +18,9 @@ from drumline.errors import ConfigError
 
 def from_file(path: Path) -> Sheet:
     """An accelerate config or a DeepSpeed JSON. Raises ConfigError for any other file."""
-    olds = load_file(path, Old("accelerate_config", str(path), Source("command line"), ("--accelerate-config",)))
+    olds = load_file(
+        path, Old("accelerate_config", str(path), Source("command line"), ("--accelerate-config",))
+    )
     kind = recognise({old.key: old.value for old in olds})
     sheet = Sheet(path.parent, None)
     if kind == "accelerate":
@@ -27,7 +29,9 @@ def from_file(path: Path) -> Sheet:
         deepspeed_file(sheet, olds, own_file=str(path.absolute()))
     else:
         fix = "an accelerate file has distributed_type, a DeepSpeed JSON zero_optimization"
-        raise ConfigError("neither an accelerate config nor a DeepSpeed one", where=str(path), fix=fix)
+        raise ConfigError(
+            "neither an accelerate config nor a DeepSpeed one", where=str(path), fix=fix
+        )
     return sheet
 
 
@@ -48,24 +52,55 @@ def from_environment(environ: Mapping[str, str]) -> Sheet | None:
 
     def given(prefix: str, keys: str) -> list[Old]:
         names = {key: f"{prefix}_{key.upper()}" for key in keys.split()}
-        return [Old(key, environ[name], source, (name,)) for key, name in names.items() if environ.get(name, "None") != "None"]
+        return [
+            Old(key, environ[name], source, (name,))
+            for key, name in names.items()
+            if environ.get(name, "None") != "None"
+        ]
 
     def on(name: str) -> Old | None:
-        return Old(name, True, source, (name,)) if environ.get(name, "").lower() in ("true", "1") else None
+        return (
+            Old(name, True, source, (name,))
+            if environ.get(name, "").lower() in ("true", "1")
+            else None
+        )
 
     if switch := on("ACCELERATE_USE_FSDP"):
         # The one of the two keys that this version of FSDP reads: the launcher exports both, the other one with its default.
         by_name = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in ("true", "false")
-        second = environ.get("FSDP_VERSION") == "2" or (by_name and environ.get("FSDP_SHARDING_STRATEGY") == "FULL_SHARD")
-        layers = [replace(old, key="transformer_layer_cls_to_wrap") for old in given("FSDP", "transformer_cls_to_wrap")]
-        acc.read_fsdp(sheet, switch, [*layers, *given("FSDP", f"{FSDP} {'reshard_after_forward' if second else 'sharding_strategy'}")])
+        second = environ.get("FSDP_VERSION") == "2" or (
+            by_name and environ.get("FSDP_SHARDING_STRATEGY") == "FULL_SHARD"
+        )
+        layers = [
+            replace(old, key="transformer_layer_cls_to_wrap")
+            for old in given("FSDP", "transformer_cls_to_wrap")
+        ]
+        acc.read_fsdp(
+            sheet,
+            switch,
+            [
+                *layers,
+                *given(
+                    "FSDP", f"{FSDP} {'reshard_after_forward' if second else 'sharding_strategy'}"
+                ),
+            ],
+        )
     elif switch := on("ACCELERATE_USE_DEEPSPEED"):
-        acc.read_deepspeed(sheet, switch, [*given("ACCELERATE", DEEPSPEED_TOP), *given("ACCELERATE_DEEPSPEED", DEEPSPEED)])
+        acc.read_deepspeed(
+            sheet,
+            switch,
+            [*given("ACCELERATE", DEEPSPEED_TOP), *given("ACCELERATE_DEEPSPEED", DEEPSPEED)],
+        )
     elif switch := on("ACCELERATE_USE_MEGATRON_LM"):
         acc.read_megatron(sheet, switch, given("MEGATRON_LM", MEGATRON))
     if on("ACCELERATE_USE_PARALLELISM_CONFIG"):
         degrees = given("PARALLELISM_CONFIG", "dp_replicate_size tp_size cp_size sp_size")
-        read(acc.PARALLELISM, sheet, [old for old in degrees if old.value != "1"], "parallelism_config")
+        read(
+            acc.PARALLELISM,
+            sheet,
+            [old for old in degrees if old.value != "1"],
+            "parallelism_config",
+        )
     acc.compile_blocks(sheet, {old.key: old for old in given("ACCELERATE_DYNAMO", "backend mode")})
     sheet.waiting |= {old.key: old for old in given("ACCELERATE", "mixed_precision")}
     low_precision(sheet)
@@ -82,7 +117,9 @@ def lay(values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]) -
         if isinstance(values.get(name), str):
             values[name] = {"kind": values[name]}
     mine = values.get("strategy")
-    same = isinstance(mine, dict) and mine.get("kind") == overlay.values.get("strategy", {}).get("kind")
+    same = isinstance(mine, dict) and mine.get("kind") == overlay.values.get("strategy", {}).get(
+        "kind"
+    )
     placed: dict[Place, str] = {}
 
     def origin_of(place: Place) -> str:
@@ -99,9 +136,17 @@ def lay(values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]) -
                 visit(inside[key], value, here)
             elif current in AUTO:
                 inside[key], placed[here] = value, origin_of(here)
-            elif current != value and here not in overlay.weak and not (same and here[0] == "strategy"):
+            elif (
+                current != value
+                and here not in overlay.weak
+                and not (same and here[0] == "strategy")
+            ):
                 what = f"{shown(current)}, but {origin_of(here)} makes it {shown(value)}"
-                raise ConfigError(what, where=where(here), fix=f"leave {'.'.join(here)} out of the config, or change the launcher's")
+                raise ConfigError(
+                    what,
+                    where=where(here),
+                    fix=f"leave {'.'.join(here)} out of the config, or change the launcher's",
+                )
 
     visit(values, overlay.values, ())
     return placed

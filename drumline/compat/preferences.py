@@ -14,10 +14,18 @@ from drumline.core.registry import find
 _DPO, _KTO = find(AlgorithmSpec, "dpo"), find(AlgorithmSpec, "kto")
 assert _DPO is not None and _KTO is not None
 # Loss there → kind of algorithm here. All but two are losses of DPO, with the same names.
-LOSSES = {"simpo": "simpo", "orpo": "orpo", **dict.fromkeys((*get_args(_DPO.model_fields["loss"].annotation), "sft"), "dpo")}
+LOSSES = {
+    "simpo": "simpo",
+    "orpo": "orpo",
+    **dict.fromkeys((*get_args(_DPO.model_fields["loss"].annotation), "sft"), "dpo"),
+}
 KTO_LOSSES = {name: name for name in get_args(_KTO.model_fields["loss"].annotation)}
 PAIRS_RATE = 1e-6  # what TRL's trainers for pairs take
-SIMPO: Defaults = {"algorithm.beta": (0.1, "beta"), "algorithm.gamma": (0.5, "simpo_gamma")}  # of all three tools
+# Of all three tools.
+SIMPO: Defaults = {
+    "algorithm.beta": (0.1, "beta"),
+    "algorithm.gamma": (0.5, "simpo_gamma"),
+}
 PREFERENCES: dict[str, Rule] = by_word(
     {
         "loss_type pref_loss loss_weights cpo_alpha pref_ftx": later(),
@@ -27,8 +35,12 @@ PREFERENCES: dict[str, Rule] = by_word(
         "f_divergence_type": to("algorithm.f_divergence"),
         "f_alpha_divergence_coef": to("algorithm.f_alpha", number),
         "discopop_tau": to("algorithm.discopop_tau", number),
-        "precompute_ref_log_probs": to("algorithm.reference", lambda old: "precomputed" if flag(old) else "live", skip=()),
-        "ref_model ref_model_name_or_path": to("algorithm.reference_model.id", lambda old: str(old.value), skip=()),
+        "precompute_ref_log_probs": to(
+            "algorithm.reference", lambda old: "precomputed" if flag(old) else "live", skip=()
+        ),
+        "ref_model ref_model_name_or_path": to(
+            "algorithm.reference_model.id", lambda old: str(old.value), skip=()
+        ),
     }
 )
 
@@ -41,7 +53,10 @@ def preferences(sheet: Sheet) -> None:
         raise contradiction(old["pref_loss"], kind)
     if kind is not None and str(kind.value) != "nll":
         _losses(sheet, kind, old.get("loss_weights"))
-        if not {"learning_rate", "base_learning_rate"} & sheet.waiting.keys() and sheet.get("optimizer.lr") is None:
+        if (
+            not {"learning_rate", "base_learning_rate"} & sheet.waiting.keys()
+            and sheet.get("optimizer.lr") is None
+        ):
             sheet.put("optimizer.lr", PAIRS_RATE, kind)
     for each in (old[name] for name in ("cpo_alpha", "pref_ftx") if name in old):
         if number(each):
@@ -49,8 +64,18 @@ def preferences(sheet: Sheet) -> None:
     if sheet.get("algorithm.kind") == "kto":
         _kto_reference(sheet)
     if sheet.get("algorithm.kind") == "simpo":
-        given = old.keys() & {"cpo_alpha", "pref_loss", "pref_ftx"}  # LLaMA-Factory adds no likelihood
-        fill(sheet, sheet.origins["algorithm", "kind"], SIMPO if given else {**SIMPO, "algorithm.sft_weight": (1.0, "cpo_alpha")}, "its")
+        # LLaMA-Factory adds no likelihood.
+        given = old.keys() & {
+            "cpo_alpha",
+            "pref_loss",
+            "pref_ftx",
+        }
+        fill(
+            sheet,
+            sheet.origins["algorithm", "kind"],
+            SIMPO if given else {**SIMPO, "algorithm.sft_weight": (1.0, "cpo_alpha")},
+            "its",
+        )
 
 
 def kto_loss(sheet: Sheet, old: Old | None) -> None:
@@ -65,7 +90,9 @@ def _kto_reference(sheet: Sheet) -> None:
     if has_kl and sheet.get("algorithm.reference") == "precomputed":
         old = sheet.origins["algorithm", "reference"]
         sheet.put("algorithm.reference", "auto", old, over="precomputed")
-        sheet.note(old, "the KL of kto is of answers that change with each batch: algorithm.reference auto")
+        sheet.note(
+            old, "the KL of kto is of answers that change with each batch: algorithm.reference auto"
+        )
 
 
 def _losses(sheet: Sheet, old: Old, weights: Old | None) -> None:
@@ -75,16 +102,27 @@ def _losses(sheet: Sheet, old: Old, weights: Old | None) -> None:
         raise refuse(old, f"no loss {unknown!r} here", f"there are nll, {', '.join(LOSSES)}")
     algorithm = LOSSES[names[0]]
     if len({LOSSES[name] for name in names}) > 1 or (len(names) > 1 and algorithm != "dpo"):
-        raise refuse(old, f"{', '.join(names)} are losses of different algorithms", "keep those of one")
+        raise refuse(
+            old, f"{', '.join(names)} are losses of different algorithms", "keep those of one"
+        )
     values = [1.0] * len(names) if weights is None else weights.value
     if not isinstance(values, list) or len(values) != len(names):
-        raise refuse(weights or old, f"{len(names)} losses and not as many weights", "give one weight for each")
+        raise refuse(
+            weights or old,
+            f"{len(names)} losses and not as many weights",
+            "give one weight for each",
+        )
     sheet.put("algorithm.kind", algorithm, old)
-    pairs = {name: number(replace(weights or old, value=value)) for name, value in zip(names, values, strict=True)}
+    pairs = {
+        name: number(replace(weights or old, value=value))
+        for name, value in zip(names, values, strict=True)
+    }
     if "sft" in pairs:
         sheet.put("algorithm.sft_weight", pairs.pop("sft"), old)
     if algorithm == "dpo" and not pairs:
-        raise refuse(old, "sft alone compares no answers", "use prompt and completion, without loss_type")
+        raise refuse(
+            old, "sft alone compares no answers", "use prompt and completion, without loss_type"
+        )
     if algorithm == "dpo" and list(pairs.values()) == [1.0]:
         sheet.put("algorithm.loss", next(iter(pairs)), old)
     elif algorithm == "dpo":

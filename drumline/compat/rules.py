@@ -29,11 +29,19 @@ def number(old: Old, whole: bool = False) -> float:
     """A number, also as text: PyYAML reads 1e-5 as text, so old files may have put it in quotes."""
     try:
         found = float(old.value)
-        if isinstance(old.value, bool) or not math.isfinite(found) or (whole and not found.is_integer()):
+        if (
+            isinstance(old.value, bool)
+            or not math.isfinite(found)
+            or (whole and not found.is_integer())
+        ):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         wanted, example = ("a whole number", "2") if whole else ("a number", "1.0e-5")
-        raise refuse(old, f"{shown(old.value)} given, {wanted} is wanted", f"write a number such as {example}") from None
+        raise refuse(
+            old,
+            f"{shown(old.value)} given, {wanted} is wanted",
+            f"write a number such as {example}",
+        ) from None
     return found
 
 
@@ -44,7 +52,13 @@ def whole(old: Old) -> int:
 
 def name_list(old: Old) -> list[str]:
     """A list of names, also as one text with commas."""
-    parts = old.value.split(",") if isinstance(old.value, str) else old.value if isinstance(old.value, list) else [old.value]
+    parts = (
+        old.value.split(",")
+        if isinstance(old.value, str)
+        else old.value
+        if isinstance(old.value, list)
+        else [old.value]
+    )
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
@@ -56,10 +70,16 @@ def one_of(table: Mapping[str, Any], why_not: Mapping[str, str] | None = None) -
         if word in table:
             return table[word]
         if why_not and word in why_not:
-            raise Lacking(f"{shown(old.value)} cannot be translated", where=old.where, fix=why_not[word])
+            raise Lacking(
+                f"{shown(old.value)} cannot be translated", where=old.where, fix=why_not[word]
+            )
         guess = nearest(word, list(table))
         there = f"there are {', '.join(table)}"
-        raise Lacking(f"no {shown(old.value)} here", where=old.where, fix=f"did you mean {guess!r}? {there}" if guess else there)
+        raise Lacking(
+            f"no {shown(old.value)} here",
+            where=old.where,
+            fix=f"did you mean {guess!r}? {there}" if guess else there,
+        )
 
     return convert
 
@@ -91,7 +111,8 @@ def later(name: str | None = None) -> Rule:
             return
         other = sheet.waiting.setdefault(key := name or old.key, old)
         if other.place != old.place and False in (other.value, old.value):
-            sheet.waiting[key] = old if other.value is False else other  # two switches of one thing: the one that is on counts
+            # Two switches of one thing: the one that is on counts.
+            sheet.waiting[key] = old if other.value is False else other
         elif str(other.value).lower() != str(old.value).lower():
             raise contradiction(old, other)
         else:
@@ -109,14 +130,20 @@ def only(*neutral: Any, why: str, fix: str) -> Rule:
     """A key whose effect Drumline does not have: an error, unless its value turns the effect off."""
 
     def rule(sheet: Sheet, old: Old) -> None:
-        if old.value in (*AUTO, False, "", *neutral) or str(old.value).lower() in ("no", "none", "false"):
+        if old.value in (*AUTO, False, "", *neutral) or str(old.value).lower() in (
+            "no",
+            "none",
+            "false",
+        ):
             return
         sheet.lacks(old, why, fix)
 
     return rule
 
 
-def read(table: Mapping[str, Rule], sheet: Sheet, olds: list[Old], what: str, prefix: str = "") -> None:
+def read(
+    table: Mapping[str, Rule], sheet: Sheet, olds: list[Old], what: str, prefix: str = ""
+) -> None:
     """Apply the table's rule to each old key, with or without `prefix`. Raises ConfigError for one that it lacks, with the nearest; on a
     lenient sheet such keys, and values without a counterpart, are notes."""
     for old in olds:
@@ -125,10 +152,18 @@ def read(table: Mapping[str, Rule], sheet: Sheet, olds: list[Old], what: str, pr
         if rule is None:
             guess = nearest(key, list(table))
             if sheet.lenient:
-                sheet.note(old, f"unknown key of {what}" + (f": did you mean {prefix + guess!r}?" if guess else ""))
+                sheet.note(
+                    old,
+                    f"unknown key of {what}"
+                    + (f": did you mean {prefix + guess!r}?" if guess else ""),
+                )
                 continue
             own = "remove it, or write it as a key of Drumline: `drumline schema` has them"
-            raise refuse(old, f"unknown key {old.key!r} of {what}", f"did you mean {prefix + guess!r}?" if guess else own)
+            raise refuse(
+                old,
+                f"unknown key {old.key!r} of {what}",
+                f"did you mean {prefix + guess!r}?" if guess else own,
+            )
         try:
             rule(sheet, replace(old, key=key))
         except Lacking as error:
@@ -144,9 +179,13 @@ def fill(sheet: Sheet, old: Old, defaults: Defaults, whose: str) -> None:
         section = dotted.partition(".")[0]
         if sheet.get(dotted) is not None or (dotted == "run.epochs" and sheet.get("run.steps")):
             continue
-        if (section == "batch" and sheet.get("batch.global_samples")) or (section == "adapter" and section not in sheet.values):
+        if (section == "batch" and sheet.get("batch.global_samples")) or (
+            section == "adapter" and section not in sheet.values
+        ):
             continue
         sheet.put(dotted, value, replace(old, key=name, value=value, place=(name,)))
         filled.append(f"{dotted} {value if isinstance(value, list) else shown(value)}")
     if filled:
-        sheet.notes.append(f"{old.source.name}: not set there, so {whose} own defaults: {', '.join(filled)}")
+        sheet.notes.append(
+            f"{old.source.name}: not set there, so {whose} own defaults: {', '.join(filled)}"
+        )

@@ -45,7 +45,9 @@ class Old:
         if self.value in (None, ""):
             return []
         if not isinstance(self.value, dict):
-            raise refuse(self, f"{shown(self.value)} given, keys and values are wanted", "write {key: value}")
+            raise refuse(
+                self, f"{shown(self.value)} given, keys and values are wanted", "write {key: value}"
+            )
         return listed(self.value, self.source, self.place)
 
     def by_key(self) -> dict[str, Old]:
@@ -117,7 +119,9 @@ def refuse(old: Old, what: str, fix: str) -> ConfigError:
 
 def contradiction(old: Old, other: Old) -> ConfigError:
     """The error for two old keys of which only one can be true."""
-    return refuse(old, f"{shown(old.value)}, but {other.where} says {shown(other.value)}", "keep one of them")
+    return refuse(
+        old, f"{shown(old.value)}, but {other.where} says {shown(other.value)}", "keep one of them"
+    )
 
 
 def shown(value: Any) -> str:
@@ -129,7 +133,11 @@ def shown(value: Any) -> str:
 
 def printed(old: Old) -> str:
     """A value for a note: short, on one line, and no secret."""
-    if SECRET.search(old.key) or "webhook" in old.key or (isinstance(old.value, str) and not old.value.isprintable()):
+    if (
+        SECRET.search(old.key)
+        or "webhook" in old.key
+        or (isinstance(old.value, str) and not old.value.isprintable())
+    ):
         return "…"
     text = redact(shown(old.value))
     return text if len(text) <= 60 else f"{text[:59]}…"

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from drumline.core.rollouts import RolloutSpec
 
 ReferenceKind = Literal["none", "precomputed", "live", "adapter"]
-HeadOutput = Literal["cross_entropy", "log_probs", "entropy"]  # by an objective, of the logits of a language model
+# By an objective, of the logits of a language model.
+HeadOutput = Literal["cross_entropy", "log_probs", "entropy"]
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,29 @@ class AlgorithmSpec(Spec):
     thing: ClassVar[str] = "algorithm"
 
     # ---- what `init` and the YAML need to know
-    columns: ClassVar[str] = "`messages`, or `prompt` and `completion`, or `text`"  # of a row, for people
+    columns: ClassVar[str] = (
+        "`messages`, or `prompt` and `completion`, or `text`"  # of a row, for people
+    )
     rate: ClassVar[float] = 2e-5  # a usual peak learning rate to begin with
     metrics: ClassVar[tuple[str, ...]] = ("loss",)  # what the eval event has, for `eval.metric`
-    best_by: ClassVar[dict[str, str]] = {}  # default of `eval.metric`, where it is not loss, and its `eval.mode`
+    best_by: ClassVar[
+        dict[str, str]
+    ] = {}  # default of `eval.metric`, where it is not loss, and its `eval.mode`
 
     # ---- rows and samples
     plain: ClassVar[bool] = False  # learns from any samples by any module, model.kind python
     packs: ClassVar[bool] = False  # rows may share a sequence
     shares_prompts: ClassVar[bool] = False  # a sample has rows with a prompt in common
-    cuts: ClassVar[bool] = False  # packs are cut from a stream of tokens, so that a row may go on in the next
-    rows_per_sample: ClassVar[int] = 1  # sequences of up to data.max_length tokens that a sample is made of
+    cuts: ClassVar[bool] = (
+        False  # packs are cut from a stream of tokens, so that a row may go on in the next
+    )
+    rows_per_sample: ClassVar[int] = (
+        1  # sequences of up to data.max_length tokens that a sample is made of
+    )
     sees_images: ClassVar[bool] = False  # rows may have images beside text
-    has_answers: ClassVar[bool] = False  # a row is a prompt and the answer to it, which a generated one can be compared with
+    has_answers: ClassVar[bool] = (
+        False  # a row is a prompt and the answer to it, which a generated one can be compared with
+    )
     writes: ClassVar[bool] = True  # the trained model writes text; otherwise it gives numbers
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"cross_entropy"})
     objective: ClassVar[str] = ""  # module:name of what makes the objective of a spec, for `build`
@@ -172,7 +183,9 @@ class AlgorithmSpec(Spec):
 class ChunkedSpec(AlgorithmSpec):
     """The loss needs logits, of some tokens at a time."""
 
-    loss_chunk: Amount = Field(1024, description="Tokens whose logits exist at once in the loss; 0: all of them.")
+    loss_chunk: Amount = Field(
+        1024, description="Tokens whose logits exist at once in the loss; 0: all of them."
+    )
 
 
 class ReferencedSpec(AlgorithmSpec):
@@ -185,12 +198,18 @@ class ReferencedSpec(AlgorithmSpec):
     def reference_of(self, config: Config) -> ReferenceKind:
         if self.reference != "auto":
             return self.reference
-        return "adapter" if config.adapter.switches and self.reference_model is None else "precomputed"
+        return (
+            "adapter" if config.adapter.switches and self.reference_model is None else "precomputed"
+        )
 
     def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
         if self.reference_of(config) == "adapter":
             return {}
-        return {"reference": AuxiliaryModel(self.reference_model or config.model, "algorithm.reference_model")}
+        return {
+            "reference": AuxiliaryModel(
+                self.reference_model or config.model, "algorithm.reference_model"
+            )
+        }
 
 
 Algorithm = Annotated[AlgorithmSpec, Registered(AlgorithmSpec)]

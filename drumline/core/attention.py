@@ -13,8 +13,13 @@ from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 
 # masked: transformers' own way, under a mask of all pairs of a row. The rest get the lengths of documents, and no mask.
-Kernel = Literal["masked", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"]
-PACKAGES: dict[Kernel, str] = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
+Kernel = Literal[
+    "masked", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
+]
+PACKAGES: dict[Kernel, str] = {
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_2": "flash_attn",
+}
 PREFIX, ELSE = "drumline_by_", "_else_"
 # The memory-efficient kernel, which is the one for fp32 on GPUs, pads its log-sum-exps to this many tokens. torch's ring merges those of
 # chunks by the lengths of these, so a chunk has to be a multiple.
@@ -61,14 +66,24 @@ def choose(layout: Layout, head_dim: int, caps: bool, own: bool, needs_mask: str
     if layout.device == "cpu":
         return Choice("documents", "each by itself, which spares the pairs of tokens between them")
     if layout.precision == "fp32" or own:
-        return Choice("documents", "the model's own function computes scores" if own else "kernels for variable lengths take 16 bits alone")
+        return Choice(
+            "documents",
+            "the model's own function computes scores"
+            if own
+            else "kernels for variable lengths take 16 bits alone",
+        )
     if head_dim <= LARGEST_HEAD and head_dim % 8 == 0:
         for kernel, package in PACKAGES.items():
             if installed(package):
                 return Choice(kernel, f"{package} is installed")
         if not caps:
-            return Choice("varlen", "torch's own kernel for variable lengths takes heads of this size")
-    return Choice("flex_attention", "scores are soft-capped" if caps else f"no other kernel takes heads of {head_dim}")
+            return Choice(
+                "varlen", "torch's own kernel for variable lengths takes heads of this size"
+            )
+    return Choice(
+        "flex_attention",
+        "scores are soft-capped" if caps else f"no other kernel takes heads of {head_dim}",
+    )
 
 
 def choice_of(layout: Layout, facts: ModelFacts) -> Choice:
@@ -79,13 +94,16 @@ def choice_of(layout: Layout, facts: ModelFacts) -> Choice:
 
 def name_of(kernel: Kernel, before: str) -> str:
     """The name of transformers' interface that a model has under this kernel, in the place of `before`."""
-    short = kernel.replace("flash_attention_", "fa").removesuffix("_attention")  # by "flash" transformers would know a kernel of its own
+    # By "flash" transformers would know a kernel of its own.
+    short = kernel.replace("flash_attention_", "fa").removesuffix("_attention")
     return f"{PREFIX}{short}{ELSE}{before}"
 
 
 def by_documents(model: Any) -> bool:
     """Whether the model attends by documents where a batch has them."""
-    return str(getattr(getattr(model, "config", None), "_attn_implementation", "")).startswith(PREFIX)
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", "")).startswith(
+        PREFIX
+    )
 
 
 @contextlib.contextmanager

@@ -21,7 +21,11 @@ IMAGE_TOKENS = 128  # an image counts as this many
 
 
 def resolve_batch(
-    config: Config, data_ranks: int, in_flight: int = 1, batch: BatchConfig | None = None, why: list[str] | None = None
+    config: Config,
+    data_ranks: int,
+    in_flight: int = 1,
+    batch: BatchConfig | None = None,
+    why: list[str] | None = None,
 ) -> BatchPlan:
     """The batch of the run. `in_flight`: accumulation to choose at least, where it is open. `batch`: in the place of the config's. `why`
     gets a line for each number that was chosen. Raises PlanError, with the arithmetic and the nearest valid values, where the numbers do
@@ -32,25 +36,37 @@ def resolve_batch(
     total, micro, accumulation = batch.global_samples, batch.micro_batch, batch.accumulation
     ranks = f"{data_ranks} data rank{'s' * (data_ranks > 1)}"
     if batch.global_tokens is not None:
-        unit = "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length ="
+        unit = (
+            "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length ="
+        )
         what = f"global_tokens {batch.global_tokens} is not a multiple of {unit} {tokens}"
         total = _quotient(batch.global_tokens, tokens, what, "batch.global_tokens", "nearest: {}")
     if total is None:
         micro = micro or 1
-        accumulation = accumulation or default_rounds(config.algorithm, micro * data_ranks, in_flight)
+        accumulation = accumulation or default_rounds(
+            config.algorithm, micro * data_ranks, in_flight
+        )
         total = micro * accumulation * data_ranks
-        why.append(f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {ranks} = {total}")
+        why.append(
+            f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {ranks} = {total}"
+        )
     elif micro and accumulation:
         if (product := micro * accumulation * data_ranks) != total:
             what = f"global batch {total} is not micro_batch {micro} × accumulation {accumulation} × {ranks} = {product}"
-            raise PlanError(what, where="batch", fix="leave one of the three out, or make both sides equal")
+            raise PlanError(
+                what, where="batch", fix="leave one of the three out, or make both sides equal"
+            )
     elif micro or accumulation:
         name, given = ("micro_batch", micro) if micro else ("accumulation", accumulation or 1)
         other = _divide(total, given * data_ranks, f"{name} {given} × {ranks}")
         micro, accumulation = micro or other, accumulation or other
     else:
         per_rank = _divide(total, data_ranks, ranks)
-        fits = [m for m in divisors(per_rank) if m * tokens <= TOKENS_AT_ONCE and per_rank // m >= in_flight]
+        fits = [
+            m
+            for m in divisors(per_rank)
+            if m * tokens <= TOKENS_AT_ONCE and per_rank // m >= in_flight
+        ]
         micro = max(fits, default=1)
         accumulation = per_rank // micro
         why.append(
@@ -75,10 +91,16 @@ def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator
     that of plain data parallel over all `world` processes, so that layouts compare; where micro-batch and accumulation are set, that of the
     data ranks. `least`: micro-batches in flight. Raises PlanError where the numbers do not go together."""
     batch = config.batch
-    if batch.global_samples is None and batch.global_tokens is None and not (batch.micro_batch and batch.accumulation):
+    if (
+        batch.global_samples is None
+        and batch.global_tokens is None
+        and not (batch.micro_batch and batch.accumulation)
+    ):
         total = (batch.micro_batch or 1) * (batch.accumulation or 1) * world
         total *= default_rounds(config.algorithm, total)
-        batch = BatchConfig(global_samples=total, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
+        batch = BatchConfig(
+            global_samples=total, micro_batch=batch.micro_batch, accumulation=batch.accumulation
+        )
     first = resolve_batch(config, data_ranks, least, batch)
     if batch.micro_batch or batch.accumulation:
         yield first
@@ -86,7 +108,13 @@ def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator
     per_rank = first.global_samples // data_ranks
     for micro in divisors(per_rank):
         held_out = config.eval.micro_batch or micro
-        yield first.model_copy(update={"micro_batch": micro, "accumulation": per_rank // micro, "eval_micro_batch": held_out})
+        yield first.model_copy(
+            update={
+                "micro_batch": micro,
+                "accumulation": per_rank // micro,
+                "eval_micro_batch": held_out,
+            }
+        )
 
 
 def default_rounds(algorithm: AlgorithmSpec, samples: int, least: int = 1) -> int:
@@ -136,10 +164,17 @@ def _steps_of_epoch(config: Config, batch: BatchPlan, data: DataPlan) -> float:
     rollout = config.algorithm.rollout
     if rollout is None:
         return data.epoch / batch.global_samples
-    return rollout.steps_in_turn * data.epoch * rollout.group_size / (rollout.minibatches * batch.global_samples)
+    return (
+        rollout.steps_in_turn
+        * data.epoch
+        * rollout.group_size
+        / (rollout.minibatches * batch.global_samples)
+    )
 
 
-def steps_of_rollouts(config: Config, algorithm: RolloutSpec, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> int | None:
+def steps_of_rollouts(
+    config: Config, algorithm: RolloutSpec, batch: BatchPlan, data: DataPlan | None, why: list[str]
+) -> int | None:
     """Optimizer steps of the run; None while the data is not prepared. Raises PlanError where groups or rollouts do not come out whole."""
     episodes, group = algorithm.minibatches * batch.global_samples, algorithm.group_size
     what = f"a rollout of {algorithm.minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}"
@@ -151,7 +186,20 @@ def steps_of_rollouts(config: Config, algorithm: RolloutSpec, batch: BatchPlan, 
         f" minibatches = {each} steps"
     )
     if config.run.steps is None:
-        return None if data is None else each * max(1, math.ceil(config.run.epochs * data.epoch / prompts))
-    steps, rollout = config.run.steps, f"{algorithm.epochs} epochs × {algorithm.minibatches} minibatches = {each} steps"
-    _quotient(steps, each, f"{steps} steps end within a rollout, which has {rollout}", "run.steps", "nearest: {}")
+        return (
+            None
+            if data is None
+            else each * max(1, math.ceil(config.run.epochs * data.epoch / prompts))
+        )
+    steps, rollout = (
+        config.run.steps,
+        f"{algorithm.epochs} epochs × {algorithm.minibatches} minibatches = {each} steps",
+    )
+    _quotient(
+        steps,
+        each,
+        f"{steps} steps end within a rollout, which has {rollout}",
+        "run.steps",
+        "nearest: {}",
+    )
     return steps

@@ -21,26 +21,55 @@ MOST_OWN = 72  # per host, for devices of `devices`: NVIDIA's GB200 NVL72
 class DeviceConfig(Section):
     """A device that is not in the catalog. Rates are of dense matrix products, from its datasheet."""
 
-    memory_gb: float = Field(gt=0, le=10**6, allow_inf_nan=False, description="Memory, in 10^9 bytes.")
+    memory_gb: float = Field(
+        gt=0, le=10**6, allow_inf_nan=False, description="Memory, in 10^9 bytes."
+    )
     bandwidth_gb_s: Rate = Field(description="Memory bandwidth, in 10^9 bytes per second.")
-    bf16_tflops: Rate | None = Field(None, description="Rate in bf16, in 10^12 FLOP/s; null: the device has no bf16.")
+    bf16_tflops: Rate | None = Field(
+        None, description="Rate in bf16, in 10^12 FLOP/s; null: the device has no bf16."
+    )
     fp16_tflops: Rate | None = Field(None, description="Rate in fp16; null: as bf16.")
-    fp32_tflops: Rate = Field(description="Rate in fp32; of TF32 if the device has it, since that is the default.")
-    host_link: str = Field("pcie4", description="Link between device and host: a name of the catalog or of `links`.")
+    fp32_tflops: Rate = Field(
+        description="Rate in fp32; of TF32 if the device has it, since that is the default."
+    )
+    host_link: str = Field(
+        "pcie4", description="Link between device and host: a name of the catalog or of `links`."
+    )
 
     def spec(self, name: str) -> DeviceSpec:
         """The device for the planner; its default link to other devices is the one to its host."""
-        tflops = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops or self.bf16_tflops, "fp32": self.fp32_tflops}
+        tflops = {
+            "bf16": self.bf16_tflops,
+            "fp16": self.fp16_tflops or self.bf16_tflops,
+            "fp32": self.fp32_tflops,
+        }
         flops = {precision: rate * catalog.TERA for precision, rate in tflops.items() if rate}
-        memory, bandwidth, link = int(self.memory_gb * catalog.GIGA), self.bandwidth_gb_s * catalog.GIGA, self.host_link
-        return DeviceSpec(name, "cuda", memory, bandwidth, flops, source="cluster.devices", intra=link, host_link=link)
+        memory, bandwidth, link = (
+            int(self.memory_gb * catalog.GIGA),
+            self.bandwidth_gb_s * catalog.GIGA,
+            self.host_link,
+        )
+        return DeviceSpec(
+            name,
+            "cuda",
+            memory,
+            bandwidth,
+            flops,
+            source="cluster.devices",
+            intra=link,
+            host_link=link,
+        )
 
 
 class LinkConfig(Section):
     """A link that is not in the catalog."""
 
-    gb_s: Rate = Field(description="Send bandwidth of one device, or of one host for links between hosts, in 10^9 bytes per second.")
-    latency_us: float = Field(10.0, ge=0, le=MOST_SAMPLES, description="Microseconds until the first byte arrives.")
+    gb_s: Rate = Field(
+        description="Send bandwidth of one device, or of one host for links between hosts, in 10^9 bytes per second."
+    )
+    latency_us: float = Field(
+        10.0, ge=0, le=MOST_SAMPLES, description="Microseconds until the first byte arrives."
+    )
 
     def link(self, name: str) -> Link:
         """The link for the planner, with full efficiency."""
@@ -59,13 +88,20 @@ class ClusterConfig(Section):
     """The cluster to plan for: nodes × per_node devices. A string such as `8xh100-80g` or `4x8xa100-80g` is short for it."""
 
     links: dict[str, LinkConfig] = Field(default_factory=dict, description="More links, by name.")
-    devices: dict[str, DeviceConfig] = Field(default_factory=dict, description="More devices, by name.")
+    devices: dict[str, DeviceConfig] = Field(
+        default_factory=dict, description="More devices, by name."
+    )
     device: Annotated[str | None, NUMBER] = Field(
         None,
         description="A device of the catalog (`drumline plan --devices`) or of `devices`, or cpu; null: the device of this machine.",
         json_schema_extra={"examples": [*catalog.DEVICES, catalog.CPU]},
     )
-    per_node: int | None = Field(None, gt=0, le=10**6, description="Devices per host; null: as on this machine, or 1 if `device` is set.")
+    per_node: int | None = Field(
+        None,
+        gt=0,
+        le=10**6,
+        description="Devices per host; null: as on this machine, or 1 if `device` is set.",
+    )
     nodes: int = Field(1, gt=0, le=MOST_NODES, description="Number of hosts.")
     intra: str | None = Field(
         None,
@@ -78,10 +114,16 @@ class ClusterConfig(Section):
         " most.",
     )
     pod: int | None = Field(
-        None, gt=0, le=MOST_NODES, description="Hosts that all reach each other at the rate of `inter`; null: all of them."
+        None,
+        gt=0,
+        le=MOST_NODES,
+        description="Hosts that all reach each other at the rate of `inter`; null: all of them.",
     )
     oversubscription: float = Field(
-        1.0, ge=1, le=10**3, description="How many times more the hosts of a pod can send than its links to other pods carry (Llama 3: 7)."
+        1.0,
+        ge=1,
+        le=10**3,
+        description="How many times more the hosts of a pod can send than its links to other pods carry (Llama 3: 7).",
     )
     host_memory_gb: Rate | None = Field(
         None,
@@ -89,20 +131,30 @@ class ClusterConfig(Section):
         " --devices`).",
     )
     calibration: PathText | None = Field(
-        None, description="A file of `drumline calibrate --out` from such a machine; null: this machine's, if it is such a machine."
+        None,
+        description="A file of `drumline calibrate --out` from such a machine; null: this machine's, if it is such a machine.",
     )
-    price_per_device_hour: float | None = Field(None, ge=0, le=MOST_SAMPLES, description="Price of one device per hour, in any currency.")
+    price_per_device_hour: float | None = Field(
+        None, ge=0, le=MOST_SAMPLES, description="Price of one device per hour, in any currency."
+    )
     mtbf_hours: Rate | None = Field(
-        None, description="Hours between two faults of a device; null: 50,677, from 419 interruptions in 54 days on 16,384 GPUs (Llama 3)."
+        None,
+        description="Hours between two faults of a device; null: 50,677, from 419 interruptions in 54 days on 16,384 GPUs (Llama 3).",
     )
     restart_seconds: Seconds | None = Field(
-        None, description="From a noticed fault to the next step, without reading the checkpoint; null: 7.5, measured with a tiny model."
+        None,
+        description="From a noticed fault to the next step, without reading the checkpoint; null: 7.5, measured with a tiny model.",
     )
-    repair_hours: Rate = Field(24.0, description="Hours until a host that is lost comes back; the default is an assumption.")
+    repair_hours: Rate = Field(
+        24.0,
+        description="Hours until a host that is lost comes back; the default is an assumption.",
+    )
 
     @field_validator("devices")
     @classmethod
-    def _host_links(cls, devices: dict[str, DeviceConfig], info: ValidationInfo) -> dict[str, DeviceConfig]:
+    def _host_links(
+        cls, devices: dict[str, DeviceConfig], info: ValidationInfo
+    ) -> dict[str, DeviceConfig]:
         own = info.data.get("links", {})
         for name, device in devices.items():
             if device.host_link not in own and catalog.link(device.host_link) is None:
@@ -113,7 +165,12 @@ class ClusterConfig(Section):
     @classmethod
     def _known(cls, device: str | None, info: ValidationInfo) -> str | None:
         own = info.data.get("devices", {})
-        if device is None or device in own or catalog.plain(device) == catalog.CPU or catalog.device(device) is not None:
+        if (
+            device is None
+            or device in own
+            or catalog.plain(device) == catalog.CPU
+            or catalog.device(device) is not None
+        ):
             return device
         if re.search(r"[+,;]", device):
             raise ValueError(
@@ -138,14 +195,22 @@ class ClusterConfig(Section):
         most = MOST_OWN if self.device in self.devices else MOST_GPUS
         if spec is not None and self.per_node is not None and self.per_node > most:
             nodes = -(-self.per_node * self.nodes // 8)
-            raise ValueError(f"no host holds {self.per_node} GPUs — for as many, nodes: {nodes} and per_node: 8")
-        link = catalog.link(self.intra) if self.intra is not None and self.intra not in self.links else None
+            raise ValueError(
+                f"no host holds {self.per_node} GPUs — for as many, nodes: {nodes} and per_node: 8"
+            )
+        link = (
+            catalog.link(self.intra)
+            if self.intra is not None and self.intra not in self.links
+            else None
+        )
         if self.device is None or link is None or self.device in self.devices:
             return self
         name, usual = (spec.name, spec.intra) if spec is not None else (catalog.CPU, "loopback")
         special = link.name.startswith("nvlink") or link.name == "infinity-fabric"
         if special and link.name != usual:
-            raise ValueError(f"{name} has no {link.name} — its usual link is {usual}; leave intra out, or describe one under links")
+            raise ValueError(
+                f"{name} has no {link.name} — its usual link is {usual}; leave intra out, or describe one under links"
+            )
         return self
 
     def spec(self) -> DeviceSpec | None:
@@ -174,14 +239,24 @@ def cluster_from_string(value: Any) -> Any:
     return {"device": device} if first is None else {"per_node": int(first), "device": device}
 
 
-CLUSTER_ALONE = Short(cluster_from_string, {"type": ["string", "integer"], "examples": ["4x4090", "2x8xh100-80g"]})
+CLUSTER_ALONE = Short(
+    cluster_from_string, {"type": ["string", "integer"], "examples": ["4x4090", "2x8xh100-80g"]}
+)
 
 
 def _no_link(name: str, own: list[str]) -> str:
-    return _unknown("link", name, [*own, *catalog.LINKS], ", and networks by their rate: 100Gb, 8x400Gb")
+    return _unknown(
+        "link", name, [*own, *catalog.LINKS], ", and networks by their rate: 100Gb, 8x400Gb"
+    )
 
 
 def _unknown(what: str, name: str, known: list[str], besides: str = "") -> str:
     meant = catalog.nearest(name, known)
-    fix = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(known)}{besides}."
-    return f"no {what} {name!r} in the catalog — {fix} Others can be described under cluster.{what}s"
+    fix = (
+        f"did you mean {' or '.join(meant)}?"
+        if meant
+        else f"there are {', '.join(known)}{besides}."
+    )
+    return (
+        f"no {what} {name!r} in the catalog — {fix} Others can be described under cluster.{what}s"
+    )

@@ -11,14 +11,23 @@ from drumline.core.load import schema
 def keys(incomplete: str) -> list[str]:
     """Dotted keys that begin with `incomplete`. One alone comes with `=` and again with its default, so that the shell adds no space."""
     whole = schema()
-    found = {key: default for key, default in _leaves(whole, whole["$defs"], ()) if key.startswith(incomplete)}
+    found = {
+        key: default
+        for key, default in _leaves(whole, whole["$defs"], ())
+        if key.startswith(incomplete)
+    }
     if len(found) != 1:
         return sorted(found)
     ((key, default),) = found.items()
-    return [f"{key}=", f"{key}={'null' if default is None else str(default).lower() if isinstance(default, bool) else default}"]
+    return [
+        f"{key}=",
+        f"{key}={'null' if default is None else str(default).lower() if isinstance(default, bool) else default}",
+    ]
 
 
-def _leaves(node: dict[str, Any], sections: dict[str, Any], place: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _leaves(
+    node: dict[str, Any], sections: dict[str, Any], place: tuple[str, ...]
+) -> Iterator[tuple[str, Any]]:
     """(dotted key, default) of all below a node; those of all kinds where it is one of several."""
     for each in (node, *node.get("anyOf", ()), *node.get("oneOf", ())):
         inside = sections[each["$ref"].rpartition("/")[2]] if "$ref" in each else each

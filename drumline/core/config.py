@@ -48,7 +48,9 @@ class LoRAFactors(Section):
 
     r: int = Field(16, gt=0, le=10**5, description="Rank of the two factors.")
     alpha: Rate = Field(32.0, description="The product is scaled by alpha / r.")
-    rslora: bool = Field(False, description="Scale by alpha / √r in place of alpha / r (Kalajdzievski 2023).")
+    rslora: bool = Field(
+        False, description="Scale by alpha / √r in place of alpha / r (Kalajdzievski 2023)."
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the first factor.")
     targets: Literal["attention", "all-linear"] | list[str] = Field(
         "all-linear",
@@ -61,33 +63,44 @@ class LoRAConfig(LoRAFactors):
     """Low-rank adapters (Hu et al. 2021), by PEFT; the model's own weights are frozen."""
 
     kind: Literal["lora"] = "lora"
-    dora: bool = Field(False, description="Also train the length of each row of an adapted weight (DoRA, Liu et al. 2024).")
+    dora: bool = Field(
+        False,
+        description="Also train the length of each row of an adapted weight (DoRA, Liu et al. 2024).",
+    )
     init: Literal["zero", "pissa", "pissa_fast"] = Field(
         "zero",
         description="zero: the product starts at zero. pissa: at the largest singular values of the weight, which loses them (Meng et al."
         " 2024); pissa_fast: those are found by 16 rounds of subspace iteration.",
     )
     quantize: Literal["none", "4bit", "8bit"] = Field(
-        "none", description="QLoRA (Dettmers et al. 2023): the frozen linear layers of the blocks in 4 or 8 bits."
+        "none",
+        description="QLoRA (Dettmers et al. 2023): the frozen linear layers of the blocks in 4 or 8 bits.",
     )
-    modules_to_save: tuple[str, ...] = Field((), description="Modules that are trained whole, by the ends of their names: lm_head.")
+    modules_to_save: tuple[str, ...] = Field(
+        (), description="Modules that are trained whole, by the ends of their names: lm_head."
+    )
     trainable_tokens: tuple[Annotated[int, Field(ge=0, le=10**9)], ...] = Field(
         (),
         description="Ids of tokens whose rows of the embedding and the head are trained. Those of"
         " model.new_tokens are added, unless modules_to_save or targets have embedding and head.",
     )
     more: dict[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")], LoRAFactors] = Field(
-        default_factory=dict, description="Further adapters by name, trained at once: their products add up. Each is exported by itself."
+        default_factory=dict,
+        description="Further adapters by name, trained at once: their products add up. Each is exported by itself.",
     )
 
     @model_validator(mode="after")
     def _together(self) -> LoRAConfig:
         if self.dora and self.more:
-            raise ValueError("dora sets the length of a whole row, to which the products of `more` would be added: take one of them out")
+            raise ValueError(
+                "dora sets the length of a whole row, to which the products of `more` would be added: take one of them out"
+            )
         if len({*self.trainable_tokens}) < len(self.trainable_tokens):
             raise ValueError("a token stands twice in trainable_tokens")
         if {"default", "weight"} & self.more.keys():
-            raise ValueError("no adapter of `more` is called default or weight: PEFT means something else by that")
+            raise ValueError(
+                "no adapter of `more` is called default or weight: PEFT means something else by that"
+            )
         return self
 
     @property
@@ -101,12 +114,19 @@ Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), KIND_AL
 class BatchConfig(Section):
     """global_samples = micro_batch × accumulation × data ranks. Set the left side or the right side; all that is set must agree."""
 
-    global_samples: Count | None = Field(None, description="Samples of one optimizer step over all devices.")
+    global_samples: Count | None = Field(
+        None, description="Samples of one optimizer step over all devices."
+    )
     global_tokens: int | None = Field(
-        None, gt=0, le=10**4 * MOST_SAMPLES, description="Tokens of one optimizer step: a multiple of data.max_length."
+        None,
+        gt=0,
+        le=10**4 * MOST_SAMPLES,
+        description="Tokens of one optimizer step: a multiple of data.max_length.",
     )
     micro_batch: Count | None = Field(None, description="Samples per forward pass on each device.")
-    accumulation: Count | None = Field(None, description="Micro-batches per device and optimizer step.")
+    accumulation: Count | None = Field(
+        None, description="Micro-batches per device and optimizer step."
+    )
 
     @model_validator(mode="after")
     def _one_global(self) -> BatchConfig:
@@ -117,13 +137,28 @@ class BatchConfig(Section):
 
 class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description="How the learning rate changes after warm-up; wsd: constant, then linear decay."
+        "cosine",
+        description="How the learning rate changes after warm-up; wsd: constant, then linear decay.",
     )
-    warmup_steps: int | None = Field(None, ge=0, le=MOST_STEPS, description="Steps of linear warm-up.")
-    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="Linear warm-up as a fraction of all steps; warmup_steps overrides it.")
-    warmup_from_zero: bool = Field(False, description="The first of W warm-up steps has rate 0, as in transformers, not 1 / (W + 1).")
-    min_ratio: float = Field(0.0, ge=0, le=1, description="The last learning rate as a fraction of the peak.")
-    decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: the fraction of all steps that decays.")
+    warmup_steps: int | None = Field(
+        None, ge=0, le=MOST_STEPS, description="Steps of linear warm-up."
+    )
+    warmup_ratio: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Linear warm-up as a fraction of all steps; warmup_steps overrides it.",
+    )
+    warmup_from_zero: bool = Field(
+        False,
+        description="The first of W warm-up steps has rate 0, as in transformers, not 1 / (W + 1).",
+    )
+    min_ratio: float = Field(
+        0.0, ge=0, le=1, description="The last learning rate as a fraction of the peak."
+    )
+    decay_ratio: float = Field(
+        0.2, gt=0, le=1, description="wsd: the fraction of all steps that decays."
+    )
 
     def rate(self, step: int, steps: int, warmup: int) -> float:
         """The learning rate of step `step` (counted from 0) of `steps`, as a fraction of the peak. Warm-up rises linearly, from 0 or from
@@ -150,11 +185,16 @@ class PrecisionConfig(Section):
         " fp8 (experimental): bf16, and products of the blocks' linear layers in fp8, by torchao; on a CPU emulated.",
     )
     scaling: Literal["rowwise", "tensorwise"] = Field(
-        "rowwise", description="fp8: a scale for each row, which is more exact, or for a whole tensor, which is faster."
+        "rowwise",
+        description="fp8: a scale for each row, which is more exact, or for a whole tensor, which is faster.",
     )
-    gather: Literal["bf16", "fp8"] = Field("bf16", description="fp8 under FSDP2, tensorwise: the type that those weights are gathered in.")
+    gather: Literal["bf16", "fp8"] = Field(
+        "bf16",
+        description="fp8 under FSDP2, tensorwise: the type that those weights are gathered in.",
+    )
     master: Literal["fp32", "bf16"] = Field(
-        "fp32", description="bf16: weights, gradients and AdamW's moments lie in bf16, and nothing in fp32 between steps."
+        "fp32",
+        description="bf16: weights, gradients and AdamW's moments lie in bf16, and nothing in fp32 between steps.",
     )
     rounding: Literal["stochastic", "nearest", "kahan"] = Field(
         "stochastic",
@@ -172,7 +212,8 @@ class MemoryConfig(Section):
         " attention and of every second matrix product.",
     )
     checkpointed_blocks: Count | None = Field(
-        None, description="Checkpoint the first N blocks, the others keep everything; null: all blocks."
+        None,
+        description="Checkpoint the first N blocks, the others keep everything; null: all blocks.",
     )
     budget_gb: Rate | None = Field(
         None,
@@ -180,7 +221,8 @@ class MemoryConfig(Section):
         " faster one, over as few blocks as that allows.",
     )
     activation_offload: bool = Field(
-        False, description="Move what blocks keep for backward to host memory, and back one block ahead, while others compute."
+        False,
+        description="Move what blocks keep for backward to host memory, and back one block ahead, while others compute.",
     )
     mlp_chunk: Count | None = Field(
         None,
@@ -204,11 +246,17 @@ class CompileConfig(Section):
         description="torch.compile each block. auto, the same as null: on GPUs where the planner expects the run to save more seconds than"
         " compiling takes; not on a CPU.",
     )
-    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
-        None, description="torch.compile's mode; null: its default."
+    mode: (
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
+    ) = Field(None, description="torch.compile's mode; null: its default.")
+    loss: bool = Field(
+        False,
+        description="Also compile what the chunked cross-entropy does with the logits of a chunk.",
     )
-    loss: bool = Field(False, description="Also compile what the chunked cross-entropy does with the logits of a chunk.")
-    optimizer: bool = Field(False, description="Also compile the optimizer's step, of AdamW and SGD in the place of torch's fused kernels.")
+    optimizer: bool = Field(
+        False,
+        description="Also compile the optimizer's step, of AdamW and SGD in the place of torch's fused kernels.",
+    )
 
 
 def _compile_section(value: Any) -> Any:
@@ -239,7 +287,10 @@ class CheckpointConfig(Section):
         description="How long to retry the last checkpoint when the disk is full. When the run is stopped by a signal, at most half of"
         " launch.grace_seconds.",
     )
-    fallback_dir: str | None = Field(None, description="Folder on another disk for the last checkpoint, or its weights, if RUN's is full.")
+    fallback_dir: str | None = Field(
+        None,
+        description="Folder on another disk for the last checkpoint, or its weights, if RUN's is full.",
+    )
     url: UrlText | None = Field(
         None,
         description="Also keep the checkpoints of the run, its plan and its events at a URL: s3://bucket/path, gs://, file:// or another of"
@@ -257,11 +308,16 @@ class CheckpointConfig(Section):
         description="Where hosts share no disk: copy each host's part of a checkpoint to the disks of this many further hosts.",
     )
     export: Literal["none", "last", "best"] = Field(
-        "best", description="Which checkpoint is exported to RUN/export as a Hugging Face folder; the last one if there is no best one."
+        "best",
+        description="Which checkpoint is exported to RUN/export as a Hugging Face folder; the last one if there is no best one.",
     )
-    export_adapter: bool = Field(False, description="With an adapter: export only the adapter, as PEFT's files, not the merged model.")
+    export_adapter: bool = Field(
+        False,
+        description="With an adapter: export only the adapter, as PEFT's files, not the merged model.",
+    )
     export_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="Type of the exported weights. auto: that of the files the model was loaded from; of an adapter fp32."
+        "auto",
+        description="Type of the exported weights. auto: that of the files the model was loaded from; of an adapter fp32.",
     )
 
     @property
@@ -301,7 +357,8 @@ class Config(Section):
     run: RunConfig = Field(default_factory=RunConfig)
     report: ReportConfig = Field(default_factory=ReportConfig)
     cluster: Annotated[ClusterConfig | None, CLUSTER_ALONE] = Field(
-        None, description="The devices to plan for, also as `2x8xh100-80g`; null: the devices of this machine."
+        None,
+        description="The devices to plan for, also as `2x8xh100-80g`; null: the devices of this machine.",
     )
 
     @model_validator(mode="before")
@@ -314,7 +371,11 @@ class Config(Section):
         if spec is None or not spec.best_by or not isinstance(values.get("eval", {}), dict):
             return values
         given = values.get("eval", {})
-        best = spec.best_by if given.get("metric", spec.best_by.get("metric")) == spec.best_by.get("metric") else {}
+        best = (
+            spec.best_by
+            if given.get("metric", spec.best_by.get("metric")) == spec.best_by.get("metric")
+            else {}
+        )
         return {**values, "eval": {**best, **given}}
 
     @model_validator(mode="after")
@@ -326,21 +387,41 @@ class Config(Section):
                 " round. For a Hugging Face model derive the objective from drumline.core.algorithm.AlgorithmSpec: algorithm mine.py:Name"
             )
         if self.plain and (self.adapter.kind != "none" or self.data.holdout):
-            raise ValueError(f"model.kind python has no {'data.holdout: give data.eval' if self.data.holdout else 'adapter'}")
+            raise ValueError(
+                f"model.kind python has no {'data.holdout: give data.eval' if self.data.holdout else 'adapter'}"
+            )
         if self.plain and (key := self.data.chosen or self.data.ordered):
-            raise ValueError(f"data.{key} is of rows with columns, and model.kind python takes samples as they are: leave it out")
+            raise ValueError(
+                f"data.{key} is of rows with columns, and model.kind python takes samples as they are: leave it out"
+            )
         if self.plain:
             self._require_unmapped()
         if self.algorithm.rollout is not None and (key := self.data.ordered):
-            raise ValueError(f"data.{key} orders samples, and prompts are dealt by algorithm.curriculum: use its weights")
-        counted = [key for key, section in (("checkpoint", self.checkpoint), ("eval", self.eval)) if passes(section.every)]
+            raise ValueError(
+                f"data.{key} orders samples, and prompts are dealt by algorithm.curriculum: use its weights"
+            )
+        counted = [
+            key
+            for key, section in (("checkpoint", self.checkpoint), ("eval", self.eval))
+            if passes(section.every)
+        ]
         if self.data.stream and counted:
             raise ValueError(f"data.stream has no epochs: give {counted[0]}.every in steps")
         if self.data.stream and self.run.steps is None:
-            raise ValueError("data.stream reads rows as it goes, and does not know where they end: set run.steps")
-        if self.data.stream and (self.head not in ("lm", "score") or self.algorithm.reference_of(self) == "precomputed"):
-            kind = "its labels" if self.head not in ("lm", "score") else "algorithm.reference: precomputed (live or adapter does not)"
-            raise ValueError(f"data.stream has a block of rows at a time, and {kind} need all of them")
+            raise ValueError(
+                "data.stream reads rows as it goes, and does not know where they end: set run.steps"
+            )
+        if self.data.stream and (
+            self.head not in ("lm", "score") or self.algorithm.reference_of(self) == "precomputed"
+        ):
+            kind = (
+                "its labels"
+                if self.head not in ("lm", "score")
+                else "algorithm.reference: precomputed (live or adapter does not)"
+            )
+            raise ValueError(
+                f"data.stream has a block of rows at a time, and {kind} need all of them"
+            )
         return self
 
     def _require_unmapped(self) -> None:
@@ -348,7 +429,9 @@ class Config(Section):
         for role, sources in (("train", self.data.train), ("eval", self.data.eval)):
             for number, source in enumerate(sources):
                 for key in ("columns", "format"):
-                    if getattr(source, key) != type(source).model_fields[key].get_default(call_default_factory=True):
+                    if getattr(source, key) != type(source).model_fields[key].get_default(
+                        call_default_factory=True
+                    ):
                         raise ValueError(
                             f"data.{role}[{number}].{key} is for models of text, and model.kind python takes rows as they are:"
                             " leave it out"

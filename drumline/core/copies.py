@@ -20,5 +20,7 @@ def same_weights(strategy: StrategySpec, mesh: Mesh) -> list[list[int]]:
     over, sets = copied_over(strategy, mesh), dict[tuple[int, ...], list[int]]()
     for rank in range(mesh.world_size):
         place = mesh.place(rank)
-        sets.setdefault(tuple(place[name] for name in DIMENSIONS if name not in over), []).append(rank)
+        sets.setdefault(tuple(place[name] for name in DIMENSIONS if name not in over), []).append(
+            rank
+        )
     return list(sets.values())

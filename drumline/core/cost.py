@@ -11,7 +11,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from drumline.core.estimate import Activations, Traffic
-from drumline.core.facts import ModelFacts, Part, Sizes, Weight, largest_block, part, rank_params, takes_fp8, weights_in, weights_of
+from drumline.core.facts import (
+    ModelFacts,
+    Part,
+    Sizes,
+    Weight,
+    largest_block,
+    part,
+    rank_params,
+    takes_fp8,
+    weights_in,
+    weights_of,
+)
 from drumline.hardware.cluster import Collective
 
 if TYPE_CHECKING:
@@ -26,7 +37,8 @@ BUCKET = 25 * MIB  # bytes of gradients that parallel.data_parallel averages tog
 NUMBER = 8  # bytes of an fp64
 # fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
 Kind = Literal["fp32", "autocast", "low"]
-Axis = Literal["pp", "replicate", "shard", "ep", "cp", "tp", "gradients"]  # gradients: replicate × shard × ep × cp; shard: with ep, cp
+# Gradients: replicate × shard × ep × cp; shard: with ep, cp.
+Axis = Literal["pp", "replicate", "shard", "ep", "cp", "tp", "gradients"]
 Beside = Literal["forward", "backward", "last", "steps", "nothing"]
 
 
@@ -51,7 +63,11 @@ class State:
 
     def here(self) -> State:
         """The same where device and host share one memory."""
-        return State(self.parameters + self.host_parameters, self.gradients + self.host_gradients, self.optimizer + self.host_optimizer)
+        return State(
+            self.parameters + self.host_parameters,
+            self.gradients + self.host_gradients,
+            self.optimizer + self.host_optimizer,
+        )
 
 
 @dataclass(frozen=True)
@@ -64,7 +80,9 @@ class Buffers:
     block: float = 0.0  # besides, while a block runs forward
     begun: float = 0.0  # from backward's begin to its end
     backward: float = 0.0  # besides, while a block runs backward
-    second: float = 0.0  # more than that from the second block on, when what the first one saved is gone
+    second: float = (
+        0.0  # more than that from the second block on, when what the first one saved is gone
+    )
     head: float = 0.0  # besides, in the loss and in the head's backward
     first: float = 0.0  # more in the first block of backward, while the head's gradient is reduced
     last: float = 0.0  # at the end of backward
@@ -123,9 +141,26 @@ class Volume:
     part: float = 1.0
     flows: list[Flow] = field(default_factory=list)
 
-    def add(self, kind: Collective, bytes_: float, ranks: int, axis: Axis, calls: float = 1, beside: Beside = "nothing") -> None:
+    def add(
+        self,
+        kind: Collective,
+        bytes_: float,
+        ranks: int,
+        axis: Axis,
+        calls: float = 1,
+        beside: Beside = "nothing",
+    ) -> None:
         if ranks > 1 and bytes_:
-            self.flows.append(Flow(kind, self.part * SHARES[kind](bytes_, ranks), ranks, axis, self.part * (calls or 1), beside))
+            self.flows.append(
+                Flow(
+                    kind,
+                    self.part * SHARES[kind](bytes_, ranks),
+                    ranks,
+                    axis,
+                    self.part * (calls or 1),
+                    beside,
+                )
+            )
 
     def traffic(self) -> Traffic:
         """All of it, by kind of collective."""
@@ -139,14 +174,24 @@ def kind_of(layout: Layout) -> Kind:
     """How the layout computes in its precision."""
     if layout.precision == "fp32":
         return "fp32"
-    low = layout.pure or layout.strategy.keeps_low or layout.strategy.gathered_in(layout.precision, layout.config.images_alone) is not None
+    low = (
+        layout.pure
+        or layout.strategy.keeps_low
+        or layout.strategy.gathered_in(layout.precision, layout.config.images_alone) is not None
+    )
     return "low" if low else "autocast"
 
 
 @lru_cache(maxsize=4096)
-def moments(facts: ModelFacts, mine: Part, tp: int, shards: int, options: OptimizerConfig, low: int = 0) -> int:
+def moments(
+    facts: ModelFacts, mine: Part, tp: int, shards: int, options: OptimizerConfig, low: int = 0
+) -> int:
     """Bytes of the optimizer's states of a part of the model that is cut into tp × shards parts. `low`: see OptimizerConfig.bytes_of."""
-    return sum(n * options.bytes_of(weight, part(weight, tp, shards), low) for weight, n in weights_in(facts, mine) if weight.trainable)
+    return sum(
+        n * options.bytes_of(weight, part(weight, tp, shards), low)
+        for weight, n in weights_in(facts, mine)
+        if weight.trainable
+    )
 
 
 def entry_bytes(layout: Layout) -> int:
@@ -167,9 +212,14 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     low = has.frozen if layout.pure else has.low
     weights = entry_bytes(layout) * (has.entries - low) + WIDTH[layout.precision] * low
     if layout.config.precision.gather == "fp8":  # a scale for each
-        weights += FULL * sum(number for weight, number in weights_in(facts, mine) if takes_fp8(weight))
+        weights += FULL * sum(
+            number for weight, number in weights_in(facts, mine) if takes_fp8(weight)
+        )
     steps = layout.strategy.optimizer_shards(layout.mesh)
-    kept = moments(facts, mine, tp, steps, layout.config.optimizer, low_moments(layout)) + layout.strategy.outer_bytes() * has.trainable
+    kept = (
+        moments(facts, mine, tp, steps, layout.config.optimizer, low_moments(layout))
+        + layout.strategy.outer_bytes() * has.trainable
+    )
     options, gradients = layout.config.optimizer, entry_bytes(layout) * has.trainable
     if options.offload:  # beside moments weights and gradients, which stay there between steps
         return State(weights, gradients, 0, host_optimizer=kept + 2 * FULL * has.trainable)
@@ -185,35 +235,57 @@ def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:
     if options.fused and (options.kind == "adamw" or not sharded):
         return 0.0
     copies = 1 if options.kind == "adamw" or options.weight_decay else 0
-    return FULL * (copies * here.trainable if layout.device == "cuda" and not sharded else 3 * here.largest)
+    return FULL * (
+        copies * here.trainable if layout.device == "cuda" and not sharded else 3 * here.largest
+    )
 
 
-def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None) -> Buffers:
+def copies_buffers(
+    layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
+) -> Buffers:
     """The buffers of one process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
     mesh, strategy, options = layout.mesh, layout.strategy, layout.strategy.copies()
-    here, gradients, copied = rank_params(facts, mine, mesh.tp), state.gradients, mesh.data_ranks * mesh.cp > 1
-    steps = strategy.optimizer_shards(mesh)  # ranks that share out the step: each averages its rows of the gradients
+    here, gradients, copied = (
+        rank_params(facts, mine, mesh.tp),
+        state.gradients,
+        mesh.data_ranks * mesh.cp > 1,
+    )
+    # Ranks that share out the step: each averages its rows of the gradients.
+    steps = strategy.optimizer_shards(mesh)
     # Gradients of copies that are averaged in each step lie in DDP's buckets.
-    buckets = copied and mesh.tp * mesh.pp * mesh.ep == 1 and strategy.exchange is None and steps == 1
+    buckets = (
+        copied and mesh.tp * mesh.pp * mesh.ep == 1 and strategy.exchange is None and steps == 1
+    )
     # Autocast keeps its copies of the weights of linear layers until backward has used them; with recomputation until the block's end.
     # Frozen weights are in the low type already; fp8 casts weights where they are used.
     low = kind_of(layout) == "autocast" and not layout.fp8
-    copies = LOW * rank_params(facts, Part(mine.stages, False, False), mesh.tp).trainable if low else 0
-    largest, recomputes = largest_block(facts, mine, mesh.tp), layout.activation_checkpointing != "none"
+    copies = (
+        LOW * rank_params(facts, Part(mine.stages, False, False), mesh.tp).trainable if low else 0
+    )
+    largest, recomputes = (
+        largest_block(facts, mine, mesh.tp),
+        layout.activation_checkpointing != "none",
+    )
     one = LOW * largest.trainable * low
     always, average = strategy.kept_bytes(mesh.world_size) * here.trainable, 0.0
     if buckets and not options.gradient_as_bucket_view:
         always += gradients
     if copied and not buckets and strategy.exchange is None:
         bucket = max(options.bucket_cap_mb * MIB, FULL * here.largest)
-        average = min(gradients, bucket) * (1 + 1 / steps) if steps > 1 else min(gradients, 2 * bucket)
+        average = (
+            min(gradients, bucket) * (1 + 1 / steps) if steps > 1 else min(gradients, 2 * bucket)
+        )
     forward, through = (copies, 0) if recomputes else (0, copies)
     if kept is not None and kept.copies is not None:
         blocks = mine.blocks if layout.pipeline else facts.layers
-        made, through = (blocks * block + at_ends for block, at_ends in (kept.copies, kept.copies_kept))
+        made, through = (
+            blocks * block + at_ends for block, at_ends in (kept.copies, kept.copies_kept)
+        )
         forward = max(0, made - through)
     if buckets and layout.batch.accumulation > 1:
-        through += gradients  # up to the last micro-batch they are added up outside of DDP's buckets
+        through += (
+            gradients  # up to the last micro-batch they are added up outside of DDP's buckets
+        )
     return Buffers(
         always=always,
         forward=forward,
@@ -221,21 +293,34 @@ def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, 
         # A new gradient is a tensor of its own until it is added to the one that is there. Averaging weights, local SGD and DiLoCo take no
         # more than gradients did, which are gone by then.
         backward=(one if recomputes else 0) + entry_bytes(layout) * here.largest,
-        last=2 * gradients if layout.devices_per_rank > 1 else 0.0,  # the first GPU adds up those of the others
-        step=max(stepping(layout, rank_params(facts, mine, mesh.tp, steps), mesh.tp * steps > 1), average * (steps > 1)),
+        last=2 * gradients
+        if layout.devices_per_rank > 1
+        else 0.0,  # the first GPU adds up those of the others
+        step=max(
+            stepping(layout, rank_params(facts, mine, mesh.tp, steps), mesh.tp * steps > 1),
+            average * (steps > 1),
+        ),
         average=average,
         early=gradients if buckets else 0,
     )
 
 
-def send_gradients(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
+def send_gradients(
+    volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+) -> None:
     """Gradients in fp32, once a step. Copies of parts (tp, pp) have flat buckets, with a flag for each gradient. DDP: before the step's
     first forward the buffers of the first rank go to all. int8 and topk work bucket by bucket, and which bucket a gradient is in depends on
     the order in which backward makes them: exact where one bucket holds all; else int8 sends up to 1.02 × 256 × ranks bytes a bucket more,
     topk up to 4 × (ranks − 1) more or fewer."""
-    mesh, options, steps = layout.mesh, layout.strategy.copies(), layout.strategy.optimizer_shards(layout.mesh)
+    mesh, options, steps = (
+        layout.mesh,
+        layout.strategy.copies(),
+        layout.strategy.optimizer_shards(layout.mesh),
+    )
     ranks, compression = mesh.data_ranks * mesh.cp, options.compression
-    if steps > 1:  # each averages its rows, filled up to as many on all, and all gather them when they are stepped
+    if (
+        steps > 1
+    ):  # each averages its rows, filled up to as many on all, and all gather them when they are stepped
         rows = has["units_trainable"] + has["root_trainable"]
         calls = math.ceil(4 * rows * steps / BUCKET)
         volume.add("reduce_scatter", 4 * steps * (rows + has["tensors"]), steps, "gradients", calls)
@@ -243,7 +328,13 @@ def send_gradients(volume: Volume, layout: Layout, facts: ModelFacts, has: Count
         return
     if mesh.tp * mesh.pp * mesh.ep > 1:
         experts = has["experts_whole"] + has["experts_tensors"]
-        volume.add("all_reduce", 4 * experts, ranks // mesh.ep, "replicate", math.ceil(4 * experts / BUCKET))
+        volume.add(
+            "all_reduce",
+            4 * experts,
+            ranks // mesh.ep,
+            "replicate",
+            math.ceil(4 * experts / BUCKET),
+        )
         entries = has["trainable"] + has["tensors"]
         volume.add("all_reduce", 4 * entries, ranks, "gradients", math.ceil(4 * entries / BUCKET))
         return
@@ -261,11 +352,23 @@ def send_gradients(volume: Volume, layout: Layout, facts: ModelFacts, has: Count
         volume.add("all_to_all", part * ranks, ranks, "gradients", buckets)
         volume.add("all_gather", part, ranks, **how)
     elif kind == "topk":
-        volume.add("all_gather", 8 * max(1, round(compression.ratio * facts.trainable)), ranks, **how)
+        volume.add(
+            "all_gather", 8 * max(1, round(compression.ratio * facts.trainable)), ranks, **how
+        )
     elif kind == "powersgd":
-        volume.add("all_reduce", 4 * sum(number * _powersgd(weight, compression.rank) for weight, number in weights), ranks, **how)
+        volume.add(
+            "all_reduce",
+            4 * sum(number * _powersgd(weight, compression.rank) for weight, number in weights),
+            ranks,
+            **how,
+        )
     else:
-        volume.add("all_reduce", (entry_bytes(layout) if kind == "none" else 2) * facts.trainable, ranks, **how)
+        volume.add(
+            "all_reduce",
+            (entry_bytes(layout) if kind == "none" else 2) * facts.trainable,
+            ranks,
+            **how,
+        )
 
 
 def _powersgd(weight: Weight, rank: int) -> int:
@@ -288,6 +391,8 @@ def send_norm(volume: Volume, layout: Layout, has: Counter[str]) -> None:
     if has["cut"]:
         volume.add("all_reduce", NUMBER, layout.mesh.tp, "tp")
     if has["apart"]:
-        volume.add("all_reduce", NUMBER, layout.strategy.shards(layout.mesh) // layout.mesh.ep, "shard")
+        volume.add(
+            "all_reduce", NUMBER, layout.strategy.shards(layout.mesh) // layout.mesh.ep, "shard"
+        )
         volume.add("all_reduce", NUMBER, layout.mesh.ep, "ep")
     volume.add("all_reduce", NUMBER, layout.mesh.pp, "pp")

@@ -22,10 +22,12 @@ from drumline.core.urls import is_url, secret_mistake
 from drumline.errors import ConfigError
 from drumline.foreign import content_of, expanded
 
-Forms = tuple[tuple[str, ...], ...]  # the columns of a row, one tuple for each form that it may have
+# The columns of a row, one tuple for each form that it may have.
+Forms = tuple[tuple[str, ...], ...]
 TEXT_FORMS: Forms = (("messages",), ("prompt", "completion"), ("text",))
 PAIR_FORMS: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-JUDGED_FORMS: Forms = (("prompt", "completion", "label"),)  # a row may also be a pair, which is split
+# A row may also be a pair, which is split.
+JUDGED_FORMS: Forms = (("prompt", "completion", "label"),)
 PROMPT_FORMS: Forms = (("prompt",), ("messages",))
 KINDS_OF_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".xlsx", ".txt")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -43,18 +45,34 @@ class Columns(Section):
     """Which column of a row has which part. A part that is not set is looked up under its own name."""
 
     messages: str | None = Field(None, description="Column with a list of {role, content}.")
-    prompt: str | None = Field(None, description="Column with the prompt (text, or a list of messages).")
+    prompt: str | None = Field(
+        None, description="Column with the prompt (text, or a list of messages)."
+    )
     completion: str | None = Field(None, description="Column with the completion to train on.")
     text: str | None = Field(None, description="Column with plain text.")
-    chosen: str | None = Field(None, description="Column with the better answer of a pair (text, or messages with or without the prompt).")
-    rejected: str | None = Field(None, description="Column with the worse answer.")
-    margin: str | None = Field(None, description="Column with the margin by which chosen is better (optional).")
-    label: str | None = Field(
-        None, description="Column with the class: a name or a number; kto: whether the answer is good, true or false."
+    chosen: str | None = Field(
+        None,
+        description="Column with the better answer of a pair (text, or messages with or without the prompt).",
     )
-    image: str | None = Field(None, description="Column with the path of an image, relative to the data file.")
-    tools: str | None = Field(None, description="Column with the tools: JSON schemas for the chat template; empty: no tools.")
-    images: str | None = Field(None, description="Column with a list of image paths, for messages that mark the positions of images.")
+    rejected: str | None = Field(None, description="Column with the worse answer.")
+    margin: str | None = Field(
+        None, description="Column with the margin by which chosen is better (optional)."
+    )
+    label: str | None = Field(
+        None,
+        description="Column with the class: a name or a number; kto: whether the answer is good, true or false.",
+    )
+    image: str | None = Field(
+        None, description="Column with the path of an image, relative to the data file."
+    )
+    tools: str | None = Field(
+        None,
+        description="Column with the tools: JSON schemas for the chat template; empty: no tools.",
+    )
+    images: str | None = Field(
+        None,
+        description="Column with a list of image paths, for messages that mark the positions of images.",
+    )
 
 
 class SourceSpec(Spec, Mixed):
@@ -74,14 +92,25 @@ class SourceSpec(Spec, Mixed):
             named = {"id": "hub", "query": "sql", "tasks": "tasks"}
             kind = next((kind for key, kind in named.items() if key in value), None)
             path = value.get("path")
-            found = {"kind": kind} if kind else cls.long(path, base_dir) if isinstance(path, str) else {"kind": "file"} if path else {}
+            found = (
+                {"kind": kind}
+                if kind
+                else cls.long(path, base_dir)
+                if isinstance(path, str)
+                else {"kind": "file"}
+                if path
+                else {}
+            )
             return {**value, **found}
         if not isinstance(value, str):
             return value
         start, _, name = value.partition(":")
         place = None if is_url(value) or "\0" in value else (base_dir or Path()) / expanded(value)
         if start == "tasks" and name:
-            return {"kind": "tasks", "tasks": {each.strip(): {} for each in name.split(",") if each.strip()}}
+            return {
+                "kind": "tasks",
+                "tasks": {each.strip(): {} for each in name.split(",") if each.strip()},
+            }
         if start in ("hub", "modelscope") and name:
             return {"kind": "hub", "id": name if start == "hub" else value}
         if value == "digits":
@@ -93,15 +122,37 @@ class SourceSpec(Spec, Mixed):
             return {"kind": "hub", "id": value}
         return {"kind": "file", "path": value}
 
-    columns: Columns = Field(default_factory=Columns, description="Map your column names to messages | prompt + completion | text.")
-    format: Literal["auto", "own", "sharegpt", "alpaca", "verdict", "ranked", "pair", "answer", "transcript", "document"] = Field(
-        "auto", description="Format of another tool's rows (see docs/data.md); auto: found by their columns; own: none."
+    columns: Columns = Field(
+        default_factory=Columns,
+        description="Map your column names to messages | prompt + completion | text.",
+    )
+    format: Literal[
+        "auto",
+        "own",
+        "sharegpt",
+        "alpaca",
+        "verdict",
+        "ranked",
+        "pair",
+        "answer",
+        "transcript",
+        "document",
+    ] = Field(
+        "auto",
+        description="Format of another tool's rows (see docs/data.md); auto: found by their columns; own: none.",
     )
     limit: Steps | None = Field(None, description="Take at most this many rows.")
-    where: str | None = Field(None, description="SQL condition on a row's columns, run by DuckDB; other rows are left out.")
-    domain: str | None = Field(None, description="ppo, grpo: name of these prompts in the metrics; null: the task's or file's name.")
+    where: str | None = Field(
+        None,
+        description="SQL condition on a row's columns, run by DuckDB; other rows are left out.",
+    )
+    domain: str | None = Field(
+        None,
+        description="ppo, grpo: name of these prompts in the metrics; null: the task's or file's name.",
+    )
     set: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = Field(
-        None, description="data.eval: the evaluation set that these rows belong to; what is measured on it is then also NAME/loss."
+        None,
+        description="data.eval: the evaluation set that these rows belong to; what is measured on it is then also NAME/loss.",
     )
 
     @property
@@ -159,7 +210,10 @@ class FileSource(SourceSpec):
         description="A .jsonl, .json, .csv, .tsv, .parquet, .arrow, .xlsx or .txt file, also as .gz, .bz2, .xz or .zst; a glob, or a folder"
         " of such; relative to the YAML's folder. Or a URL that fsspec reads: s3://, gs://, hf://, https://."
     )
-    split: str = Field("train", description="Of a folder whose files are named by splits (train, test, validation): the one to read.")
+    split: str = Field(
+        "train",
+        description="Of a folder whose files are named by splits (train, test, validation): the one to read.",
+    )
     sheet: str | None = Field(None, description="The sheet of an .xlsx file; null: its only one.")
 
 
@@ -169,12 +223,17 @@ class HubSource(SourceSpec):
     name: PathText | None = Field(None, description="The subset (configuration) of the dataset.")
     split: str = Field("train", description="Split expression.")
     revision: PathText | None = Field(None, description="Branch, tag or commit.")
-    streaming: bool = Field(False, description="Read rows as a stream: only tokens are stored, never the raw data. Requires `limit`.")
+    streaming: bool = Field(
+        False,
+        description="Read rows as a stream: only tokens are stored, never the raw data. Requires `limit`.",
+    )
 
     @model_validator(mode="after")
     def _stream_needs_an_end(self) -> HubSource:
         if self.streaming and self.limit is None:
-            raise ValueError("streaming requires `limit`: the number of rows to take from the stream")
+            raise ValueError(
+                "streaming requires `limit`: the number of rows to take from the stream"
+            )
         return self
 
 
@@ -188,16 +247,25 @@ class SqlSource(SourceSpec):
     """The rows of a query, by `datasets`."""
 
     kind: Literal["sql"] = "sql"
-    query: str = Field(min_length=1, description="SELECT …, or the name of a table. With ORDER BY rows come in one order.")
-    path: PathText | None = Field(None, description="An SQLite file, relative to the YAML's folder. It is only read.")
+    query: str = Field(
+        min_length=1,
+        description="SELECT …, or the name of a table. With ORDER BY rows come in one order.",
+    )
+    path: PathText | None = Field(
+        None, description="An SQLite file, relative to the YAML's folder. It is only read."
+    )
     url_env: str | None = Field(
-        None, pattern=r"^\w+$", description="The name of an environment variable that has the database's URL for SQLAlchemy: DATABASE_URL."
+        None,
+        pattern=r"^\w+$",
+        description="The name of an environment variable that has the database's URL for SQLAlchemy: DATABASE_URL.",
     )
 
     @model_validator(mode="after")
     def _one_database(self) -> SqlSource:
         if (self.path is None) == (self.url_env is None):
-            raise ValueError("name the database: `path` of an SQLite file, or `url_env`, the environment variable that has its URL")
+            raise ValueError(
+                "name the database: `path` of an SQLite file, or `url_env`, the environment variable that has its URL"
+            )
         if self.path is not None and is_url(self.path):
             raise ValueError(
                 "a database's URL may hold a password: put it into an environment variable, and that one's name into `url_env`"
@@ -215,24 +283,39 @@ class TasksSource(SourceSpec):
         min_length=1,
         description="reasoning-gym task name → its own options ({} for the defaults), e.g. {basic_arithmetic: {max_digits: 2}}.",
     )
-    size: int = Field(500, gt=0, le=10**8, description="Total number of rows, divided evenly among the tasks.")
-    question: str = Field("{question}", description="Template of a prompt; {question} is the task's question.")
-    seed: int = Field(0, ge=0, le=MOST_SEED, description="Seed of the task generator. Use different seeds for train and eval.")
+    size: int = Field(
+        500, gt=0, le=10**8, description="Total number of rows, divided evenly among the tasks."
+    )
+    question: str = Field(
+        "{question}", description="Template of a prompt; {question} is the task's question."
+    )
+    seed: int = Field(
+        0,
+        ge=0,
+        le=MOST_SEED,
+        description="Seed of the task generator. Use different seeds for train and eval.",
+    )
 
 
 class DigitsSource(SourceSpec):
     """scikit-learn's 1797 handwritten digits (8 × 8 pixels, Alpaydin & Kaynak 1998), as images, for classification without a download."""
 
     kind: Literal["digits"] = "digits"
-    split: Literal["train", "test", "all"] = Field("train", description="train: the first 1437; test: the last 360, by different writers.")
+    split: Literal["train", "test", "all"] = Field(
+        "train", description="train: the first 1437; test: the last 360, by different writers."
+    )
 
 
 class PythonSource(SourceSpec):
     """A function of your own that gives rows, or, for a model and algorithm of kind python, any samples."""
 
     kind: Literal["python"] = "python"
-    path: PathText = Field(description="file.py:function, relative to the YAML's folder, or package.module:function.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function by name.")
+    path: PathText = Field(
+        description="file.py:function, relative to the YAML's folder, or package.module:function."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the function by name."
+    )
 
     @property
     def label(self) -> str:
@@ -240,7 +323,12 @@ class PythonSource(SourceSpec):
 
     def rows(self, base_dir: Path) -> Any:
         """Whatever the function returns."""
-        return imported(lambda: self._function(base_dir)(**self.options), self.path, "data source", doing="calling")
+        return imported(
+            lambda: self._function(base_dir)(**self.options),
+            self.path,
+            "data source",
+            doing="calling",
+        )
 
     def code(self, base_dir: Path) -> str:
         return _text_of(self._function(base_dir))
@@ -250,7 +338,10 @@ class PythonSource(SourceSpec):
 
 
 Source = Annotated[SourceSpec, Registered(SourceSpec)]
-_ONE = Short(lambda value: [value] if isinstance(value, str | Mapping) else value, {"type": ["string", "object"]})
+_ONE = Short(
+    lambda value: [value] if isinstance(value, str | Mapping) else value,
+    {"type": ["string", "object"]},
+)
 Sources = Annotated[list[Source], _ONE]
 # `data: rows.jsonl` is short for `data: {train: [rows.jsonl]}`.
 DATA_ALONE = Short(
@@ -295,58 +386,104 @@ def in_full(data: Any, base_dir: Path) -> Any:
         found |= {"eval": _by_set(data["eval"], base_dir)} if "eval" in data else {}
     return {
         **data,
-        **{key: [SourceSpec.long(each, base_dir) for each in value] if isinstance(value, list) else value for key, value in found.items()},
+        **{
+            key: [SourceSpec.long(each, base_dir) for each in value]
+            if isinstance(value, list)
+            else value
+            for key, value in found.items()
+        },
     }
 
 
 class DataConfig(Section):
-    train: Sources = Field(min_length=1, description="Sources of training rows; they are concatenated. One may be a path alone.")
+    train: Sources = Field(
+        min_length=1,
+        description="Sources of training rows; they are concatenated. One may be a path alone.",
+    )
     eval: Annotated[list[Source], SETS] = Field(
         default_factory=list,
         description="Held-out rows: sources as for train, or evaluation sets by name: {easy: easy.jsonl, hard: [...]}.",
     )
-    where: str | None = Field(None, description="SQL condition on the rows of every training source; other rows are left out.")
-    temperature: float | None = Field(
-        None, ge=0.1, le=1000, description="Sources share an epoch by size^(1/temperature): 1 as they are, large: all alike."
+    where: str | None = Field(
+        None,
+        description="SQL condition on the rows of every training source; other rows are left out.",
     )
-    duplicates: DuplicatesKey = Field(None, description="Keep the first of training rows that are alike: exact | near; null: all.")
-    decontaminate: DecontaminateKey = Field(None, description="Leave out training rows that hold rows of `eval`; true: by 13-grams.")
-    curriculum: CurriculumKey = Field(None, description="The first epochs go by length, or by a column; null: all are shuffled.")
+    temperature: float | None = Field(
+        None,
+        ge=0.1,
+        le=1000,
+        description="Sources share an epoch by size^(1/temperature): 1 as they are, large: all alike.",
+    )
+    duplicates: DuplicatesKey = Field(
+        None, description="Keep the first of training rows that are alike: exact | near; null: all."
+    )
+    decontaminate: DecontaminateKey = Field(
+        None, description="Leave out training rows that hold rows of `eval`; true: by 13-grams."
+    )
+    curriculum: CurriculumKey = Field(
+        None, description="The first epochs go by length, or by a column; null: all are shuffled."
+    )
     stream: StreamKey = Field(
-        None, description="Tokenise blocks of rows while training reads them: data may be larger than the disk. Requires run.steps."
+        None,
+        description="Tokenise blocks of rows while training reads them: data may be larger than the disk. Requires run.steps.",
     )
     holdout: Amount | Part = Field(
-        0, description="Without `eval`: hold out this many training rows, or this part of them (0.05), chosen by a hash of their content."
+        0,
+        description="Without `eval`: hold out this many training rows, or this part of them (0.05), chosen by a hash of their content.",
     )
-    max_length: int = Field(1024, gt=1, le=10**8, description="Maximum tokens of a training sequence or a pack.")
+    max_length: int = Field(
+        1024, gt=1, le=10**8, description="Maximum tokens of a training sequence or a pack."
+    )
     truncation: Literal["error", "right", "left", "drop"] = Field(
         "right",
         description="A row longer than max_length is cut at its end (right) or start (left), dropped, or an error; such rows are counted.",
     )
-    packing: bool = Field(True, description="Pack short rows into max_length; attention and positions do not cross their boundaries.")
-    image_max_pixels: int | None = Field(
-        None, gt=0, le=10**10, description="Images with more pixels are scaled down in proportion; null: the image processor's limit."
+    packing: bool = Field(
+        True,
+        description="Pack short rows into max_length; attention and positions do not cross their boundaries.",
     )
-    learn_on: Literal["assistant", "all"] = Field("assistant", description="Tokens with loss: assistant turns and completions, or all.")
+    image_max_pixels: int | None = Field(
+        None,
+        gt=0,
+        le=10**10,
+        description="Images with more pixels are scaled down in proportion; null: the image processor's limit.",
+    )
+    learn_on: Literal["assistant", "all"] = Field(
+        "assistant", description="Tokens with loss: assistant turns and completions, or all."
+    )
     reasoning: Literal["keep", "drop", "mask"] = Field(
         "keep",
         description="Reasoning of answers (<think>…</think>, or reasoning_content of a message): learned as the template renders it, left"
         " out, or read and not learned.",
     )
     order: Literal["shuffle", "sequential"] = Field(
-        "shuffle", description="Order of the samples in an epoch: a shuffle determined by (run.seed, epoch), or the order of the data."
+        "shuffle",
+        description="Order of the samples in an epoch: a shuffle determined by (run.seed, epoch), or the order of the data.",
     )
-    workers: int | None = Field(None, gt=0, le=1024, description="Processes that tokenise; null: one per core, at most 8.")
-    prefetch: int = Field(2, ge=0, le=1000, description="Global batches that a thread collates in advance; 0: no thread.")
-    verify: bool = Field(True, description="Verify the token cache's checksums at start, while the model is loading.")
-    cache_dir: PathText | None = Field(None, description="Folder of the token cache; null: ~/.cache/drumline/data.")
+    workers: int | None = Field(
+        None, gt=0, le=1024, description="Processes that tokenise; null: one per core, at most 8."
+    )
+    prefetch: int = Field(
+        2,
+        ge=0,
+        le=1000,
+        description="Global batches that a thread collates in advance; 0: no thread.",
+    )
+    verify: bool = Field(
+        True, description="Verify the token cache's checksums at start, while the model is loading."
+    )
+    cache_dir: PathText | None = Field(
+        None, description="Folder of the token cache; null: ~/.cache/drumline/data."
+    )
 
     @model_validator(mode="after")
     def _sets_of_eval(self) -> DataConfig:
         if any(source.set for source in self.train):
             raise ValueError("`set` names an evaluation set: it is for sources of data.eval")
         if taken := {source.set for source in self.eval} & {*RESERVED}:
-            raise ValueError(f"no evaluation set is called {taken.pop()}: metrics of another kind begin so")
+            raise ValueError(
+                f"no evaluation set is called {taken.pop()}: metrics of another kind begin so"
+            )
         return self
 
     @property
@@ -360,19 +497,45 @@ class DataConfig(Section):
     @property
     def mixed(self) -> bool:
         """Whether an epoch has another number of samples of some source than the source has; then no pack holds rows of two sources."""
-        return self.stream is None and (self.temperature is not None or any(source.mixes for source in self.train))
+        return self.stream is None and (
+            self.temperature is not None or any(source.mixes for source in self.train)
+        )
 
     @property
     def ordered(self) -> str:
         """A key that says which samples come when; empty without one."""
-        mixes = (f"train[{at}].{key}" for at, each in enumerate(self.train) for key in Mixed.model_fields if getattr(each, key) is not None)
-        return next((key for key in ("temperature", "curriculum", "stream") if getattr(self, key, None) is not None), next(mixes, ""))
+        mixes = (
+            f"train[{at}].{key}"
+            for at, each in enumerate(self.train)
+            for key in Mixed.model_fields
+            if getattr(each, key) is not None
+        )
+        return next(
+            (
+                key
+                for key in ("temperature", "curriculum", "stream")
+                if getattr(self, key, None) is not None
+            ),
+            next(mixes, ""),
+        )
 
     @property
     def chosen(self) -> str:
         """A key that leaves rows out; empty without one."""
-        own = (f"{role}[{at}].where" for role in ("train", "eval") for at, each in enumerate(getattr(self, role)) if each.where is not None)
-        return next((key for key in ("where", "duplicates", "decontaminate") if getattr(self, key) is not None), next(own, ""))
+        own = (
+            f"{role}[{at}].where"
+            for role in ("train", "eval")
+            for at, each in enumerate(getattr(self, role))
+            if each.where is not None
+        )
+        return next(
+            (
+                key
+                for key in ("where", "duplicates", "decontaminate")
+                if getattr(self, key) is not None
+            ),
+            next(own, ""),
+        )
 
     @model_validator(mode="after")
     def _agrees(self) -> DataConfig:
@@ -380,22 +543,45 @@ class DataConfig(Section):
             for place, source in enumerate(sources):
                 name = f"{role}[{place}]"
                 if role == "eval" and source.mixes:
-                    raise ValueError(f"{name}: weight, repeats and cap are of training rows; held-out rows are gone through once")
+                    raise ValueError(
+                        f"{name}: weight, repeats and cap are of training rows; held-out rows are gone through once"
+                    )
                 if source.repeats is not None and source.weight is not None:
-                    raise ValueError(f"{name}: weight and repeats both say how much an epoch has of it; keep one")
+                    raise ValueError(
+                        f"{name}: weight and repeats both say how much an epoch has of it; keep one"
+                    )
         for name in ("holdout", "duplicates", "temperature"):
             if self.stream and getattr(self, name):
-                raise ValueError(f"{name} needs all rows at once, and a stream has a block of them; leave one of the two out")
-        if self.stream and (key := next((key for key in ("repeats", "cap") for each in self.train if getattr(each, key)), None)):
+                raise ValueError(
+                    f"{name} needs all rows at once, and a stream has a block of them; leave one of the two out"
+                )
+        if self.stream and (
+            key := next(
+                (key for key in ("repeats", "cap") for each in self.train if getattr(each, key)),
+                None,
+            )
+        ):
             raise ValueError(f"{key} is a part of an epoch, and a stream has none; use weight")
         by_weight = [source.weight is not None for source in self.train if source.repeats is None]
         if any(by_weight) and not all(by_weight):
-            at = next(place for place, source in enumerate(self.train) if source.weight is None and source.repeats is None)
-            raise ValueError(f"train[{at}] has no weight, and others have: give it one, or `repeats`")
+            at = next(
+                place
+                for place, source in enumerate(self.train)
+                if source.weight is None and source.repeats is None
+            )
+            raise ValueError(
+                f"train[{at}] has no weight, and others have: give it one, or `repeats`"
+            )
         if by_weight and all(source.weight == 0 for source in self.train):
-            raise ValueError("the weights of train sum to nothing; give one source a weight above 0")
+            raise ValueError(
+                "the weights of train sum to nothing; give one source a weight above 0"
+            )
         if any(by_weight) and self.temperature is not None:
-            raise ValueError("temperature makes weights of sizes, and weights are set: keep one of them")
+            raise ValueError(
+                "temperature makes weights of sizes, and weights are set: keep one of them"
+            )
         if self.decontaminate and not self.eval:
-            raise ValueError("decontaminate compares rows with those of `eval`, and there are none; with holdout use duplicates: near")
+            raise ValueError(
+                "decontaminate compares rows with those of `eval`, and there are none; with holdout use duplicates: near"
+            )
         return self

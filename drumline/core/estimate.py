@@ -31,10 +31,16 @@ class Memory(Frozen):
     optimizer: int
     activations: int
     logits: int
-    buffers: int = Field(description="Gathered weights, reduction and communication buffers, copies of a step.")
-    overhead: int = Field(description="What torch does not own: context, kernels, communicators' memory.")
+    buffers: int = Field(
+        description="Gathered weights, reduction and communication buffers, copies of a step."
+    )
+    overhead: int = Field(
+        description="What torch does not own: context, kernels, communicators' memory."
+    )
     peak: int
-    reserved: int = Field(description="What the allocator holds at the peak, fragmentation included, plus `overhead`: what must fit.")
+    reserved: int = Field(
+        description="What the allocator holds at the peak, fragmentation included, plus `overhead`: what must fit."
+    )
     phase: Literal["forward", "loss", "backward", "clip", "step", "rollout"]
     phases: dict[str, int] = Field(
         default_factory=dict,
@@ -72,7 +78,14 @@ class Traffic(Frozen):
 
     @property
     def total(self) -> float:
-        return self.all_reduce + self.all_gather + self.reduce_scatter + self.all_to_all + self.p2p + self.broadcast
+        return (
+            self.all_reduce
+            + self.all_gather
+            + self.reduce_scatter
+            + self.all_to_all
+            + self.p2p
+            + self.broadcast
+        )
 
 
 class Seconds(Frozen):
@@ -87,7 +100,14 @@ class Seconds(Frozen):
 
     @property
     def total(self) -> float:
-        return self.compute + self.communication + self.bubble + self.optimizer + self.offload + self.rollout
+        return (
+            self.compute
+            + self.communication
+            + self.bubble
+            + self.optimizer
+            + self.offload
+            + self.rollout
+        )
 
 
 class Estimate(Frozen):
@@ -103,13 +123,21 @@ class Estimate(Frozen):
     limit: int = Field(description="Bytes of a device's memory.")
     host_limit: int | None = None
     host_assumed: bool = Field(
-        False, description="`host_limit` is what such machines usually have; then the export at the end may be above it."
+        False,
+        description="`host_limit` is what such machines usually have; then the export at the end may be above it.",
     )
-    calibrated: bool = Field(False, description="Seconds are by rates that `drumline calibrate` measured; otherwise by datasheets.")
+    calibrated: bool = Field(
+        False,
+        description="Seconds are by rates that `drumline calibrate` measured; otherwise by datasheets.",
+    )
     memory_range: Ends = Field(
-        (1.0, 1.0), description="Ends of what is reserved and of seconds, as multiples of the estimate: where nine of"
+        (1.0, 1.0),
+        description="Ends of what is reserved and of seconds, as multiples of the estimate: where nine of",
     )
-    seconds_range: Ends = Field((1.0, 1.0), description="ten runs of this kind lay that the planner had not seen (planner.cost.fitted).")
+    seconds_range: Ends = Field(
+        (1.0, 1.0),
+        description="ten runs of this kind lay that the planner had not seen (planner.cost.fitted).",
+    )
 
     @property
     def host_fits(self) -> bool:
@@ -121,7 +149,9 @@ class Estimate(Frozen):
     @property
     def needs(self) -> Ends:
         """Bytes of a device at both ends."""
-        return self.memory_range[0] * self.memory.reserved, self.memory_range[1] * self.memory.reserved
+        return self.memory_range[0] * self.memory.reserved, self.memory_range[
+            1
+        ] * self.memory.reserved
 
     @property
     def verdict(self) -> Literal["fits", "tight", "no"]:
@@ -154,16 +184,31 @@ class Activations(Frozen):
     to the one that computes (the ends are in them), live_loss and live_loss_backward on top of all that is saved."""
 
     saved_block: float = Field(description="Kept from a block's forward to its backward.")
-    saved_ends: float = Field(description="The same of embedding, last norm and head's input; logits are not counted.")
-    live_forward: float = Field(description="On top of what is saved, while a block computes forward.")
-    live_backward: float = Field(description="The same while it computes backward, recomputation included.")
-    live_loss: float | None = Field(None, description="On top of what is saved, while the objective computes; None: not traced.")
-    live_loss_backward: float | None = Field(None, description="The same in its backward, before any block's.")
+    saved_ends: float = Field(
+        description="The same of embedding, last norm and head's input; logits are not counted."
+    )
+    live_forward: float = Field(
+        description="On top of what is saved, while a block computes forward."
+    )
+    live_backward: float = Field(
+        description="The same while it computes backward, recomputation included."
+    )
+    live_loss: float | None = Field(
+        None, description="On top of what is saved, while the objective computes; None: not traced."
+    )
+    live_loss_backward: float | None = Field(
+        None, description="The same in its backward, before any block's."
+    )
     copies: tuple[int, int] | None = Field(
         None,
         description="Bytes, not by token, of (a block, the ends; what the first block has less is taken off): weights in a lower "
         "precision that autocast holds in forward. None: not traced.",
     )
-    copies_kept: tuple[int, int] = Field((0, 0), description="Of these, what is there until backward.")
-    offloaded: float = Field(0.0, description="Bytes of a token that a block moves to host memory (the last two keep theirs).")
+    copies_kept: tuple[int, int] = Field(
+        (0, 0), description="Of these, what is there until backward."
+    )
+    offloaded: float = Field(
+        0.0,
+        description="Bytes of a token that a block moves to host memory (the last two keep theirs).",
+    )
     source: Literal["formula", "trace"] = "formula"

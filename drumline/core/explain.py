@@ -53,7 +53,10 @@ def plan_line(plan: Plan) -> str:
     model = model.removeprefix("package:").rstrip("/").split("/")[-1]
     if predicted.parameters:
         frozen = predicted.trainable not in (None, predicted.parameters)
-        model += f" {count(predicted.parameters)}" + f", {count(predicted.trainable or 0)} of them learn" * frozen
+        model += (
+            f" {count(predicted.parameters)}"
+            + f", {count(predicted.trainable or 0)} of them learn" * frozen
+        )
     parts = [
         model,
         f"{plan.config.algorithm.kind} {strategy_name(plan)} on {world * plan.devices_per_rank} × {plan.device}",
@@ -63,16 +66,33 @@ def plan_line(plan: Plan) -> str:
         f"lr {plan.lr:g} {plan.config.schedule.kind}",
     ]
     if estimate := predicted.estimate:
-        parts.append(f"{size(estimate.memory.reserved)} of {size(estimate.limit)} a rank at its peak")
+        parts.append(
+            f"{size(estimate.memory.reserved)} of {size(estimate.limit)} a rank at its peak"
+        )
     return " · ".join(parts)
 
 
 def explain(plan: Plan) -> str:
     """The whole plan: its numbers, and why they were chosen where the user left it open."""
-    data, mesh, pipeline, moves = plan.data, plan.mesh, list[tuple[str, str]](), plan.config.memory.activation_offload
+    data, mesh, pipeline, moves = (
+        plan.data,
+        plan.mesh,
+        list[tuple[str, str]](),
+        plan.config.memory.activation_offload,
+    )
     if plan.pipeline:
-        stages = [f"stage {index} on rank {index % mesh.pp}: layers {a}–{b - 1}" for index, (a, b) in enumerate(plan.pipeline.layers)]
-        pipeline = [("pipeline", "; ".join([plan.pipeline.schedule, *(stages or ["stages known once the model is"])]))]
+        stages = [
+            f"stage {index} on rank {index % mesh.pp}: layers {a}–{b - 1}"
+            for index, (a, b) in enumerate(plan.pipeline.layers)
+        ]
+        pipeline = [
+            (
+                "pipeline",
+                "; ".join(
+                    [plan.pipeline.schedule, *(stages or ["stages known once the model is"])]
+                ),
+            )
+        ]
     data_line = "not prepared yet: `drumline prepare` or `drumline train` does it"
     if data:
         tokens = f" ({count(data.train_tokens)} tokens)" if data.train_tokens else ""
@@ -82,27 +102,51 @@ def explain(plan: Plan) -> str:
     rows = [
         ("run folder", plan.run_dir),
         ("model", _model(plan)),
-        ("mesh", " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items()) + f" = {mesh.world_size} ranks"),
-        ("engine", f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}"),
-        ("memory", f"activation checkpointing {checkpointing(plan)}, offload {plan.offload}{' and activations' * moves}"),
+        (
+            "mesh",
+            " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items())
+            + f" = {mesh.world_size} ranks",
+        ),
+        (
+            "engine",
+            f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}",
+        ),
+        (
+            "memory",
+            f"activation checkpointing {checkpointing(plan)}, offload {plan.offload}{' and activations' * moves}",
+        ),
         ("batch", plan.batch.rule(mesh.data_ranks)),
         *pipeline,
-        ("steps", f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {_warm_up(plan)} of them warm-up"),
+        (
+            "steps",
+            f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {_warm_up(plan)} of them warm-up",
+        ),
         ("learning rate", f"{plan.lr:g}, {plan.config.schedule.kind}"),
         ("data", data_line),
     ]
-    rows += [("mixture", line.removeprefix("data.train: ")) for line in (data.mixture if data else ())]
+    rows += [
+        ("mixture", line.removeprefix("data.train: ")) for line in (data.mixture if data else ())
+    ]
     if plan.deepspeed:
         rows.append(("DeepSpeed", json.dumps(plan.deepspeed)))
     predicted = plan.predicted
     rows += [("adapter", line) for line in predicted.unadapted]
     if estimate := predicted.estimate:
         memory = estimate.memory
-        rows.append(("state a rank", f"{size(memory.parameters + memory.gradients + memory.optimizer)} of weights, gradients and moments"))
-        rows.append(("peak a rank", f"{size(memory.reserved)} of {size(estimate.limit)}, in {memory.phase}"))
+        rows.append(
+            (
+                "state a rank",
+                f"{size(memory.parameters + memory.gradients + memory.optimizer)} of weights, gradients and moments",
+            )
+        )
+        rows.append(
+            ("peak a rank", f"{size(memory.reserved)} of {size(estimate.limit)}, in {memory.phase}")
+        )
     if predicted.flops_per_token:
         rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
-    return "\n".join(f"{name:<14} {value}" for name, value in (*rows, *(("because", line) for line in plan.why)))
+    return "\n".join(
+        f"{name:<14} {value}" for name, value in (*rows, *(("because", line) for line in plan.why))
+    )
 
 
 def _model(plan: Plan) -> str:

@@ -12,8 +12,13 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 # The styles of transformers' tensor-parallel plans that parallel.tensor_parallel knows, and its own: experts are cut by their number.
-ROWS_CUT, COLUMNS_CUT = ("colwise", "colwise_gather_output", "colwise_rep"), ("rowwise", "rowwise_rep", "rowwise_split_input")
-TP_STYLES = frozenset((*ROWS_CUT, *COLUMNS_CUT, "replicate", "replicated_with_grad_allreduce", "experts"))
+ROWS_CUT, COLUMNS_CUT = (
+    ("colwise", "colwise_gather_output", "colwise_rep"),
+    ("rowwise", "rowwise_rep", "rowwise_split_input"),
+)
+TP_STYLES = frozenset(
+    (*ROWS_CUT, *COLUMNS_CUT, "replicate", "replicated_with_grad_allreduce", "experts")
+)
 LINEAR = ("Linear", "Conv1D")
 MULTIPLE = 16  # what both sides of a weight are multiples of for products in fp8 (cuBLAS's kernels)
 # What OPT and its like declare ahead of the blocks and run behind them.
@@ -65,16 +70,28 @@ class ModelFacts:
     batch_norms: int = 0
     classes: frozenset[str] = frozenset()
     frozen: int = 0  # of the parameters, those that are not trained (adapters lie over them)
-    block_parameters: tuple[int, ...] = ()  # of each block in order; empty where the model has no one list of them
+    block_parameters: tuple[
+        int, ...
+    ] = ()  # of each block in order; empty where the model has no one list of them
     embedding_parameters: int = 0  # of everything before the first block
     head_parameters: int = 0  # tied to the embedding, they are counted here too
     attention_flops: float = 0.0  # of one block's attention, besides its matrices
-    bidirectional: bool = False  # a token sees those behind it too, as in BERT: batches carry an attention mask
-    first_position: int | None = 0  # the id of the first token's position, None where the model takes none
+    bidirectional: bool = (
+        False  # a token sees those behind it too, as in BERT: batches carry an attention mask
+    )
+    first_position: int | None = (
+        0  # the id of the first token's position, None where the model takes none
+    )
     vision_language: bool = False  # images stand among its tokens
-    flops_per_image_token: float = 0.0  # of the vision tower, for each token that stands for a part of an image
-    block_weights: tuple[tuple[Weight, ...], ...] = ()  # of each block, a vision tower's among them; equal blocks share one tuple
-    end_weights: tuple[Weight, ...] = ()  # of everything outside of the blocks; a tied head is its embedding
+    flops_per_image_token: float = (
+        0.0  # of the vision tower, for each token that stands for a part of an image
+    )
+    block_weights: tuple[
+        tuple[Weight, ...], ...
+    ] = ()  # of each block, a vision tower's among them; equal blocks share one tuple
+    end_weights: tuple[
+        Weight, ...
+    ] = ()  # of everything outside of the blocks; a tied head is its embedding
     changes_logits: bool = False  # soft-caps or scales what its head gives: they are made whole, whatever loss_chunk says
     trains_router: bool = False  # its config sets the loss that balances a mixture's experts
     keeps_scores: bool = False  # its class has no attention in tiles: all scores are kept
@@ -89,8 +106,11 @@ class ModelFacts:
     whole_sequences: str = ""  # why its sequences cannot be cut over ranks; empty where they can
     uncut: str = ""  # why its blocks cannot be the stages of a pipeline, as far as its modules say; empty where they may be
     windows: bool = False  # some layers look at a window or a chunk of the tokens before
-    buffer_bytes: int = 0  # of what a module keeps besides parameters, tables of rotary embeddings among them
-    roles: Mapping[str, ModelFacts] = field(default_factory=dict)  # of the models that an algorithm needs besides this one
+    buffer_bytes: int = (
+        0  # of what a module keeps besides parameters, tables of rotary embeddings among them
+    )
+    # Of the models that an algorithm needs besides this one.
+    roles: Mapping[str, ModelFacts] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return self._hash
@@ -98,7 +118,17 @@ class ModelFacts:
     @cached_property
     def _hash(self) -> int:
         """Of a few fields, once: facts are the key of what the planner computes thousands of times."""
-        return hash((self.name, self.parameters, self.frozen, self.flops_per_token, self.layers, self.hidden, self.vocab_size))
+        return hash(
+            (
+                self.name,
+                self.parameters,
+                self.frozen,
+                self.flops_per_token,
+                self.layers,
+                self.hidden,
+                self.vocab_size,
+            )
+        )
 
     @property
     def trainable(self) -> int:
@@ -128,13 +158,20 @@ def of_mlp(block: Iterable[Weight]) -> int:
 
 def chunkable(facts: ModelFacts) -> bool:
     """Whether the feed-forward part of each block treats tokens one by one: a dense one, not a mixture whose router sees them all."""
-    names = [[weight.name for weight in block if weight.name.startswith("mlp.")] for block, _ in facts.kinds_of_blocks]
-    return bool(names) and all(block and not any("expert" in name or "router" in name for name in block) for block in names)
+    names = [
+        [weight.name for weight in block if weight.name.startswith("mlp.")]
+        for block, _ in facts.kinds_of_blocks
+    ]
+    return bool(names) and all(
+        block and not any("expert" in name or "router" in name for name in block) for block in names
+    )
 
 
 def takes_fp8(weight: Weight) -> bool:
     """Whether the products of a weight are in fp8, where these are."""
-    linear = weight.place == "block" and len(weight.shape) == 2 and weight.owners[-1:] == ("Linear",)
+    linear = (
+        weight.place == "block" and len(weight.shape) == 2 and weight.owners[-1:] == ("Linear",)
+    )
     return linear and not any(side % MULTIPLE for side in weight.shape)
 
 
@@ -152,7 +189,12 @@ def packs(shape: tuple[int, ...]) -> bool:
 
 
 def is_packed(weight: Weight) -> bool:
-    return not weight.trainable and weight.place == "block" and weight.is_of_linear_layer and packs(weight.shape)
+    return (
+        not weight.trainable
+        and weight.place == "block"
+        and weight.is_of_linear_layer
+        and packs(weight.shape)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -160,10 +202,17 @@ def packed(facts: ModelFacts, bits: int, width: int) -> ModelFacts:
     """The same model as it is kept where its frozen linear layers are packed in `bits`: each is a matrix of fewer columns, whose entries of
     `width` bytes hold the codes. Its FLOPs and activations are those of the model as it was."""
     kinds = {
-        block: tuple(w._replace(shape=(w.shape[0], w.shape[1] * bits // 8 // width)) if is_packed(w) else w for w in block)
+        block: tuple(
+            w._replace(shape=(w.shape[0], w.shape[1] * bits // 8 // width)) if is_packed(w) else w
+            for w in block
+        )
         for block, _ in facts.kinds_of_blocks
     }
-    less = sum(n * (w.numel - v.numel) for block, n in facts.kinds_of_blocks for w, v in zip(block, kinds[block], strict=True))
+    less = sum(
+        n * (w.numel - v.numel)
+        for block, n in facts.kinds_of_blocks
+        for w, v in zip(block, kinds[block], strict=True)
+    )
     ahead = len(facts.block_weights) - len(facts.block_parameters)
     blocks = tuple(kinds[block] for block in facts.block_weights)
     return replace(
@@ -171,15 +220,23 @@ def packed(facts: ModelFacts, bits: int, width: int) -> ModelFacts:
         parameters=facts.parameters - less,
         frozen=facts.frozen - less,
         block_weights=blocks,
-        block_parameters=tuple(sum(weight.numel for weight in block) for block in blocks[ahead:]) if facts.block_parameters else (),
+        block_parameters=tuple(sum(weight.numel for weight in block) for block in blocks[ahead:])
+        if facts.block_parameters
+        else (),
     )
 
 
 @lru_cache(maxsize=1024)
 def packed_scales(facts: ModelFacts, mine: Part, bits: int) -> tuple[int, int]:
     """Bytes of the scales of a part's packed layers (models.packed), and entries of the largest of these."""
-    here = [(weight.numel, number) for weight, number in weights_in(facts, mine) if is_packed(weight)]
-    each = (lambda n: n // 64 + 4 * -(-n // (64 * 256)) + 4) if bits == 4 else (lambda n: 4 * (n // 256))
+    here = [
+        (weight.numel, number) for weight, number in weights_in(facts, mine) if is_packed(weight)
+    ]
+    each = (
+        (lambda n: n // 64 + 4 * -(-n // (64 * 256)) + 4)
+        if bits == 4
+        else (lambda n: 4 * (n // 256))
+    )
     return sum(number * each(n) for n, number in here), max((n for n, _ in here), default=0)
 
 
@@ -210,7 +267,10 @@ class Sizes:
 
 def cut_dimension(weight: Weight) -> int | None:
     """The dimension that tensor parallelism cuts; None: each rank has the whole."""
-    by_rows, transposed = weight.style in ROWS_CUT, weight.owners[-1:] == ("Conv1D",) and len(weight.shape) > 1
+    by_rows, transposed = (
+        weight.style in ROWS_CUT,
+        weight.owners[-1:] == ("Conv1D",) and len(weight.shape) > 1,
+    )
     if by_rows or weight.style in ("experts", "embedding", "head"):
         return int(by_rows and transposed) if weight.shape else None
     return int(not transposed) if weight.style in COLUMNS_CUT and len(weight.shape) > 1 else None
@@ -253,7 +313,11 @@ def experts_over(facts: ModelFacts, ep: int) -> ModelFacts:
 
     def mine(weight: Weight) -> Weight:
         first, *rest = weight.shape or (0,)
-        return weight._replace(shape=(math.ceil(first / ep), *rest), apart=ep) if weight.style == "experts" else weight
+        return (
+            weight._replace(shape=(math.ceil(first / ep), *rest), apart=ep)
+            if weight.style == "experts"
+            else weight
+        )
 
     made = {block: tuple(map(mine, block)) for block, _ in facts.kinds_of_blocks}
     return replace(facts, block_weights=tuple(made[block] for block in facts.block_weights))
@@ -274,20 +338,29 @@ class Part:
 
 
 @lru_cache(maxsize=4096)
-def part_of(facts: ModelFacts, layers: tuple[tuple[int, int], ...] = (), ranks: int = 1, rank: int = 0) -> Part:
+def part_of(
+    facts: ModelFacts, layers: tuple[tuple[int, int], ...] = (), ranks: int = 1, rank: int = 0
+) -> Part:
     """The part of rank `rank` of a pipeline of `ranks`, whose stages have these `layers`; none: the whole model."""
     if not layers:
         return Part(((0, len(facts.block_weights)),))
-    ahead = len(facts.block_weights) - len(facts.block_parameters)  # declared units that are none of the list that is cut
+    # Declared units that are none of the list that is cut.
+    ahead = len(facts.block_weights) - len(facts.block_parameters)
     mine = layers[rank::ranks]
-    return Part(tuple((ahead + first, ahead + stop) for first, stop in mine), rank == 0, mine[-1][1] == layers[-1][1])
+    return Part(
+        tuple((ahead + first, ahead + stop) for first, stop in mine),
+        rank == 0,
+        mine[-1][1] == layers[-1][1],
+    )
 
 
 def end_weights(facts: ModelFacts, mine: Part) -> list[Weight]:
     """The weights of this part outside of the blocks. Tied ones lie on both ends, once where the ends are one."""
 
     def here(weight: Weight) -> bool:
-        last = weight.place == "after" or (weight.place == "before" and any(word in weight.name for word in LAST))
+        last = weight.place == "after" or (
+            weight.place == "before" and any(word in weight.name for word in LAST)
+        )
         return mine.last if last else mine.first or (weight.place == "both" and mine.last)
 
     return [weight for weight in facts.end_weights if here(weight)]
@@ -308,7 +381,9 @@ def ends_by_unit(facts: ModelFacts, mine: Part, tp: int = 1) -> tuple[Sizes, Siz
     """Return the entries of the embedding, of the head, and of what else of a part lies outside of its blocks."""
     weights = end_weights(facts, mine)
     names = ("embedding", "head", "")
-    embedding, head, rest = (sizes([w for w in weights if end_unit(w) == name], tp, 1) for name in names)
+    embedding, head, rest = (
+        sizes([w for w in weights if end_unit(w) == name], tp, 1) for name in names
+    )
     return embedding, head, rest
 
 
@@ -316,7 +391,10 @@ def ends_by_unit(facts: ModelFacts, mine: Part, tp: int = 1) -> tuple[Sizes, Siz
 def rank_params(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
     """The entries of a part of the model, cut into tp × shards parts."""
     blocks = _kinds(facts, mine).items()
-    return sum((sizes(facts.block_weights[block], tp, shards, number) for block, number in blocks), ends(facts, mine, tp, shards))
+    return sum(
+        (sizes(facts.block_weights[block], tp, shards, number) for block, number in blocks),
+        ends(facts, mine, tp, shards),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -334,32 +412,49 @@ def largest_block(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -
 
 def weights_in(facts: ModelFacts, mine: Part) -> Iterator[tuple[Weight, int]]:
     """The weights of a part of the model, with the number of equal ones."""
-    yield from ((weight, number) for block, number in _kinds(facts, mine).items() for weight in facts.block_weights[block])
+    yield from (
+        (weight, number)
+        for block, number in _kinds(facts, mine).items()
+        for weight in facts.block_weights[block]
+    )
     yield from ((weight, 1) for weight in end_weights(facts, mine))
 
 
 def _kinds(facts: ModelFacts, mine: Part) -> dict[int, int]:
     """The first of each kind of equal blocks, and how many there are. Equal ones share one tuple."""
-    return Counter(facts.first_of_kind[block] for begin, stop in mine.stages for block in range(begin, stop))
+    return Counter(
+        facts.first_of_kind[block] for begin, stop in mine.stages for block in range(begin, stop)
+    )
 
 
 @lru_cache(maxsize=4096)
 def weights_of(facts: ModelFacts, staged: bool = False) -> tuple[tuple[Weight, int], ...]:
     """A model's weights with the number of equal ones (one of that size where only that is known); `staged`: tied ones lie on both ends."""
     some = [(weight, number) for block, number in facts.kinds_of_blocks for weight in block]
-    some += [(weight, 2 if staged and weight.place == "both" else 1) for weight in facts.end_weights]
-    return tuple(some) or ((Weight("trainable", (facts.trainable,)), 1), (Weight("frozen", (facts.frozen,), trainable=False), 1))
+    some += [
+        (weight, 2 if staged and weight.place == "both" else 1) for weight in facts.end_weights
+    ]
+    return tuple(some) or (
+        (Weight("trainable", (facts.trainable,)), 1),
+        (Weight("frozen", (facts.frozen,), trainable=False), 1),
+    )
 
 
 @lru_cache(maxsize=4096)
 def tp_ranks(facts: ModelFacts, tp: int) -> tuple[tuple[int, float], ...]:
     """The ranks whose parts differ in size, and the share of ranks like each: one for all where everything divides."""
-    even = all(cut is None or w.shape[cut] % tp == 0 for w, _ in weights_of(facts) for cut in (cut_dimension(w),))
+    even = all(
+        cut is None or w.shape[cut] % tp == 0
+        for w, _ in weights_of(facts)
+        for cut in (cut_dimension(w),)
+    )
     return ((0, 1.0),) if even else tuple((rank, 1 / tp) for rank in range(tp))
 
 
 @lru_cache(maxsize=4096)
-def cut_weights(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None) -> Counter[str]:
+def cut_weights(
+    facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None
+) -> Counter[str]:
     """Return the entries of the model on rank `rank` of `tp`, by names.
 
     `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of the rest; `…_trainable`: of
@@ -372,7 +467,11 @@ def cut_weights(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int
     for weight, number in weights_of(facts, staged):
         apart = weight.apart > 1
         whole, here = number * part(weight, tp, 1, rank), number * part(weight, tp, shards, rank)
-        is_unit = weight.place == "block" if wrap is None else any(owner in wrap for owner in weight.owners)
+        is_unit = (
+            weight.place == "block"
+            if wrap is None
+            else any(owner in wrap for owner in weight.owners)
+        )
         unit = "experts" if apart else "units" if is_unit else "root"
         sums[unit] += here
         if weight.trainable:
@@ -380,7 +479,13 @@ def cut_weights(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int
             sums["experts_whole" if apart else "trainable"] += whole
             sums["experts_tensors" if apart else "tensors"] += number
             sums["tied"] += whole if weight.place == "both" else 0
-            sums["apart" if apart else "cut" if tp > 1 and cut_dimension(weight) is not None else "uncut"] += 1
+            sums[
+                "apart"
+                if apart
+                else "cut"
+                if tp > 1 and cut_dimension(weight) is not None
+                else "uncut"
+            ] += 1
         elif len(weight.shape) >= 2:
             sums[f"{unit}_low"] += here
     return sums

@@ -22,19 +22,29 @@ T = TypeVar("T")
 UNFINISHED = ".tmp-"
 PERIOD_SECONDS = 0.2  # between two reads of what another process appends
 STALE_SECONDS = 24 * 3600.0
-PIECE, PIECES = 2**20, 16  # of a large file so many pieces of a MiB are read, evenly spaced: it may lie on a network
+# Of a large file so many pieces of a MiB are read, evenly spaced: it may lie on a network.
+PIECE, PIECES = (
+    2**20,
+    16,
+)
 STEP_FOLDER = re.compile(r"step-(\d{8,})")  # the name of a checkpoint
 OURS = re.compile(rf"{re.escape(UNFINISHED)}(\d+-\d+-[0-9a-f]{{8}})-[0-9a-f]{{8}}")
 
 
 @contextmanager
-def whole_file(path: Path, *, private: bool = False, durable: bool = False, shared: bool = False) -> Iterator[BinaryIO]:
+def whole_file(
+    path: Path, *, private: bool = False, durable: bool = False, shared: bool = False
+) -> Iterator[BinaryIO]:
     """Write a file; what has its name stays there until the new one is whole. `private`: for its owner alone, where otherwise the umask
     decides. `durable`: on the device afterwards, and its name too. `shared`: several processes may write it at once, each a file of its
     own."""
     fresh = path.with_name(f"{UNFINISHED}{path.name}" + f"-{os.getpid()}" * shared)
     try:
-        with open(fresh, "wb", opener=(lambda name, flags: os.open(name, flags, 0o600)) if private else None) as file:
+        with open(
+            fresh,
+            "wb",
+            opener=(lambda name, flags: os.open(name, flags, 0o600)) if private else None,
+        ) as file:
             if private:
                 os.fchmod(file.fileno(), 0o600)  # it may have been there
             yield file
@@ -55,7 +65,9 @@ def write_whole(path: Path, text: str, **how: bool) -> None:
         file.write(text.encode())
 
 
-def kept(path: Path, read: Callable[[str], T], make: Callable[[], T], write: Callable[[T], str]) -> T:
+def kept(
+    path: Path, read: Callable[[str], T], make: Callable[[], T], write: Callable[[T], str]
+) -> T:
     """What `read` finds in a file; where it raises ValueError, or there is no file, what `make` makes anew, written for the next time by
     `write` if the disk takes it."""
     with suppress(OSError, ValueError):
@@ -75,7 +87,8 @@ def create_whole(path: Path, data: bytes) -> bool:
         try:
             os.link(own, path)
         except FileExistsError:
-            return own.stat().st_nlink > 1  # over a network the answer to the call that made it may have been lost
+            # Over a network the answer to the call that made it may have been lost.
+            return own.stat().st_nlink > 1
         except OSError:  # this file system has no hard links
             with suppress(FileExistsError), path.open("xb") as file:
                 file.write(data)
@@ -163,14 +176,20 @@ def sync(path: Path) -> None:
 
 def numbered(folder: Path, prefix: str) -> dict[int, Path]:
     """Number → what is called `prefix` and that number in a folder, in their order. Other names are somebody else's."""
-    found = ((re.fullmatch(rf"{re.escape(prefix)}([0-9]{{1,15}})", path.stem), path) for path in folder.glob(f"{prefix}*"))
+    found = (
+        (re.fullmatch(rf"{re.escape(prefix)}([0-9]{{1,15}})", path.stem), path)
+        for path in folder.glob(f"{prefix}*")
+    )
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def is_own_checkpoint(folder: Path, run_dir: Path) -> bool:
     """Whether a folder is a checkpoint of a run by place and name: a copy beside them, under a name of its own, is none."""
     found = folder.resolve()
-    return found.parent == (run_dir / "checkpoints").resolve() and STEP_FOLDER.fullmatch(found.name) is not None
+    return (
+        found.parent == (run_dir / "checkpoints").resolve()
+        and STEP_FOLDER.fullmatch(found.name) is not None
+    )
 
 
 def digest(path: Path) -> str | None:
@@ -178,9 +197,13 @@ def digest(path: Path) -> str | None:
     if not path.exists():
         return None
     whole = hashlib.sha256()
-    for file in sorted(each for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file()):
+    for file in sorted(
+        each for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file()
+    ):
         name = str(file.relative_to(path)) if path.is_dir() else ""
-        if any(part.startswith(".") for part in Path(name).parts):  # what a download keeps for itself
+        if any(
+            part.startswith(".") for part in Path(name).parts
+        ):  # what a download keeps for itself
             continue
         size = file.stat().st_size
         whole.update(f"{name}\0{size}\0".encode())
@@ -193,7 +216,9 @@ def digest(path: Path) -> str | None:
 
 
 @contextmanager
-def following(path: Path, on_bytes: Callable[[bytes], object], offset: int | None = None) -> Iterator[None]:
+def following(
+    path: Path, on_bytes: Callable[[bytes], object], offset: int | None = None
+) -> Iterator[None]:
     """Within, another thread hands what is appended to a file to `on_bytes`, piece by piece; what is left is handed over at the end. The
     file may not be there yet. `offset`: where in the file to begin; None: at its end."""
     done = threading.Event()
@@ -207,7 +232,9 @@ def following(path: Path, on_bytes: Callable[[bytes], object], offset: int | Non
                 piece = file.read()
             offset += len(piece)
             if piece:
-                with suppress(OSError):  # what shows it to a terminal that has gone: the work goes on
+                with suppress(
+                    OSError
+                ):  # what shows it to a terminal that has gone: the work goes on
                     on_bytes(piece)
 
     def follow() -> None:

@@ -31,9 +31,18 @@ LIMITS = ("hang", "startup", "save", "eval", "rollout")  # seconds, of `health`
 VARIABLE = "DRUMLINE_HEARTBEAT"  # folder:place of a rank among those of its host
 DUMP = signal.SIGUSR2
 LOOK_SECONDS = 0.25  # between two looks for a question of the watcher
-CALL_SECONDS = 1.0  # between two looks for a question of another host, in a phase that takes longer than that
+CALL_SECONDS = (
+    1.0  # between two looks for a question of another host, in a phase that takes longer than that
+)
 TIMES = 3.0  # a phase may take this many times the longest so far
-OWN_LIMIT = {"startup": "startup", "compile": "startup", "save": "save", "report": "save", "eval": "eval", "rollout": "rollout"}
+OWN_LIMIT = {
+    "startup": "startup",
+    "compile": "startup",
+    "save": "save",
+    "report": "save",
+    "eval": "eval",
+    "rollout": "rollout",
+}
 # Phases whose own limit is the most that they may take. Once one of them is over, less is enough: what its longest part teaches, or
 # FLOOR times `hang`, since the parts of these phases differ more than those of a step.
 LEARNING = ("save", "eval", "rollout")
@@ -42,7 +51,11 @@ FIRST_STEPS = 2  # of a process: caches are cold, kernels are compiled, allocato
 # Words of 8 bytes. A store of one is never torn. GRANTED: seconds that this part of the phase may take, whatever was learned; at most its
 # own limit, or that of start-up.
 PID, COUNT, SINCE, PHASE, STEP, POSITION, FREE, REQUEST, REPLY, GRANTED = range(10)
-LIMIT, LEARNED = 10, 10 + len(LIMITS)  # seconds: those of `health`, and the longest of each phase so far
+# Seconds: those of `health`, and the longest of each phase so far.
+LIMIT, LEARNED = (
+    10,
+    10 + len(LIMITS),
+)
 SLOT = LEARNED + len(PHASES)
 NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 DONE = NUMBER["done"]
@@ -58,12 +71,17 @@ class Board:
         try:
             if create:
                 os.ftruncate(handle, ranks * SLOT * 8)
-                if hasattr(os, "posix_fallocate"):  # a page that there is no room for would be a SIGBUS later
+                if hasattr(
+                    os, "posix_fallocate"
+                ):  # a page that there is no room for would be a SIGBUS later
                     os.posix_fallocate(handle, 0, ranks * SLOT * 8)
             self.bytes_ = mmap.mmap(handle, os.fstat(handle).st_size)
         finally:
             os.close(handle)
-        self.ints, self.floats = memoryview(self.bytes_).cast("q"), memoryview(self.bytes_).cast("d")
+        self.ints, self.floats = (
+            memoryview(self.bytes_).cast("q"),
+            memoryview(self.bytes_).cast("d"),
+        )
 
     def file(self, kind: str, place: int) -> Path:
         """Where a rank's `stacks` go, and its `answer`."""
@@ -81,7 +99,10 @@ class Board:
         key = OWN_LIMIT.get(PHASES[phase])
         learned = max(self.float_(other, LEARNED + phase) for other in places)
         hang = self.float_(place, LIMIT + LIMITS.index("hang"))
-        most, granted = self.float_(place, LIMIT + LIMITS.index(key or "startup")), self.float_(place, GRANTED)
+        most, granted = (
+            self.float_(place, LIMIT + LIMITS.index(key or "startup")),
+            self.float_(place, GRANTED),
+        )
         if key is None and learned and not self.int_(place, FREE):
             return max(hang, TIMES * learned, min(most, granted))
         if PHASES[phase] not in LEARNING or not learned:
@@ -108,7 +129,10 @@ def new_board(ranks: int) -> Board | None:
 def common_board(name: str, ranks: int) -> tuple[Path, bool]:
     """The folder of the board of a run of `ranks`, for those of them that share this memory; the first one makes it, and whether this was
     it. `name`: what they have in common, and nobody else knows. Raises OSError."""
-    folder = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()) / f"drumline-{name}"
+    folder = (
+        Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+        / f"drumline-{name}"
+    )
     made = True
     try:
         folder.mkdir(mode=0o700)
@@ -125,7 +149,11 @@ class Heart:
         self.board, self.place, self.at = board, place, place * SLOT
         self.ints, self.floats = board.ints, board.floats
         self.steps = 0
-        self.seconds, self.began = dict.fromkeys(PHASES, 0.0), time.monotonic()  # in each phase so far, and since when in this one
+        # In each phase so far, and since when in this one.
+        self.seconds, self.began = (
+            dict.fromkeys(PHASES, 0.0),
+            time.monotonic(),
+        )
         self.before = "startup"  # the phase that a compilation came into
         self.longest = 0.0  # part of the phase so far, where it is one of LEARNING
         self.answers: dict[str, Callable[[], Any]] = {}
@@ -148,7 +176,9 @@ class Heart:
         self.seconds[PHASES[was]] += now - self.began
         self.began = now
         if PHASES[was] in LEARNING and phase not in (PHASES[was], "compile"):  # it is over
-            self.floats[self.at + LEARNED + was] = max(self.longest, self.floats[self.at + LEARNED + was])
+            self.floats[self.at + LEARNED + was] = max(
+                self.longest, self.floats[self.at + LEARNED + was]
+            )
             self.longest = 0.0
         self.ints[self.at + PHASE] = NUMBER[phase]
 
@@ -186,7 +216,9 @@ class Heart:
 
     def at_work(self) -> int | None:
         """The step of this rank, where it is in a phase for no longer than that may take."""
-        late = time.monotonic() - self.floats[self.at + SINCE] > self.board.limit(self.place, [self.place])
+        late = time.monotonic() - self.floats[self.at + SINCE] > self.board.limit(
+            self.place, [self.place]
+        )
         return None if late else self.ints[self.at + STEP]
 
     def _answer(self) -> None:
@@ -195,7 +227,11 @@ class Heart:
         while True:
             time.sleep(LOOK_SECONDS)
             now = time.monotonic()
-            if self.listen and self.ints[self.at + PHASE] != DONE and min(now - heard, now - self.floats[self.at + SINCE]) > CALL_SECONDS:
+            if (
+                self.listen
+                and self.ints[self.at + PHASE] != DONE
+                and min(now - heard, now - self.floats[self.at + SINCE]) > CALL_SECONDS
+            ):
                 heard = now
                 try:
                     self.listen()

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from drumline.core.plan import Plan
     from drumline.hardware.detect import Machine
 
-RunModule = Callable[[str, str, float], tuple[int | None, str, str]]  # as core.process.run_module: module, stdin, seconds
+# As core.process.run_module: module, stdin, seconds.
+RunModule = Callable[[str, str, float], tuple[int | None, str, str]]
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,24 @@ class LauncherSpec(Spec):
     # Hosts may come and go: `nodes` is {min, max}.
     elastic: ClassVar[bool] = False
 
-    nproc: int | None = Field(None, gt=0, le=4096, description="Processes of each host; null: one per GPU, or 1 without GPUs.")
-    max_restarts: int = Field(3, ge=0, le=10**6, description="Restarts after a rank fails; progress resets the count.")
-    port: int | None = Field(
-        None, gt=0, lt=65536, description="Rendezvous port, on loopback where all ranks are on this machine; null: any free port."
+    nproc: int | None = Field(
+        None,
+        gt=0,
+        le=4096,
+        description="Processes of each host; null: one per GPU, or 1 without GPUs.",
     )
-    grace_seconds: Seconds = Field(60.0, description="Time for the ranks to save after SIGTERM, before they are killed.")
+    max_restarts: int = Field(
+        3, ge=0, le=10**6, description="Restarts after a rank fails; progress resets the count."
+    )
+    port: int | None = Field(
+        None,
+        gt=0,
+        lt=65536,
+        description="Rendezvous port, on loopback where all ranks are on this machine; null: any free port.",
+    )
+    grace_seconds: Seconds = Field(
+        60.0, description="Time for the ranks to save after SIGTERM, before they are killed."
+    )
     timeout_seconds: Seconds | None = Field(
         None,
         description=f"A collective that takes longer than this fails; null: {START_SECONDS:g} s until the first step, then"
@@ -78,8 +91,14 @@ class LauncherSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _fixed(cls, values: Any) -> Any:
-        if not cls.elastic and isinstance(values, Mapping) and isinstance(values.get("nodes"), Mapping):
-            raise ValueError("nodes: {min, max} is for launch.kind: ssh: only there hosts may come and go — give their number")
+        if (
+            not cls.elastic
+            and isinstance(values, Mapping)
+            and isinstance(values.get("nodes"), Mapping)
+        ):
+            raise ValueError(
+                "nodes: {min, max} is for launch.kind: ssh: only there hosts may come and go — give their number"
+            )
         return values
 
     def rank_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
@@ -132,11 +151,23 @@ class LauncherSpec(Spec):
     def compare(self, plan: Plan, early: Any) -> None:
         """Raises EnvironmentFault where hosts differ in what the plan needs. The lease of the run folder is held, and nothing is in it."""
 
-    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Any) -> int:
+    def start(
+        self,
+        plan: Plan,
+        plan_path: Path,
+        resume: str | None,
+        on_event: Callable[[Any], None],
+        on_oom: Replans,
+        early: Any,
+    ) -> int:
         """Run the ranks of a plan to their end and return the exit code (`drumline.errors`). A rank is `python -m drumline.train.entry
         PLAN`, perhaps with `--resume` and where to go on, in the variables above. Each event of the run goes to `on_event`
         (`telemetry.events.Tail` follows events.jsonl); `on_oom` makes a new plan when memory ran out."""
-        raise EnvironmentFault(f"launcher {self.kind} starts no ranks", where="launch.kind", fix="start them as its program does")
+        raise EnvironmentFault(
+            f"launcher {self.kind} starts no ranks",
+            where="launch.kind",
+            fix="start them as its program does",
+        )
 
 
 Launcher = Annotated[LauncherSpec, Registered(LauncherSpec)]

@@ -70,37 +70,58 @@ class Request:
     machine: Machine | None = None
 
 
-def load(path: Path, overrides: list[str], over: Sheet | None = None, trusted: bool = True) -> Loaded:
+def load(
+    path: Path, overrides: list[str], over: Sheet | None = None, trusted: bool = True
+) -> Loaded:
     """Read a YAML file, also another tool's (see `compat`), lay a launcher's strategy over it, and then dotted overrides. Not `trusted`:
     the file may be a stranger's run, so that an override alone can allow a model's own code (trust_remote_code). Raises ConfigError."""
     base = _base_of(path)
-    return _loaded(drafted(read_text(path), str(path), base, over), path, base, overrides, trusted, over is not None)
+    return _loaded(
+        drafted(read_text(path), str(path), base, over),
+        path,
+        base,
+        overrides,
+        trusted,
+        over is not None,
+    )
 
 
 def _base_of(path: Path) -> Path:
     """What paths in a config are relative to: its folder; for the config.yaml of a run, that of the YAML which the run was started with."""
     plan = path.parent / "plan.json"
     if path.name == "config.yaml" and plan.is_file():
-        base = read_object(plan, ConfigError, "copy config.yaml to where the data are").get("base_dir")
+        base = read_object(plan, ConfigError, "copy config.yaml to where the data are").get(
+            "base_dir"
+        )
         return Path(base) if isinstance(base, str) else path.parent
     return path.parent
 
 
-def load_values(values: Mapping[str, Any], overrides: list[str], over: Sheet | None = None, trusted: bool = True) -> Loaded:
+def load_values(
+    values: Mapping[str, Any], overrides: list[str], over: Sheet | None = None, trusted: bool = True
+) -> Loaded:
     """The same for a dictionary in place of a file: paths in it are relative to the current folder. Raises ConfigError."""
     try:
         text = json.dumps(values, default=os.fspath)
     except (TypeError, ValueError) as error:
         fix = "text, numbers, lists, dictionaries and paths go into a config; name your own code by path.py:name"
-        raise ConfigError(f"cannot be written as YAML: {first_line(error)}", where="config", fix=fix) from None
+        raise ConfigError(
+            f"cannot be written as YAML: {first_line(error)}", where="config", fix=fix
+        ) from None
     draft = drafted(text, "config", Path(), over)
-    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "notebook").name  # it names the run folder where nobody does
-    return _loaded(replace(draft, lines={}), Path(script), Path(), overrides, trusted, over is not None)
+    script = Path(
+        getattr(sys.modules["__main__"], "__file__", None) or "notebook"
+    ).name  # it names the run folder where nobody does
+    return _loaded(
+        replace(draft, lines={}), Path(script), Path(), overrides, trusted, over is not None
+    )
 
 
 def reader(config: str | Path | Mapping[str, Any]) -> Callable[..., Loaded]:
     """`load` of a file, or `load_values` of the keys themselves, with the rest of its arguments to come."""
-    return partial(load_values, config) if isinstance(config, Mapping) else partial(load, Path(config))
+    return (
+        partial(load_values, config) if isinstance(config, Mapping) else partial(load, Path(config))
+    )
 
 
 def overrides_of(given: Overrides | None) -> list[str]:
@@ -110,18 +131,31 @@ def overrides_of(given: Overrides | None) -> list[str]:
         try:
             made.append(f"{key}={json.dumps(value, default=os.fspath)}")
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"cannot be written as YAML: {first_line(error)}", where=f"override {key}") from None
+            raise ConfigError(
+                f"cannot be written as YAML: {first_line(error)}", where=f"override {key}"
+            ) from None
     return made if isinstance(given, Mapping) else [*(given or ())]
 
 
-def _loaded(draft: Draft, path: Path, base: Path, overrides: list[str], trusted: bool, laid_over: bool) -> Loaded:
+def _loaded(
+    draft: Draft, path: Path, base: Path, overrides: list[str], trusted: bool, laid_over: bool
+) -> Loaded:
     config = validated(draft, overrides, trusted, base)
     update: dict[str, Any] = {"strategy": config.strategy.with_files(base)}
     for name, key in (("model", "chat_template"), ("cluster", "calibration")):
-        if (file := getattr(section := getattr(config, name), key, None)) is not None and file not in TEMPLATES:
+        if (
+            file := getattr(section := getattr(config, name), key, None)
+        ) is not None and file not in TEMPLATES:
             # Ranks read it from the plan, and no longer know where the YAML was.
             update[name] = section.model_copy(update={key: str((base / expanded(file)).absolute())})
-    return Loaded(config.model_copy(update=update), path, base, tuple(draft.notes), draft.resume, draft.old or laid_over)
+    return Loaded(
+        config.model_copy(update=update),
+        path,
+        base,
+        tuple(draft.notes),
+        draft.resume,
+        draft.old or laid_over,
+    )
 
 
 def load_text(text: str, overrides: list[str], name: str = "config") -> Config:
@@ -131,15 +165,27 @@ def load_text(text: str, overrides: list[str], name: str = "config") -> Config:
 
 def load_lines(text: str, overrides: list[str], name: str) -> Loaded:
     """`load` of a text, whose paths are relative to the current folder."""
-    return _loaded(drafted(text, name, Path(), None), Path(name), Path(), overrides, trusted=True, laid_over=False)
+    return _loaded(
+        drafted(text, name, Path(), None),
+        Path(name),
+        Path(),
+        overrides,
+        trusted=True,
+        laid_over=False,
+    )
 
 
 def read_text(path: Path) -> str:
     """The text of a config file. Raises ConfigError."""
     if path.is_dir():
-        raise ConfigError("is a folder, and one file is wanted", where=str(path), fix=_file_meant(path))
-    text = plain_text(path, ConfigError, "give the path of a YAML; examples/ has some to copy", MOST_CONFIG)
-    return text.replace("\t", "  ") if path.suffix == ".json" else text  # JSON may be indented with tabs, YAML may not
+        raise ConfigError(
+            "is a folder, and one file is wanted", where=str(path), fix=_file_meant(path)
+        )
+    text = plain_text(
+        path, ConfigError, "give the path of a YAML; examples/ has some to copy", MOST_CONFIG
+    )
+    # JSON may be indented with tabs, YAML may not.
+    return text.replace("\t", "  ") if path.suffix == ".json" else text
 
 
 def _file_meant(folder: Path) -> str:
@@ -185,7 +231,14 @@ class Draft:
         return f"{self.name}: {dotted}" if dotted else self.name
 
 
-def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder: Path | None = None, lenient: bool = False) -> Draft:
+def drafted(
+    text: str,
+    name: str,
+    base: Path,
+    over: Sheet | None = None,
+    folder: Path | None = None,
+    lenient: bool = False,
+) -> Draft:
     """The values of a config, Drumline's or another tool's. `base`: the folder that it lies in; `folder`: that of a new config; `lenient`:
     what Drumline lacks is a note and no error."""
     try:
@@ -198,13 +251,17 @@ def drafted(text: str, name: str, base: Path, over: Sheet | None = None, folder:
         raise ConfigError("the file is empty", where=name, fix="it needs at least data: rows.jsonl")
     if not isinstance(values, dict):
         what = "a list" if isinstance(values, list) else f"only {values!r}"
-        raise ConfigError(f"holds {what}, not keys and values", where=f"{name}:1", fix="write `key: value` lines")
+        raise ConfigError(
+            f"holds {what}, not keys and values", where=f"{name}:1", fix="write `key: value` lines"
+        )
     draft = Draft(name, values, lines)
     if not is_own(values):
         from drumline.compat import translate
 
         if (new := translate(values, lines, name, base, folder or base, lenient)) is not None:
-            draft = Draft(name, new.values, {}, new.set_at, notes=new.notes, resume=new.resume, old=True)
+            draft = Draft(
+                name, new.values, {}, new.set_at, notes=new.notes, resume=new.resume, old=True
+            )
     if "data" in draft.values:
         draft.values["data"] = in_full(draft.values["data"], base)
     if over is not None:
@@ -221,7 +278,9 @@ def has_data(values: dict[str, Any]) -> bool:
     return "train" in data if isinstance(data, dict) else bool(data)
 
 
-def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir: Path | None = None) -> Config:
+def validated(
+    draft: Draft, overrides: list[str], trusted: bool = True, base_dir: Path | None = None
+) -> Config:
     """The Config of a draft with overrides over it. `base_dir`: what files of the user's own code are relative to. Raises ConfigError."""
     values = draft.values
     draft.overrides = {}
@@ -233,9 +292,14 @@ def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir
         fix = "add it on the command line: data=rows.jsonl, or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)
     values = _without_nulls(values)
-    values = withhold(values if trusted else _without_trust(values, tuple(draft.overrides)), draft.where)
+    values = withhold(
+        values if trusted else _without_trust(values, tuple(draft.overrides)), draft.where
+    )
     try:
-        allowed = trusted or (isinstance(values.get("model"), dict) and values["model"].get("trust_remote_code") is True)
+        allowed = trusted or (
+            isinstance(values.get("model"), dict)
+            and values["model"].get("trust_remote_code") is True
+        )
         config = Config.model_validate(values, context={"base_dir": base_dir, "trusted": allowed})
     except ValidationError as error:
         raise first_mistake(error, draft.where) from None
@@ -254,17 +318,35 @@ def _check_metric(config: Config, draft: Draft) -> None:
     unmeasured = config.eval.tasks and not (config.data.eval or config.data.holdout or of_task)
     if unmeasured:
         fix = "set data.eval or data.holdout, or name a metric of a task: tasks/NAME/METRIC"
-        raise ConfigError(f"{metric!r} is measured on held-out rows, and there are none", where=draft.where(("eval", "metric")), fix=fix)
-    if inner not in names and not (inner.startswith("reward/") and "reward" in names) and not of_task:
-        known = [*names, *(f"{name}/{each}" for name in sets for each in names), *["tasks/NAME/METRIC"] * bool(config.eval.tasks)]
+        raise ConfigError(
+            f"{metric!r} is measured on held-out rows, and there are none",
+            where=draft.where(("eval", "metric")),
+            fix=fix,
+        )
+    if (
+        inner not in names
+        and not (inner.startswith("reward/") and "reward" in names)
+        and not of_task
+    ):
+        known = [
+            *names,
+            *(f"{name}/{each}" for name in sets for each in names),
+            *["tasks/NAME/METRIC"] * bool(config.eval.tasks),
+        ]
         what = f"algorithm {config.algorithm.kind} measures no {metric!r}"
-        raise ConfigError(what, where=draft.where(("eval", "metric")), fix=f"one of {', '.join(known)}")
+        raise ConfigError(
+            what, where=draft.where(("eval", "metric")), fix=f"one of {', '.join(known)}"
+        )
 
 
 def override(key: str, path: object) -> str:
     """An override that sets a key to a path, which is quoted where YAML would read something else: `#` begins a comment."""
     text = str(path)
-    return f"{key}={text}" if re.fullmatch(r"[\w.~+=-]*/[\w./~+=-]*", text) else f"{key}={json.dumps(text, ensure_ascii=False)}"
+    return (
+        f"{key}={text}"
+        if re.fullmatch(r"[\w.~+=-]*/[\w./~+=-]*", text)
+        else f"{key}={json.dumps(text, ensure_ascii=False)}"
+    )
 
 
 def _without_nulls(value: Any, place: Place = ()) -> Any:
@@ -285,9 +367,14 @@ def _without_nulls(value: Any, place: Place = ()) -> Any:
 def _without_trust(value: Any, granted: tuple[Place, ...], place: Place = ()) -> Any:
     """A copy of the values in which trust_remote_code is false wherever no override sets it."""
     if isinstance(value, dict):
-        return {key: _without_trust(inner, granted, (*place, str(key))) for key, inner in value.items()}
+        return {
+            key: _without_trust(inner, granted, (*place, str(key))) for key, inner in value.items()
+        }
     if isinstance(value, list):
-        return [_without_trust(inner, granted, (*place, str(index))) for index, inner in enumerate(value)]
+        return [
+            _without_trust(inner, granted, (*place, str(index)))
+            for index, inner in enumerate(value)
+        ]
     mine = any(place[: len(override)] == override for override in granted)
     return False if place[-1:] == ("trust_remote_code",) and not mine else value
 
@@ -297,7 +384,11 @@ def lay_over(values: dict[str, Any], override: str) -> Place:
     dotted, equals, text = override.partition("=")
     place = tuple(dotted.split("."))
     if not equals or "" in place:
-        raise ConfigError(f"{override!r} is no override", where="command line", fix="write key=value, such as optimizer.lr=1e-4")
+        raise ConfigError(
+            f"{override!r} is no override",
+            where="command line",
+            fix="write key=value, such as optimizer.lr=1e-4",
+        )
     if not text.strip():  # often a variable of the shell that is not set
         raise _override_error(override, "nothing given", f"write a value, or {dotted}=null")
     try:
@@ -320,7 +411,11 @@ def lay_over(values: dict[str, Any], override: str) -> Place:
     elif isinstance(inside, dict):
         inside[place[-1]] = value
     else:
-        raise _override_error(override, f"{'.'.join(place[:-1])} has no keys: it is {inside!r}", "give the whole of it")
+        raise _override_error(
+            override,
+            f"{'.'.join(place[:-1])} has no keys: it is {inside!r}",
+            "give the whole of it",
+        )
     return place
 
 
@@ -331,7 +426,9 @@ def _section(current: Any, place: Place, following: str, override: str) -> Any:
     if current is None:
         if following.isdecimal():
             dotted = ".".join(place)
-            raise _override_error(override, f"{dotted} is no list yet", f"give the whole of it: {dotted}=[…]")
+            raise _override_error(
+                override, f"{dotted} is no list yet", f"give the whole of it: {dotted}=[…]"
+            )
         return {}
     try:
         if (short := short_at(place)) is not None and isinstance(full := short.long(current), dict):
@@ -340,7 +437,9 @@ def _section(current: Any, place: Place, following: str, override: str) -> Any:
         raise _override_error(override, str(error), "give the whole of it") from None
     if isinstance(current, str) and kinds_at(place):
         return {"kind": current}
-    raise _override_error(override, f"{'.'.join(place)} has no keys: it is {current!r}", "give the whole of it")
+    raise _override_error(
+        override, f"{'.'.join(place)} has no keys: it is {current!r}", "give the whole of it"
+    )
 
 
 def _index(inside: list[Any], key: str, override: str) -> int:
@@ -369,7 +468,9 @@ def to_yaml(config: Config) -> str:
 def changed_values(config: Config) -> dict[str, Any]:
     """The keys that are not at their defaults, and the kind of each section that has such keys. Read again, they give the same config."""
     full = config.model_dump(mode="json")
-    values: dict[str, Any] = _with_kinds(config.model_dump(mode="json", exclude_defaults=True), full)
+    values: dict[str, Any] = _with_kinds(
+        config.model_dump(mode="json", exclude_defaults=True), full
+    )
     for name, default in config.algorithm.best_by.items():  # defaults that come with the algorithm
         if full["eval"][name] != default:
             values.setdefault("eval", {})[name] = full["eval"][name]
@@ -440,7 +541,9 @@ def saved_config(values: Any, now: Config, allow: tuple[str, ...], where: str) -
     except (ValidationError, ConfigError) as error:
         first = first_mistake(error) if isinstance(error, ValidationError) else error
         fix = "install or put back what it names, or accept another with --allow SECTION"
-        raise CheckpointError(f"its config cannot be read: {first.where}: {first.what}", where=where, fix=fix) from None
+        raise CheckpointError(
+            f"its config cannot be read: {first.where}: {first.what}", where=where, fix=fix
+        ) from None
 
 
 def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list[str]]:
@@ -449,11 +552,21 @@ def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list
     took min for each."""
     before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     totals = ("batch.global_samples", "batch.global_tokens")
-    same_batch = all(before[key] == after[key] for key in totals) and any(before[key] for key in totals)
+    same_batch = all(before[key] == after[key] for key in totals) and any(
+        before[key] for key in totals
+    )
     may = (*FREE, *allow, *(("batch.micro_batch", "batch.accumulation") if same_batch else ()))
-    may += ("eval.mode",) * (old.eval.metric == new.eval.metric and new.eval.mode == direction(new.eval.metric))
-    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key) and not allowed(key, may)]
-    return "; ".join(f"{key} {plain(before.get(key))!r} → {plain(after.get(key))!r}" for key in keys), keys
+    may += ("eval.mode",) * (
+        old.eval.metric == new.eval.metric and new.eval.mode == direction(new.eval.metric)
+    )
+    keys = [
+        key
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key) and not allowed(key, may)
+    ]
+    return "; ".join(
+        f"{key} {plain(before.get(key))!r} → {plain(after.get(key))!r}" for key in keys
+    ), keys
 
 
 def strategy_change(old: Config, new: Config, checkpoint: str) -> str | None:
@@ -463,16 +576,18 @@ def strategy_change(old: Config, new: Config, checkpoint: str) -> str | None:
     """
     if old.strategy.kind == new.strategy.kind:
         return None
-    return (
-        f"{checkpoint} was saved under {old.strategy.kind}; the run goes on under {new.strategy.kind}"
-    )
+    return f"{checkpoint} was saved under {old.strategy.kind}; the run goes on under {new.strategy.kind}"
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key → value, of dictionaries at any depth; a list is one value."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
-    return {key: leaf for name, inner in value.items() for key, leaf in flat(inner, f"{prefix}.{name}".lstrip(".")).items()}
+    return {
+        key: leaf
+        for name, inner in value.items()
+        for key, leaf in flat(inner, f"{prefix}.{name}".lstrip(".")).items()
+    }
 
 
 def schema() -> dict[str, Any]:
@@ -480,5 +595,13 @@ def schema() -> dict[str, Any]:
     made = Config.model_json_schema()
     for section in made["$defs"].values():
         if "const" in section["properties"].get("kind", {}):
-            section["required"] = ["kind", *section.get("required", [])]  # it tells the union's members apart
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "Drumline config"}
+            # It tells the union's members apart.
+            section["required"] = [
+                "kind",
+                *section.get("required", []),
+            ]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **made,
+        "title": "Drumline config",
+    }

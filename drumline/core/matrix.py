@@ -41,13 +41,25 @@ FEATURES: dict[str, dict[str, Any]] = {
 PROCESSES = 8
 WIDTH = 80  # columns of the text
 NO_BREAK = "\u00a0"  # a space at which no line is broken
-GROUPS = ("strategies", "algorithms", "sources", "models", "rewards", "trackers", "launchers")  # that packages may add to
+# That packages may add to.
+GROUPS = (
+    "strategies",
+    "algorithms",
+    "sources",
+    "models",
+    "rewards",
+    "trackers",
+    "launchers",
+)
 
 
 def matrix(device: str) -> dict[str, dict[str, tuple[str, str]]]:
     """Option → strategy → (why not, what to use instead), both empty where the two go together. `device`: cpu or cuda."""
     specs = strategies()
-    return {option: {kind: _refusal(kind, spec, values, device) for kind, spec in specs.items()} for option, values in FEATURES.items()}
+    return {
+        option: {kind: _refusal(kind, spec, values, device) for kind, spec in specs.items()}
+        for option, values in FEATURES.items()
+    }
 
 
 def strategies() -> dict[str, type[StrategySpec]]:
@@ -55,18 +67,33 @@ def strategies() -> dict[str, type[StrategySpec]]:
     return {kind: spec for kind, spec in kinds(StrategySpec).items() if not spec.planned}
 
 
-def _refusal(kind: str, spec: type[StrategySpec], values: dict[str, Any], device: str) -> tuple[str, str]:
-    keys = {f"offload_{value}" if key == "offload" else key for key, value in values.get("strategy", {}).items()}
+def _refusal(
+    kind: str, spec: type[StrategySpec], values: dict[str, Any], device: str
+) -> tuple[str, str]:
+    keys = {
+        f"offload_{value}" if key == "offload" else key
+        for key, value in values.get("strategy", {}).items()
+    }
     for refusal in spec.lacks:
         if refusal.name in keys:
             return refusal.reason, refusal.instead
     options = spec.example(kind, values.get("strategy", {}))
     sections = {name: section for name, section in values.items() if name != "strategy"}
     try:
-        config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}, "strategy": options, **sections})
+        config = Config.model_validate(
+            {
+                "data": {"train": [{"kind": "file", "path": "rows.jsonl"}]},
+                "strategy": options,
+                **sections,
+            }
+        )
     except ValidationError as error:
         if not keys:  # its own keys have no defaults
-            raise ConfigError(f"no example of {kind}: {error.errors()[0]['msg']}", where="strategy", fix="override `example`") from None
+            raise ConfigError(
+                f"no example of {kind}: {error.errors()[0]['msg']}",
+                where="strategy",
+                fix="override `example`",
+            ) from None
         return "it has no key for this", "another strategy"
     try:
         mesh = config.strategy.mesh(1 if spec.one_process else PROCESSES)
@@ -86,10 +113,15 @@ def as_text(device: str) -> str:
     for kind in strategies():
         supported = [option for option, row in table.items() if not row[kind][0]]
         lines.append(_beside(kind, _listed(supported), left))
-    unsupported = [option for option, row in table.items() if all(reason for reason, _ in row.values())]
+    unsupported = [
+        option for option, row in table.items() if all(reason for reason, _ in row.values())
+    ]
     if unsupported:
         lines.append(_beside("none of them", _listed(unsupported), left))
-    lines += ["", "`drumline strategies NAME` says why it lacks an option, and what to use instead."]
+    lines += [
+        "",
+        "`drumline strategies NAME` says why it lacks an option, and what to use instead.",
+    ]
     for group in GROUPS:
         offered = [f"{name} ({package_of(point)})" for name, point in entry_points(group).items()]
         if offered:
@@ -111,7 +143,11 @@ def as_text_of(kind: str, device: str) -> str:
     lines = [f"{kind} on {place}", "", _beside("goes with", _listed(supported), left)]
     for option, (reason, instead) in column.items():
         if reason:
-            lines += ["", _beside(option, f"no: {reason}", left), _beside("", f"instead: {instead}", left)]
+            lines += [
+                "",
+                _beside(option, f"no: {reason}", left),
+                _beside("", f"instead: {instead}", left),
+            ]
     return "\n".join(lines)
 
 
@@ -123,16 +159,29 @@ def _listed(options: list[str]) -> str:
 def _beside(name: str, text: str, left: int) -> str:
     """A name in a column of its own, and a text wrapped beside it."""
     indent = " " * left
-    wrapped = fill(text, WIDTH, initial_indent=name.ljust(left), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    wrapped = fill(
+        text,
+        WIDTH,
+        initial_indent=name.ljust(left),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     return wrapped.replace(NO_BREAK, " ")
 
 
 def as_markdown(device: str) -> str:
     """The same as a table, the reasons as a list."""
     rows, notes = _numbered(device)
-    lines = ["| | " + " | ".join(f"`{kind}`" for kind in strategies()) + " |", "|---|" + "---|" * len(strategies())]
+    lines = [
+        "| | " + " | ".join(f"`{kind}`" for kind in strategies()) + " |",
+        "|---|" + "---|" * len(strategies()),
+    ]
     lines += [f"| {feature} | " + " | ".join(marks) + " |" for feature, marks in rows.items()]
-    reasons = (fill(f"{number}. {reason}; instead: {instead}", 118, subsequent_indent="   ") for (reason, instead), number in notes.items())
+    reasons = (
+        fill(f"{number}. {reason}; instead: {instead}", 118, subsequent_indent="   ")
+        for (reason, instead), number in notes.items()
+    )
     return "\n".join([*lines, "", *reasons])
 
 
@@ -143,4 +192,7 @@ def _numbered(device: str) -> tuple[dict[str, list[str]], dict[tuple[str, str], 
     def mark(refusal: tuple[str, str]) -> str:
         return str(notes.setdefault(refusal, len(notes) + 1)) if refusal[0] else "yes"
 
-    return {option: [mark(refusal) for refusal in row.values()] for option, row in matrix(device).items()}, notes
+    return {
+        option: [mark(refusal) for refusal in row.values()]
+        for option, row in matrix(device).items()
+    }, notes

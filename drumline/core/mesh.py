@@ -72,7 +72,9 @@ def divide(world: int, by: int, what: str, where: str) -> int:
     quotient, rest = divmod(world, by)
     if rest or not quotient:
         fix = f"one of {', '.join(map(str, divisors(world)))}"
-        raise PlanError(f"{world} process{'es' * (world != 1)} do not divide into {what}", where=where, fix=fix)
+        raise PlanError(
+            f"{world} process{'es' * (world != 1)} do not divide into {what}", where=where, fix=fix
+        )
     return quotient
 
 

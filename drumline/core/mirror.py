@@ -12,15 +12,25 @@ PREFIX = "modelscope:"
 MIRRORS = "set HF_ENDPOINT to a mirror (https://hf-mirror.com), or write modelscope:OWNER/NAME"
 
 
-def fetched(name: str, revision: str | None, kind: Literal["model", "dataset"], error: type[DrumlineError], where: str) -> str:
+def fetched(
+    name: str,
+    revision: str | None,
+    kind: Literal["model", "dataset"],
+    error: type[DrumlineError],
+    where: str,
+) -> str:
     """The folder of `name` (modelscope:OWNER/NAME) on this machine, downloaded where it is not there. Raises `error`."""
     try:
         from modelscope.hub.snapshot_download import dataset_snapshot_download, snapshot_download
     except ImportError:
-        raise error("the package modelscope is not installed", where=where, fix="pip install modelscope") from None
+        raise error(
+            "the package modelscope is not installed", where=where, fix="pip install modelscope"
+        ) from None
     fetch = snapshot_download if kind == "model" else dataset_snapshot_download
     try:
         return str(fetch(name.removeprefix(PREFIX), revision=revision))
     except Exception as failure:  # what fails in it raises the classes of several libraries
         fix = "check the spelling (OWNER/NAME) and the connection; a private one needs `modelscope login`"
-        raise error(f"ModelScope gives no such {kind}: {first_line(failure)}", where=where, fix=fix) from failure
+        raise error(
+            f"ModelScope gives no such {kind}: {first_line(failure)}", where=where, fix=fix
+        ) from failure

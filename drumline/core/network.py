@@ -62,7 +62,11 @@ def require_interface(name: str) -> str:
     """Its first address. Raises EnvironmentFault where this host has no such interface."""
     address = address_of(name)
     if address is None:
-        raise EnvironmentFault(f"this host has no interface {name!r} with an address", where="launch.interface", fix="see: ip addr")
+        raise EnvironmentFault(
+            f"this host has no interface {name!r} with an address",
+            where="launch.interface",
+            fix="see: ip addr",
+        )
     return address
 
 
@@ -81,17 +85,26 @@ def _interfaces() -> dict[str, list[str]]:
 
     families = (socket.AF_INET, socket.AF_INET6)
     return {
-        name: [each.address.partition("%")[0] for family in families for each in theirs if each.family == family]
+        name: [
+            each.address.partition("%")[0]
+            for family in families
+            for each in theirs
+            if each.family == family
+        ]
         for name, theirs in psutil.net_if_addrs().items()
     }
 
 
 def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
     """The user's variables for gloo, NCCL and the threads of a rank, which all ranks get."""
-    return {name: value for name, value in sorted(environment.items()) if name.startswith(HANDED_ON)}
+    return {
+        name: value for name, value in sorted(environment.items()) if name.startswith(HANDED_ON)
+    }
 
 
-def why(environment: Mapping[str, str], timeout_seconds: float | None, interface: str | None) -> list[str]:
+def why(
+    environment: Mapping[str, str], timeout_seconds: float | None, interface: str | None
+) -> list[str]:
     """Lines for the plan: what is handed on, and what of it contradicts the plan."""
     theirs = handed_on(environment)
     shown = " ".join(f"{name}={value[:MOST_SHOWN]}" for name, value in theirs.items())
@@ -99,7 +112,9 @@ def why(environment: Mapping[str, str], timeout_seconds: float | None, interface
     return [*lines, *_contradictions(environment, timeout_seconds, interface)]
 
 
-def _contradictions(environment: Mapping[str, str], timeout_seconds: float | None, interface: str | None) -> list[str]:
+def _contradictions(
+    environment: Mapping[str, str], timeout_seconds: float | None, interface: str | None
+) -> list[str]:
     found = []
     limit = "launch.timeout_seconds"
     most = LONG_SECONDS
@@ -107,15 +122,29 @@ def _contradictions(environment: Mapping[str, str], timeout_seconds: float | Non
         limit = f"launch.timeout_seconds={timeout_seconds:g}"
         most = timeout_seconds
     for name in ("NCCL_TIMEOUT", "TORCH_NCCL_TIMEOUT"):
-        if name in environment and (timeout_seconds is None or environment[name] != f"{timeout_seconds:g}"):
-            found.append(f"{name}={environment[name]} is read by nobody: {limit} is the limit of a collective")
+        if name in environment and (
+            timeout_seconds is None or environment[name] != f"{timeout_seconds:g}"
+        ):
+            found.append(
+                f"{name}={environment[name]} is read by nobody: {limit} is the limit of a collective"
+            )
     if environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
-        found.append(f"TORCH_NCCL_ASYNC_ERROR_HANDLING=0 contradicts {limit}: a collective that hangs would never end")
+        found.append(
+            f"TORCH_NCCL_ASYNC_ERROR_HANDLING=0 contradicts {limit}: a collective that hangs would never end"
+        )
     if environment.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
-        found.append("TORCH_NCCL_BLOCKING_WAIT contradicts the overlap of the plan: the host would wait for each collective")
+        found.append(
+            "TORCH_NCCL_BLOCKING_WAIT contradicts the overlap of the plan: the host would wait for each collective"
+        )
     heartbeat = environment.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")
-    if heartbeat.isdecimal() and int(heartbeat) < most and environment.get("TORCH_NCCL_ENABLE_MONITORING", "1") != "0":
-        found.append(f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} is less than {limit}: the monitor may end a rank before its collective")
+    if (
+        heartbeat.isdecimal()
+        and int(heartbeat) < most
+        and environment.get("TORCH_NCCL_ENABLE_MONITORING", "1") != "0"
+    ):
+        found.append(
+            f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={heartbeat} is less than {limit}: the monitor may end a rank before its collective"
+        )
     for name in CHOOSE:
         if interface is not None and environment.get(name, interface) != interface:
             found.append(f"{name}={environment[name]} goes before launch.interface={interface}")

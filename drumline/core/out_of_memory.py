@@ -16,7 +16,13 @@ from drumline.foreign import first_line
 
 STATES = ("parameters", "gradients", "optimizer")
 # What a rank was doing → the category that grows then; states are measured apart.
-GROWS = {"loading": "parameters", "the loss": "logits", "clipping": "buffers", "the optimizer's step": "buffers", "saving": "buffers"}
+GROWS = {
+    "loading": "parameters",
+    "the loss": "logits",
+    "clipping": "buffers",
+    "the optimizer's step": "buffers",
+    "saving": "buffers",
+}
 # Parts of messages that mean it where torch has no class of its own: CPU allocators, C++, cuBLAS, cuDNN, the kernel.
 MESSAGES = (
     "out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
@@ -31,7 +37,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         names = {cls.__name__ for cls in type(error).__mro__}
         if names & {"MemoryError", "OutOfMemoryError"}:  # the second is torch's
             return True
-        if isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in MESSAGES):
+        if isinstance(error, RuntimeError | OSError) and any(
+            text in str(error) for text in MESSAGES
+        ):
             return True
         error = error.__cause__
     return False
@@ -63,12 +71,22 @@ class Exhausted(Frozen):
     rank: int
     during: str = Field(description="Where in a step: loading, forward, the loss, backward, …")
     requested: int | None = Field(None, description="The request that failed.")
-    allocated: int | None = Field(None, description="Memory in use: that of the allocator on a GPU, resident bytes on a CPU.")
-    reserved: int | None = Field(None, description="The same, with what the allocator keeps in reserve.")
-    room: int | None = Field(None, description="The most that tensors can use here: without other processes and torch's own memory.")
-    killed: bool = Field(False, description="The kernel killed the process, because the host was out of memory.")
+    allocated: int | None = Field(
+        None, description="Memory in use: that of the allocator on a GPU, resident bytes on a CPU."
+    )
+    reserved: int | None = Field(
+        None, description="The same, with what the allocator keeps in reserve."
+    )
+    room: int | None = Field(
+        None,
+        description="The most that tensors can use here: without other processes and torch's own memory.",
+    )
+    killed: bool = Field(
+        False, description="The kernel killed the process, because the host was out of memory."
+    )
     memory_stats: dict[str, int] = Field(
-        default_factory=dict, description="Parts of `allocated`, as the engine counts them: parameters, gradients, optimizer."
+        default_factory=dict,
+        description="Parts of `allocated`, as the engine counts them: parameters, gradients, optimizer.",
     )
 
     @property
@@ -85,7 +103,9 @@ class Exhausted(Frozen):
             "" if self.requested is None else f"{size(self.requested)} more requested",
             "" if self.room is None else f"room for {size(self.room)}",
         ]
-        return f"ran out of memory in {self.during}" + (f": {', '.join(k for k in known if k)}" if any(known) else "")
+        return f"ran out of memory in {self.during}" + (
+            f": {', '.join(k for k in known if k)}" if any(known) else ""
+        )
 
 
 class Misestimate(NamedTuple):
@@ -99,10 +119,17 @@ class Misestimate(NamedTuple):
 def misestimate(out: Exhausted, planned: Memory) -> Misestimate | None:
     """None if nothing contradicts the plan, for example because its prediction does not fit either."""
     sizes, stats = planned.model_dump(), out.memory_stats
-    found = [Misestimate(name, sizes[name], stats[name]) for name in STATES if stats.get(name, 0) > sizes[name] * (1 + NOISE)]
+    found = [
+        Misestimate(name, sizes[name], stats[name])
+        for name in STATES
+        if stats.get(name, 0) > sizes[name] * (1 + NOISE)
+    ]
     if out.needed is not None and out.needed > planned.peak:
         states = sum(stats.values()) if stats else sum(sizes[name] for name in STATES)
-        rest, category = planned.activations + planned.logits + planned.buffers, GROWS.get(out.during, "activations")
+        rest, category = (
+            planned.activations + planned.logits + planned.buffers,
+            GROWS.get(out.during, "activations"),
+        )
         over = out.needed - states - rest
         if over > NOISE * planned.peak:
             found.append(Misestimate(category, sizes[category], sizes[category] + over))
@@ -115,7 +142,9 @@ def verdict(out: Exhausted, planned: Memory) -> str:
     if off := misestimate(out, planned):
         more = size(off.found - off.planned)
         return f"{predicted}: {off.category} took at least {more} more (planned {size(off.planned)}, found {size(off.found)})"
-    name = max((*STATES, "activations", "logits", "buffers"), key=lambda each: getattr(planned, each))
+    name = max(
+        (*STATES, "activations", "logits", "buffers"), key=lambda each: getattr(planned, each)
+    )
     mostly = f"most of it {name}, {size(getattr(planned, name))}"
     if out.room is not None and planned.peak + planned.overhead > out.room:
         return f"{predicted}, more than there is room for; {mostly}"
@@ -126,7 +155,11 @@ def correction(out: Exhausted, planned: Memory) -> float:
     """The factor from predicted to needed bytes; 1 where the prediction was enough."""
     if out.needed is None or not planned.peak:
         return 1.0
-    fragmented = 0.0 if out.reserved is None else (out.reserved + (out.requested or 0)) / max(1, planned.reserved - planned.overhead)
+    fragmented = (
+        0.0
+        if out.reserved is None
+        else (out.reserved + (out.requested or 0)) / max(1, planned.reserved - planned.overhead)
+    )
     return max(1.0, out.needed / planned.peak, fragmented)
 
 

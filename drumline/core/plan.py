@@ -26,7 +26,9 @@ class BatchPlan(Frozen):
     micro_batch: int
     accumulation: int
     eval_micro_batch: int
-    rows_per_sample: int = Field(1, description="Sequences that a sample puts into a micro-batch: a pair has two.")
+    rows_per_sample: int = Field(
+        1, description="Sequences that a sample puts into a micro-batch: a pair has two."
+    )
 
     def rule(self, data_ranks: int) -> str:
         """The product rule with its numbers, for the plan line."""
@@ -37,11 +39,15 @@ class BatchPlan(Frozen):
 class DataIdentity(Frozen):
     """Identifies the data of a run, for a resume: a position counts samples of these rows, in their order."""
 
-    cache: str = Field(description="Folder of the token cache, whose name is a hash of all that it was made from.")
+    cache: str = Field(
+        description="Folder of the token cache, whose name is a hash of all that it was made from."
+    )
     content: str = Field(description="sha256 of its tokens and of how samples are laid out.")
     rows: int
     row_set: int = Field(description="Sum of the rows' hashes: the same in any order.")
-    code: str | None = Field(None, description="sha256 of the functions that give the rows, where such do.")
+    code: str | None = Field(
+        None, description="sha256 of the functions that give the rows, where such do."
+    )
 
 
 def _by_name(value: Any) -> Any:
@@ -68,7 +74,10 @@ class SourcePlan(Frozen):
     rows: int = Field(0, description="In the samples; the rest of those read are held out.")
     tokens: int = Field(0, description="Of these rows.")
     samples: int | None = Field(None, description="null: packs hold rows of several sources.")
-    per_epoch: int = Field(0, description="Samples of it in an epoch: fewer or more than it has, where data.train is mixed.")
+    per_epoch: int = Field(
+        0,
+        description="Samples of it in an epoch: fewer or more than it has, where data.train is mixed.",
+    )
 
 
 class DataPlan(Frozen):
@@ -82,19 +91,30 @@ class DataPlan(Frozen):
     )
     train_samples: int = 0
     train_tokens: int = 0
-    train_learned: int | None = Field(None, description="Of these, the tokens in the loss; null in a plan of an older version.")
+    train_learned: int | None = Field(
+        None, description="Of these, the tokens in the loss; null in a plan of an older version."
+    )
     eval_samples: int = 0
     images: int = Field(0, description="In the training samples.")
     image_tokens: int = Field(0, description="Of the training tokens, those that stand for images.")
     samples_with_images: int = 0
     labels: tuple[str, ...] = Field((), description="The classes in order, where rows have one.")
     identity: DataIdentity | None = Field(None, description="Of the training data.")
-    formats: tuple[str, ...] = Field((), description="Sources whose rows were read from a format of another tool, in words.")
-    left_out: tuple[str, ...] = Field((), description="How many rows were cut, dropped or skipped, in words.")
+    formats: tuple[str, ...] = Field(
+        (), description="Sources whose rows were read from a format of another tool, in words."
+    )
+    left_out: tuple[str, ...] = Field(
+        (), description="How many rows were cut, dropped or skipped, in words."
+    )
     sources: tuple[SourcePlan, ...] = Field((), description="Of the training rows.")
     eval_sources: tuple[SourcePlan, ...] = ()
-    stream: bool = Field(False, description="Rows are tokenised while training reads them: counts are of the first block.")
-    epoch_samples: int = Field(0, description="Samples of an epoch where sources are mixed; 0: train_samples.")
+    stream: bool = Field(
+        False,
+        description="Rows are tokenised while training reads them: counts are of the first block.",
+    )
+    epoch_samples: int = Field(
+        0, description="Samples of an epoch where sources are mixed; 0: train_samples."
+    )
 
     @property
     def epoch(self) -> int:
@@ -106,7 +126,12 @@ class DataPlan(Frozen):
         """Mean over an epoch."""
         if not self.epoch_samples:
             return self.train_tokens / self.train_samples
-        return sum(each.per_epoch * each.tokens / each.samples for each in self.sources if each.samples) / self.epoch
+        return (
+            sum(
+                each.per_epoch * each.tokens / each.samples for each in self.sources if each.samples
+            )
+            / self.epoch
+        )
 
     @property
     def mixture(self) -> tuple[str, ...]:
@@ -130,7 +155,8 @@ class PipelinePlan(Frozen):
     schedule: Schedule
     stages_per_rank: int = 1
     layers: tuple[tuple[int, int], ...] = Field(
-        (), description="Blocks [first, stop) of each stage; stage s lies on rank s mod pp. Empty while the model is not known."
+        (),
+        description="Blocks [first, stop) of each stage; stage s lies on rank s mod pp. Empty while the model is not known.",
     )
 
 
@@ -139,10 +165,16 @@ class RolePlan(Frozen):
 
     model: ModelConfig
     model_path: str | None
-    head: Literal["lm", "score"] = Field(description="score: one number a token, by a linear head on the last hidden states.")
+    head: Literal["lm", "score"] = Field(
+        description="score: one number a token, by a linear head on the last hidden states."
+    )
     trainable: bool = Field(False, validation_alias=AliasChoices("trainable", "learns"))
-    lr_ratio: float = Field(1.0, description="trainable: its learning rate as a part of the policy's.")
-    layers: tuple[tuple[int, int], ...] = Field((), description="Blocks of each stage of a pipeline, as PipelinePlan has them.")
+    lr_ratio: float = Field(
+        1.0, description="trainable: its learning rate as a part of the policy's."
+    )
+    layers: tuple[tuple[int, int], ...] = Field(
+        (), description="Blocks of each stage of a pipeline, as PipelinePlan has them."
+    )
 
 
 def _explicit_stream_parts(values: dict[str, Any]) -> int:
@@ -159,9 +191,13 @@ class Layout(Frozen):
     config: Config
     mesh: Mesh
     engine: Engine
-    data_parallel: DataParallel = Field("none", description="How ranks that see different samples share the work.")
+    data_parallel: DataParallel = Field(
+        "none", description="How ranks that see different samples share the work."
+    )
     pipeline: PipelinePlan | None = None
-    devices_per_rank: int = Field(1, description="More than one under dp alone, where one process drives all GPUs.")
+    devices_per_rank: int = Field(
+        1, description="More than one under dp alone, where one process drives all GPUs."
+    )
     device: Literal["cpu", "cuda"]
     precision: Precision
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -170,9 +206,13 @@ class Layout(Frozen):
         default_factory=_explicit_stream_parts,
         description="Parts that the residual stream is cut into by tokens between the layers that tensor parallelism cuts: tp, or 1.",
     )
-    steps: int | None = Field(None, description="Optimizer steps in all; null in a dry run before the data is prepared.")
+    steps: int | None = Field(
+        None, description="Optimizer steps in all; null in a dry run before the data is prepared."
+    )
     data: DataPlan | None = None
-    roles: dict[str, RolePlan] = Field(default_factory=dict, description="reference, value, reward: models besides the policy.")
+    roles: dict[str, RolePlan] = Field(
+        default_factory=dict, description="reference, value, reward: models besides the policy."
+    )
 
     @property
     def strategy(self) -> StrategySpec:
@@ -230,7 +270,11 @@ class Layout(Frozen):
 
     def trainable(self, facts: ModelFacts) -> list[tuple[Head, ModelFacts]]:
         """Head and sizes of each model that is trained, the policy (`facts`) first."""
-        roles = [(role.head, facts.roles[name]) for name, role in self.roles.items() if role.trainable and name in facts.roles]
+        roles = [
+            (role.head, facts.roles[name])
+            for name, role in self.roles.items()
+            if role.trainable and name in facts.roles
+        ]
         return [(self.config.head, facts), *roles]
 
     def of_role(self, name: str) -> Self:
@@ -238,13 +282,23 @@ class Layout(Frozen):
         engine, whole, or under ZeRO 3 by FSDP2: nothing is to be reduced or stepped."""
         role, config, strategy = self.roles[name], self.config, self.strategy
         update: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
-        values: dict[str, Any] = {"roles": {}, "pipeline": self.pipeline and self.pipeline.model_copy(update={"layers": role.layers})}
+        values: dict[str, Any] = {
+            "roles": {},
+            "pipeline": self.pipeline and self.pipeline.model_copy(update={"layers": role.layers}),
+        }
         if not role.trainable:
             update["memory"] = MemoryConfig()
             frozen, how = strategy.frozen(), self.data_parallel
             if frozen is not strategy:
-                update["strategy"], values["engine"], how = frozen, "native", frozen.data_parallel(Mesh())
-            values |= {"activation_checkpointing": "none", "data_parallel": how if how in ("dp", "fsdp2") else "none"}
+                update["strategy"], values["engine"], how = (
+                    frozen,
+                    "native",
+                    frozen.data_parallel(Mesh()),
+                )
+            values |= {
+                "activation_checkpointing": "none",
+                "data_parallel": how if how in ("dp", "fsdp2") else "none",
+            }
         return self.model_copy(update={**values, "config": config.model_copy(update=update)})
 
 
@@ -261,8 +315,13 @@ class Predicted(Frozen):
         (), description="Large weights that `all-linear` does not adapt or QLoRA does not pack."
     )
     flops_per_token: float | None = Field(None, description="Forward and backward, model FLOPs.")
-    peak_flops_per_device: float | None = Field(None, description="Datasheet rate of the compute type, FLOP/s; null where unknown.")
-    estimate: Estimate | None = Field(None, description="Memory, seconds and traffic by category; null where the model is not known.")
+    peak_flops_per_device: float | None = Field(
+        None, description="Datasheet rate of the compute type, FLOP/s; null where unknown."
+    )
+    estimate: Estimate | None = Field(
+        None,
+        description="Memory, seconds and traffic by category; null where the model is not known.",
+    )
 
     def mfu(self, tokens_per_s: float, devices: int = 1) -> float | None:
         """Return the share of the devices' datasheet rate that model FLOPs take; None where either is unknown.
@@ -279,24 +338,41 @@ class Plan(Layout):
 
     version: Literal[1] = 1
     run_dir: str
-    base_dir: str = Field(".", description="Folder of the YAML: where files named by reward functions are looked for.")
+    base_dir: str = Field(
+        ".", description="Folder of the YAML: where files named by reward functions are looked for."
+    )
     cp_method: Literal["ulysses", "ring"] = "ulysses"
     backend: Literal["gloo", "nccl"]
-    offload: Literal["none", "cpu", "nvme"] = Field("none", description="Where training state is kept besides the devices.")
-    deepspeed: dict[str, Any] | None = Field(None, description="What DeepSpeed is given, where it is the engine.")
+    offload: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="Where training state is kept besides the devices."
+    )
+    deepspeed: dict[str, Any] | None = Field(
+        None, description="What DeepSpeed is given, where it is the engine."
+    )
     lr: float = Field(description="Peak rate after lr_scaling.")
     warmup_steps: int = 0
-    model_path: str | None = Field(description="Local folder or hub id that ranks load from; null: built from config.")
-    base: str | None = Field(None, description="Digest of the model's files of weights, where some stay frozen; null: not known, or none.")
+    model_path: str | None = Field(
+        description="Local folder or hub id that ranks load from; null: built from config."
+    )
+    base: str | None = Field(
+        None,
+        description="Digest of the model's files of weights, where some stay frozen; null: not known, or none.",
+    )
     bidirectional: bool = Field(
         False,
         validation_alias=AliasChoices("bidirectional", "looks_ahead"),
         description="Text classifiers: tokens see those behind them, so batches carry an attention mask.",
     )
-    first_position: int = Field(0, description="Of those texts: the id of the first token's position.")
+    first_position: int = Field(
+        0, description="Of those texts: the id of the first token's position."
+    )
     predicted: Predicted
-    saves: bool = Field(True, description="False: a few steps to be measured, whose weights nobody wants.")
-    why: list[str] = Field(default_factory=list, description="One line for each choice made on the user's behalf.")
+    saves: bool = Field(
+        True, description="False: a few steps to be measured, whose weights nobody wants."
+    )
+    why: list[str] = Field(
+        default_factory=list, description="One line for each choice made on the user's behalf."
+    )
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -310,11 +386,16 @@ class Plan(Layout):
 
     def measured_only(self) -> Self:
         """The plan of a few steps that nothing is saved of, so that no space is required, and nothing is evaluated in."""
-        data = None if self.data is None else self.data.model_copy(update={"eval_caches": {}, "eval_samples": 0})
+        data = (
+            None
+            if self.data is None
+            else self.data.model_copy(update={"eval_caches": {}, "eval_samples": 0})
+        )
         return self.model_copy(update={"saves": False, "data": data})
 
     def save(self, path: Path) -> None:
-        write_whole(path, self.model_dump_json(indent=2) + "\n", private=True)  # user options are in it
+        # User options are in it.
+        write_whole(path, self.model_dump_json(indent=2) + "\n", private=True)
 
     def of_role(self, name: str) -> Self:
         """The plan of one of `roles` by itself."""
@@ -323,11 +404,16 @@ class Plan(Layout):
         deepspeed = self.deepspeed if role.trainable else None
         if deepspeed is not None:
             zero = dict(deepspeed["zero_optimization"])
-            for part in ("offload_param", "offload_optimizer"):  # two engines would write the same files on NVMe
+            for part in (
+                "offload_param",
+                "offload_optimizer",
+            ):  # two engines would write the same files on NVMe
                 if folder := zero.get(part, {}).get("nvme_path"):
                     zero[part] = {**zero[part], "nvme_path": str(Path(folder) / name)}
             deepspeed = {**deepspeed, "zero_optimization": zero}
-        return own.model_copy(update={"offload": offload, "deepspeed": deepspeed, "model_path": role.model_path})
+        return own.model_copy(
+            update={"offload": offload, "deepspeed": deepspeed, "model_path": role.model_path}
+        )
 
     @classmethod
     def load(cls, path: Path, trusted: bool = True) -> Plan:

@@ -112,7 +112,9 @@ def _state(pid: int) -> tuple[int, str] | None:
 
         try:
             seen = psutil.Process(pid)
-            return int(seen.create_time() * 1e6), "Z" if seen.status() == psutil.STATUS_ZOMBIE else "R"
+            return int(
+                seen.create_time() * 1e6
+            ), "Z" if seen.status() == psutil.STATUS_ZOMBIE else "R"
         except (psutil.Error, ValueError, OverflowError):
             return None
     try:
@@ -161,7 +163,16 @@ def adopt_orphans() -> None:
 
 def tied(module: str, *arguments: str) -> list[str]:
     """Python's arguments for a process that is `module` (or a script, NAME.py) and dies with this one."""
-    return ["-u", "-X", "faulthandler", "-m", "drumline.core.process", str(os.getpid()), module, *arguments]
+    return [
+        "-u",
+        "-X",
+        "faulthandler",
+        "-m",
+        "drumline.core.process",
+        str(os.getpid()),
+        module,
+        *arguments,
+    ]
 
 
 class Early(ForkProcess):
@@ -179,7 +190,11 @@ class Early(ForkProcess):
 
     def begin(self, command: Sequence[str], env: Mapping[str, str], out: str, err: str) -> bool:
         """Have it go on as `command` (an interpreter and what `tied` gave). False where it had ended."""
-        message = {"arguments": command[len(tied("")) :], "env": dict(env), "streams": [os.devnull, out, err]}
+        message = {
+            "arguments": command[len(tied("")) :],
+            "env": dict(env),
+            "streams": [os.devnull, out, err],
+        }
         try:
             with os.fdopen(self._answer, "w") as pipe:
                 pipe.write(json.dumps(message) + "\n")
@@ -193,17 +208,23 @@ class Early(ForkProcess):
         os.setsid()
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+                signal.signal(
+                    number,
+                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                )
         sys.unraisablehook = sys.__unraisablehook__
         with os.fdopen(self._question) as pipe:
-            message = json.loads(pipe.readline() or sys.exit())  # no more: a later fork has the other end, too
+            # No more: a later fork has the other end, too.
+            message = json.loads(pipe.readline() or sys.exit())
         for stream, path in enumerate(message["streams"]):
             file = os.open(path, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_APPEND)
             if file != stream:  # it is where this process began without the stream
                 os.dup2(file, stream)
                 os.close(file)
             os.set_inheritable(stream, True)
-        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, buffering=1) for number, mode in enumerate("rww"))
+        sys.stdin, sys.stdout, sys.stderr = (
+            os.fdopen(number, mode, buffering=1) for number, mode in enumerate("rww")
+        )
         faulthandler.enable()
         os.environ.clear()
         os.environ.update(message["env"])
@@ -274,7 +295,9 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def run_module(module: str, question: str = "", seconds: float | None = None, keeps: Sequence[int] = ()) -> tuple[int | None, str, str]:
+def run_module(
+    module: str, question: str = "", seconds: float | None = None, keeps: Sequence[int] = ()
+) -> tuple[int | None, str, str]:
     """`run_command` of a module, which gets the file descriptors `keeps`."""
     return run_command([sys.executable, "-m", module], question, seconds, keeps=keeps)
 
@@ -292,13 +315,19 @@ def start_module(module: str, *arguments: str, keeps: Sequence[int]) -> subproce
     """A module in a process and a session of its own. What it prints goes to standard error: standard output may be a table or a YAML that
     somebody reads. Raises OSError."""
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=keeps, start_new_session=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=keeps, start_new_session=True
+    )
 
 
-def start_command(command: Sequence[str], env: Mapping[str, str], log: IO[str] | None = None) -> Process:
+def start_command(
+    command: Sequence[str], env: Mapping[str, str], log: IO[str] | None = None
+) -> Process:
     """A command in a process and a session of its own, with nothing on its stdin. What it prints goes to `log`, or where this process
     prints. Raises OSError."""
-    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
 
 
 def run_command(
@@ -310,9 +339,16 @@ def run_command(
 ) -> tuple[int | None, str, str]:
     """(exit code, stdout, stderr) of a command in `folder`, with `question` on its stdin and the file descriptors `keeps`; no code where it
     takes more than `seconds`. Raises OSError."""
-    how: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "check": False}
+    how: dict[str, Any] = {
+        "capture_output": True,
+        "text": True,
+        "errors": "replace",
+        "check": False,
+    }
     try:
-        done = subprocess.run(command, input=question, timeout=seconds, cwd=folder, pass_fds=keeps, **how)
+        done = subprocess.run(
+            command, input=question, timeout=seconds, cwd=folder, pass_fds=keeps, **how
+        )
     except subprocess.TimeoutExpired:
         return None, "", ""
     return done.returncode, done.stdout, done.stderr
@@ -321,9 +357,18 @@ def run_command(
 class Helper(subprocess.Popen[str]):
     """A process in a session of its own; each line that it writes to standard error goes to `on_line`, from another thread."""
 
-    def __init__(self, command: Sequence[str], folder: str | None, on_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, command: Sequence[str], folder: str | None, on_line: Callable[[str], None]
+    ) -> None:
         super().__init__(
-            command, stdin=PIPE, stdout=subprocess.DEVNULL, stderr=PIPE, text=True, errors="replace", cwd=folder, start_new_session=True
+            command,
+            stdin=PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=PIPE,
+            text=True,
+            errors="replace",
+            cwd=folder,
+            start_new_session=True,
         )
         self._on_line, self._last = on_line, ""
         self._reader = threading.Thread(target=self._read, daemon=True, name="drumline-helper")
@@ -381,7 +426,12 @@ def worker_pool(count: int) -> ProcessPoolExecutor:
                     queue._reader.close()  # nobody reads any more: the sender hears of it
 
     kind = ProcessPoolExecutor if sys.version_info >= (3, 11, 5) else Pool
-    return kind(count, multiprocessing.get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),))
+    return kind(
+        count,
+        multiprocessing.get_context("spawn"),
+        initializer=die_with_parent,
+        initargs=(os.getpid(),),
+    )
 
 
 def fork() -> int:

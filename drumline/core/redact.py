@@ -35,7 +35,10 @@ _KINDS = (
 SECRET = re.compile(rf"(?:{_KINDS}|(?<!{_SPECIAL}_)TOKEN)$", re.IGNORECASE)
 PASSWORD = re.compile(rf"{_PASSWORDS}S?$", re.IGNORECASE)  # a number may be one, too
 # scheme://user:password@, and scheme://token@. What may be long is tried from its beginning alone: a text of n letters takes n steps.
-URL_PASSWORD = re.compile(r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://(?:[^\s/@:]*:(?=[^\s/]+@)|(?=[^\s/@:]{20,}@)))[^\s/]+(?=@)", re.IGNORECASE)
+URL_PASSWORD = re.compile(
+    r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://(?:[^\s/@:]*:(?=[^\s/]+@)|(?=[^\s/@:]{20,}@)))[^\s/]+(?=@)",
+    re.IGNORECASE,
+)
 # `--api-key abc`, HF_TOKEN=abc, "password": "a b", a signed address. A bare `key: x` or `token: x` is prose more often than a secret.
 _ASSIGNED = re.compile(
     rf"((?:(?<![\w-])--[\w-]*(?:{_KINDS}|TOKEN|KEY)[ =]+"
@@ -44,15 +47,25 @@ _ASSIGNED = re.compile(
     r"""(?:(?<=")[^"\n]+|(?<=')[^'\n]+|[^\s"',;]+)""",
     re.IGNORECASE,
 )
-_HINTS = re.compile("token|key|secret|passw|passphrase|credential|database_url|dsn|pwd|bearer|basic|sig=|signature=|://", re.IGNORECASE)
+_HINTS = re.compile(
+    "token|key|secret|passw|passphrase|credential|database_url|dsn|pwd|bearer|basic|sig=|signature=|://",
+    re.IGNORECASE,
+)
 SHORTEST = 8  # characters; a shorter value of some *_KEY would blank out ordinary words
 MOST_HELD = 2**12  # pieces, and letters of one, that wait for a line's end
 SHORTEST_KEPT = 4  # of values that are known to be secret: as words of their own
 REFERENCE = re.compile(r"\$\{env:([^{}]*)\}")
 # Where they may stand: those who use these values reveal them.
-PLACES = re.compile(r"algorithm\.rewards\.\d+\.options\..+|algorithm\.generator\.url|strategy\.(secret|(options|config)\..+)", re.DOTALL)
+PLACES = re.compile(
+    r"algorithm\.rewards\.\d+\.options\..+|algorithm\.generator\.url|strategy\.(secret|(options|config)\..+)",
+    re.DOTALL,
+)
 ALLOWED = "rewards' options, generator.url, strategy.secret and a DeepSpeed config may hold one"
-NAMES = ("launch.secrets", "launch.image_pull_secrets")  # where secrets lie in a cluster, and not what they are
+# Where secrets lie in a cluster, and not what they are.
+NAMES = (
+    "launch.secrets",
+    "launch.image_pull_secrets",
+)
 _kept: set[str] = set()  # variables whose values are secret, whatever their names
 Secrets = list[tuple[str, bool]]
 
@@ -112,9 +125,16 @@ def plain(value: Any, secret: bool = False, values: Secrets | None = None) -> An
         made: dict[str, Any] = {}
         for key, inner in value.items():
             # Numbers stay whatever they are called: a figure may well be named loss_per_token.
-            name, given = redact(str(key), values), plain(inner, secret or _named_so(str(key)), values)
+            name, given = (
+                redact(str(key), values),
+                plain(inner, secret or _named_so(str(key)), values),
+            )
             # Counts by reason: two reasons that differ in a secret alone are one.
-            made[name] = made[name] + given if name in made and isinstance(given, int) and isinstance(made[name], int) else given
+            made[name] = (
+                made[name] + given
+                if name in made and isinstance(given, int) and isinstance(made[name], int)
+                else given
+            )
         return made
     if isinstance(value, list | tuple | set):
         return [plain(v, secret, values) for v in value]
@@ -185,14 +205,20 @@ def withhold(value: Any, where: Callable[[Place], str], place: Place = ()) -> An
             os.environ[name] = json.dumps(value)
             return f"${{env:{name}}}"
         if not place[-1].lower().endswith("token"):  # of a model's config: special tokens
-            raise ConfigError("it would be written into the run folder", where=f"{where(place)} is a secret", fix=f"take it out; {ALLOWED}")
+            raise ConfigError(
+                "it would be written into the run folder",
+                where=f"{where(place)} is a secret",
+                fix=f"take it out; {ALLOWED}",
+            )
     if isinstance(value, dict):
         return {key: withhold(inner, where, (*place, str(key))) for key, inner in value.items()}
     if isinstance(value, list):
         return [withhold(inner, where, (*place, str(index))) for index, inner in enumerate(value)]
     if isinstance(value, str) and REFERENCE.search(value) and not PLACES.fullmatch(dotted):
         what = f"no ${{env:…}} can stand here: {ALLOWED}"
-        raise ConfigError(what, where=where(place), fix="write the value, or lay it over as an override")
+        raise ConfigError(
+            what, where=where(place), fix="write the value, or lay it over as an override"
+        )
     return value
 
 
@@ -210,7 +236,9 @@ def _secret(key: str, value: Any) -> bool:
         return value is not None and not isinstance(value, bool)
     # Numbers are left alone: a figure may be named loss_per_token.
     texts = (leaf for leaf in _leaves(value) if isinstance(leaf, str))
-    return SECRET.search(key) is not None and any(text and not REFERENCE.search(text) for text in texts)
+    return SECRET.search(key) is not None and any(
+        text and not REFERENCE.search(text) for text in texts
+    )
 
 
 def reveal(value: Any, where: str) -> Any:
@@ -233,9 +261,12 @@ def _variable(name: str, where: str) -> str:
     if value := os.environ.get(name):
         _kept.add(name)
         return value
-    section, _, key = where.rpartition(".")  # behind `api_key: ` the line's redaction would look for a secret
+    # Behind `api_key: ` the line's redaction would look for a secret.
+    section, _, key = where.rpartition(".")
     if name.startswith(OURS):
         fix = "go on with the YAML that has it, or write ${env:NAME} there and set that variable"
-        raise ConfigError(f"the secret {key!r} is not kept in the run folder", where=section, fix=fix)
+        raise ConfigError(
+            f"the secret {key!r} is not kept in the run folder", where=section, fix=fix
+        )
     what = f"the environment variable {name!r}, which {key!r} names, is not set"
     raise ConfigError(what, where=section, fix=f"export {name}=… on every host, and start again")

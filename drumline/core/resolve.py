@@ -87,15 +87,29 @@ def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) ->
     if data is not None and data.train_samples < case.mesh.data_ranks:
         packs = f" (packs of {case.config.data.max_length} tokens)" if case.config.packs else ""
         what = f"{case.mesh.data_ranks} data ranks but only {data.train_samples} training samples{packs}"
-        raise PlanError(what, where="data.train", fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false")
+        raise PlanError(
+            what,
+            where="data.train",
+            fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
+        )
 
 
 def lay_out(
-    case: Case, batch: BatchPlan, roles: Mapping[str, RolePlan], data: DataPlan | None, devices: int, why: list[str] | None = None
+    case: Case,
+    batch: BatchPlan,
+    roles: Mapping[str, RolePlan],
+    data: DataPlan | None,
+    devices: int,
+    why: list[str] | None = None,
 ) -> Layout:
     """The layout of what the rules allow (`require`) with this batch. `devices`: of this host, for dp. `why` gets a line for each number
     that was chosen. Raises PlanError where stages, rollouts or steps do not come out whole."""
-    mesh, strategy, facts, why = case.mesh, case.config.strategy, case.facts, [] if why is None else why
+    mesh, strategy, facts, why = (
+        case.mesh,
+        case.config.strategy,
+        case.facts,
+        [] if why is None else why,
+    )
     config = in_steps(case.config, batch, data, why)
     if config.optimizer.in_backward and batch.accumulation > 1:
         raise ACCUMULATES.error()
@@ -103,8 +117,13 @@ def lay_out(
     sizes = facts.roles if facts is not None else {}
     layers = {name: stage_layers(mesh, strategy, sizes[name]) for name in roles if name in sizes}
     if data is not None and data.images:
-        share, mean = f"{data.samples_with_images} of {data.train_samples} samples", data.image_tokens / data.samples_with_images
-        why.append(f"images {data.images} in {share}, where {mean:.0f} tokens of a sample stand for them on average")
+        share, mean = (
+            f"{data.samples_with_images} of {data.train_samples} samples",
+            data.image_tokens / data.samples_with_images,
+        )
+        why.append(
+            f"images {data.images} in {share}, where {mean:.0f} tokens of a sample stand for them on average"
+        )
     return Layout(
         config=config,
         mesh=mesh,
@@ -119,7 +138,10 @@ def lay_out(
         stream_parts=_stream_parts(case, why),
         steps=_steps(config, batch, data, why),
         data=data,
-        roles={name: role.model_copy(update={"layers": layers[name]}) if name in layers else role for name, role in roles.items()},
+        roles={
+            name: role.model_copy(update={"layers": layers[name]}) if name in layers else role
+            for name, role in roles.items()
+        },
     )
 
 
@@ -140,7 +162,9 @@ def _stream_parts(case: Case, why: list[str]) -> int:
         why.append(f"sequence_parallel off: {reason}")
         return 1
     where = "between attention and feed-forward"
-    why.append(f"sequence_parallel on (experimental on GPUs): a tp rank has 1/{tp} of the tokens {where}")
+    why.append(
+        f"sequence_parallel on (experimental on GPUs): a tp rank has 1/{tp} of the tokens {where}"
+    )
     return tp
 
 
@@ -159,7 +183,9 @@ def reason_for_whole_stream(config: Config, facts: ModelFacts | None) -> str:
 
 def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict[str, Any] | None:
     """DeepSpeed's config; None where it is not the engine. Raises PlanError where the user's own config of it contradicts the run."""
-    return layout.strategy.engine_options(layout.config, layout.batch, layout.precision, layout.steps, run_dir, facts)
+    return layout.strategy.engine_options(
+        layout.config, layout.batch, layout.precision, layout.steps, run_dir, facts
+    )
 
 
 def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
@@ -167,11 +193,17 @@ def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
     machine has none."""
     wanted = config.run.device
     if wanted == "cuda" and machine.device != "cuda":
-        raise PlanError("run.device is cuda but no GPU was found", where="run.device", fix="use run.device=cpu or auto")
+        raise PlanError(
+            "run.device is cuda but no GPU was found",
+            where="run.device",
+            fix="use run.device=cpu or auto",
+        )
     if wanted == "mps":
         if not machine.mps:
             raise PlanError(
-                "run.device is mps, and this is no Mac with Apple silicon", where="run.device", fix="use run.device=cpu or auto"
+                "run.device is mps, and this is no Mac with Apple silicon",
+                where="run.device",
+                fix="use run.device=cpu or auto",
             )
         return "cpu"
     return machine.device if wanted == "auto" else wanted
@@ -187,9 +219,13 @@ def processes_of(config: Config, machine: Machine, device: str, launched: int | 
         names = ", ".join(device.name for device in machine.devices)
         what = f"{nproc} processes asked for but {found} GPU{'s' * (found != 1)} found: {names}"
         raise PlanError(what, where="launch.nproc", fix=f"use --nproc {found}, or run.device=cpu")
-    if device != "cuda" and nproc > 1 and nproc * PROCESS > there:  # Python and torch alone: the machine would go down
+    if (
+        device != "cuda" and nproc > 1 and nproc * PROCESS > there
+    ):  # Python and torch alone: the machine would go down
         what = f"{nproc} processes take {size(nproc * PROCESS)} before they have loaded anything, this machine has {size(there)}"
-        raise PlanError(what, where="launch.nproc", fix=f"use --nproc {max(1, there // PROCESS)} or fewer")
+        raise PlanError(
+            what, where="launch.nproc", fix=f"use --nproc {max(1, there // PROCESS)} or fewer"
+        )
     return nproc
 
 
@@ -209,19 +245,29 @@ def batch_norm_why(config: Config, batch: BatchPlan, norms: int) -> list[str]:
     ]
 
 
-def precision_of(config: Config, machine: Machine, device: str, why: list[str]) -> Literal["fp32", "bf16", "fp16"]:
+def precision_of(
+    config: Config, machine: Machine, device: str, why: list[str]
+) -> Literal["fp32", "bf16", "fp16"]:
     """The type of computing. Raises PlanError for one that the device lacks."""
     kind = config.precision.kind
     if kind == "fp8":
         how = "emulated on a CPU" if device == "cpu" else f"by torchao, {config.precision.scaling}"
-        why.append(f"precision fp8: products of the blocks' linear layers, {how}; all else computes in bf16")
+        why.append(
+            f"precision fp8: products of the blocks' linear layers, {how}; all else computes in bf16"
+        )
         return "bf16"
     if kind != "auto":
         if kind == "bf16" and device == "cuda" and not machine.bf16:
-            raise PlanError("precision bf16 but this GPU has no bfloat16", where="precision", fix="use precision=fp16 or fp32")
+            raise PlanError(
+                "precision bf16 but this GPU has no bfloat16",
+                where="precision",
+                fix="use precision=fp16 or fp32",
+            )
         return kind
     if device == "cuda" and machine.bf16:
-        why.append(f"precision bf16: the GPU has bfloat16; master weights are {config.precision.master}")
+        why.append(
+            f"precision bf16: the GPU has bfloat16; master weights are {config.precision.master}"
+        )
         return "bf16"
     why.append(f"precision fp32: the default on {device}")
     return "fp32"
@@ -232,10 +278,16 @@ def _steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[st
         return steps_of_rollouts(config, rollout, batch, data, why)
     if config.run.steps is not None:
         return config.run.steps
-    return None if data is None else math.ceil(total_samples(config, batch, data) / batch.global_samples)
+    return (
+        None
+        if data is None
+        else math.ceil(total_samples(config, batch, data) / batch.global_samples)
+    )
 
 
-def total_samples(config: Config, batch: BatchPlan, data: DataPlan, step: int = 0, position: int = 0) -> int:
+def total_samples(
+    config: Config, batch: BatchPlan, data: DataPlan, step: int = 0, position: int = 0
+) -> int:
     """Samples of the whole run, which goes on after `step` at `position`. `epochs` ends on the last sample (weightless rows fill the last
     batch up); `steps` on a full batch. Images too end on a full batch, its last samples taken from the epoch that would follow: a batch
     norm would see what fills it up."""
@@ -243,7 +295,11 @@ def total_samples(config: Config, batch: BatchPlan, data: DataPlan, step: int = 
         return position + max(0, config.run.steps - step) * batch.global_samples
     samples = max(1, round(config.run.epochs * data.epoch))
     full = config.images_alone or config.plain
-    return position + math.ceil((samples - position) / batch.global_samples) * batch.global_samples if full else samples
+    return (
+        position + math.ceil((samples - position) / batch.global_samples) * batch.global_samples
+        if full
+        else samples
+    )
 
 
 def going_on(plan: Plan, step: int, position: int) -> Plan:
@@ -254,18 +310,30 @@ def going_on(plan: Plan, step: int, position: int) -> Plan:
     steps = step + max(0, math.ceil(left / plan.batch.global_samples))
     if steps == plan.steps:
         return plan
-    return plan.model_copy(update={"steps": steps, "warmup_steps": warmup_steps(plan.config.schedule, steps)})
+    return plan.model_copy(
+        update={"steps": steps, "warmup_steps": warmup_steps(plan.config.schedule, steps)}
+    )
 
 
-def _learning_rate(optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why: list[str]) -> float:
+def _learning_rate(
+    optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why: list[str]
+) -> float:
     if optimizer.lr_scaling == "none":
         return optimizer.lr
     if optimizer.lr_base_samples is not None:
-        ratio, base = batch.global_samples / optimizer.lr_base_samples, f"{batch.global_samples} / {optimizer.lr_base_samples} samples"
+        ratio, base = (
+            batch.global_samples / optimizer.lr_base_samples,
+            f"{batch.global_samples} / {optimizer.lr_base_samples} samples",
+        )
     else:
-        ratio, base = mesh.data_ranks / optimizer.lr_base_devices, f"{mesh.data_ranks} / {optimizer.lr_base_devices} devices"
+        ratio, base = (
+            mesh.data_ranks / optimizer.lr_base_devices,
+            f"{mesh.data_ranks} / {optimizer.lr_base_devices} devices",
+        )
     factor = ratio if optimizer.lr_scaling == "linear" else math.sqrt(ratio)
-    why.append(f"learning rate {optimizer.lr:g} × {factor:.4g} = {optimizer.lr * factor:.4g}: {optimizer.lr_scaling} scaling by {base}")
+    why.append(
+        f"learning rate {optimizer.lr:g} × {factor:.4g} = {optimizer.lr * factor:.4g}: {optimizer.lr_scaling} scaling by {base}"
+    )
     return optimizer.lr * factor
 
 
@@ -284,10 +352,16 @@ def _predict(
     facts: ModelFacts | None,
     data: DataPlan | None,
 ) -> Predicted:
-    peak = peak_flops(machine.devices[0].name, precision) if device == "cuda" and machine.devices else None
+    peak = (
+        peak_flops(machine.devices[0].name, precision)
+        if device == "cuda" and machine.devices
+        else None
+    )
     if facts is None:
         return Predicted(peak_flops_per_device=peak)
-    image_share = data.image_tokens / data.train_tokens if data is not None and data.train_tokens else 0.0
+    image_share = (
+        data.image_tokens / data.train_tokens if data is not None and data.train_tokens else 0.0
+    )
     return Predicted(
         parameters=facts.parameters,
         trainable=facts.trainable,

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -49,7 +56,9 @@ def passes(every: int | str | None) -> float | None:
 
 def _epochs(every: str) -> str:
     if not 0 < (passes(every) or 0) <= MOST_SAMPLES:
-        raise ValueError(f"{every!r} given, a number of steps or of epochs is wanted: 200, or `0.5 epochs`")
+        raise ValueError(
+            f"{every!r} given, a number of steps or of epochs is wanted: 200, or `0.5 epochs`"
+        )
     return every
 
 
@@ -62,7 +71,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=False)
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         """The schema, with null among the values of each key that null leaves at its default."""
         made = handler(schema)
         properties = handler.resolve_ref_schema(made).get("properties", {})
@@ -87,7 +98,9 @@ def null_means_default(field: FieldInfo) -> bool:
     """
     if field.is_required() or _admits_null(field.annotation):
         return False
-    selects_section = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+    selects_section = (
+        get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+    )
     return not selects_section and refusal_of_null(field) is None
 
 
@@ -111,7 +124,9 @@ def _admits_null(annotation: Any) -> bool:
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of a key, to which null is added."""
-    about: dict[str, Any] = {key: schema[key] for key in ("description", "title", "default") if key in schema}
+    about: dict[str, Any] = {
+        key: schema[key] for key in ("description", "title", "default") if key in schema
+    }
     values = {key: value for key, value in schema.items() if key not in about}
     choices = values["anyOf"] if list(values) == ["anyOf"] else [values]
     return {"anyOf": [*choices, {"type": "null"}], **about}
@@ -124,18 +139,31 @@ class Short:
     long: Callable[[Any], Any]
     short_schema: dict[str, Any] | None = field(default=None, hash=False)
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self.long, handler(source))
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         full = handler(schema)
-        return {"anyOf": [self.short_schema or {"enum": sorted(kinds_without_keys(full, handler))}, full]}
+        return {
+            "anyOf": [
+                self.short_schema or {"enum": sorted(kinds_without_keys(full, handler))},
+                full,
+            ]
+        }
 
 
 def kinds_without_keys(full: dict[str, Any], handler: GetJsonSchemaHandler) -> list[str]:
     """The kinds that need no further key."""
     if "discriminator" in full:
-        return [kind for each in full["discriminator"]["mapping"].values() for kind in kinds_without_keys({"$ref": each}, handler)]
+        return [
+            kind
+            for each in full["discriminator"]["mapping"].values()
+            for kind in kinds_without_keys({"$ref": each}, handler)
+        ]
     section = handler.resolve_ref_schema(full)
     if set(section.get("required", ())) - {"kind"}:
         return []

@@ -24,7 +24,11 @@ class Signals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             # `nohup` has a lost terminal ignored, and so it stays.
-            heard = [n for n in self.numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+            heard = [
+                n
+                for n in self.numbers
+                if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
+            ]
             self._old = {number: signal.signal(number, self._note) for number in heard}
         return self
 
@@ -53,7 +57,11 @@ class LauncherSignals(Signals):
         if isinstance(handler, Stoppable) and not self.numbers:
             self._around = handler
         elif isinstance(handler, Stoppable) and handler.number:
-            self.number, handler.number = handler.number, 0  # the signal that Python swallowed goes to what is launched now
+            # The signal that Python swallowed goes to what is launched now.
+            self.number, handler.number = (
+                handler.number,
+                0,
+            )
         return self
 
     def raise_swallowed(self) -> None:
@@ -105,7 +113,9 @@ class Stoppable(Signals):
 
     def __enter__(self) -> Self:
         self._hook = sys.unraisablehook
-        sys.unraisablehook = lambda swallowed: None if isinstance(swallowed.exc_value, Interrupted) else self._hook(swallowed)
+        sys.unraisablehook = lambda swallowed: (
+            None if isinstance(swallowed.exc_value, Interrupted) else self._hook(swallowed)
+        )
         return super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:

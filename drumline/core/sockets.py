@@ -18,7 +18,11 @@ STORE_SECONDS = 5.0  # for the rest of a message to the ranks' store
 Met = TypeVar("Met")
 
 
-def each_caller(listener: socket.socket, meet: Callable[[socket.socket], Met | None], serve: Callable[[Met], object]) -> None:
+def each_caller(
+    listener: socket.socket,
+    meet: Callable[[socket.socket], Met | None],
+    serve: Callable[[Met], object],
+) -> None:
     """Until `listener` is closed: `serve` what `meet` makes of a caller, in a thread of its own. `meet`: None, or OSError, for who is none
     of ours. Callers beyond MOST_STRANGERS wait, so that they take no descriptors of the run."""
     free = threading.BoundedSemaphore(MOST_STRANGERS)
@@ -43,8 +47,13 @@ def each_caller(listener: socket.socket, meet: Callable[[socket.socket], Met | N
         free.acquire()
         try:
             connected, _ = listener.accept()
-            threading.Thread(target=one, args=(connected,), daemon=True, name="drumline-caller").start()
-        except (OSError, RuntimeError):  # no descriptors or threads are left now, or the caller has gone
+            threading.Thread(
+                target=one, args=(connected,), daemon=True, name="drumline-caller"
+            ).start()
+        except (
+            OSError,
+            RuntimeError,
+        ):  # no descriptors or threads are left now, or the caller has gone
             free.release()
             time.sleep(AGAIN_SECONDS)
 
@@ -60,7 +69,11 @@ def _shut(ends: socket.socket) -> None:
         ends.shutdown(socket.SHUT_RDWR)
 
 
-def wait_at_most(ends: socket.socket, seconds: float, directions: Sequence[int] = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)) -> None:
+def wait_at_most(
+    ends: socket.socket,
+    seconds: float,
+    directions: Sequence[int] = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO),
+) -> None:
     """Of each read and write of a socket, also by its number; of a listener's callers as well; 0: for ever."""
     for direction in directions:
         ends.setsockopt(socket.SOL_SOCKET, direction, struct.pack("@ll", int(seconds), 0))

@@ -26,7 +26,9 @@ class Cost(NamedTuple):
     parameters: float = 0.0
 
 
-def plan_pipeline(mesh: Mesh, strategy: StrategySpec, batch: BatchPlan, facts: ModelFacts | None, why: list[str]) -> PipelinePlan | None:
+def plan_pipeline(
+    mesh: Mesh, strategy: StrategySpec, batch: BatchPlan, facts: ModelFacts | None, why: list[str]
+) -> PipelinePlan | None:
     """How the pipeline of a run goes; None where there is none. `facts` None (the model is not known yet): the cut is left open. Raises
     PlanError where there are fewer layers than stages, or the micro-batches do not suit the schedule."""
     if mesh.pp == 1:
@@ -43,7 +45,9 @@ def plan_pipeline(mesh: Mesh, strategy: StrategySpec, batch: BatchPlan, facts: M
             f" the slowest takes {max(flops) / sum(flops) * stages:.3g} × the mean"
         )
     idle = bubble(schedule, mesh.pp, per_rank, batch.accumulation)
-    why.append(f"{schedule} with {batch.accumulation} micro-batches in flight: a rank waits {idle:.0%} of a step, were stages equal")
+    why.append(
+        f"{schedule} with {batch.accumulation} micro-batches in flight: a rank waits {idle:.0%} of a step, were stages equal"
+    )
     return PipelinePlan(schedule=schedule, stages_per_rank=per_rank, layers=layers)
 
 
@@ -85,7 +89,11 @@ def _require_micro_batches(schedule: str, ranks: int, number: int) -> None:
     below = next(([n] for n in range(number - 1, 0, -1) if fits(n)), [])
     above = next(([n] for n in range(number + 1, number + 2 * ranks + 1) if fits(n)), [])
     fix = f"nearest: accumulation {' or '.join(map(str, below + above))} (a smaller micro_batch makes more), or schedule: gpipe"
-    raise PlanError(f"schedule {schedule} takes {needs}, and the batch has {number}", where="batch.accumulation", fix=fix)
+    raise PlanError(
+        f"schedule {schedule} takes {needs}, and the batch has {number}",
+        where="batch.accumulation",
+        fix=fix,
+    )
 
 
 def stage_cost(facts: ModelFacts, first: int, stop: int) -> Cost:
@@ -102,7 +110,9 @@ def _cut_model(facts: ModelFacts, stages: int) -> tuple[Range, ...]:
     blocks = len(facts.block_parameters)
     if blocks < stages:
         what = f"{blocks} layers cannot make {stages} stages: each needs one at least"
-        raise PlanError(what, where="strategy", fix=f"at most {blocks} stages (ranks × stages_per_rank)")
+        raise PlanError(
+            what, where="strategy", fix=f"at most {blocks} stages (ranks × stages_per_rank)"
+        )
     return balance(partial(stage_cost, facts), blocks, stages)
 
 
@@ -110,11 +120,16 @@ def balance(cost: Callable[[int, int], Cost], blocks: int, stages: int) -> tuple
     """Cut [0, blocks) into `stages` neighbouring parts, none empty: the slowest as fast as can be; of equally fast cuts the one whose
     largest part holds least; of those the most even. Three rounds of dynamic programming, O(stages · blocks²) each, over the parts that
     are no slower than those of equal numbers of blocks. A part takes no less than any part of it."""
-    most = EQUAL * max(cost(*part).flops for part in pairwise(blocks * stage // stages for stage in range(stages + 1)))
+    most = EQUAL * max(
+        cost(*part).flops
+        for part in pairwise(blocks * stage // stages for stage in range(stages + 1))
+    )
     table = dict[Range, Cost]()
     for first in range(blocks):
         costs = ((stop, cost(first, stop)) for stop in range(first + 1, blocks + 1))
-        table |= {(first, stop): c for stop, c in takewhile(lambda each: each[1].flops <= most, costs)}
+        table |= {
+            (first, stop): c for stop, c in takewhile(lambda each: each[1].flops <= most, costs)
+        }
     slowest, _ = _best({k: c.flops for k, c in table.items()}, max, blocks, stages)
     fast = {k: c for k, c in table.items() if c.flops <= slowest * EQUAL}
     largest, _ = _best({k: c.parameters for k, c in fast.items()}, max, blocks, stages)
@@ -123,7 +138,9 @@ def balance(cost: Callable[[int, int], Cost], blocks: int, stages: int) -> tuple
     return parts
 
 
-def _best(cost: dict[Range, float], combine: Callable[[float, float], float], blocks: int, stages: int) -> tuple[float, tuple[Range, ...]]:
+def _best(
+    cost: dict[Range, float], combine: Callable[[float, float], float], blocks: int, stages: int
+) -> tuple[float, tuple[Range, ...]]:
     """The cut of least combined cost among the parts that `cost` has."""
     best: dict[int, tuple[float, tuple[Range, ...]]] = {0: (0.0, ())}
     for _ in range(stages):

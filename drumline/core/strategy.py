@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 from pydantic import Field
 
-from drumline.core.cost import Buffers, Copied, Host, State, Volume, copies_buffers, native_state, send_gradients, send_norm
+from drumline.core.cost import (
+    Buffers,
+    Copied,
+    Host,
+    State,
+    Volume,
+    copies_buffers,
+    native_state,
+    send_gradients,
+    send_norm,
+)
 from drumline.core.estimate import Activations
 from drumline.core.facts import Part
 from drumline.core.mesh import Dimension, Mesh, divide, divisors
@@ -45,8 +55,15 @@ class Compression(Section):
         " for later (Stich et al. 2018). int8: 8-bit quantised, a quarter of the bytes.",
     )
     rank: int = Field(4, gt=0, le=10**6, description="powersgd: the rank of the factors.")
-    start_step: int = Field(0, ge=0, le=MOST_STEPS, description="powersgd, topk: gradients are sent whole before this step.")
-    ratio: float = Field(0.01, gt=0, le=1, description="topk: the part of the entries that is sent.")
+    start_step: int = Field(
+        0,
+        ge=0,
+        le=MOST_STEPS,
+        description="powersgd, topk: gradients are sent whole before this step.",
+    )
+    ratio: float = Field(
+        0.01, gt=0, le=1, description="topk: the part of the entries that is sent."
+    )
 
     def compresses(self, step: int) -> bool:
         """Whether gradients are compressed in the step after `step` steps."""
@@ -56,12 +73,24 @@ class Compression(Section):
 class CopyOptions(Section):
     """How copies of the model are kept equal: DDP's options, or those that other strategies use around theirs."""
 
-    bucket_cap_mb: float = Field(25.0, gt=0, le=10**6, description="MiB of gradients reduced together.")
-    gradient_as_bucket_view: bool = Field(True, description="Gradients are views of the buckets: saves one copy of them.")
-    static_graph: bool = Field(False, description="The set of used parameters never changes: lets DDP skip work.")
-    find_unused_parameters: bool = Field(False, description="Some parameters may get no gradient in a step.")
-    broadcast_buffers: bool = Field(True, description="Copy rank 0's buffers to all before each forward.")
-    compression: Annotated[Compression, KIND_ALONE] = Field(default_factory=Compression, description="What replaces fp32 gradients.")
+    bucket_cap_mb: float = Field(
+        25.0, gt=0, le=10**6, description="MiB of gradients reduced together."
+    )
+    gradient_as_bucket_view: bool = Field(
+        True, description="Gradients are views of the buckets: saves one copy of them."
+    )
+    static_graph: bool = Field(
+        False, description="The set of used parameters never changes: lets DDP skip work."
+    )
+    find_unused_parameters: bool = Field(
+        False, description="Some parameters may get no gradient in a step."
+    )
+    broadcast_buffers: bool = Field(
+        True, description="Copy rank 0's buffers to all before each forward."
+    )
+    compression: Annotated[Compression, KIND_ALONE] = Field(
+        default_factory=Compression, description="What replaces fp32 gradients."
+    )
 
 
 COPIES = CopyOptions()
@@ -102,13 +131,23 @@ class StrategySpec(Spec):
     compared: ClassVar[bool] = False  # by `drumline verify` where nobody names strategies
     one_process: ClassVar[bool] = False
     package: ClassVar[str | None] = None  # that it needs besides this one's dependencies
-    in_step: ClassVar[bool] = False  # without tp, cp and pp: ranks take each forward together, on whole samples of their own
-    exchange: ClassVar[Collective | None] = None  # of weights now and then, where gradients are not averaged in each step
+    in_step: ClassVar[bool] = (
+        False  # without tp, cp and pp: ranks take each forward together, on whole samples of their own
+    )
+    exchange: ClassVar[Collective | None] = (
+        None  # of weights now and then, where gradients are not averaged in each step
+    )
     takes_packed: ClassVar[bool] = False  # goes with QLoRA's packed weights, without tp
     whole_weights: ClassVar[bool] = True  # without tp, cp and pp: each rank holds all of them
-    keeps_low: ClassVar[bool] = False  # weights lie in the type that it computes in, with fp32 ones for the step besides
-    hooked: ClassVar[bool] = False  # its engine gathers the weights of each module by hooks in Python
-    lacks: ClassVar[tuple[Refusal, ...]] = ()  # options that it has no key for, by `core.rule.no_option`
+    keeps_low: ClassVar[bool] = (
+        False  # weights lie in the type that it computes in, with fp32 ones for the step besides
+    )
+    hooked: ClassVar[bool] = (
+        False  # its engine gathers the weights of each module by hooks in Python
+    )
+    lacks: ClassVar[
+        tuple[Refusal, ...]
+    ] = ()  # options that it has no key for, by `core.rule.no_option`
 
     # ------------------------------------------------------------------------------------------------ config and layout
 
@@ -168,7 +207,13 @@ class StrategySpec(Spec):
         return None
 
     def engine_options(
-        self, config: Config, batch: BatchPlan, precision: Precision, steps: int | None, run_dir: str, facts: ModelFacts | None
+        self,
+        config: Config,
+        batch: BatchPlan,
+        precision: Precision,
+        steps: int | None,
+        run_dir: str,
+        facts: ModelFacts | None,
     ) -> dict[str, Any] | None:
         """What another package's engine is given; None for Drumline's own."""
         return None
@@ -213,8 +258,14 @@ class StrategySpec(Spec):
 
     def title(self, data_parallel: str, mesh: Mesh) -> str:
         """What a plan's line calls it, mixes written out: `fsdp2 × tp 2`."""
-        parts = [f"{name} {getattr(mesh, name)}" for name in ("pp", "ep", "cp", "tp") if getattr(mesh, name) > 1]
-        return " × ".join(parts if parts and mesh.data_ranks == 1 and self.whole_weights else [self.kind, *parts])
+        parts = [
+            f"{name} {getattr(mesh, name)}"
+            for name in ("pp", "ep", "cp", "tp")
+            if getattr(mesh, name) > 1
+        ]
+        return " × ".join(
+            parts if parts and mesh.data_ranks == 1 and self.whole_weights else [self.kind, *parts]
+        )
 
     def variants(self) -> Iterator[StrategySpec]:
         """Where the user has named it: itself, and with what was left open."""
@@ -247,7 +298,9 @@ class StrategySpec(Spec):
         """What a rank with this part of the model holds between steps."""
         return native_state(layout, facts, mine)
 
-    def buffers(self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None) -> Buffers:
+    def buffers(
+        self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
+    ) -> Buffers:
         """What it holds besides `state` and activations. `kept`: a trace knows autocast's copies, which depend on the model's own code."""
         return copies_buffers(layout, facts, mine, state, kept)
 
@@ -256,11 +309,15 @@ class StrategySpec(Spec):
         device, and copy a checkpoint that is written in the background."""
         return Host(between, between, 0, int(layout.config.checkpoint.asynchronous))
 
-    def send(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
+    def send(
+        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+    ) -> None:
         """Add what weights and gradients send in the step after `step` steps; None: the mean of a long run. `has`: see cut_weights."""
         send_gradients(volume, layout, facts, has, step)
 
-    def send_norm(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]) -> None:
+    def send_norm(
+        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]
+    ) -> None:
         """Add what the gradient norm sends."""
         send_norm(volume, layout, has)
 
@@ -275,7 +332,9 @@ class StrategySpec(Spec):
         any module, see `parallel.native.prepare` (plain, overlaps) and its engine (make_optimizer)."""
         return None
 
-    def spread(self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any) -> Any:
+    def spread(
+        self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
+    ) -> Any:
         """The `Spread` of a model, whose weights `values` fills; None: as copies. `whole`: the device mesh; `roots`: modules that run, each
         with the model in it (of a pipeline, one for each stage)."""
         return None
@@ -294,14 +353,23 @@ class PipelineConfig(Section):
         description="Order of forward and backward. gpipe: all forwards first; 1f1b: in turn, less memory; interleaved: several stages a"
         " rank, smaller bubble; zero_bubble: as interleaved, with the weights' gradients put into the bubble.",
     )
-    stages_per_rank: int | None = Field(None, gt=0, le=1000, description="interleaved and zero_bubble: stages a rank holds; null: 2.")
+    stages_per_rank: int | None = Field(
+        None,
+        gt=0,
+        le=1000,
+        description="interleaved and zero_bubble: stages a rank holds; null: 2.",
+    )
 
     def stages(self) -> tuple[Schedule, int]:
         """The schedule, and how many stages a rank holds. Raises PlanError where the two do not go together."""
         interleaves = self.schedule in ("interleaved", "zero_bubble")
         if self.stages_per_rank not in (None, 1) and not interleaves:
             what = f"schedule {self.schedule} has one stage a rank, {self.stages_per_rank} were asked for"
-            raise PlanError(what, where="strategy.stages_per_rank", fix="use schedule: interleaved, or leave it out")
+            raise PlanError(
+                what,
+                where="strategy.stages_per_rank",
+                fix="use schedule: interleaved, or leave it out",
+            )
         return self.schedule, (self.stages_per_rank or 2) if interleaves else 1
 
 
@@ -310,20 +378,30 @@ class Degrees(SequenceParallel, StrategySpec):
 
     tp: Ranks = Field(1, description="Tensor parallel: each matrix is cut over this many ranks.")
     cp: Ranks = Field(1, description="Context parallel: each sequence is cut over this many ranks.")
-    pp: Ranks = Field(1, description="Pipeline parallel: the layers are cut into stages over this many ranks.")
+    pp: Ranks = Field(
+        1, description="Pipeline parallel: the layers are cut into stages over this many ranks."
+    )
     ep: Ranks = Field(
-        1, description="Expert parallel: groups of this many data ranks hold a mixture's experts, a part each, and exchange tokens."
+        1,
+        description="Expert parallel: groups of this many data ranks hold a mixture's experts, a part each, and exchange tokens.",
     )
     cp_method: Literal["ulysses", "ring"] = Field(
         "ulysses",
         description="How attention sees the whole sequence: all-to-all over heads, or a ring of keys and values (GPUs; experimental).",
     )
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="The schedule, where pp > 1.")
+    pipeline: PipelineConfig = Field(
+        default_factory=PipelineConfig, description="The schedule, where pp > 1."
+    )
 
     def rest(self, world: int) -> tuple[int, dict[str, int]]:
         """Ranks that the degrees leave, and the degrees."""
         degrees = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
-        data = divide(world, self.tp * self.cp * self.pp, f"tp {self.tp} × cp {self.cp} × pp {self.pp}", "strategy")
+        data = divide(
+            world,
+            self.tp * self.cp * self.pp,
+            f"tp {self.tp} × cp {self.cp} × pp {self.pp}",
+            "strategy",
+        )
         return divide(data, self.ep, f"groups of ep {self.ep}", "strategy.ep"), degrees
 
     def mesh(self, world: int) -> Mesh:
@@ -337,13 +415,21 @@ class Degrees(SequenceParallel, StrategySpec):
         return self.pipeline.stages()
 
     def names(self, world: int) -> Names:
-        degrees = {name: getattr(self, name) for name in ("pp", "ep", "cp", "tp") if getattr(self, name) > 1}
+        degrees = {
+            name: getattr(self, name)
+            for name in ("pp", "ep", "cp", "tp")
+            if getattr(self, name) > 1
+        }
         numbered = [f"{name} {degree}" for name, degree in degrees.items()]
         if self.pp > 1 and self.pipeline.schedule != "1f1b":
             numbered[0] += f" {self.pipeline.schedule}"
         family, name = self.describe(bool(degrees), world // (self.tp * self.cp * self.pp))
         simple = self.simplicity + MIXED * len(degrees) + self.unusual()
-        return Names(" × ".join(filter(None, [family, *degrees])), " × ".join(filter(None, [name, *numbered])), simple)
+        return Names(
+            " × ".join(filter(None, [family, *degrees])),
+            " × ".join(filter(None, [name, *numbered])),
+            simple,
+        )
 
     def describe(self, mixed: bool, data: int) -> tuple[str, str]:
         """What stands before the degrees in family and name. `data`: ranks that these leave."""
@@ -364,7 +450,9 @@ class OneDegree(StrategySpec):
                    "fsdp2 with offload=cpu (tp, cp and pp go with it), or zero3"),
         *no_option("replicate", "what is not cut is already copied over the other processes", "a smaller degree leaves more copies"),
     )  # fmt: skip
-    degree: Ranks | None = Field(None, description="Ranks that share one copy of the model; null: all.")
+    degree: Ranks | None = Field(
+        None, description="Ranks that share one copy of the model; null: all."
+    )
 
     @classmethod
     def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -372,7 +460,12 @@ class OneDegree(StrategySpec):
 
     def mesh(self, world: int) -> Mesh:
         degree = self.degree or world
-        return Mesh(**{self.dimension: degree, "replicate": divide(world, degree, f"degree {degree}", "strategy.degree")})
+        return Mesh(
+            **{
+                self.dimension: degree,
+                "replicate": divide(world, degree, f"degree {degree}", "strategy.degree"),
+            }
+        )
 
     def names(self, world: int) -> Names:
         degree = self.degree or world
@@ -389,9 +482,24 @@ class OneDegree(StrategySpec):
 def mixes(space: Space) -> Iterator[dict[str, Any]]:
     """Degrees that divide: tensor and expert parallel within a host, at most a stage a layer, no pipeline of parts of sequences."""
     world, inside = space.world, divisors(space.per_node)
-    experts = [(1, 1, pp, ep) for pp, ep in product(divisors(world), inside) if space.experts and ep > 1 and space.experts % ep == 0]
+    experts = [
+        (1, 1, pp, ep)
+        for pp, ep in product(divisors(world), inside)
+        if space.experts and ep > 1 and space.experts % ep == 0
+    ]
     for tp, cp, pp, ep in [*product(inside, divisors(world), divisors(world), (1,)), *experts]:
-        if tp == cp == pp == ep == 1 or world % (tp * cp * pp * ep) or pp > max(1, space.layers) or (cp > 1 and pp > 1):
+        if (
+            tp == cp == pp == ep == 1
+            or world % (tp * cp * pp * ep)
+            or pp > max(1, space.layers)
+            or (cp > 1 and pp > 1)
+        ):
             continue
         for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-            yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "pipeline": PipelineConfig(schedule=schedule)}
+            yield {
+                "tp": tp,
+                "cp": cp,
+                "pp": pp,
+                "ep": ep,
+                "pipeline": PipelineConfig(schedule=schedule),
+            }

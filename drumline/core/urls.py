@@ -10,7 +10,9 @@ from pydantic import AfterValidator
 from drumline.core.section import PathText
 from drumline.foreign import path_mistake
 
-FETCHED = "fetched"  # in a run folder: the copy of a checkpoint at another run's URL, until it is read
+FETCHED = (
+    "fetched"  # in a run folder: the copy of a checkpoint at another run's URL, until it is read
+)
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.IGNORECASE | re.DOTALL)
 
 
@@ -50,7 +52,9 @@ def _kept(text: str) -> str:
 
 def _local(path: str) -> str:
     if is_url(path):
-        raise ValueError("it is a URL, and lease, logs and events need a local folder: set checkpoint.url to it, and leave run.dir local")
+        raise ValueError(
+            "it is a URL, and lease, logs and events need a local folder: set checkpoint.url to it, and leave run.dir local"
+        )
     return path
 
 

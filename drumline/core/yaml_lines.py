@@ -32,10 +32,16 @@ class _Loader(yaml.SafeLoader):
 
 _PLAIN = ("bool", "null", "merge", "int", "float", "str", "seq", "map")
 _Loader.yaml_constructors = {
-    tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag.rpartition(":")[2] in _PLAIN
+    tag: make
+    for tag, make in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.rpartition(":")[2] in _PLAIN
 }
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in pairs if tag.rpartition(":")[2] in ("bool", "null", "merge")]
+    first: [
+        (tag, pattern)
+        for tag, pattern in pairs
+        if tag.rpartition(":")[2] in ("bool", "null", "merge")
+    ]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _INT = re.compile(r"^(?:[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+|0o[0-7]+)$")
@@ -48,7 +54,13 @@ class _Dumper(yaml.SafeDumper):
     """Puts in quotes whatever text either version of YAML would read as something else, and lines of a text on lines of their own."""
 
     def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
-        either = '"' if re.search("[\x85\u2028\u2029]", value) else "|" if re.match(r"\S.*\n", value) else style
+        either = (
+            '"'
+            if re.search("[\x85\u2028\u2029]", value)
+            else "|"
+            if re.match(r"\S.*\n", value)
+            else style
+        )
         return super().represent_scalar(tag, value, either)
 
 
@@ -75,18 +87,31 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Place, int]]:
         return _unshared(loader.construct_document(node)), lines
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
-        raise _unreadable(f"character {chr(error.character)!r} may not stand in it", f"{name}:{line}", "remove it") from None
+        raise _unreadable(
+            f"character {chr(error.character)!r} may not stand in it", f"{name}:{line}", "remove it"
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark else name
         problem = getattr(error, "problem", None) or str(error)
         if "'\\t'" in problem:
-            raise _unreadable("a tab where spaces are wanted", where, "indent with spaces") from None
+            raise _unreadable(
+                "a tab where spaces are wanted", where, "indent with spaces"
+            ) from None
         raise _unreadable(problem, where, "mend that line or the one before") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:  # `!!int x`: a tag that its value does not fit
-        raise _unreadable(f"a tag that does not fit its value ({error})", name, "leave tags out") from None
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:  # `!!int x`: a tag that its value does not fit
+        raise _unreadable(
+            f"a tag that does not fit its value ({error})", name, "leave tags out"
+        ) from None
     except RecursionError:
-        raise _unreadable("nested too deeply", name, "look for brackets that are not closed") from None
+        raise _unreadable(
+            "nested too deeply", name, "look for brackets that are not closed"
+        ) from None
 
 
 def _unreadable(problem: str, where: str, fix: str) -> ConfigError:
@@ -126,7 +151,11 @@ class _Walk:
                 self.lines[(*place, str(index))] = item.start_mark.line + 1
                 size += self.visit(item, (*place, str(index)))
         if size > MOST_VALUES:
-            raise self._refuse(node, f"aliases that unfold to more than {MOST_VALUES} values", "write the values out")
+            raise self._refuse(
+                node,
+                f"aliases that unfold to more than {MOST_VALUES} values",
+                "write the values out",
+            )
         self.sizes[id(node)] = size
         return size
 
@@ -144,7 +173,9 @@ class _Walk:
     def _scalar(self, node: yaml.ScalarNode, place: Place) -> None:
         """Join the halves of a character that JSON escapes as two, and refuse what is no text, and numbers of more than 64 bits."""
         whole = node.tag.endswith(":int") and _INT.match(node.value)
-        if whole and (len(node.value) > 80 or abs(int(node.value.replace("_", ""), 0)) >= MOST_WHOLE):
+        if whole and (
+            len(node.value) > 80 or abs(int(node.value.replace("_", ""), 0)) >= MOST_WHOLE
+        ):
             raise NumberTooLarge(f"{self.name}:{node.start_mark.line + 1}", place)
         node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         if mistake := "holds a NUL character" if "\0" in node.value else text_mistake(node.value):

@@ -46,8 +46,16 @@ class Batch:
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """The batch with every tensor changed."""
-        changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        changed |= {name: value.each(change) for name, value in vars(self).items() if isinstance(value, Batch)}
+        changed: dict[str, Any] = {
+            name: change(value)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        changed |= {
+            name: value.each(change)
+            for name, value in vars(self).items()
+            if isinstance(value, Batch)
+        }
         return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> Self:
@@ -92,9 +100,14 @@ def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> Sha
             groups.setdefault(parts[0].tobytes(), []).append((row, *parts))
     if all(len(group) == 1 for group in groups.values()):
         return None
-    lines = [[group[0][1], *(completion for _, _, completion in group)] for group in groups.values()]
+    lines = [
+        [group[0][1], *(completion for _, _, completion in group)] for group in groups.values()
+    ]
     wide = max(sum(map(len, line)) for line in lines)
-    ids, positions = np.full((len(lines), wide), pad_id, np.int64), np.zeros((len(lines), wide), np.int64)
+    ids, positions = (
+        np.full((len(lines), wide), pad_id, np.int64),
+        np.zeros((len(lines), wide), np.int64),
+    )
     places = np.zeros((len(rows), width), np.int64)
     for index, (line, group) in enumerate(zip(lines, groups.values(), strict=True)):
         start = prompt = len(line[0])
@@ -103,7 +116,9 @@ def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> Sha
         for row, _, completion in group:
             stop, length = start + len(completion), prompt + len(completion)
             positions[index, start:stop] = np.arange(prompt, length)
-            places[row, :length] = index * wide + np.concatenate((np.arange(prompt), np.arange(start, stop)))
+            places[row, :length] = index * wide + np.concatenate(
+                (np.arange(prompt), np.arange(start, stop))
+            )
             start = stop
     documents = tuple(tuple(len(part) for part in line if len(part)) for line in lines)
     ids_BT, positions_BT, places_BT = map(torch.from_numpy, (ids, positions, places))
@@ -138,7 +153,11 @@ class TokenBatch(Batch):
 
     def __post_init__(self) -> None:
         if self.lengths_B is None:  # nothing is padding
-            object.__setattr__(self, "lengths_B", torch.full_like(self.input_ids_BT[:, 0], self.input_ids_BT.shape[1]))
+            object.__setattr__(
+                self,
+                "lengths_B",
+                torch.full_like(self.input_ids_BT[:, 0], self.input_ids_BT.shape[1]),
+            )
 
     @staticmethod
     def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
@@ -162,9 +181,13 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
     """A batch of rows of segments, padded with `pad_id` to `width` tokens; None: to the longest row. A row that is None is a filler, all
     padding without a target: it takes a place of the last batch that no sample is left for."""
     assert rows, "a batch has rows"
-    lengths = [FILLER_WIDTH if row is None else sum(len(tokens) for tokens, _ in row) for row in rows]
+    lengths = [
+        FILLER_WIDTH if row is None else sum(len(tokens) for tokens, _ in row) for row in rows
+    ]
     width = max(lengths) if width is None else width
-    assert max(lengths) <= width, f"a row of {max(lengths)} tokens does not fit a batch of width {width}"
+    assert max(lengths) <= width, (
+        f"a row of {max(lengths)} tokens does not fit a batch of width {width}"
+    )
     ids = np.full((len(rows), width), pad_id, np.int64)
     targets = np.full((len(rows), width), IGNORE, np.int64)
     positions = np.tile(np.arange(width, dtype=np.int64), (len(rows), 1))
@@ -173,10 +196,14 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
         for tokens, learn in row or ():
             stop = start + len(tokens)
             ids[index, start:stop] = tokens
-            targets[index, start : stop - 1] = np.where(learn[1:] != 0, tokens[1:].astype(np.int64), IGNORE)
+            targets[index, start : stop - 1] = np.where(
+                learn[1:] != 0, tokens[1:].astype(np.int64), IGNORE
+            )
             positions[index, start:] = np.arange(width - start)
             start = stop
-    real = torch.tensor([0 if row is None else length for row, length in zip(rows, lengths, strict=True)])
+    real = torch.tensor(
+        [0 if row is None else length for row, length in zip(rows, lengths, strict=True)]
+    )
     learned = np.flatnonzero(targets != IGNORE)
     documents = tuple(tuple(len(tokens) for tokens, _ in row or () if len(tokens)) for row in rows)
     known: dict[str, Any] = {
@@ -186,7 +213,13 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
         "learned_M": torch.from_numpy(learned),
         "learned_on_host_M": learned,
     }
-    return TokenBatch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions), len(learned), **known)
+    return TokenBatch(
+        torch.from_numpy(ids),
+        torch.from_numpy(targets),
+        torch.from_numpy(positions),
+        len(learned),
+        **known,
+    )
 
 
 def bounds(documents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
@@ -220,7 +253,9 @@ class PairBatch(TokenBatch):
         return last_BT * self.real_P.repeat(2)[:, None] / 2
 
 
-def collate_pairs(cache: TokenCache, samples: Sequence[int], pad_id: int, width: int | None) -> PairBatch:
+def collate_pairs(
+    cache: TokenCache, samples: Sequence[int], pad_id: int, width: int | None
+) -> PairBatch:
     """The pairs of `samples` in a cache (−1: a filler), padded to `width` tokens a side; None: to the longest side."""
     pairs = [cache.segments(sample) if sample >= 0 else None for sample in samples]
     metas = [cache.meta(sample) if sample >= 0 else {} for sample in samples]
@@ -228,7 +263,11 @@ def collate_pairs(cache: TokenCache, samples: Sequence[int], pad_id: int, width:
 
 
 def pair_batch(
-    pairs: Sequence[Sequence[Segment] | None], samples: Sequence[int], metas: Sequence[dict[str, Any]], pad_id: int, width: int | None
+    pairs: Sequence[Sequence[Segment] | None],
+    samples: Sequence[int],
+    metas: Sequence[dict[str, Any]],
+    pad_id: int,
+    width: int | None,
 ) -> PairBatch:
     """A batch of the chosen and the rejected segment of each pair; None for a filler."""
     rows = [None if pair is None else pair[side : side + 1] for side in (0, 1) for pair in pairs]
@@ -236,11 +275,15 @@ def pair_batch(
     if width is None:
         parted = [None if row is None else _parted(*row[0]) for row in rows]
         fields["shared"] = shared_prompts(parted, pad_id, fields["input_ids_BT"].shape[1])
-    fields["lengths_B"] = torch.tensor([FILLER_WIDTH if row is None else len(row[0][0]) for row in rows])
+    fields["lengths_B"] = torch.tensor(
+        [FILLER_WIDTH if row is None else len(row[0][0]) for row in rows]
+    )
     fields["real_P"] = torch.tensor([float(pair is not None) for pair in pairs])
     fields["samples_P"] = torch.tensor(samples, dtype=torch.int64)
     fields["weight"] = sum(pair is not None for pair in pairs)
-    fields["margin_P"] = torch.tensor([meta.get("margin", math.nan) for meta in metas], dtype=torch.float32)
+    fields["margin_P"] = torch.tensor(
+        [meta.get("margin", math.nan) for meta in metas], dtype=torch.float32
+    )
     return PairBatch(**fields)
 
 
@@ -275,7 +318,9 @@ class LabelledBatch(TokenBatch):
         return {"input_ids": self.input_ids_BT, "attention_mask": self.attention_mask_BT}
 
 
-def collate_texts(plan: Plan, cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None) -> LabelledBatch:
+def collate_texts(
+    plan: Plan, cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None
+) -> LabelledBatch:
     """The texts of sample ids (-1: a filler), padded to `width` tokens; None: to the longest text."""
     rows = [cache.segments(sample) if sample >= 0 else None for sample in ids]
     return _texts(plan, rows, labels_of(cache, ids, plan.labels), pad_id, width)
@@ -286,7 +331,13 @@ def labels_of(cache: TokenCache, ids: Sequence[int], labels: tuple[str, ...]) ->
     return [labels.index(cache.meta(sample)["label"]) if sample >= 0 else IGNORE for sample in ids]
 
 
-def _texts(plan: Plan, rows: Sequence[Sequence[Segment] | None], labels: list[int], pad_id: int, width: int | None) -> LabelledBatch:
+def _texts(
+    plan: Plan,
+    rows: Sequence[Sequence[Segment] | None],
+    labels: list[int],
+    pad_id: int,
+    width: int | None,
+) -> LabelledBatch:
     fields: dict[str, Any] = vars(collate(rows, pad_id, width))
     lengths_B, places_BT = fields["lengths_B"].clamp(min=1), fields["position_ids_BT"]
     mask_BT = (places_BT < lengths_B[:, None]).long() if plan.bidirectional else None
@@ -321,14 +372,26 @@ class Episodes:
     ended_N: torch.Tensor
 
     @classmethod
-    def start(cls, prompts: Sequence[Tokens], completions: Sequence[Tokens], ended: Sequence[bool] | None = None) -> Episodes:
+    def start(
+        cls,
+        prompts: Sequence[Tokens],
+        completions: Sequence[Tokens],
+        ended: Sequence[bool] | None = None,
+    ) -> Episodes:
         """Episodes with tokens alone; numbers are 0. `ended` None: all. A prompt has at least one token, a completion may have none."""
         assert len(prompts) == len(completions) and all(len(prompt) for prompt in prompts)
         lengths_N = torch.tensor([len(tokens) for tokens in completions])
         mask_NM = torch.arange(max(1, int(lengths_N.max()))) < lengths_N[:, None]
         zeros = {name: torch.zeros(mask_NM.shape) for name in _NUMBERS.values()}
         ended_N = torch.tensor([True] * len(completions) if ended is None else list(ended))
-        return cls(list(prompts), list(completions), mask_NM, weight_N=torch.zeros(len(completions)), ended_N=ended_N, **zeros)
+        return cls(
+            list(prompts),
+            list(completions),
+            mask_NM,
+            weight_N=torch.zeros(len(completions)),
+            ended_N=ended_N,
+            **zeros,
+        )
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -336,9 +399,16 @@ class Episodes:
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of prompt and completion together, int64[N]."""
-        return np.asarray([len(p) + len(c) for p, c in zip(self.prompts, self.completions, strict=True)], np.int64)
+        return np.asarray(
+            [len(p) + len(c) for p, c in zip(self.prompts, self.completions, strict=True)], np.int64
+        )
 
-    def weighted(self, normalize: Literal["sequence", "token", "constant"], constant: int, counts_N: torch.Tensor) -> Episodes:
+    def weighted(
+        self,
+        normalize: Literal["sequence", "token", "constant"],
+        constant: int,
+        counts_N: torch.Tensor,
+    ) -> Episodes:
         """The episodes with weights such that Σ weight · loss / Σ weight_N, for any micro-batches, is
 
         sequence: the mean over episodes of the mean over their tokens (GRPO, Shao et al. 2024);
@@ -351,7 +421,11 @@ class Episodes:
         lengths_N = mask_NM.sum(1)
         if normalize == "token":
             return replace(self, weights_NM=mask_NM, weight_N=lengths_N)
-        divisor_N1 = lengths_N.clamp(min=1)[:, None] if normalize == "sequence" else torch.tensor(float(constant))
+        divisor_N1 = (
+            lengths_N.clamp(min=1)[:, None]
+            if normalize == "sequence"
+            else torch.tensor(float(constant))
+        )
         return replace(self, weights_NM=mask_NM / divisor_N1, weight_N=counts_N.float())
 
 
@@ -373,9 +447,14 @@ class EpisodeBatch(TokenBatch):
         return self.weights_BT
 
 
-def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, width: int | None) -> EpisodeBatch:
+def collate_episodes(
+    episodes: Episodes, picks: Sequence[int], pad_id: int, width: int | None
+) -> EpisodeBatch:
     """A batch of the episodes with indices `picks` (-1: a filler of weight 0), padded to `width` tokens; None: to the longest."""
-    lengths = [FILLER_WIDTH if pick < 0 else len(episodes.prompts[pick]) + len(episodes.completions[pick]) for pick in picks]
+    lengths = [
+        FILLER_WIDTH if pick < 0 else len(episodes.prompts[pick]) + len(episodes.completions[pick])
+        for pick in picks
+    ]
     own_width, width = width is None, max(FILLER_WIDTH, *lengths) if width is None else width
     rows: list[Any] = [None] * len(picks)
     spread: dict[str, Any] = {name: torch.zeros(len(picks), width) for name in _NUMBERS}
@@ -387,10 +466,15 @@ def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, widt
         rows[row] = [(np.concatenate((prompt, completion)), np.arange(start + size) >= start)]
         for name, into in spread.items():
             into[row, start - 1 : start - 1 + size] = getattr(episodes, _NUMBERS[name])[pick, :size]
-    fields: dict[str, Any] = vars(collate(rows, pad_id, width)) | {"lengths_B": torch.tensor(lengths)}
+    fields: dict[str, Any] = vars(collate(rows, pad_id, width)) | {
+        "lengths_B": torch.tensor(lengths)
+    }
     fields["weight"] = sum((float(episodes.weight_N[pick]) for pick in picks if pick >= 0), 0.0)
     if own_width:
-        pairs = [(episodes.prompts[pick], episodes.completions[pick]) if pick >= 0 else None for pick in picks]
+        pairs = [
+            (episodes.prompts[pick], episodes.completions[pick]) if pick >= 0 else None
+            for pick in picks
+        ]
         fields["shared"] = shared_prompts(pairs, pad_id, width)
     return EpisodeBatch(**fields, **spread)
 
@@ -402,4 +486,6 @@ def learned_episodes(rows: int, length: int) -> EpisodeBatch:
 
 
 # Field of a batch → field of the episodes.
-_NUMBERS = {name: name.removeprefix("old_").replace("_BT", "_NM") for name in EpisodeBatch.__annotations__}
+_NUMBERS = {
+    name: name.removeprefix("old_").replace("_BT", "_NM") for name in EpisodeBatch.__annotations__
+}

@@ -94,12 +94,22 @@ class Maker:
 
     def __init__(self, task: Task, tokenizer_path: str, base_dir: Path) -> None:
         assert task.config.data.stream is not None
-        self.task, self.tokenizer_path, self.base_dir, self.stream = task, tokenizer_path, base_dir, task.config.data.stream
+        self.task, self.tokenizer_path, self.base_dir, self.stream = (
+            task,
+            tokenizer_path,
+            base_dir,
+            task.config.data.stream,
+        )
         self.root, self.stopped = task.folder, False
         self._notes = Stage(self.root, np.dtype(np.uint16))
         self._rows, self._next = iter(list[Row]()), -1
-        self._came, self._reads = 0, False  # rows so far; waiting for one of a source that has given some
-        self._ended: set[int] = set()  # numbers of the sources that have been gone through since block 0 was begun
+        # Rows so far; waiting for one of a source that has given some.
+        self._came, self._reads = (
+            0,
+            False,
+        )
+        # Numbers of the sources that have been gone through since block 0 was begun.
+        self._ended: set[int] = set()
         # Rows of a block; None: not known before block 0 is made.
         self.block_rows: int | None = read_ledger(self.root).get("rows")
 
@@ -148,16 +158,25 @@ class Maker:
         info, known = read_info(block_of(self.root, number)), read_ledger(self.root)
         first = {"first": info} if not number else {}
         samples = {**known.get("samples", {}), str(number): info["samples"] if info else 0}
-        write_whole(self.root / LEDGER, json.dumps({**known, **first, "rows": self.block_rows, "samples": samples}), shared=True)
+        write_whole(
+            self.root / LEDGER,
+            json.dumps({**known, **first, "rows": self.block_rows, "samples": samples}),
+            shared=True,
+        )
 
     def _from(self, start: int) -> Iterator[Row]:
         """All rows from one on, without end."""
         sources = self.task.sources
         if all(source.weight is None for source in sources):
             yield from self._again(range(len(sources)), start)
-        counts = epoch_counts([Mixed(weight=source.weight) for source in sources], [_CYCLE] * len(sources), None)
+        counts = epoch_counts(
+            [Mixed(weight=source.weight) for source in sources], [_CYCLE] * len(sources), None
+        )
         size = sum(counts)
-        skips = [start // size * each + more for each, more in zip(counts, places_before(start % size, counts), strict=True)]
+        skips = [
+            start // size * each + more
+            for each, more in zip(counts, places_before(start % size, counts), strict=True)
+        ]
         rows = [self._again([number], skip) for number, skip in enumerate(skips)]
         for at in count(start, _ROWS):
             dealt, _ = interleaved(np.arange(at, at + _ROWS, dtype=np.int64) % size, counts)
@@ -167,7 +186,9 @@ class Maker:
     def _again(self, numbers: Sequence[int], skip: int) -> Iterator[Row]:
         """The rows of some sources, one after another, without the first ones; after the last source the first one again."""
         for number in cycle(numbers):
-            found = yield from rows_of(self.task, number, self.base_dir, self._notes, skip, seen=self._seen)
+            found = yield from rows_of(
+                self.task, number, self.base_dir, self._notes, skip, seen=self._seen
+            )
             self._ended.add(number)
             skip = max(0, skip - found)
 
@@ -202,7 +223,10 @@ class _Numbers:
         self.blocks, self.name = blocks, name
 
     def __getitem__(self, ids: Ints) -> Ints:
-        found, of = np.zeros(len(ids), np.int64), np.searchsorted(self.blocks.begins, ids, side="right") - 1
+        found, of = (
+            np.zeros(len(ids), np.int64),
+            np.searchsorted(self.blocks.begins, ids, side="right") - 1,
+        )
         for at in np.unique(of).tolist():
             array = getattr(self.blocks.cache(self.blocks.first + at), self.name)
             found[of == at] = array[ids[of == at] - self.blocks.begins[at]]
@@ -226,7 +250,14 @@ class Blocks:
         margin: int,
         weighted: bool = False,
     ) -> None:
-        self.root, self.stream, self.maker, self.seed, self.falling, self.margin = root, stream, maker, seed, falling, margin
+        self.root, self.stream, self.maker, self.seed, self.falling, self.margin = (
+            root,
+            stream,
+            maker,
+            seed,
+            falling,
+            margin,
+        )
         # The position that each block from `first` on begins at, as far as they are known.
         self.first, self.begins = (known["block"], [known["start"]]) if known else (0, [0])
         self.lengths, self.learned = _Numbers(self, "lengths"), _Numbers(self, "learned")
@@ -249,7 +280,11 @@ class Blocks:
         there = read_ledger(self.root).get("rows", rows)
         if there != rows:
             what = f"its position is counted in blocks of {rows:,} rows, and the blocks of this stream have {there:,}"
-            raise CheckpointError(what, where="data.stream", fix="begin a new run: its model may be an export of this one")
+            raise CheckpointError(
+                what,
+                where="data.stream",
+                fix="begin a new run: its model may be an export of this one",
+            )
 
     @property
     def block_rows(self) -> int:
@@ -313,7 +348,10 @@ class Blocks:
         """The block of a position, which is that of the sample with the same number."""
         if position < self.begins[0]:
             self.first, self.begins = 0, [0]
-        while position > self.begins[-1] and (end := self.begins[-1] + self._size(self.first + len(self.begins) - 1)) <= position:
+        while (
+            position > self.begins[-1]
+            and (end := self.begins[-1] + self._size(self.first + len(self.begins) - 1)) <= position
+        ):
             self.begins.append(end)
         return self.first + bisect_right(self.begins, position) - 1
 
@@ -421,7 +459,10 @@ def hold(root: Path, run_dir: str) -> bool:
             file.close()
             if holder in ("", run_dir):
                 return False
-            what, fix = f"the run {holder} streams the same rows through this folder", "give each run a data.cache_dir of its own"
+            what, fix = (
+                f"the run {holder} streams the same rows through this folder",
+                "give each run a data.cache_dir of its own",
+            )
             raise EnvironmentFault(what, where=str(root), fix=fix) from None
         _held[root] = file
     file.truncate(0)

@@ -58,7 +58,9 @@ class TokenCache:
         self._segments, self._samples = array("segments"), array("samples")
         self.lengths: npt.NDArray[np.int32] = array("lengths")
         self.learned: npt.NDArray[np.int64] = array("learned")
-        self._meta = np.memmap(folder / "meta.bin", np.uint8, "r") if "meta.bin" in info["files"] else None
+        self._meta = (
+            np.memmap(folder / "meta.bin", np.uint8, "r") if "meta.bin" in info["files"] else None
+        )
         self._meta_at = None if self._meta is None else array("meta")
 
     @classmethod
@@ -66,7 +68,11 @@ class TokenCache:
         """A finished cache. Raises DataError if there is none, or files lack bytes."""
         if (info := read_info(Path(folder))) is None:
             fix = "run `drumline prepare` again"
-            raise DataError("not a prepared dataset, or files of it are missing or cut short", where=str(folder), fix=fix)
+            raise DataError(
+                "not a prepared dataset, or files of it are missing or cut short",
+                where=str(folder),
+                fix=fix,
+            )
         return cls(Path(folder), info)
 
     def __len__(self) -> int:
@@ -75,7 +81,10 @@ class TokenCache:
     def segments(self, sample: int) -> list[Segment]:
         """The segments of a sample: tokens and learn flags, views of the files. Attention and positions restart at each."""
         first, last = self._samples[sample : sample + 2].tolist()
-        return [(self._tokens[start:stop], self._learn[start:stop]) for start, stop in self._segments[first:last].tolist()]
+        return [
+            (self._tokens[start:stop], self._learn[start:stop])
+            for start, stop in self._segments[first:last].tolist()
+        ]
 
     def meta(self, sample: int) -> dict[str, Any]:
         """The further values that the encoder gave the sample; empty without any."""
@@ -109,8 +118,13 @@ def left_out(name: str, info: dict[str, Any]) -> list[str]:
         "dropped_unlearned": "skipped: nothing to learn",
         "hides_reasoning": "without the reasoning of some turns, which the chat template leaves out",
     }
-    counts = {key: info.get(key, 0) for key in reasons}  # caches of older versions have not all of them
-    parts = [f"{counts[key]:,} of {info['rows_read']:,} rows {what}" for key, what in reasons.items() if counts[key]]
+    # Caches of older versions have not all of them.
+    counts = {key: info.get(key, 0) for key in reasons}
+    parts = [
+        f"{counts[key]:,} of {info['rows_read']:,} rows {what}"
+        for key, what in reasons.items()
+        if counts[key]
+    ]
     return [f"data.{name}: {'; '.join(parts)}"] if parts else []
 
 
@@ -123,7 +137,11 @@ class Column:
         self._head()
 
     def _head(self) -> None:
-        header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.count, *self.width)}
+        header = {
+            "descr": np.lib.format.dtype_to_descr(self.dtype),
+            "fortran_order": False,
+            "shape": (self.count, *self.width),
+        }
         np.lib.format.write_array_header_1_0(self.file, header)
 
     def add(self, values: npt.NDArray[Any]) -> None:
@@ -141,7 +159,9 @@ class Layout:
 
     def __init__(self, folder: Path) -> None:
         types = {"samples": np.int64, "lengths": np.int32, "learned": np.int64, "meta": np.int64}
-        self.columns = {name: Column(folder / f"{name}.npy", np.dtype(of)) for name, of in types.items()}
+        self.columns = {
+            name: Column(folder / f"{name}.npy", np.dtype(of)) for name, of in types.items()
+        }
         self.columns["segments"] = Column(folder / "segments.npy", np.dtype(np.int64), 2)
         self.folder, self.metas = folder, (folder / "meta.bin").open("wb")
         self.tokens = self.learned = self.longest = 0
@@ -205,8 +225,13 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
     names = sorted(path.name for path in temporary.iterdir())
     info = {**info, "files": {name: (temporary / name).stat().st_size for name in names}}
     blocks = {name: range(-(-size // BLOCK)) for name, size in info["files"].items()}
-    info["sha256"] = {name: [_digest(temporary / name, block) for block in numbers] for name, numbers in blocks.items()}
-    (temporary / "info.json").write_text(json.dumps({**info, "checksum": digest_of(info)}, indent=2) + "\n")
+    info["sha256"] = {
+        name: [_digest(temporary / name, block) for block in numbers]
+        for name, numbers in blocks.items()
+    }
+    (temporary / "info.json").write_text(
+        json.dumps({**info, "checksum": digest_of(info)}, indent=2) + "\n"
+    )
     for path in (*(temporary / name for name in names), temporary / "info.json", temporary):
         files.sync(path)
     files.give_name(temporary, folder, lambda: read_info(folder) is not None)
@@ -225,26 +250,38 @@ def temporary_folder(root: Path) -> Iterator[Path]:
         if entered and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         fix = "free some space there, or set data.cache_dir"
-        raise EnvironmentFault(f"the token cache cannot be written: {error.strerror or error}", where=str(root), fix=fix) from error
+        raise EnvironmentFault(
+            f"the token cache cannot be written: {error.strerror or error}",
+            where=str(root),
+            fix=fix,
+        ) from error
 
 
 def digest_of(value: Any) -> str:
     """sha256 in hex of a JSON value, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int = 1) -> None:
     """Verify this rank's share of the blocks of a cache. Raises DataError that names the file with a wrong checksum."""
-    blocks = [(name, block) for name, digests in sorted(sha256.items()) for block in range(len(digests))]
+    blocks = [
+        (name, block) for name, digests in sorted(sha256.items()) for block in range(len(digests))
+    ]
     for name, block in blocks[rank::ranks]:
         with disk_errors("cannot be read", str(folder / name), DataError):
             same = _digest(folder / name, block) == sha256[name][block]
         if not same:
             what = f"damaged: bytes from {block * BLOCK:,} on are not what was written (sha256 differs)"
-            raise DataError(what, where=str(folder / name), fix="make it again: drumline prepare CONFIG.yaml")
+            raise DataError(
+                what, where=str(folder / name), fix="make it again: drumline prepare CONFIG.yaml"
+            )
 
 
-def verify_in_background(caches: list[tuple[Path, dict[str, list[str]]]], rank: int, ranks: int) -> Future[None]:
+def verify_in_background(
+    caches: list[tuple[Path, dict[str, list[str]]]], rank: int, ranks: int
+) -> Future[None]:
     """The outcome of `verify` on some caches, in a thread: hashing releases Python's lock while other things load."""
     outcome: Future[None] = Future()
 

@@ -14,7 +14,8 @@ from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
 
-Collator = Callable[[TokenCache], Callable[[list[int]], Any]]  # token cache → ids of samples (-1: a filler) → micro-batch
+# Token cache → ids of samples (-1: a filler) → micro-batch.
+Collator = Callable[[TokenCache], Callable[[list[int]], Any]]
 
 
 def padding(plan: Plan) -> int:
@@ -25,10 +26,16 @@ def padding(plan: Plan) -> int:
 def text_collator(plan: Plan, width: int | None) -> Collator:
     """For segments of text, with images if the model takes some."""
     pad = padding(plan)
-    vision = vision_of(plan.config, plan.model_path, load_config(plan.model_path, plan.config.model))
+    vision = vision_of(
+        plan.config, plan.model_path, load_config(plan.model_path, plan.config.model)
+    )
     if vision is not None:
         return lambda cache: lambda ids: collate_vision(cache, ids, pad, width, vision)
-    return lambda cache: lambda ids: collate([cache.segments(sample) if sample >= 0 else None for sample in ids], pad, width)
+    return lambda cache: (
+        lambda ids: collate(
+            [cache.segments(sample) if sample >= 0 else None for sample in ids], pad, width
+        )
+    )
 
 
 def pair_collator(plan: Plan, width: int | None) -> Collator:
@@ -36,11 +43,15 @@ def pair_collator(plan: Plan, width: int | None) -> Collator:
     return lambda cache: lambda ids: collate_pairs(cache, ids, pad, width)
 
 
-def judged_collator(plan: Plan, width: int | None, has_mismatched: bool) -> Callable[[TokenCache], Callable[..., Any]]:
+def judged_collator(
+    plan: Plan, width: int | None, has_mismatched: bool
+) -> Callable[[TokenCache], Callable[..., Any]]:
     """For answers that are labelled good or bad. `has_mismatched`: also the mismatched ones, see `data.judged`."""
     pad, max_length = padding(plan), plan.config.data.max_length
     if has_mismatched:
-        return lambda cache: lambda ids, previous: collate_mismatched(cache, ids, previous, pad, width, max_length)
+        return lambda cache: (
+            lambda ids, previous: collate_mismatched(cache, ids, previous, pad, width, max_length)
+        )
     return lambda cache: lambda ids: collate_judged(cache, ids, pad, width)
 
 
@@ -53,4 +64,6 @@ def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> 
     processor = load_processor(plan.model_path, plan.config.model, hf_config, image_size)
     channels = int(getattr(hf_config, "num_channels", 3))
     side = side_of(processor, channels)
-    return lambda cache: lambda ids: collate_images(cache, ids, plan.labels, processor, side, channels)
+    return lambda cache: (
+        lambda ids: collate_images(cache, ids, plan.labels, processor, side, channels)
+    )

@@ -43,9 +43,15 @@ class TextRows:
     def encode(self, row: Row) -> Encoded | None:
         if holds_images(row):
             fix = "name a vision-language model, with algorithm sft, or read none of a column with `columns: {images: ''}`"
-            raise DataError("this row holds images, and text alone is read here", where=row.origin, fix=fix)
+            raise DataError(
+                "this row holds images, and text alone is read here", where=row.origin, fix=fix
+            )
         full = self.encoder.encode(row)
-        example = full if self.whole else truncate(full, self.data.max_length, self.data.truncation, row.origin)
+        example = (
+            full
+            if self.whole
+            else truncate(full, self.data.max_length, self.data.truncation, row.origin)
+        )
         if example is None or (full.learned and not example.learned):  # none of its answer is left
             return None
         is_cut = len(example.tokens) < len(full.tokens)
@@ -59,19 +65,31 @@ class PromptRows:
     the question and the header of the answer."""
 
     def __init__(self, tokenizer: Any, new: int, data: DataConfig) -> None:
-        self.encoder, self.policy, self.new = Encoder(tokenizer, everything=False, data=data), data.truncation, new
+        self.encoder, self.policy, self.new = (
+            Encoder(tokenizer, everything=False, data=data),
+            data.truncation,
+            new,
+        )
         self.room = data.max_length - self.new
 
     def encode(self, row: Row) -> Encoded | None:
         text, ids = self.encoder.prompt(row)
         if not ids:
-            raise DataError("the prompt is empty", where=row.origin, fix="a completion goes on from one token at least")
+            raise DataError(
+                "the prompt is empty",
+                where=row.origin,
+                fix="a completion goes on from one token at least",
+            )
         size = len(ids)
         if size > self.room and self.policy == "drop":
             return None
         if size > self.room and self.policy != "left":
             what = f"the prompt has {size} tokens, and data.max_length less max_new_tokens {self.new} leaves {self.room}"
-            raise DataError(what, where=row.origin, fix="raise data.max_length, or set data.truncation to drop or left")
+            raise DataError(
+                what,
+                where=row.origin,
+                fix="raise data.max_length, or set data.truncation to drop or left",
+            )
         columns, ours = as_json(row.extra), {"prompt": text, "domain": row.domain}
         own = {name: columns[name] for name in ours if columns.get(name) is not None}
         meta = {**columns, **ours, **({OWN: own} if own else {})}
@@ -83,7 +101,11 @@ class AnswerRows:
 
     def __init__(self, tokenizer: Any, data: DataConfig) -> None:
         if data.learn_on != "assistant":
-            raise ConfigError("answers are compared by their own tokens alone", where="data.learn_on", fix="leave it out")
+            raise ConfigError(
+                "answers are compared by their own tokens alone",
+                where="data.learn_on",
+                fix="leave it out",
+            )
         self.encoder, self.data = Encoder(tokenizer, False, data), data
 
     def example(self, prompt: Text, answer: Text, name: str, row: Row, is_plain: bool) -> Example:
@@ -91,14 +113,23 @@ class AnswerRows:
         DataError for an answer without a token."""
         turns = as_messages(answer, "assistant")
         if not any(turn.get("tool_calls") or turn["content"].strip() for turn in turns):
-            raise DataError(f"`{name}` is empty: it has no answer", where=row.origin, fix="take the row out")
+            raise DataError(
+                f"`{name}` is empty: it has no answer", where=row.origin, fix="take the row out"
+            )
         if not (isinstance(prompt, str) and isinstance(answer, str)):
             self.encoder.require_template("the row holds messages", row)
         elif is_plain:
             return self.encoder.plain(prompt, answer, row.origin)
-        example = self.encoder.encode(Row(row.origin, {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}))
+        example = self.encoder.encode(
+            Row(
+                row.origin,
+                {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")},
+            )
+        )
         if not example.learned:
-            raise DataError(f"`{name}` has no turn of the assistant behind the prompt", where=row.origin)
+            raise DataError(
+                f"`{name}` has no turn of the assistant behind the prompt", where=row.origin
+            )
         return example
 
 
@@ -111,13 +142,18 @@ class PairRows(AnswerRows):
     def encode(self, row: Row) -> Encoded | None:
         is_plain = not {"prompt", "tools"} & row.values.keys()
         prompt, *answers = pair_parts(row.values, row.origin)
-        full = [self.example(prompt, answer, name, row, is_plain) for answer, name in zip(answers, SIDES, strict=True)]
+        full = [
+            self.example(prompt, answer, name, row, is_plain)
+            for answer, name in zip(answers, SIDES, strict=True)
+        ]
         if np.array_equal(full[0].tokens, full[1].tokens):
             raise DataError(SAME_ANSWER, where=row.origin, fix="take the row out")
         pair = cut_pair(full[0], full[1], self.data.max_length, self.data.truncation, row.origin)
         if pair is None:
             return None
-        cut = any(len(short.tokens) < len(long.tokens) for short, long in zip(pair, full, strict=True))
+        cut = any(
+            len(short.tokens) < len(long.tokens) for short, long in zip(pair, full, strict=True)
+        )
         hides_reasoning = any(example.hides_reasoning for example in full)
         return Encoded(list(pair), _meta(row), truncated=cut, hides_reasoning=hides_reasoning)
 
@@ -131,14 +167,21 @@ class JudgedRows(AnswerRows):
 
     def encode(self, row: Row) -> Encoded | None:
         is_good = judgement(row.values["label"], row.origin)
-        full = self.example(row.values["prompt"], row.values["completion"], "completion", row, row.plain)
+        full = self.example(
+            row.values["prompt"], row.values["completion"], "completion", row, row.plain
+        )
         example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
         if example is None or not example.learned:
             return None
         is_truncated = len(example.tokens) < len(full.tokens)
         prompt_tokens = full.tokens[: int(np.argmax(full.learn))]
-        meta = {"good": is_good, "prompt": sha256(prompt_tokens.tobytes()).hexdigest()[:DIGEST_DIGITS]}
-        return Encoded([example], meta, truncated=is_truncated, hides_reasoning=full.hides_reasoning)
+        meta = {
+            "good": is_good,
+            "prompt": sha256(prompt_tokens.tobytes()).hexdigest()[:DIGEST_DIGITS],
+        }
+        return Encoded(
+            [example], meta, truncated=is_truncated, hides_reasoning=full.hides_reasoning
+        )
 
 
 def judgement(label: Any, origin: str) -> bool:
@@ -159,11 +202,17 @@ def _meta(row: Row) -> dict[str, Any] | None:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"`margin` is {margin!r:.60}, not a number", where=row.origin, fix="take the column's mapping or the row out")
+        raise DataError(
+            f"`margin` is {margin!r:.60}, not a number",
+            where=row.origin,
+            fix="take the column's mapping or the row out",
+        )
     return {"margin": number}
 
 
-def cut_pair(chosen: Example, rejected: Example, max_length: int, policy: Policy, origin: str) -> tuple[Example, Example] | None:
+def cut_pair(
+    chosen: Example, rejected: Example, max_length: int, policy: Policy, origin: str
+) -> tuple[Example, Example] | None:
     """Both sides within `max_length` tokens, with the same prompt and some of their answers; None if the pair is dropped. left: both sides
     lose as much from the start of the prompt as the longer one needs, and answers stay whole; right: sides lose their ends, and prompts
     stay whole. A pair that would lose its prompt or an answer, or keep two equal ones, is dropped. Raises DataError under `error`."""
@@ -171,8 +220,11 @@ def cut_pair(chosen: Example, rejected: Example, max_length: int, policy: Policy
     over = len(longest.tokens) - max_length
     if over <= 0:
         return chosen, rejected
-    prompt = min(int(np.argmax(side.learn)) for side in (chosen, rejected))  # tokens before the first target
-    if truncate(longest, max_length, policy, origin, "tokens on a side") is None or (policy == "left" and over >= prompt):
+    # Tokens before the first target.
+    prompt = min(int(np.argmax(side.learn)) for side in (chosen, rejected))
+    if truncate(longest, max_length, policy, origin, "tokens on a side") is None or (
+        policy == "left" and over >= prompt
+    ):
         return None
     keep = slice(max_length) if policy == "right" else slice(over, None)
     one, other = (Example(side.tokens[keep], side.learn[keep]) for side in (chosen, rejected))
@@ -197,7 +249,9 @@ def label_of(row: Row, labels: list[str] | None) -> str:
     raise DataError(what, where=row.origin, fix="add it there, or leave labels out")
 
 
-def classes(train: TokenCache, held_out: Sequence[TokenCache], labels: list[str] | None) -> tuple[str, ...]:
+def classes(
+    train: TokenCache, held_out: Sequence[TokenCache], labels: list[str] | None
+) -> tuple[str, ...]:
     """The classes in order: `labels`, or those of the training samples, numbers by value and then names by the alphabet. Raises DataError
     if there is only one class, or a held-out sample has a class that no training sample has."""
     found = set(labels or (train.meta(sample)["label"] for sample in range(len(train))))
@@ -206,8 +260,12 @@ def classes(train: TokenCache, held_out: Sequence[TokenCache], labels: list[str]
         raise DataError(what, where="data.train")
     for meta in (cache.meta(sample) for cache in held_out for sample in range(len(cache))):
         if meta["label"] not in found:
-            what = f"label {meta['label']!r} is on no training row; those have {_few(sorted(found))}"
-            raise DataError(what, where=meta["origin"], fix="add training rows of it, or take the row out")
+            what = (
+                f"label {meta['label']!r} is on no training row; those have {_few(sorted(found))}"
+            )
+            raise DataError(
+                what, where=meta["origin"], fix="add training rows of it, or take the row out"
+            )
     if labels:
         return tuple(labels)
     return tuple(sorted(found, key=_place))
@@ -238,7 +296,9 @@ class LabelledTexts:
             return None
         if cut := len(tokens) > limit:
             self.tokenizer.truncation_side = policy
-            tokens = self.tokenizer(row.values["text"], truncation=True, max_length=limit)["input_ids"]
+            tokens = self.tokenizer(row.values["text"], truncation=True, max_length=limit)[
+                "input_ids"
+            ]
         return Encoded([_unlearned(tokens)], {"label": label, "origin": row.origin}, cut)
 
 
@@ -251,9 +311,16 @@ class LabelledImages:
     def encode(self, row: Row) -> Encoded | None:
         from drumline.models.vision import read_image  # with torch
 
-        path = str((row.folder / expanded(image_path(row.values["image"], row.origin, self.root))).absolute())
+        path = str(
+            (
+                row.folder / expanded(image_path(row.values["image"], row.origin, self.root))
+            ).absolute()
+        )
         read_image(path, row.origin)
-        return Encoded([_unlearned([0])], {"label": label_of(row, self.labels), "origin": row.origin, "path": path})
+        return Encoded(
+            [_unlearned([0])],
+            {"label": label_of(row, self.labels), "origin": row.origin, "path": path},
+        )
 
 
 def _unlearned(tokens: list[int]) -> Example:

@@ -16,7 +16,15 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, DataConfig, DigitsSource, FileSource, Forms, TasksSource
+from drumline.core.data import (
+    PAIR_FORMS,
+    PROMPT_FORMS,
+    DataConfig,
+    DigitsSource,
+    FileSource,
+    Forms,
+    TasksSource,
+)
 from drumline.core.files import whole_file
 from drumline.data.places import DataFile
 from drumline.errors import DataError, EnvironmentFault
@@ -25,7 +33,11 @@ from drumline.hardware.detect import cache_dir
 
 MOST_LINE = 256 * MIB  # bytes of one row
 MOST_ARRAY = 16 * MOST_LINE  # of a file that is one JSON array: it is read whole
-IMAGES, DIGITS = "images", "digits"  # folders of images that rows hold, and that come with a package
+# Folders of images that rows hold, and that come with a package.
+IMAGES, DIGITS = (
+    "images",
+    "digits",
+)
 TEST_DIGITS = 360  # the last ones
 _ROWS_TRIED = 16  # other rows, whose answers are tried first
 _EDITS_TRIED = 64
@@ -41,7 +53,9 @@ def read_file(file: DataFile, source: FileSource) -> Iterator[Raw]:
     reader = _READERS.get(file.kind)
     if reader is None:
         known = " ".join(sorted(_READERS))
-        raise DataError(f"unknown kind of file {file.kind!r}", where=file.name, fix=f"Drumline reads {known}")
+        raise DataError(
+            f"unknown kind of file {file.kind!r}", where=file.name, fix=f"Drumline reads {known}"
+        )
     with disk_errors("cannot be read", file.name, DataError):
         yield from reader(file, source)
 
@@ -52,19 +66,27 @@ def _lines(file: DataFile) -> Iterator[tuple[int, str]]:
     with file.open() as stream:
         for number, raw in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), 1):
             if len(raw) > MOST_LINE:
-                raise DataError(f"a line of more than {MOST_LINE // MIB} MiB", where=f"{name}:{number}", fix="part it into several rows")
+                raise DataError(
+                    f"a line of more than {MOST_LINE // MIB} MiB",
+                    where=f"{name}:{number}",
+                    fix="part it into several rows",
+                )
             if number == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             try:
                 yield number, raw.decode("utf-8")
             except UnicodeDecodeError as error:
                 what = f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}"
-                raise DataError(what, where=f"{name}:{number}", fix="save the file as UTF-8") from error
+                raise DataError(
+                    what, where=f"{name}:{number}", fix="save the file as UTF-8"
+                ) from error
 
 
 def _row(value: Any, where: str) -> Raw:
     if not isinstance(value, dict):
-        raise DataError(f"a row must be a JSON object, this is a {type(value).__name__}", where=where)
+        raise DataError(
+            f"a row must be a JSON object, this is a {type(value).__name__}", where=where
+        )
     return where, value
 
 
@@ -72,7 +94,12 @@ def _jsonl(file: DataFile, source: FileSource) -> Iterator[Raw]:
     for number, line in _lines(file):
         if line.strip():
             where = f"{file.name}:{number}"
-            yield _row(parse_json(line, where, DataError, fix="each line must be one JSON object", once=True), where)
+            yield _row(
+                parse_json(
+                    line, where, DataError, fix="each line must be one JSON object", once=True
+                ),
+                where,
+            )
 
 
 def _json(file: DataFile, source: FileSource) -> Iterator[Raw]:
@@ -85,8 +112,14 @@ def _json(file: DataFile, source: FileSource) -> Iterator[Raw]:
     for _, line in _lines(file):
         lines.append(line)
         if (size := size + len(line)) > MOST_ARRAY:
-            raise DataError(f"an array of more than {MOST_ARRAY // MIB} MiB", where=file.name, fix="write one object a line, into a .jsonl")
-    for number, value in enumerate(parse_json("".join(lines), file.name, DataError, lines=True, once=True), 1):
+            raise DataError(
+                f"an array of more than {MOST_ARRAY // MIB} MiB",
+                where=file.name,
+                fix="write one object a line, into a .jsonl",
+            )
+    for number, value in enumerate(
+        parse_json("".join(lines), file.name, DataError, lines=True, once=True), 1
+    ):
         yield _row(value, f"{file.name} row {number}")
 
 
@@ -105,7 +138,9 @@ def _table(file: DataFile, delimiter: str) -> Iterator[Raw]:
                 header = _header(fields, where)
             elif len(fields) != len(header):
                 fix = "quote fields that hold the separator"
-                raise DataError(f"{len(fields)} fields, but the header has {len(header)}", where=where, fix=fix)
+                raise DataError(
+                    f"{len(fields)} fields, but the header has {len(header)}", where=where, fix=fix
+                )
             else:
                 yield where, dict(zip(header, fields, strict=True))
     except csv.Error as error:
@@ -118,7 +153,9 @@ def _header(names: list[str], where: str) -> list[str]:
     return names
 
 
-def _batches(file: DataFile, what: str, open_batches: Callable[[IO[bytes]], Iterator[Any]]) -> Iterator[Raw]:
+def _batches(
+    file: DataFile, what: str, open_batches: Callable[[IO[bytes]], Iterator[Any]]
+) -> Iterator[Raw]:
     """Rows of Arrow's record batches."""
     number = 0
     with file.open(anywhere=True) as stream:
@@ -138,7 +175,11 @@ def _batches(file: DataFile, what: str, open_batches: Callable[[IO[bytes]], Iter
 def _parquet(file: DataFile, source: FileSource) -> Iterator[Raw]:
     import pyarrow.parquet as parquet
 
-    return _batches(file, "not a Parquet file", lambda stream: parquet.ParquetFile(stream).iter_batches(batch_size=1024))
+    return _batches(
+        file,
+        "not a Parquet file",
+        lambda stream: parquet.ParquetFile(stream).iter_batches(batch_size=1024),
+    )
 
 
 def _arrow(file: DataFile, source: FileSource) -> Iterator[Raw]:
@@ -162,19 +203,31 @@ def _excel(file: DataFile, source: FileSource) -> Iterator[Raw]:
         import openpyxl  # noqa: F401 - pandas reads with it
         import pandas
     except ImportError as error:
-        raise EnvironmentFault(f"{error}", where=file.name, fix="pip install openpyxl pandas") from None
+        raise EnvironmentFault(
+            f"{error}", where=file.name, fix="pip install openpyxl pandas"
+        ) from None
     with file.open(anywhere=True) as stream, judged("not an Excel file", file.name, DataError):
         with zipfile.ZipFile(stream) as parts:
             if sum(part.file_size for part in parts.infolist()) > MOST_ARRAY:
-                raise DataError(f"unpacks to more than {MOST_ARRAY // MIB} MiB", where=file.name, fix="write the rows into a .csv")
+                raise DataError(
+                    f"unpacks to more than {MOST_ARRAY // MIB} MiB",
+                    where=file.name,
+                    fix="write the rows into a .csv",
+                )
         book = pandas.ExcelFile(stream, engine="openpyxl")
         sheets = [str(name) for name in book.sheet_names]
         if source.sheet not in sheets and (source.sheet is not None or len(sheets) > 1):
             fix = f"set `sheet` of the source to {' or '.join(map(repr, sheets))}"
             raise DataError(
-                f"has {len(sheets)} sheets" if source.sheet is None else f"has no sheet {source.sheet!r}", where=file.name, fix=fix
+                f"has {len(sheets)} sheets"
+                if source.sheet is None
+                else f"has no sheet {source.sheet!r}",
+                where=file.name,
+                fix=fix,
             )
-        table = pandas.read_excel(book, source.sheet or sheets[0], header=None, dtype=str, na_filter=False)
+        table = pandas.read_excel(
+            book, source.sheet or sheets[0], header=None, dtype=str, na_filter=False
+        )
     rows = table.values.tolist()
     header = _header(rows[0], f"{file.name} row 1") if rows else []
     for number, cells in enumerate(rows[1:], 2):
@@ -220,26 +273,55 @@ def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
         if {"size", "seed"} & options.keys():
             raise DataError("size and seed are keys of the source, not of a task", where=where)
         try:
-            sets.append((name, share, reasoning_gym.create_dataset(name, size=max(share, 1), seed=source.seed, **options)))
-        except (ValueError, TypeError, AssertionError) as error:  # its configs refuse unknown tasks, unknown options and bad values
+            sets.append(
+                (
+                    name,
+                    share,
+                    reasoning_gym.create_dataset(
+                        name, size=max(share, 1), seed=source.seed, **options
+                    ),
+                )
+            )
+        except (
+            ValueError,
+            TypeError,
+            AssertionError,
+        ) as error:  # its configs refuse unknown tasks, unknown options and bad values
             fix = "see its gallery for names and options"
-            raise DataError(f"reasoning-gym refuses this task: {error}", where=where, fix=fix) from error
+            raise DataError(
+                f"reasoning-gym refuses this task: {error}", where=where, fix=fix
+            ) from error
         if forms is PROMPT_FORMS:
             dataset, item = sets[-1][2], sets[-1][2][0]
             own = item["answer"]
-            if isinstance(own, str) and dataset.score_answer(own, as_json(item)) != dataset.score_answer(own, item):
-                raise DataError("this task's verifier needs entries that JSON cannot hold", where=where, fix="leave it out")
+            if isinstance(own, str) and dataset.score_answer(
+                own, as_json(item)
+            ) != dataset.score_answer(own, item):
+                raise DataError(
+                    "this task's verifier needs entries that JSON cannot hold",
+                    where=where,
+                    fix="leave it out",
+                )
     for number in range(max(share for _, share, _ in sets)):
         for name, share, dataset in sets:
             if number >= share:
                 continue
             item = dataset[number]
             where = f"tasks/{name}:{number + 1}"
-            columns: dict[str, Any] = {"prompt": source.question.replace("{question}", item["question"]), "task": name}
+            columns: dict[str, Any] = {
+                "prompt": source.question.replace("{question}", item["question"]),
+                "task": name,
+            }
             if forms is PROMPT_FORMS:
-                columns |= {"answer": item["answer"], "options": source.tasks[name], "entry": as_json(item)}
+                columns |= {
+                    "answer": item["answer"],
+                    "options": source.tasks[name],
+                    "entry": as_json(item),
+                }
             elif not isinstance(item["answer"], str):
-                raise DataError("this task has no written answer to learn", where=where, fix="leave it out")
+                raise DataError(
+                    "this task has no written answer to learn", where=where, fix="leave it out"
+                )
             elif forms is PAIR_FORMS:
                 rejected = wrong_answer(dataset, number, share, f"{source.seed}/{name}", where)
                 columns |= {"chosen": item["answer"], "rejected": rejected}
@@ -257,7 +339,9 @@ def image_path(image: Any, origin: str, root: Path) -> str:
     """The path of an image: as a row names it, or of a file in `root`/images with the bytes that the row holds (of a table's `{bytes,
     path}`, a data URL or a picture that Pillow has read). Raises DataError for what is no image, and EnvironmentFault."""
     if isinstance(image, Mapping):
-        image = next((image[key] for key in ("bytes", "url", "path") if image.get(key) is not None), image)
+        image = next(
+            (image[key] for key in ("bytes", "url", "path") if image.get(key) is not None), image
+        )
     if isinstance(image, str) and image.startswith("data:"):
         with judged("is no data URL of base64", origin, DataError):
             image = base64.b64decode(image.partition(";base64,")[2], validate=True)
@@ -278,9 +362,15 @@ def image_path(image: Any, origin: str, root: Path) -> str:
         return str(path)
     if not isinstance(image, str) or not image:
         given = "an empty text" if image == "" else type(image).__name__
-        raise DataError(f"an image is given as {given}, neither as a path nor as its bytes", where=origin)
+        raise DataError(
+            f"an image is given as {given}, neither as a path nor as its bytes", where=origin
+        )
     if "://" in image:
-        raise DataError(f"an image is a URL, not a path: {image[:60]}", where=origin, fix="download it and name the file")
+        raise DataError(
+            f"an image is a URL, not a path: {image[:60]}",
+            where=origin,
+            fix="download it and name the file",
+        )
     return image
 
 
@@ -290,7 +380,11 @@ def as_json(value: Any) -> Any:
 
 
 def no_reasoning_gym() -> EnvironmentFault:
-    return EnvironmentFault("reasoning-gym is not installed", where="data source of kind tasks", fix="pip install reasoning-gym")
+    return EnvironmentFault(
+        "reasoning-gym is not installed",
+        where="data source of kind tasks",
+        fix="pip install reasoning-gym",
+    )
 
 
 def wrong_answer(dataset: Any, number: int, rows: int, seed: str, where: str) -> str:
@@ -302,12 +396,22 @@ def wrong_answer(dataset: Any, number: int, rows: int, seed: str, where: str) ->
     best = dataset.score_answer(own, item)
     draw = random.Random(f"{seed}/{number}")
     for answer in _candidates(dataset, number, rows, own, draw):
-        if answer.strip() and answer.strip() != own.strip() and dataset.score_answer(answer, item) < best:
+        if (
+            answer.strip()
+            and answer.strip() != own.strip()
+            and dataset.score_answer(answer, item) < best
+        ):
             return answer
-    raise DataError("found no wrong answer to this question to make a pair with", where=where, fix="leave this task out")
+    raise DataError(
+        "found no wrong answer to this question to make a pair with",
+        where=where,
+        fix="leave this task out",
+    )
 
 
-def _candidates(dataset: Any, number: int, rows: int, own: str, draw: random.Random) -> Iterator[str]:
+def _candidates(
+    dataset: Any, number: int, rows: int, own: str, draw: random.Random
+) -> Iterator[str]:
     """Answers of other rows, then `own` with one letter or digit replaced by another of its kind; without any, with a digit at its end."""
     for other in draw.sample(range(rows), min(rows, _ROWS_TRIED)):
         answer = dataset[other]["answer"]
@@ -331,10 +435,16 @@ def read_digits(source: DigitsSource) -> Iterator[Raw]:
         from PIL import Image
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise EnvironmentFault(f"{error}", where="data source of kind digits", fix="pip install pillow scikit-learn") from error
+        raise EnvironmentFault(
+            f"{error}", where="data source of kind digits", fix="pip install pillow scikit-learn"
+        ) from error
     digits = load_digits()
     count = len(digits.target)
-    numbers = {"train": range(count - TEST_DIGITS), "test": range(count - TEST_DIGITS, count), "all": range(count)}[source.split]
+    numbers = {
+        "train": range(count - TEST_DIGITS),
+        "test": range(count - TEST_DIGITS, count),
+        "all": range(count),
+    }[source.split]
     folder = cache_dir() / DIGITS
     with disk_errors("cannot be written", str(folder), EnvironmentFault, "set XDG_CACHE_HOME"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -344,4 +454,7 @@ def read_digits(source: DigitsSource) -> Iterator[Raw]:
                 grey = (digits.images[number] * (255 / 16)).astype("uint8")
                 with whole_file(path, shared=True) as file:
                     Image.fromarray(grey).save(file, format="png")
-            yield f"digits/{source.split}:{number}", {"image": str(path), "label": int(digits.target[number])}
+            yield (
+                f"digits/{source.split}:{number}",
+                {"image": str(path), "label": int(digits.target[number])},
+            )

@@ -18,7 +18,9 @@ RawRows = Iterator[tuple[Path, Raw]]
 _ROWS = 1024  # of a table
 _NUMBER = "drumline row"  # a column that no condition names by chance
 # A struct of which no row has the column reads as a table; a key that none has is no column.
-_ABSENT = re.compile(r'(?:Referenced (?:column|table)|Could not find key) "(.+?)" (?:not found|in struct)')
+_ABSENT = re.compile(
+    r'(?:Referenced (?:column|table)|Could not find key) "(.+?)" (?:not found|in struct)'
+)
 _CLOSED: dict[str, Any] = {
     "enable_external_access": "false", "autoinstall_known_extensions": "false", "autoload_known_extensions": "false",
     "python_enable_replacements": "false", "threads": "1", "memory_limit": f"{2048 * MIB // 10**6}MB", "temp_directory": "",
@@ -26,7 +28,9 @@ _CLOSED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def where(rows: RawRows, conditions: Sequence[tuple[str, str]], dropped: Callable[[int], None]) -> RawRows:
+def where(
+    rows: RawRows, conditions: Sequence[tuple[str, str]], dropped: Callable[[int], None]
+) -> RawRows:
     """The rows for which all `conditions` (key of the config, SQL) are true. `dropped` is called with the number of those left out. Raises
     DataError with DuckDB's message."""
     if not conditions:
@@ -36,9 +40,13 @@ def where(rows: RawRows, conditions: Sequence[tuple[str, str]], dropped: Callabl
         import duckdb
     except ImportError as error:
         fix = "pip install duckdb"
-        raise EnvironmentFault("DuckDB is not installed, which `where` needs", where=conditions[0][0], fix=fix) from error
+        raise EnvironmentFault(
+            "DuckDB is not installed, which `where` needs", where=conditions[0][0], fix=fix
+        ) from error
     columns: dict[str, None] = {}
-    absent: dict[str, tuple[Exception, str]] = {}  # what no row of a part had → DuckDB's complaint, and of which condition
+    absent: dict[
+        str, tuple[Exception, str]
+    ] = {}  # what no row of a part had → DuckDB's complaint, and of which condition
     seen: set[str] = set()
     with duckdb.connect(":memory:", config=_CLOSED) as connection:
         while taken := list(islice(rows, _ROWS)):
@@ -71,7 +79,9 @@ def where(rows: RawRows, conditions: Sequence[tuple[str, str]], dropped: Callabl
 def _has(rows: list[dict[str, Any]], name: str) -> bool:
     """Whether a row has a column of that name in small letters, or a struct with such a key."""
     return any(
-        name == key.lower() or (isinstance(value, dict) and name in map(str.lower, value)) for row in rows for key, value in row.items()
+        name == key.lower() or (isinstance(value, dict) and name in map(str.lower, value))
+        for row in rows
+        for key, value in row.items()
     )
 
 
@@ -83,19 +93,34 @@ def _table(rows: list[dict[str, Any]], columns: Iterable[str], absent: Iterable[
     if nulls := dict.fromkeys(absent):
         known = {column.lower() for column in columns}
         columns = [*columns, *(name for name in nulls if name.lower() not in known)]
-        rows = [{column: {**nulls, **value} if isinstance(value, dict) else value for column, value in row.items()} for row in rows]
+        rows = [
+            {
+                column: {**nulls, **value} if isinstance(value, dict) else value
+                for column, value in row.items()
+            }
+            for row in rows
+        ]
     arrays = {_NUMBER: arrow.array(range(len(rows)))}
     for column in columns:
         values = [row.get(column) for row in rows]
         try:
             arrays[column] = arrow.array(values)
         except (arrow.ArrowException, UnicodeError, OverflowError, TypeError, ValueError):
-            texts = (value if isinstance(value, str | None) else json.dumps(value, default=str) for value in values)
-            arrays[column] = arrow.array([text and text.encode(errors="replace").decode() for text in texts])
+            texts = (
+                value if isinstance(value, str | None) else json.dumps(value, default=str)
+                for value in values
+            )
+            arrays[column] = arrow.array(
+                [text and text.encode(errors="replace").decode() for text in texts]
+            )
     return arrow.table(arrays)
 
 
 def _mistake(error: Exception, key: str, columns: Iterable[str]) -> DataError:
     text = " ".join(str(error).partition("LINE ")[0].split())
     names = ", ".join(islice(columns, 12))
-    return DataError(f"DuckDB refuses it: {text}", where=key, fix=f"a condition on the columns, which are: {names}")
+    return DataError(
+        f"DuckDB refuses it: {text}",
+        where=key,
+        fix=f"a condition on the columns, which are: {names}",
+    )

@@ -34,7 +34,13 @@ from drumline.foreign import expanded
 from drumline.models.vision import Grid, Vision, pixels, read_image
 
 PLACE = "<image>"
-UNREAD = ("video", "videos", "audio", "audios")  # columns that other libraries read beside a conversation
+# Columns that other libraries read beside a conversation.
+UNREAD = (
+    "video",
+    "videos",
+    "audio",
+    "audios",
+)
 
 
 @dataclass(frozen=True)
@@ -46,15 +52,25 @@ class Expanded:
     spans: list[tuple[int, int]]
 
     def encoded(self, truncated: bool) -> Encoded:
-        meta = {"images": [path for path, _ in self.images], "grid": [grid for _, grid in self.images]}
-        return Encoded([self.example], meta if self.images and self.example.learned else None, truncated)
+        meta = {
+            "images": [path for path, _ in self.images],
+            "grid": [grid for _, grid in self.images],
+        }
+        return Encoded(
+            [self.example], meta if self.images and self.example.learned else None, truncated
+        )
 
 
 class ImageRows:
     """Encodes conversations with and without images. Image tokens are never targets."""
 
     def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
-        self.encoder, self.data, self.vision, self.root = Encoder(tokenizer, False, data), data, vision, root_of(data)
+        self.encoder, self.data, self.vision, self.root = (
+            Encoder(tokenizer, False, data),
+            data,
+            vision,
+            root_of(data),
+        )
 
     def encode(self, row: Row) -> Encoded | None:
         """The row cut to data.max_length. An image that does not fit is left out as a whole."""
@@ -66,7 +82,10 @@ class ImageRows:
         images = [(path, self.vision.grid(path, row.origin)) for path in paths]
         found = int((short.tokens == self.vision.token_id).sum())
         if found != len(images):
-            raise DataError(f"{len(images)} images, but the chat template writes {found} places for them", where=row.origin)
+            raise DataError(
+                f"{len(images)} images, but the chat template writes {found} places for them",
+                where=row.origin,
+            )
         full = expand(short, images, self.vision)
         kept = truncate(full.example, self.data.max_length, self.data.truncation, row.origin)
         if kept is None or len(kept.tokens) == len(full.example.tokens):
@@ -78,10 +97,18 @@ class ImageRows:
 
 def _require_read(row: Row) -> None:
     """Raises DataError for a row that has something which the model would not see: videos, sounds, or images beside a document."""
-    images = {"image": row.extra.get("image"), "images": row.values.get("images")} if "text" in row.values else {}
+    images = (
+        {"image": row.extra.get("image"), "images": row.values.get("images")}
+        if "text" in row.values
+        else {}
+    )
     unread = {name: row.extra.get(name) for name in UNREAD}
     if name := next((name for name, held in (images | unread).items() if held), None):
-        fix = "give a prompt and a completion beside it" if name in images else "take the column or the row out"
+        fix = (
+            "give a prompt and a completion beside it"
+            if name in images
+            else "take the column or the row out"
+        )
         raise DataError(f"what column {name!r} holds would be left out", where=row.origin, fix=fix)
 
 
@@ -91,7 +118,9 @@ def expand(short: Example, images: Sequence[tuple[str, Grid]], vision: Vision) -
     repeats = np.ones(len(short.tokens), np.int64)
     repeats[at] = [vision.tokens(grid) for _, grid in images]
     stops = np.cumsum(repeats)
-    learn = np.repeat(np.where(short.tokens == vision.token_id, 0, short.learn).astype(np.uint8), repeats)
+    learn = np.repeat(
+        np.where(short.tokens == vision.token_id, 0, short.learn).astype(np.uint8), repeats
+    )
     spans = list(zip((stops - repeats)[at].tolist(), stops[at].tolist(), strict=True))
     return Expanded(Example(np.repeat(short.tokens, repeats), learn), list(images), spans)
 
@@ -105,22 +134,45 @@ def cut(full: Expanded, size: int, left: bool) -> Expanded:
             start = last
         if first < stop < last:
             stop = first
-    inside = [index for index, (first, last) in enumerate(full.spans) if start <= first and last <= stop]
+    inside = [
+        index for index, (first, last) in enumerate(full.spans) if start <= first and last <= stop
+    ]
     example = Example(full.example.tokens[start:stop], full.example.learn[start:stop])
-    return Expanded(example, [full.images[i] for i in inside], [(full.spans[i][0] - start, full.spans[i][1] - start) for i in inside])
+    return Expanded(
+        example,
+        [full.images[i] for i in inside],
+        [(full.spans[i][0] - start, full.spans[i][1] - start) for i in inside],
+    )
 
 
 def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
     """The row with its images as `{"type": "image"}` parts of contents, the form of chat templates, and their absolute paths in order; for
     those that it holds see `image_path`. Raises DataError for a URL, and if places and images do not match."""
     given = row.values.get("images")
-    waiting = None if given is None else list(given) if isinstance(given, list) or given == "" else [given]
+    waiting = (
+        None
+        if given is None
+        else list(given)
+        if isinstance(given, list) or given == ""
+        else [given]
+    )
     paths: list[str] = []
 
     def image(part: dict[str, Any]) -> dict[str, Any]:
-        named = next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key) is not None), None)
+        named = next(
+            (
+                part[key]
+                for key in ("image", "path", "url", "image_url")
+                if part.get(key) is not None
+            ),
+            None,
+        )
         if named is None and not waiting:
-            raise DataError("there are more places for images than images", where=row.origin, fix="name each in the column `images`")
+            raise DataError(
+                "there are more places for images than images",
+                where=row.origin,
+                fix="name each in the column `images`",
+            )
         path = image_path(waiting.pop(0) if named is None and waiting else named, row.origin, root)
         paths.append(str((row.folder / expanded(path)).absolute()))
         return {"type": "image"}
@@ -137,18 +189,34 @@ def place_images(row: Row, root: Path) -> tuple[Row, list[str]]:
         return [image(part) if is_image(part) else part for part in value]
 
     roles = {"messages": "user", "prompt": "user", "completion": "assistant"}
-    talks = {key: as_messages(value, roles[key]) for key, value in row.values.items() if key in roles}
+    talks = {
+        key: as_messages(value, roles[key]) for key, value in row.values.items() if key in roles
+    }
     turns = [(key, number, turn) for key, talk in talks.items() for number, turn in enumerate(talk)]
     if waiting and not any(_has_place(turn.get("content")) for _, _, turn in turns):
-        questions = ((key, n, turn) for key, n, turn in turns if turn["role"] == "user" and isinstance(turn.get("content"), str))
+        questions = (
+            (key, n, turn)
+            for key, n, turn in turns
+            if turn["role"] == "user" and isinstance(turn.get("content"), str)
+        )
         for key, number, turn in islice(questions, 1):
-            talks[key] = [*talks[key][:number], {**turn, "content": PLACE * len(waiting) + turn["content"]}, *talks[key][number + 1 :]]
+            talks[key] = [
+                *talks[key][:number],
+                {**turn, "content": PLACE * len(waiting) + turn["content"]},
+                *talks[key][number + 1 :],
+            ]
     values = row.values | {
-        key: [{**turn, "content": content(turn["content"])} if "content" in turn else turn for turn in talk] for key, talk in talks.items()
+        key: [
+            {**turn, "content": content(turn["content"])} if "content" in turn else turn
+            for turn in talk
+        ]
+        for key, talk in talks.items()
     }
     if waiting:
         fix = f'say where: {{"type": "image"}} in a content, or {PLACE} in a text'
-        raise DataError(f"{len(waiting)} more images than places for them", where=row.origin, fix=fix)
+        raise DataError(
+            f"{len(waiting)} more images than places for them", where=row.origin, fix=fix
+        )
     return (replace(row, values=values) if paths else row), paths
 
 
@@ -156,7 +224,9 @@ def _has_place(content: Any) -> bool:
     return PLACE in content if isinstance(content, str) else any(map(is_image, content or []))
 
 
-def join_metas(metas: Sequence[bytes], rows: Sequence[int], packs: Iterable[Sequence[int]]) -> list[bytes]:
+def join_metas(
+    metas: Sequence[bytes], rows: Sequence[int], packs: Iterable[Sequence[int]]
+) -> list[bytes]:
     """The meta of each pack: the images of its rows in order. `packs` hold indices of `rows`, which are indices of `metas`."""
     joined = []
     for pack in packs:
@@ -175,7 +245,9 @@ def lacks_images(cache: TokenCache) -> bool:
     """Whether images are gone that were written for the samples of a cache."""
     if not (folders := cache.info.get("image_folders")):
         return False
-    there = {str(path) for folder in map(Path, folders) if folder.is_dir() for path in folder.iterdir()}
+    there = {
+        str(path) for folder in map(Path, folders) if folder.is_dir() for path in folder.iterdir()
+    }
     paths = (path for sample in range(len(cache)) for path in _paths(cache.meta(sample)))
     return any(path not in there for path in paths if str(Path(path).parent) in folders)
 
@@ -209,15 +281,23 @@ class VisionBatch(TokenBatch):
         return {"input_ids": self.input_ids_BT, "position_ids": positions_4BT, **images}
 
 
-def collate_vision(cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None, vision: Vision) -> VisionBatch:
+def collate_vision(
+    cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None, vision: Vision
+) -> VisionBatch:
     """A micro-batch of sample ids (-1: a filler). Reads images. `width`: as in `collate`, of the samples alone: a batch without images has
     one more token, and with a fixed width all have. Raises DataError for an image that cannot be read any more.
     """
     rows = [cache.segments(sample) if sample >= 0 else None for sample in ids]
     metas = [cache.meta(sample) if sample >= 0 else {} for sample in ids]
-    images = [named for meta in metas for named in zip(meta.get("images", ()), meta.get("grid", ()), strict=True)]
+    images = [
+        named
+        for meta in metas
+        for named in zip(meta.get("images", ()), meta.get("grid", ()), strict=True)
+    ]
     if width is None and not images:
-        width = max(FILLER_WIDTH if row is None else sum(len(tokens) for tokens, _ in row) for row in rows)
+        width = max(
+            FILLER_WIDTH if row is None else sum(len(tokens) for tokens, _ in row) for row in rows
+        )
     batch = collate(rows, pad_id, None if width is None else width + 1)
     rope_3BT = np.tile(np.arange(batch.input_ids_BT.shape[1], dtype=np.int64), (3, len(rows), 1))
     for index, (row, meta) in enumerate(zip(rows, metas, strict=True)):
@@ -228,7 +308,10 @@ def collate_vision(cache: TokenCache, ids: Sequence[int], pad_id: int, width: in
             rope_3BT[:, index, stop:] = np.arange(rope_3BT.shape[2] - stop)
             start = stop
     if images:
-        pixels, grids = [vision.patches(path, grid) for path, grid in images], [grid for _, grid in images]
+        pixels, grids = (
+            [vision.patches(path, grid) for path, grid in images],
+            [grid for _, grid in images],
+        )
     else:
         grids = [(1, vision.merge, vision.merge)]
         pixels = [np.zeros((vision.merge**2, vision.width), np.float32)]
@@ -241,7 +324,9 @@ def collate_vision(cache: TokenCache, ids: Sequence[int], pad_id: int, width: in
     )
 
 
-def rope_positions(tokens: npt.NDArray[Any], grids: list[Grid], vision: Vision) -> npt.NDArray[np.int64]:
+def rope_positions(
+    tokens: npt.NDArray[Any], grids: list[Grid], vision: Vision
+) -> npt.NDArray[np.int64]:
     """int64[3, n]: positions in time, height and width of a segment's tokens (M-RoPE; Qwen2-VL, Wang et al. 2024, section 2.1). Text counts
     in all three at once; an image's tokens share one time, and the text behind it continues after its longer side. Removes the segment's
     images from the front of `grids`."""
@@ -276,16 +361,27 @@ class ImageBatch(Batch):
         return {"pixel_values": self.pixels_BCHW}
 
 
-def collate_images(cache: TokenCache, ids: Sequence[int], labels: tuple[str, ...], processor: Any, side: int, channels: int) -> ImageBatch:
+def collate_images(
+    cache: TokenCache,
+    ids: Sequence[int],
+    labels: tuple[str, ...],
+    processor: Any,
+    side: int,
+    channels: int,
+) -> ImageBatch:
     """The images of sample ids (-1: a filler), read from their files."""
     tensor_BCHW = torch.zeros(len(ids), channels, side, side)
     metas = [(place, cache.meta(sample)) for place, sample in enumerate(ids) if sample >= 0]
     if metas:
         images = [read_image(meta["path"], meta["origin"]) for _, meta in metas]
-        tensor_BCHW[[place for place, _ in metas]] = torch.from_numpy(pixels(processor, images, channels))
+        tensor_BCHW[[place for place, _ in metas]] = torch.from_numpy(
+            pixels(processor, images, channels)
+        )
     return ImageBatch(tensor_BCHW, torch.tensor(labels_of(cache, ids, labels)), len(metas))
 
 
 def labelled_images(rows: int, side: int, channels: int) -> ImageBatch:
     """Square images of `side` pixels, all of the first class."""
-    return ImageBatch(torch.zeros(rows, channels, side, side), torch.zeros(rows, dtype=torch.int64), rows)
+    return ImageBatch(
+        torch.zeros(rows, channels, side, side), torch.zeros(rows, dtype=torch.int64), rows
+    )

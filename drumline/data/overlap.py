@@ -41,8 +41,15 @@ _FACTORS, _SHIFTS = mix(_SEEDS) | np.uint64(1), mix(_SEEDS + np.uint64(1 << 32))
 
 def text_of(row: Row) -> str:
     """All that the row says, without system prompts, which many rows share."""
-    talks = (value if isinstance(value, list) else [{"content": value}] for value in row.values.values())
-    parts = (_texts_of(message) for talk in talks for message in talk if isinstance(message, dict) and message.get("role") != "system")
+    talks = (
+        value if isinstance(value, list) else [{"content": value}] for value in row.values.values()
+    )
+    parts = (
+        _texts_of(message)
+        for talk in talks
+        for message in talk
+        if isinstance(message, dict) and message.get("role") != "system"
+    )
     return "\n".join(part for each in parts for part in each if isinstance(part, str))
 
 
@@ -50,16 +57,34 @@ def _texts_of(message: dict[str, Any]) -> list[Any]:
     """The reasoning, the content and the calls of a message. A call has no more of its keys than its name and arguments: others, as its
     number, are in all calls, or in no two."""
     content, calls = message.get("content"), message.get("tool_calls")
-    texts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else [content]
-    made = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    texts = (
+        [part.get("text") for part in content if isinstance(part, dict)]
+        if isinstance(content, list)
+        else [content]
+    )
+    made = (
+        [call.get("function", call) for call in calls if isinstance(call, dict)]
+        if isinstance(calls, list)
+        else []
+    )
     named = [[call.get("name"), call.get("arguments")] for call in made if isinstance(call, dict)]
-    return [*map(message.get, REASONING), *texts, *(json.dumps(each, ensure_ascii=False, default=content_of) for each in named)]
+    return [
+        *map(message.get, REASONING),
+        *texts,
+        *(json.dumps(each, ensure_ascii=False, default=content_of) for each in named),
+    ]
 
 
 def grams(text: str, size: int) -> UInt64s:
     """The distinct grams of a text, ascending."""
     parts = _WORD.findall(text.casefold()) or [text]
-    hashes = mix(np.fromiter((zlib.crc32(word.encode(errors="surrogatepass")) for word in parts), np.uint64, len(parts)))
+    hashes = mix(
+        np.fromiter(
+            (zlib.crc32(word.encode(errors="surrogatepass")) for word in parts),
+            np.uint64,
+            len(parts),
+        )
+    )
     count = max(1, len(parts) - size + 1)
     found = np.zeros(count, np.uint64)
     for at in range(min(size, len(parts))):
@@ -118,7 +143,9 @@ def _met(stage: Stage, band: int) -> Iterator[tuple[Ints, Ints]]:
     for part in range(parts):
         taken = []
         for start in range(0, stage.rows, step):
-            table = np.fromfile(stage.folder / "bands.bin", np.uint64, step * _BANDS, offset=start * _BANDS * 8).reshape(-1, _BANDS)
+            table = np.fromfile(
+                stage.folder / "bands.bin", np.uint64, step * _BANDS, offset=start * _BANDS * 8
+            ).reshape(-1, _BANDS)
             here = np.flatnonzero(table[:, band] % np.uint64(parts) == part)
             taken.append((here + start, table[here, band]))
         numbers, keys = (np.concatenate(each) for each in zip(*taken, strict=True))
@@ -148,7 +175,14 @@ class Evaluation:
         found, owners = np.concatenate(each), np.repeat(np.arange(len(each)), sizes)
         order = np.argsort(found, kind="stable")
         path = folder / "evaluation.npz"
-        np.savez(path, ngram=ngram, overlap=overlap, grams=found[order], owners=owners[order], sizes=sizes)
+        np.savez(
+            path,
+            ngram=ngram,
+            overlap=overlap,
+            grams=found[order],
+            owners=owners[order],
+            sizes=sizes,
+        )
         return path
 
     @classmethod
@@ -160,7 +194,10 @@ class Evaluation:
     def within(self, row: Row) -> bool:
         """Whether the row holds so many grams of an evaluation row."""
         mine = grams(text_of(row), self.ngram)
-        first, last = np.searchsorted(self.grams, mine, "left"), np.searchsorted(self.grams, mine, "right")
+        first, last = (
+            np.searchsorted(self.grams, mine, "left"),
+            np.searchsorted(self.grams, mine, "right"),
+        )
         met = np.flatnonzero(last > first)
         if not len(met):
             return False

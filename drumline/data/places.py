@@ -28,17 +28,48 @@ from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import MIB, expanded, first_line, judged, open_plain
 from drumline.hardware.detect import cache_dir
 
-MOST_FILE = 2**38  # bytes: all are hashed before the first row is read (minutes), and holes of sparse files are hashed too
+# Bytes: all are hashed before the first row is read (minutes), and holes of sparse files are hashed too.
+MOST_FILE = 2**38
 LARGE = 64 * MIB  # of a file whose hash is kept
-SETTLED_SECONDS = 2.0  # after a change: times of files have ticks, and a second change in one would go unseen
+SETTLED_SECONDS = (
+    2.0  # after a change: times of files have ticks, and a second change in one would go unseen
+)
 MOST_APART = 2**36  # bytes of a compressed file that is unpacked into a temporary one
 # Of a remote file, by whose change it is another one: what S3, GCS, the hub, web servers and local disks tell of it.
-_STATE = ("size", "ETag", "etag", "md5Hash", "blob_id", "Last-Modified", "LastModified", "updated", "mtime", "created", "Content-MD5")
-_SPLIT = re.compile(r"(?:^|[/._-])(train|test|valid|val|dev|eval)(?:ing|ation|uation)?(?=[/._-]|\d|$)")
+_STATE = (
+    "size",
+    "ETag",
+    "etag",
+    "md5Hash",
+    "blob_id",
+    "Last-Modified",
+    "LastModified",
+    "updated",
+    "mtime",
+    "created",
+    "Content-MD5",
+)
+_SPLIT = re.compile(
+    r"(?:^|[/._-])(train|test|valid|val|dev|eval)(?:ing|ation|uation)?(?=[/._-]|\d|$)"
+)
 _SAME = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "validation"}
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "http": "aiohttp", "https": "aiohttp"}
+_PACKAGES = {
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
 BROKEN = "get the file again: it is damaged, or only a part of it"
-_NO_ROWS = ("dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json", "config.json")
+_NO_ROWS = (
+    "dataset_infos.json",
+    "dataset_info.json",
+    "state.json",
+    "dataset_dict.json",
+    "config.json",
+)
 
 
 @dataclass(frozen=True)
@@ -67,15 +98,28 @@ class DataFile:
         if self.fs is None and not packed:
             return cast("IO[bytes]", raw)
         with judged("cannot be unpacked", self.name, DataError):
-            file: Any = io.BufferedReader(_Stream(_unpacked(raw, ending) if packed else raw, [raw] if packed else [], self.name), MIB)
-        return self._apart(file) if anywhere and (packed or not _seeks(file)) else cast("IO[bytes]", file)
+            file: Any = io.BufferedReader(
+                _Stream(
+                    _unpacked(raw, ending) if packed else raw, [raw] if packed else [], self.name
+                ),
+                MIB,
+            )
+        return (
+            self._apart(file)
+            if anywhere and (packed or not _seeks(file))
+            else cast("IO[bytes]", file)
+        )
 
     def _apart(self, file: IO[bytes]) -> IO[bytes]:
         whole: Any = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         with file:
             for piece in iter(lambda: file.read(MIB), b""):
                 if whole.write(piece) and whole.tell() > MOST_APART:
-                    raise DataError(f"unpacks to more than {MOST_APART // 2**30} GiB", where=self.name, fix="part it")
+                    raise DataError(
+                        f"unpacks to more than {MOST_APART // 2**30} GiB",
+                        where=self.name,
+                        fix="part it",
+                    )
         whole.seek(0)
         return cast("IO[bytes]", whole)
 
@@ -86,7 +130,11 @@ class DataFile:
         with reached(self.name):
             info = self.fs.info(self.place)
         if not (state := {key: str(info[key]) for key in _STATE if info.get(key) is not None}):
-            raise DataError("its server tells neither size nor time, so a change would go unseen", where=self.name, fix="download it")
+            raise DataError(
+                "its server tells neither size nor time, so a change would go unseen",
+                where=self.name,
+                fix="download it",
+            )
         return hashlib.sha256(json.dumps([self.name, state]).encode()).hexdigest()
 
 
@@ -136,7 +184,9 @@ def _unpacked(raw: IO[bytes], ending: str) -> IO[bytes]:
     if ending == ".zst":
         import pyarrow
 
-        return cast("IO[bytes]", pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
+        return cast(
+            "IO[bytes]", pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
+        )
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     return cast("IO[bytes]", openers[ending](raw, "rb"))
 
@@ -151,13 +201,19 @@ def reached(where: str) -> Iterator[None]:
         fix = f"pip install {_PACKAGES.get(scheme, f'the package of fsspec for {scheme}://')}"
         raise EnvironmentFault(redact(first_line(error)), where=where, fix=fix) from None
     except FileNotFoundError as error:
-        reason = f", or it cannot be reached: {redact(first_line(error.__cause__))}" if error.__cause__ else ""
+        reason = (
+            f", or it cannot be reached: {redact(first_line(error.__cause__))}"
+            if error.__cause__
+            else ""
+        )
         raise DataError(f"there is no such file{reason}", where=where) from None
     except (DataError, EnvironmentFault):
         raise
     except Exception as error:  # noqa: BLE001 - each store has classes of its own
         fix = "check the address, the connection and the credentials in the environment"
-        raise DataError(f"cannot be reached: {redact(first_line(error))}", where=where, fix=fix) from None
+        raise DataError(
+            f"cannot be reached: {redact(first_line(error))}", where=where, fix=fix
+        ) from None
 
 
 def locate(source: FileSource, base_dir: Path) -> list[DataFile]:
@@ -167,7 +223,11 @@ def locate(source: FileSource, base_dir: Path) -> list[DataFile]:
         return _remote(source, base_dir)
     top = base_dir / expanded(source.path)
     if top.is_dir():
-        inside = sorted(path for path in top.rglob("*") if not any(part.startswith(".") for part in path.relative_to(top).parts))
+        inside = sorted(
+            path
+            for path in top.rglob("*")
+            if not any(part.startswith(".") for part in path.relative_to(top).parts)
+        )
         names = _picked([str(path.relative_to(top)) for path in inside if path.is_file()], source)
         paths = [top / name for name in names]
     else:
@@ -211,7 +271,9 @@ def _matches(pattern: str) -> Iterator[str]:
     for top in glob.glob(above or "/"):  # noqa: PTH207
         for folder, inside, _ in os.walk(top, followlinks=True):
             real = os.path.realpath(folder)
-            inside[:] = [] if real in seen else sorted(name for name in inside if not name.startswith("."))
+            inside[:] = (
+                [] if real in seen else sorted(name for name in inside if not name.startswith("."))
+            )
             if real not in seen:
                 yield from _matches(f"{glob.escape(folder)}/{below}")
             seen.add(real)
@@ -235,17 +297,32 @@ def _remote(source: FileSource, base_dir: Path) -> list[DataFile]:
             places = [found[name] for name in _picked(sorted(found), source)]
     if not places:
         raise DataError("no file matches", where=source.path)
-    return [DataFile(each if is_url(each) else str(fs.unstrip_protocol(each)), each, base_dir, fs) for each in places]
+    return [
+        DataFile(each if is_url(each) else str(fs.unstrip_protocol(each)), each, base_dir, fs)
+        for each in places
+    ]
 
 
 def _picked(names: list[str], source: FileSource) -> list[str]:
     """Those files of a folder that have rows, of the wanted split. Raises DataError."""
-    rows = [name for name in names if kind_of_file(name) in KINDS_OF_FILES and Path(name).name not in _NO_ROWS]
+    rows = [
+        name
+        for name in names
+        if kind_of_file(name) in KINDS_OF_FILES and Path(name).name not in _NO_ROWS
+    ]
     rows = [name for name in rows if kind_of_file(name) != ".txt"] or rows  # a README beside tables
     kinds = sorted({kind_of_file(name) for name in rows})
     if len(kinds) != 1:
-        what = f"the folder holds files of several kinds: {', '.join(kinds)}" if kinds else "the folder holds no file with rows"
-        fix = f"name those that are meant: {source.path.rstrip('/')}/*{kinds[0]}" if kinds else f"Drumline reads {' '.join(KINDS_OF_FILES)}"
+        what = (
+            f"the folder holds files of several kinds: {', '.join(kinds)}"
+            if kinds
+            else "the folder holds no file with rows"
+        )
+        fix = (
+            f"name those that are meant: {source.path.rstrip('/')}/*{kinds[0]}"
+            if kinds
+            else f"Drumline reads {' '.join(KINDS_OF_FILES)}"
+        )
         raise DataError(what, where=source.path, fix=fix)
     splits: dict[str, list[str]] = {}
     for name in rows:
@@ -256,7 +333,9 @@ def _picked(names: list[str], source: FileSource) -> list[str]:
         return rows
     if wanted not in splits:
         fix = f"set `split` of the source to {' or '.join(filter(None, splits))}, or name the files by a glob"
-        raise DataError(f"the folder has no files of the split {source.split!r}", where=source.path, fix=fix)
+        raise DataError(
+            f"the folder has no files of the split {source.split!r}", where=source.path, fix=fix
+        )
     return splits[wanted]
 
 
@@ -266,7 +345,11 @@ def hash_file(path: Path) -> str:
     with open_plain(path, DataError) as file:
         state = os.fstat(file.fileno())
         if state.st_size > MOST_FILE:
-            raise DataError(f"a file of more than {MOST_FILE // 2**30} GiB", where=str(path), fix="part it into several files")
+            raise DataError(
+                f"a file of more than {MOST_FILE // 2**30} GiB",
+                where=str(path),
+                fix="part it into several files",
+            )
         stamp = [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
         def make() -> str:
@@ -280,5 +363,9 @@ def hash_file(path: Path) -> str:
 
         if state.st_size < LARGE or time.time() - state.st_ctime < SETTLED_SECONDS:
             return make()
-        name = hashlib.sha256(str(path.absolute()).encode(errors="surrogateescape")).hexdigest()[:32]
-        return kept(cache_dir() / "hashes" / name, read, make, lambda digest: json.dumps([stamp, digest]))
+        name = hashlib.sha256(str(path.absolute()).encode(errors="surrogateescape")).hexdigest()[
+            :32
+        ]
+        return kept(
+            cache_dir() / "hashes" / name, read, make, lambda digest: json.dumps([stamp, digest])
+        )

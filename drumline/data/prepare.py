@@ -46,11 +46,17 @@ def prepare(
             if (check and _is_damaged(folder)) or _lacks_images(folder):
                 shutil.rmtree(folder)
         if not _done(task):
-            (begin(task, tokenizer_path, base_dir) if task.streams else make(task, tokenizer_path, base_dir, progress))
+            (
+                begin(task, tokenizer_path, base_dir)
+                if task.streams
+                else make(task, tokenizer_path, base_dir, progress)
+            )
     return _plan(tasks)
 
 
-def cached(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None = None) -> DataPlan | None:
+def cached(
+    config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None = None
+) -> DataPlan | None:
     """The same if all of the caches exist, else None."""
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
     lost = any(_lacks_images(folder) for task in tasks for folder in task.folders)
@@ -73,17 +79,31 @@ def _done(task: Task) -> bool:
     return is_begun(task.folder) if task.streams else task.done
 
 
-def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None) -> list[Task]:
+def _tasks(
+    config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None
+) -> list[Task]:
     data = config.data
     root = root_of(data)
     if data.eval and data.holdout:
-        raise ConfigError("data.holdout and data.eval are two ways to say the same", where="data.holdout", fix="keep one of them")
+        raise ConfigError(
+            "data.holdout and data.eval are two ways to say the same",
+            where="data.holdout",
+            fix="keep one of them",
+        )
     require_room(config.algorithm.new_tokens, data.max_length)
 
     def folder(sources: list[Source], role: str) -> Path:
         return root / cache_key(config, sources, role, tokenizer_path, base_dir, vision)
 
-    tasks = [Task(config, data.train, folder(data.train, "train"), folder(data.train, "holdout") if data.holdout else None, vision)]
+    tasks = [
+        Task(
+            config,
+            data.train,
+            folder(data.train, "train"),
+            folder(data.train, "holdout") if data.holdout else None,
+            vision,
+        )
+    ]
     for name, sources in data.eval_sets.items():
         tasks.append(Task(config, sources, folder(sources, "eval"), None, vision, name))
     return tasks
@@ -97,11 +117,17 @@ def _plan(tasks: list[Task]) -> DataPlan:
     if tasks[0].holdout_folder is not None:
         folders = {"": tasks[0].holdout_folder}
     held_out = {name: TokenCache.open(folder) for name, folder in folders.items()}
-    left = [line for name, cache in held_out.items() for line in left_out(f"eval.{name}".rstrip("."), cache.info)]
+    left = [
+        line
+        for name, cache in held_out.items()
+        for line in left_out(f"eval.{name}".rstrip("."), cache.info)
+    ]
     if train is not None:
         config.algorithm.check_rows(train)
     sources, key = _sources(config, info), tasks[0].folder.name
-    of_stream = DataIdentity(cache=str(tasks[0].folder), content=key, rows=info["rows"], row_set=int(key[:12], 16))
+    of_stream = DataIdentity(
+        cache=str(tasks[0].folder), content=key, rows=info["rows"], row_set=int(key[:12], 16)
+    )
     return DataPlan(
         train_cache=str(tasks[0].folder),
         eval_caches={name: str(cache.folder) for name, cache in held_out.items()},
@@ -114,12 +140,26 @@ def _plan(tasks: list[Task]) -> DataPlan:
         samples_with_images=info.get("samples_with_images", 0),
         labels=() if train is None else config.algorithm.classes(train, [*held_out.values()]),
         identity=of_stream if train is None else identify(train),
-        formats=tuple(dict.fromkeys(line for each in (info, *(cache.info for cache in held_out.values())) for line in each["formats"])),
+        formats=tuple(
+            dict.fromkeys(
+                line
+                for each in (info, *(cache.info for cache in held_out.values()))
+                for line in each["formats"]
+            )
+        ),
         stream=streams,
         sources=sources,
         epoch_samples=sum(source.per_epoch for source in sources) if config.data.mixed else 0,
-        eval_sources=tuple(SourcePlan(**each) for cache in held_out.values() for each in cache.info["by_source"] if config.data.eval),
-        left_out=(*left_out("train, first block" if streams else "train", info), *(left if config.data.eval else ())),
+        eval_sources=tuple(
+            SourcePlan(**each)
+            for cache in held_out.values()
+            for each in cache.info["by_source"]
+            if config.data.eval
+        ),
+        left_out=(
+            *left_out("train, first block" if streams else "train", info),
+            *(left if config.data.eval else ()),
+        ),
     )
 
 
@@ -134,7 +174,9 @@ def prompt_domains(data: DataPlan | None, sources: list[Source]) -> set[str]:
 def prompt_columns(data: DataPlan) -> set[str]:
     """The columns that every prompt has for the rewards."""
     caches = [TokenCache.open(folder) for folder in (data.train_cache, *data.eval_caches.values())]
-    return set.intersection(*(set(cache.meta(sample)) for cache in caches for sample in range(len(cache)))) - {OWN}
+    return set.intersection(
+        *(set(cache.meta(sample)) for cache in caches for sample in range(len(cache)))
+    ) - {OWN}
 
 
 def _sources(config: Config, info: dict[str, Any]) -> tuple[SourcePlan, ...]:
@@ -142,5 +184,10 @@ def _sources(config: Config, info: dict[str, Any]) -> tuple[SourcePlan, ...]:
     found = [SourcePlan(**each) for each in info["by_source"]]
     if not config.data.mixed:
         return tuple(each.model_copy(update={"per_epoch": each.samples or 0}) for each in found)
-    counts = epoch_counts(config.data.train, [each.samples or 0 for each in found], config.data.temperature)
-    return tuple(each.model_copy(update={"per_epoch": count}) for each, count in zip(found, counts, strict=True))
+    counts = epoch_counts(
+        config.data.train, [each.samples or 0 for each in found], config.data.temperature
+    )
+    return tuple(
+        each.model_copy(update={"per_epoch": count})
+        for each, count in zip(found, counts, strict=True)
+    )

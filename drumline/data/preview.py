@@ -26,7 +26,12 @@ State = Literal["learned", "context", "cut"]
 NO_LIMIT = 10**8  # the largest data.max_length
 LONGEST_CHARACTER = 8  # tokens; a byte has one each, and four bytes make a character
 BEFORE = 4  # tokens in front of one that is decoded: some tokenizers drop the blank of a first word
-KEPT = {"\n", "\u200c", "\u200d"}  # of control and format characters: joiners are parts of emoji and of words
+# Of control and format characters: joiners are parts of emoji and of words.
+KEPT = {
+    "\n",
+    "\u200c",
+    "\u200d",
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,11 @@ class Seen:
     @property
     def tokens(self) -> int:
         """Those of its longest segment, before it was cut."""
-        return max((len(segment.tokens) for segment in self.full.segments), default=0) if self.full else 0
+        return (
+            max((len(segment.tokens) for segment in self.full.segments), default=0)
+            if self.full
+            else 0
+        )
 
     @property
     def fate(self) -> Literal["refused", "dropped", "unlearned", "cut", "whole"]:
@@ -68,12 +77,20 @@ class Seen:
 class Reader:
     """Reads and encodes the rows of `config.data.train` in order. `most`: tokens of a segment that become text; its middle is left out."""
 
-    def __init__(self, config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None, most: int = NO_LIMIT) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer_path: str,
+        base_dir: Path,
+        vision: Vision | None,
+        most: int = NO_LIMIT,
+    ) -> None:
         self.config, self.base_dir, self.vision, self.half = config, base_dir, vision, most // 2
         self.job = Job(tokenizer_path, config.model, config.algorithm, config.data, vision)
         wide = config.data.model_copy(update={"max_length": NO_LIMIT, "truncation": "right"})
         self.full = replace(self.job, data=wide)
-        self.outcomes = Stage(Path(), np.dtype(np.uint16))  # its counts alone: of rows that conditions left out
+        # Its counts alone: of rows that conditions left out.
+        self.outcomes = Stage(Path(), np.dtype(np.uint16))
         self.special = special_ids(self.job.tokenizer) if self.job.tokenizer is not None else set()
 
     def rows(self, wanted: int | None, first: int) -> Iterator[tuple[int, Row | DataError]]:
@@ -95,7 +112,11 @@ class Reader:
                 if wanted:  # which row that is nobody knows
                     return
         if wanted:
-            raise DataError(f"data.train has {number} rows, no row {wanted}", where="--row", fix=f"count from 1 to {number}")
+            raise DataError(
+                f"data.train has {number} rows, no row {wanted}",
+                where="--row",
+                fix=f"count from 1 to {number}",
+            )
 
     def seen(self, number: int, row: Row | DataError) -> Seen:
         if isinstance(row, DataError):
@@ -111,7 +132,11 @@ class Reader:
 
     def empty(self, seen: Seen) -> bool:
         """Whether all that a row teaches is the end of an answer: the answer has no text."""
-        learned = [token for segment in (seen.kept.segments if seen.kept else ()) for token in segment.tokens[1:][segment.learn[1:] > 0]]
+        learned = [
+            token
+            for segment in (seen.kept.segments if seen.kept else ())
+            for token in segment.tokens[1:][segment.learn[1:] > 0]
+        ]
         return bool(learned) and all(int(token) in self.special for token in learned)
 
     def segments(self, seen: Seen) -> list[list[Piece]]:
@@ -119,10 +144,16 @@ class Reader:
         if seen.full is None:
             return []
         images = iter(_images(seen.full.meta or {}, self.vision))
-        kept: list[Example | None] = [*seen.kept.segments] if seen.kept is not None else [None] * len(seen.full.segments)
+        kept: list[Example | None] = (
+            [*seen.kept.segments] if seen.kept is not None else [None] * len(seen.full.segments)
+        )
         made = []
         for full, short in zip(seen.full.segments, kept, strict=True):
-            start, stop = removed(full.tokens, short.tokens if short else full.tokens[:0], self.config.data.truncation == "left")
+            start, stop = removed(
+                full.tokens,
+                short.tokens if short else full.tokens[:0],
+                self.config.data.truncation == "left",
+            )
             states: list[State] = ["cut"] * len(full.tokens)
             if short is not None:
                 states[:start], states[stop:] = _states(short)[:start], _states(short)[start:]
@@ -132,9 +163,14 @@ class Reader:
     def sample(self, segments: list[tuple[Any, Any]], meta: dict[str, Any]) -> list[list[Piece]]:
         """The pieces of each segment of a sample of the token cache."""
         images = iter(_images(meta, self.vision))
-        return [self.pieces(tokens, _states(Example(tokens, learn)), images) for tokens, learn in segments]
+        return [
+            self.pieces(tokens, _states(Example(tokens, learn)), images)
+            for tokens, learn in segments
+        ]
 
-    def pieces(self, tokens: npt.NDArray[Any], states: list[State], images: Iterator[tuple[str, int]]) -> list[Piece]:
+    def pieces(
+        self, tokens: npt.NDArray[Any], states: list[State], images: Iterator[tuple[str, int]]
+    ) -> list[Piece]:
         """A segment's tokens as text. An image stands as one piece."""
         if self.job.tokenizer is None:
             return []
@@ -143,7 +179,11 @@ class Reader:
         while at < len(ids):
             if at == self.half and (stop := len(ids) - self.half) > at:
                 made.append(Piece(f"\n… {stop - at:,} tokens, which --all shows …\n", "context"))
-                hidden = sum(token == self.vision.token_id for token in ids[at:stop]) if self.vision else 0
+                hidden = (
+                    sum(token == self.vision.token_id for token in ids[at:stop])
+                    if self.vision
+                    else 0
+                )
                 while hidden > 0:
                     hidden -= next(images, ("", hidden))[1]
             elif self.vision is not None and ids[at] == self.vision.token_id:
@@ -152,7 +192,13 @@ class Reader:
                 made.append(Piece(f"[image {name}: {size} tokens]", states[at], special=True))
             elif ids[at] in self.special:
                 stop = at + 1
-                made.append(Piece(str(self.job.tokenizer.convert_ids_to_tokens(ids[at])), states[at], special=True))
+                made.append(
+                    Piece(
+                        str(self.job.tokenizer.convert_ids_to_tokens(ids[at])),
+                        states[at],
+                        special=True,
+                    )
+                )
             else:
                 stop, text = self._character(ids, at, states)
                 made.append(Piece(text, states[at]))
@@ -173,7 +219,11 @@ class Reader:
         return at + 1, self._decode(ids[at : at + 1])
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.job.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self.job.tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 def removed(full: npt.NDArray[Any], kept: npt.NDArray[Any], left: bool) -> tuple[int, int]:
@@ -191,17 +241,26 @@ def visible(text: str, marks: str = "") -> str:
     """The text without what a terminal obeys: control and format characters, lone halves of a pair, and `marks`, are escaped."""
     hidden = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
     return "".join(
-        c.encode("unicode_escape").decode() if c in marks or (c not in KEPT and unicodedata.category(c) in hidden) else c for c in text
+        c.encode("unicode_escape").decode()
+        if c in marks or (c not in KEPT and unicodedata.category(c) in hidden)
+        else c
+        for c in text
     )
 
 
 def _states(example: Example) -> list[State]:
     """The first token of a segment never counts: nothing predicts it."""
-    return ["learned" if index and flag else "context" for index, flag in enumerate(example.learn.tolist())]
+    return [
+        "learned" if index and flag else "context"
+        for index, flag in enumerate(example.learn.tolist())
+    ]
 
 
 def _images(meta: dict[str, Any], vision: Vision | None) -> list[tuple[str, int]]:
     """Path and tokens of each image of a sample."""
     if vision is None:
         return []
-    return [(path, vision.tokens(tuple(grid))) for path, grid in zip(meta.get("images", ()), meta.get("grid", ()), strict=True)]
+    return [
+        (path, vision.tokens(tuple(grid)))
+        for path, grid in zip(meta.get("images", ()), meta.get("grid", ()), strict=True)
+    ]

@@ -35,23 +35,33 @@ NAME_COLLATE = "name a function of yours as algorithm.collate: it gets a list of
 MOST_SAMPLES = 2**31 - 1  # what the order of samples counts in
 COMPARED = 16  # rows of a function that are compared, evenly spaced
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
-Drawn = Callable[[], AbstractContextManager[None]]  # within, what a dataset draws is the same in each process: dist.seeds.Draws.used
+# Within, what a dataset draws is the same in each process: dist.seeds.Draws.used.
+Drawn = Callable[[], AbstractContextManager[None]]
 
 
 def indexed(dataset: object) -> bool:
     """Whether a dataset has a length and is read by index; others are iterated over."""
-    iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that raises
+    # It inherits a __getitem__ that raises.
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not iterable
 
 
 def require_samples(dataset: object, where: str) -> None:
     """Raises DataError for what gives no samples one by one."""
-    what, fix = f"{type(dataset).__name__} is no dataset", "give a list, a dataset with __len__ and __getitem__, or an iterable"
+    what, fix = (
+        f"{type(dataset).__name__} is no dataset",
+        "give a list, a dataset with __len__ and __getitem__, or an iterable",
+    )
     if isinstance(dataset, torch.utils.data.DataLoader) and dataset.batch_sampler is not None:
-        what, fix = "a DataLoader makes batches, and each would count as one sample", "give its dataset, and its collate_fn as collate"
+        what, fix = (
+            "a DataLoader makes batches, and each would count as one sample",
+            "give its dataset, and its collate_fn as collate",
+        )
     elif isinstance(dataset, Mapping) and 0 not in dataset:
         fix = f"its keys are {', '.join(map(repr, islice(dataset, 3)))}: give one of its values, or a list of samples"
-    elif not isinstance(dataset, str | Path) and (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
+    elif not isinstance(dataset, str | Path) and (
+        hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
+    ):
         return
     raise DataError(what, where=where, fix=fix)
 
@@ -75,7 +85,12 @@ def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullc
             found: Any = _open(source, base_dir)
             require_samples(found, describe(source))
             if not indexed(found):
-                found = imported(partial(list, islice(found, source.limit)), source.label, "data source", doing="reading")
+                found = imported(
+                    partial(list, islice(found, source.limit)),
+                    source.label,
+                    "data source",
+                    doing="reading",
+                )
         number = _count(found, source)
         if source.limit is not None and source.limit < number:
             found = torch.utils.data.Subset(found, range(source.limit))
@@ -87,11 +102,15 @@ def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullc
 
 def _count(dataset: Any, source: Source) -> int:
     """Return the length of a dataset of a source. Raises DataError for one that is not a number of samples."""
-    number = imported(partial(len, dataset), source.label, "data source", doing="asking for the length of")
+    number = imported(
+        partial(len, dataset), source.label, "data source", doing="asking for the length of"
+    )
     least = number if source.limit is None else min(number, source.limit)
     if least > MOST_SAMPLES:
         what = f"its length is {number:,}, more samples than can be numbered"
-        raise DataError(what, where=describe(source), fix="check its __len__, or set the source's limit")
+        raise DataError(
+            what, where=describe(source), fix="check its __len__, or set the source's limit"
+        )
     return int(number)
 
 
@@ -102,8 +121,12 @@ def _open(source: Source, base_dir: Path) -> Any:
     if isinstance(source, SqlSource) and source.path is None:
         is_ordered = re.search(r"\border\s+by\b", source.query, re.IGNORECASE)
         if not is_ordered:
-            what = "each rank queries the database itself, and this query gives its rows in any order"
-            raise DataError(what, where=source.label, fix="add ORDER BY a column without repetitions")
+            what = (
+                "each rank queries the database itself, and this query gives its rows in any order"
+            )
+            raise DataError(
+                what, where=source.label, fix="add ORDER BY a column without repetitions"
+            )
     return open_rows(source, base_dir)
 
 
@@ -114,10 +137,22 @@ def identify_samples(sources: Sequence[Source], base_dir: Path, samples: Samples
     places = np.unique(np.linspace(0, len(samples) - 1, COMPARED).astype(int)).tolist()
     once, again = (_digests(samples, places) for _ in range(2))
     same = [digest for digest, other in zip(once, again, strict=True) if digest == other]
-    origins = [_origin(source, base_dir) for source in sources if isinstance(source, PythonSource | FileSource)]
-    content, code = (sha256(json.dumps(part).encode()).hexdigest() for part in ([len(samples), same], origins))
+    origins = [
+        _origin(source, base_dir)
+        for source in sources
+        if isinstance(source, PythonSource | FileSource)
+    ]
+    content, code = (
+        sha256(json.dumps(part).encode()).hexdigest() for part in ([len(samples), same], origins)
+    )
     row_set = sum(int(digest[:12], 16) for digest in same)
-    return DataIdentity(cache=", ".join(map(describe, sources)), content=content, rows=len(samples), row_set=row_set, code=code)
+    return DataIdentity(
+        cache=", ".join(map(describe, sources)),
+        content=content,
+        rows=len(samples),
+        row_set=row_set,
+        code=code,
+    )
 
 
 def _read_row(samples: Samples, index: int) -> Any:
@@ -143,8 +178,18 @@ def _digest(samples: Samples, index: int) -> str:
     leaves = tree_leaves(_read_row(samples, index))
     digest = sha256()
     for leaf in leaves:
-        value = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy() if isinstance(leaf, torch.Tensor) else leaf
-        content = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode() if isinstance(value, SIMPLE) else b""
+        value = (
+            leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+        )
+        content = (
+            value.tobytes()
+            if hasattr(value, "tobytes")
+            else repr(value).encode()
+            if isinstance(value, SIMPLE)
+            else b""
+        )
         digest.update(type(leaf).__name__.encode() + content)
     return digest.hexdigest()
 
@@ -204,7 +249,9 @@ def _leaves(values: list[Any], depth: int = 0) -> Iterator[tuple[int, Any]]:
             yield depth, value
 
 
-def _numbers_tensor(name: str, values: list[Any], leaves: list[tuple[int, int | float]]) -> torch.Tensor:
+def _numbers_tensor(
+    name: str, values: list[Any], leaves: list[tuple[int, int | float]]
+) -> torch.Tensor:
     """Return numbers, or lists of numbers of one shape, as an int64, float64 or bool tensor. Raises DataError."""
     depths = {depth for depth, _ in leaves}
     has_lists = any(isinstance(value, list) for value in values)
@@ -258,7 +305,14 @@ class SampleCollator:
         real = [index for index in ids if index >= 0]
         rows = [_read_row(self.samples, index) for index in real or [0]]
         content = self.collate(rows)
-        return SampleBatch(content, 0.0 if not real else float(len(real)) if self.weigh is None else _weight(self.weigh(content)))
+        return SampleBatch(
+            content,
+            0.0
+            if not real
+            else float(len(real))
+            if self.weigh is None
+            else _weight(self.weigh(content)),
+        )
 
 
 def _weight(given: Any) -> float:
@@ -267,11 +321,19 @@ def _weight(given: Any) -> float:
         if math.isfinite(weight := float(given)) and weight >= 0:
             return weight
     fix = "return a number of 0 or more, such as how many tokens are in the loss"
-    raise DataError(f"gave {str(given)[:80]} ({type(given).__name__})", where="algorithm.weight", fix=fix)
+    raise DataError(
+        f"gave {str(given)[:80]} ({type(given).__name__})", where="algorithm.weight", fix=fix
+    )
 
 
 def global_batches(
-    dataset: Any, batch: BatchPlan, data_rank: int, position: int, stop: int | None, seed: int | None, drawn: Drawn = nullcontext
+    dataset: Any,
+    batch: BatchPlan,
+    data_rank: int,
+    position: int,
+    stop: int | None,
+    seed: int | None,
+    drawn: Drawn = nullcontext,
 ) -> Iterator[Any]:
     """This rank's part of each global batch from `position` on: its micro-batches, each a list of what the dataset gives. `stop`: passes
     over the dataset; None: without end. The last global batch is filled up from the pass that would follow. `seed`: of the shuffled order;
@@ -314,8 +376,16 @@ def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[tup
         if empty and number == stop == 1:
             yield from ((number, row) for row in cycle(first))
         if empty:
-            what = "the dataset gives no samples" if not number else f"the dataset gives nothing in pass {number + 1}: it can be read once"
-            raise DataError(what, where="batches", fix="" if not number else "give a dataset whose iter() starts again, or epochs=1")
+            what = (
+                "the dataset gives no samples"
+                if not number
+                else f"the dataset gives nothing in pass {number + 1}: it can be read once"
+            )
+            raise DataError(
+                what,
+                where="batches",
+                fix="" if not number else "give a dataset whose iter() starts again, or epochs=1",
+            )
         number += 1
 
 

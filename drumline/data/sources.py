@@ -68,12 +68,16 @@ class Row:
     origin: str
     values: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
-    folder: Path = field(default=Path(), compare=False)  # of its data file, or of the YAML: paths in the row are relative to it
+    # Of its data file, or of the YAML: paths in the row are relative to it.
+    folder: Path = field(default=Path(), compare=False)
     domain: str = field(default="", compare=False)
-    format: str = field(default="", compare=False)  # that it was read from; empty: it had a form of ours
+    # That it was read from; empty: it had a form of ours.
+    format: str = field(default="", compare=False)
     source: int = field(default=0, compare=False)  # its number in the list of sources
-    plain: bool = field(default=False, compare=False)  # its texts are taken as they are, without the chat template
-    error: DataError | None = field(default=None, compare=False)  # why it cannot be used; its values are then those of its source
+    # Its texts are taken as they are, without the chat template.
+    plain: bool = field(default=False, compare=False)
+    # Why it cannot be used; its values are then those of its source.
+    error: DataError | None = field(default=None, compare=False)
 
 
 def read_rows(
@@ -90,17 +94,30 @@ def read_rows(
     better one are left out, and counted in `ties` under the source's name. Where an algorithm learns from answers one by one, a pair
     becomes two rows. Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped column."""
     count, undecided, names = 0, 0, domains(source)
-    mapped = any(getattr(source.columns, part) is not None for part in Columns.model_fields.keys() - set(OPTIONAL))
+    mapped = any(
+        getattr(source.columns, part) is not None
+        for part in Columns.model_fields.keys() - set(OPTIONAL)
+    )
     if mapped and source.format not in ("auto", "own"):
-        raise DataError("`columns` and `format` say two things", where=describe(source), fix="leave one of them out")
+        raise DataError(
+            "`columns` and `format` say two things",
+            where=describe(source),
+            fix="leave one of them out",
+        )
     raw = _raw(source, base_dir, PAIR_FORMS if judges_answers(forms) else forms)
-    for count, (folder, (origin, values)) in enumerate(islice(raw if keep is None else keep(raw), source.limit), 1):
+    for count, (folder, (origin, values)) in enumerate(
+        islice(raw if keep is None else keep(raw), source.limit), 1
+    ):
         try:
             with number_errors(origin, DataError):
                 found = _rows_in(origin, values, source, forms, count, mapped)
             if forms != TEXT_FORMS and holds_images(found[0]):
                 fix = "use algorithm sft, take the images out, or read none of a column with `columns: {images: ''}`"
-                raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
+                raise DataError(
+                    f"row {count} holds images, which this algorithm does not take",
+                    where=origin,
+                    fix=fix,
+                )
         except Tie:
             undecided += 1
             continue
@@ -112,13 +129,19 @@ def read_rows(
             (domain,) = names if len(names) == 1 else (row.extra["task"],)
             yield replace(row, folder=folder, domain=domain, source=number)
     if count == undecided and (count or keep is None):
-        what = f"all {count} rows are ties: none has a better answer" if count else "the dataset is empty: it has no rows"
+        what = (
+            f"all {count} rows are ties: none has a better answer"
+            if count
+            else "the dataset is empty: it has no rows"
+        )
         raise DataError(what, where=describe(source))
     if undecided and ties is not None:
         ties[describe(source)] += undecided
 
 
-def _rows_in(origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, mapped: bool) -> list[Row]:
+def _rows_in(
+    origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, mapped: bool
+) -> list[Row]:
     """The rows that a raw row, number `number` of its source, stands for: one, or the two answers of a pair.
 
     `mapped`: the source's `columns` say which columns are read. Raises DataError, and Tie for a pair without a better answer.
@@ -148,7 +171,10 @@ def domains(source: Source) -> set[str]:
     if isinstance(source, TasksSource):
         return set(source.tasks)
     path = Path(describe(source))  # of `code/*.jsonl`: code
-    plain = (re.sub(r"[*?\[\]]+", "", name).strip("-_. ") for name in (path.stem, *reversed(path.parent.parts)))
+    plain = (
+        re.sub(r"[*?\[\]]+", "", name).strip("-_. ")
+        for name in (path.stem, *reversed(path.parent.parts))
+    )
     return {next((name for name in plain if name), path.stem) if "*" in path.name else path.stem}
 
 
@@ -169,15 +195,26 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
         for file in locate(source, base_dir):
             yield from ((file.folder, raw) for raw in read_file(file, source))
     elif isinstance(source, TasksSource | DigitsSource):
-        yield from ((base_dir, raw) for raw in (read_tasks(source, forms) if isinstance(source, TasksSource) else read_digits(source)))
+        yield from (
+            (base_dir, raw)
+            for raw in (
+                read_tasks(source, forms)
+                if isinstance(source, TasksSource)
+                else read_digits(source)
+            )
+        )
     else:
         name, of_hub = describe(source), isinstance(source, HubSource)
         table = TableRow if of_hub or isinstance(source, SavedSource | SqlSource) else dict
-        with judged("the hub dataset broke off" if of_hub else "its rows cannot be read", name, DataError):
+        with judged(
+            "the hub dataset broke off" if of_hub else "its rows cannot be read", name, DataError
+        ):
             for number, values in enumerate(_rows(source, base_dir), 1):
                 if not isinstance(values, Mapping):
                     fix = "give dictionaries: column → value"
-                    raise DataError(f"row {number} is {type(values).__name__}, not columns", where=name, fix=fix)
+                    raise DataError(
+                        f"row {number} is {type(values).__name__}, not columns", where=name, fix=fix
+                    )
                 yield base_dir, (f"{name} row {number}", table(_of_tables(values)))
 
 
@@ -195,7 +232,10 @@ def open_rows(source: Source, base_dir: Path) -> Any:
 
 def _of_tables(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Columns by text, without numpy's arrays and numbers and pandas' NA."""
-    return {str(name): value if type(value) in PLAIN else _without_arrays(value) for name, value in values.items()}
+    return {
+        str(name): value if type(value) in PLAIN else _without_arrays(value)
+        for name, value in values.items()
+    }
 
 
 def _without_arrays(value: Any) -> Any:
@@ -216,10 +256,14 @@ def _rows(source: Source, base_dir: Path) -> Any:
         return call_hub(source, "load_dataset", split=source.split, streaming=source.streaming)
     if isinstance(source, SqlSource):
         return read_sql(source, base_dir)
-    return _load_saved(source, base_dir) if isinstance(source, SavedSource) else source.rows(base_dir)
+    return (
+        _load_saved(source, base_dir) if isinstance(source, SavedSource) else source.rows(base_dir)
+    )
 
 
-def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: int, known: Forms) -> Row:
+def _normalise(
+    origin: str, values: dict[str, Any], columns: Columns, number: int, known: Forms
+) -> Row:
     """The row in its form, with its columns renamed and their types checked."""
     parts = {part for form in known for part in form}
     given = {part: getattr(columns, part) for part in (*parts, *OPTIONAL)}
@@ -227,29 +271,57 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
     names = {part: part if name is None else name for part, name in given.items()}
     padded = isinstance(values, TableRow)
     forms = [form for form in known if mapped <= set(form) and mapped]
-    forms = forms or [form for form in known if mapped & set(form)] or [form for form in known if all(part in values for part in form)]
-    forms.sort(key=lambda form: max(_lack(values, names[part]) for part in form))  # of several the one that is there
+    forms = (
+        forms
+        or [form for form in known if mapped & set(form)]
+        or [form for form in known if all(part in values for part in form)]
+    )
+    # Of several the one that is there.
+    forms.sort(key=lambda form: max(_lack(values, names[part]) for part in form))
     there = ", ".join(values) or "none"
     if not forms:
         what = f"row {number} has no {', or '.join(' and '.join(form) for form in known)}; its columns are: {there}"
-        raise DataError(what, where=origin, fix="map them with `columns`" + nearest_format(values, known))
+        raise DataError(
+            what, where=origin, fix="map them with `columns`" + nearest_format(values, known)
+        )
     if not mapped <= set(forms[0]):
-        raise DataError(f"`columns` maps parts of different kinds of rows: {', '.join(sorted(mapped))}", where=origin, fix="keep one kind")
+        raise DataError(
+            f"`columns` maps parts of different kinds of rows: {', '.join(sorted(mapped))}",
+            where=origin,
+            fix="keep one kind",
+        )
     if "label" in forms[0] and {"text", "image"} & set(forms[0]):
         names["images"] = ""  # nothing else has the class
-    elif "image" not in forms[0] and forms[0] != ("text",) and columns.images is None and "images" not in values:
+    elif (
+        "image" not in forms[0]
+        and forms[0] != ("text",)
+        and columns.images is None
+        and "images" not in values
+    ):
         names["images"] = "image"
     result: dict[str, Any] = {}
     for part in forms[0]:
         name = names[part]
         if name not in values:
             fix = f"map it with `columns.{part}`"
-            raise DataError(f"row {number} has no column {name!r}; its columns are: {there}", where=origin, fix=fix)
+            raise DataError(
+                f"row {number} has no column {name!r}; its columns are: {there}",
+                where=origin,
+                fix=fix,
+            )
         result[part] = _checked(part, name, values[name], origin, number, padded)
-    result |= {part: values[names[part]] for part in OPTIONAL if names[part] and values.get(names[part]) is not None}
+    result |= {
+        part: values[names[part]]
+        for part in OPTIONAL
+        if names[part] and values.get(names[part]) is not None
+    }
     taken = {names[part] for part in result if part != "tools"}
     tools = result.pop("tools", None)
-    if tools is not None and TALKS & set(result) and (tools := read_tools(tools, names["tools"], origin, padded)):
+    if (
+        tools is not None
+        and TALKS & set(result)
+        and (tools := read_tools(tools, names["tools"], origin, padded))
+    ):
         result["tools"] = tools
     return Row(origin, result, {name: value for name, value in values.items() if name not in taken})
 
@@ -259,11 +331,16 @@ def _lack(values: dict[str, Any], name: str) -> int:
     return 2 if name not in values else int(values[name] is None or values[name] == [])
 
 
-def _checked(part: str, name: str, value: Any, origin: str, number: int, padded: bool = False) -> Any:
+def _checked(
+    part: str, name: str, value: Any, origin: str, number: int, padded: bool = False
+) -> Any:
     """`value` if `part` may be that: text, or messages. Raises DataError."""
     if part == "label":
         if not isinstance(value, str | int):
-            raise DataError(f"row {number}: column {name!r} is {type(value).__name__}, not the name or number of a class", where=origin)
+            raise DataError(
+                f"row {number}: column {name!r} is {type(value).__name__}, not the name or number of a class",
+                where=origin,
+            )
         return value
     if part == "image" and value is not None and not isinstance(value, str):
         return value
@@ -271,63 +348,111 @@ def _checked(part: str, name: str, value: Any, origin: str, number: int, padded:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise DataError(f"row {number}: column {name!r} holds a lone surrogate, which is no text", where=origin) from error
+            raise DataError(
+                f"row {number}: column {name!r} holds a lone surrogate, which is no text",
+                where=origin,
+            ) from error
         return value
-    if part in ("prompt", "completion", "chosen", "rejected") and isinstance(value, Mapping) and {"role", "content"} <= value.keys():
+    if (
+        part in ("prompt", "completion", "chosen", "rejected")
+        and isinstance(value, Mapping)
+        and {"role", "content"} <= value.keys()
+    ):
         value = [value]  # one message
     if part in ("text", "image") or not isinstance(value, list) or not value:
-        found = "null" if value is None else "an empty list" if value == [] else type(value).__name__
-        wants = {"text": "text", "image": "a path", "messages": "a list of messages"}.get(part, "text or a list of messages")
+        found = (
+            "null" if value is None else "an empty list" if value == [] else type(value).__name__
+        )
+        wants = {"text": "text", "image": "a path", "messages": "a list of messages"}.get(
+            part, "text or a list of messages"
+        )
         raise DataError(f"row {number}: column {name!r} is {found}, not {wants}", where=origin)
     for index, message in enumerate(value):
         _check_message(message, f"{name}[{index}]", origin, number)
-    return [_without_absent(message, padded, f"row {number}: {name}[{index}]", origin) for index, message in enumerate(value)]
+    return [
+        _without_absent(message, padded, f"row {number}: {name}[{index}]", origin)
+        for index, message in enumerate(value)
+    ]
 
 
 def _check_message(message: Any, label: str, origin: str, number: int) -> None:
     if not isinstance(message, dict):
-        raise DataError(f"row {number}: {label} is {type(message).__name__}, not {{role, content}}", where=origin)
+        raise DataError(
+            f"row {number}: {label} is {type(message).__name__}, not {{role, content}}",
+            where=origin,
+        )
     content = message.get("content")
-    has_content = isinstance(content, str) or bool(message.get("tool_calls")) or (isinstance(content, list) and bool(content))
+    has_content = (
+        isinstance(content, str)
+        or bool(message.get("tool_calls"))
+        or (isinstance(content, list) and bool(content))
+    )
     for key, there in (("role", isinstance(message.get("role"), str)), ("content", has_content)):
         if not there:
             keys = ", ".join(map(str, message)) or "none"
-            raise DataError(f"row {number}: {label} has no text under {key!r}; its keys are: {keys}", where=origin)
+            raise DataError(
+                f"row {number}: {label} has no text under {key!r}; its keys are: {keys}",
+                where=origin,
+            )
     for index, part in enumerate(content if isinstance(content, list) else []):
         if not (isinstance(part, dict) and (is_image(part) or isinstance(part.get("text"), str))):
             found = part.get("type") if isinstance(part, dict) else type(part).__name__
             found = f"text under {', '.join(map(str, part))}" if found == "text" else found
-            raise DataError(f"row {number}: {label}.content[{index}] is {found}, neither text nor an image", where=origin)
+            raise DataError(
+                f"row {number}: {label}.content[{index}] is {found}, neither text nor an image",
+                where=origin,
+            )
         _checked("text", f"{label}.content[{index}]", part.get("text") or "", origin, number)
     if isinstance(content, str):
         _checked("text", f"{label}.content", content, origin, number)
 
 
-def _without_absent(message: dict[str, Any], padded: bool, label: str, origin: str) -> dict[str, Any]:
+def _without_absent(
+    message: dict[str, Any], padded: bool, label: str, origin: str
+) -> dict[str, Any]:
     """The message without the null keys that a table pads it with. A content in parts of text alone becomes one text."""
     message = weighted({key: item for key, item in message.items() if item is not None})
-    if (role := message["role"].lower()) in ROLES.values():  # columns that are mapped are no format, which has its own names of roles
+    if (
+        role := message["role"].lower()
+    ) in ROLES.values():  # columns that are mapped are no format, which has its own names of roles
         message["role"] = role
     if "tool_calls" in message:
         # Chat templates write arguments as JSON; OpenAI's format has them as text.
         calls = unpadded(_read(message["tool_calls"])) if padded else _read(message["tool_calls"])
-        message["tool_calls"] = [with_arguments(call, label, origin) for call in calls] if isinstance(calls, list) else calls
+        message["tool_calls"] = (
+            [with_arguments(call, label, origin) for call in calls]
+            if isinstance(calls, list)
+            else calls
+        )
     parts = message.get("content")
     if isinstance(parts, list):
         parts = [{key: item for key, item in part.items() if item is not None} for part in parts]
-        message["content"] = parts if any(map(is_image, parts)) else "".join(part["text"] for part in parts)
+        message["content"] = (
+            parts if any(map(is_image, parts)) else "".join(part["text"] for part in parts)
+        )
     return message
 
 
 def is_image(part: dict[str, Any]) -> bool:
     """Whether a part of a content is an image (image_url in OpenAI's format)."""
-    return part.get("type", "image" if part.get("image") is not None else None) in ("image", "image_url")
+    return part.get("type", "image" if part.get("image") is not None else None) in (
+        "image",
+        "image_url",
+    )
 
 
 def holds_images(row: Row) -> bool:
     """Whether a row names images or has places for them."""
-    contents = [m.get("content") for value in row.values.values() if isinstance(value, list) for m in value if isinstance(m, dict)]
-    return bool(row.values.get("images")) or any(is_image(part) for c in contents if isinstance(c, list) for part in c)
+    contents = [
+        m.get("content")
+        for value in row.values.values()
+        if isinstance(value, list)
+        for m in value
+        if isinstance(m, dict)
+    ]
+    return bool(row.values.get("images")) or any(
+        is_image(part) for c in contents if isinstance(c, list) for part in c
+    )
 
 
 def read_tools(value: Any, name: str, origin: str, padded: bool) -> Tools | None:
@@ -369,12 +494,19 @@ def _load_saved(source: SavedSource, base_dir: Path) -> Any:
         loaded = datasets.load_from_disk(where)
     if not isinstance(loaded, dict):
         if split is not None:
-            raise DataError(f"holds one dataset without splits, so no split {split!r}", where=where, fix="leave `split` out")
+            raise DataError(
+                f"holds one dataset without splits, so no split {split!r}",
+                where=where,
+                fix="leave `split` out",
+            )
         return loaded
     if split is None and len(loaded) == 1:
         return next(iter(loaded.values()))
     if split not in loaded:
-        raise DataError(f"holds the splits {', '.join(loaded)}, but `split` is {split or 'not set'}", where=where)
+        raise DataError(
+            f"holds the splits {', '.join(loaded)}, but `split` is {split or 'not set'}",
+            where=where,
+        )
     return loaded[split]
 
 
@@ -386,21 +518,42 @@ def call_hub(source: HubSource, function: str, **arguments: Any) -> Any:
 
     where = describe(source)
     if source.id.startswith(mirror.PREFIX):
-        source = source.model_copy(update={"id": mirror.fetched(source.id, source.revision, "dataset", DataError, where), "revision": None})
-    if not (hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE or urllib.request.getproxies()):  # a proxy resolves names for us
+        source = source.model_copy(
+            update={
+                "id": mirror.fetched(source.id, source.revision, "dataset", DataError, where),
+                "revision": None,
+            }
+        )
+    if not (
+        hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE or urllib.request.getproxies()
+    ):  # a proxy resolves names for us
         try:
             socket.getaddrinfo(urlparse(hub.ENDPOINT).hostname, 443)
         except OSError:
             hub.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     offline = hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE
     try:
-        return getattr(datasets, function)(source.id, name=source.name, revision=source.revision, **arguments)
+        return getattr(datasets, function)(
+            source.id, name=source.name, revision=source.revision, **arguments
+        )
     except datasets.exceptions.DatasetNotFoundError as error:
-        fix = "check the id; for a private or gated dataset accept its terms and run `hf auth login`"
-        raise DataError(f"the hub dataset cannot be had: {first_line(error)}", where=where, fix=fix) from error
+        fix = (
+            "check the id; for a private or gated dataset accept its terms and run `hf auth login`"
+        )
+        raise DataError(
+            f"the hub dataset cannot be had: {first_line(error)}", where=where, fix=fix
+        ) from error
     except (ConnectionError, TimeoutError) as error:
         fix = f"check the id and the connection, or use a local copy: kind: file or saved; in China {mirror.MIRRORS}"
-        state = "this machine is offline and the dataset is not in its cache" if offline else first_line(error)
-        raise DataError(f"the hub dataset cannot be reached: {state}", where=where, fix=fix) from error
+        state = (
+            "this machine is offline and the dataset is not in its cache"
+            if offline
+            else first_line(error)
+        )
+        raise DataError(
+            f"the hub dataset cannot be reached: {state}", where=where, fix=fix
+        ) from error
     except Exception as error:  # data files of strangers fail in any way (their parsers, their columns, their splits)
-        raise DataError(f"the hub dataset cannot be loaded: {first_line(error)}", where=where) from error
+        raise DataError(
+            f"the hub dataset cannot be loaded: {first_line(error)}", where=where
+        ) from error

@@ -24,7 +24,9 @@ def read_sql(source: SqlSource, base_dir: Path) -> Iterator[dict[str, Any]]:
     """The rows of the query, in its order, by way of a temporary file: a result may be larger than memory. Raises DataError."""
     import datasets
 
-    query = f'SELECT * FROM "{source.query}"' if re.fullmatch(r"\w+", source.query) else source.query
+    query = (
+        f'SELECT * FROM "{source.query}"' if re.fullmatch(r"\w+", source.query) else source.query
+    )
     datasets.disable_progress_bars()
     with closing(_connect(source, base_dir)) as connection, tempfile.TemporaryDirectory() as folder:
         try:
@@ -34,7 +36,11 @@ def read_sql(source: SqlSource, base_dir: Path) -> Iterator[dict[str, Any]]:
             if "corresponds to no data" in str(error):  # `datasets` has no table without rows
                 return
             fix = "try the query in the database's own shell"
-            raise DataError(f"the query fails: {_harmless(error.__cause__ or error, source)}", where=source.label, fix=fix) from None
+            raise DataError(
+                f"the query fails: {_harmless(error.__cause__ or error, source)}",
+                where=source.label,
+                fix=fix,
+            ) from None
         yield from table
 
 
@@ -51,7 +57,11 @@ def _connect(source: SqlSource, base_dir: Path) -> Any:
         path = (base_dir / expanded(source.path)).absolute()
         with open_plain(path, DataError, "paths are relative to the folder of the YAML") as file:
             if file.read(16) != b"SQLite format 3\0":
-                raise DataError("not an SQLite file", where=str(path), fix="for another database set `url_env` in place of `path`")
+                raise DataError(
+                    "not an SQLite file",
+                    where=str(path),
+                    fix="for another database set `url_env` in place of `path`",
+                )
         return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
     where = f"url_env {source.url_env}"
     if not (url := os.environ.get(source.url_env or "")):
@@ -60,13 +70,23 @@ def _connect(source: SqlSource, base_dir: Path) -> Any:
     try:
         import sqlalchemy
     except ImportError as error:
-        raise EnvironmentFault(f"{error}", where=where, fix="pip install sqlalchemy, and the database's driver") from None
+        raise EnvironmentFault(
+            f"{error}", where=where, fix="pip install sqlalchemy, and the database's driver"
+        ) from None
     try:
         return sqlalchemy.create_engine(url).connect()
     except ModuleNotFoundError as error:
-        raise EnvironmentFault(f"the database's driver is missing: {error}", where=where, fix=f"pip install {error.name}") from None
+        raise EnvironmentFault(
+            f"the database's driver is missing: {error}",
+            where=where,
+            fix=f"pip install {error.name}",
+        ) from None
     except Exception as error:  # noqa: BLE001 - as above
-        raise DataError(f"the database cannot be reached: {_harmless(error, source)}", where=where, fix="check the URL") from None
+        raise DataError(
+            f"the database cannot be reached: {_harmless(error, source)}",
+            where=where,
+            fix="check the URL",
+        ) from None
 
 
 def _harmless(error: BaseException, source: SqlSource) -> str:

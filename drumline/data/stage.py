@@ -58,7 +58,8 @@ class Stage:
     folder: Path
     dtype: np.dtype[Any]
     counts: Counter[tuple[int, str]] = field(default_factory=Counter)
-    formats: dict[str, set[str]] = field(default_factory=dict)  # source → formats of other tools that its rows were read from
+    # Source → formats of other tools that its rows were read from.
+    formats: dict[str, set[str]] = field(default_factory=dict)
     rows: int = 0
     role: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
 
@@ -81,7 +82,12 @@ class Stage:
         for name, end in zip(("first", "start", "meta"), self._ends.tolist(), strict=True):
             chunk.rows[name] += end
         self._ends += (len(chunk.segments), len(chunk.tokens), len(chunk.metas))
-        arrays = {"tokens": chunk.tokens.astype(self.dtype), "learn": chunk.learn, "rows": chunk.rows, "segments": chunk.segments}
+        arrays = {
+            "tokens": chunk.tokens.astype(self.dtype),
+            "learn": chunk.learn,
+            "rows": chunk.rows,
+            "segments": chunk.segments,
+        }
         for name, array in arrays.items():
             self._files[name].write(array.tobytes())
         self._files["metas"].write(chunk.metas)
@@ -110,7 +116,12 @@ class Stage:
         self.role[rows] = DROPPED
         table = np.memmap(self.folder / "rows.bin", ROW, "r") if len(rows) else np.zeros(0, ROW)
         sources, counts = np.unique(table["source"][rows], return_counts=True)
-        self.counts.update({(source, what): count for source, count in zip(sources.tolist(), counts.tolist(), strict=True)})
+        self.counts.update(
+            {
+                (source, what): count
+                for source, count in zip(sources.tolist(), counts.tolist(), strict=True)
+            }
+        )
 
     def hold_out(self, count: int) -> None:
         """Held out are the `count` rows with the lowest hashes of their content: adding, moving or doubling other rows hardly changes
@@ -118,8 +129,11 @@ class Stage:
         lowest = np.zeros((0, 3), np.uint64)
         for start, rows in self.ranges():
             free = np.flatnonzero(self.role[start : start + len(rows)] == TRAIN)
-            high, low = (rows["digest"][free, at].byteswap() for at in (0, 1))  # in the order of their bytes
-            lowest = np.concatenate((lowest, np.stack((high, low, (start + free).astype(np.uint64)), axis=1)))
+            # In the order of their bytes.
+            high, low = (rows["digest"][free, at].byteswap() for at in (0, 1))
+            lowest = np.concatenate(
+                (lowest, np.stack((high, low, (start + free).astype(np.uint64)), axis=1))
+            )
             lowest = lowest[np.lexsort(lowest.T[::-1])][:count]
         self.role[lowest[:, 2].astype(np.int64)] = HELD_OUT
 
@@ -133,7 +147,9 @@ class Stage:
         for start, records in self.ranges():
             free = np.flatnonzero(self.role[start : start + len(records)] == TRAIN)
             metas = self.metas_of(records[free])
-            digests.append(np.array([int(json.loads(meta)["prompt"], 16) for meta in metas], np.uint64))
+            digests.append(
+                np.array([int(json.loads(meta)["prompt"], 16) for meta in metas], np.uint64)
+            )
             numbers.append(start + free)
         rows, digest_of_row = np.concatenate(numbers), np.concatenate(digests)
         prompts, sizes = np.unique(digest_of_row, return_counts=True)  # in order
@@ -147,11 +163,18 @@ class Stage:
         if ordered:
             table = np.memmap(self.folder / "rows.bin", ROW, "r")
             rows = np.flatnonzero(self.role == role)
-            keys = (table["digest"][rows, 0], table["value"][rows], table["source"][rows] if grouped else np.zeros(len(rows)))
+            keys = (
+                table["digest"][rows, 0],
+                table["value"][rows],
+                table["source"][rows] if grouped else np.zeros(len(rows)),
+            )
             rows = rows[np.lexsort(keys)]
             pieces = (rows[at : at + ORDERED_ROWS] for at in range(0, len(rows), ORDERED_ROWS))
         else:
-            pieces = (at + np.flatnonzero(self.role[at : at + BLOCK_ROWS] == role) for at in range(0, self.rows, BLOCK_ROWS))
+            pieces = (
+                at + np.flatnonzero(self.role[at : at + BLOCK_ROWS] == role)
+                for at in range(0, self.rows, BLOCK_ROWS)
+            )
         for piece in pieces:
             if not len(piece):
                 continue
@@ -160,13 +183,23 @@ class Stage:
                 continue
             sources = self.records(piece)["source"]
             cuts = np.flatnonzero(np.diff(sources)) + 1
-            yield from ((int(self.records(part[:1])["source"][0]), part) for part in np.split(piece, cuts) if len(part))
+            yield from (
+                (int(self.records(part[:1])["source"][0]), part)
+                for part in np.split(piece, cuts)
+                if len(part)
+            )
 
     def records(self, rows: Ints) -> Rows:
         """`ROW`s by their numbers."""
-        if len(rows) and rows[-1] - rows[0] < 2 * BLOCK_ROWS and (np.diff(rows) > 0).all():  # read, not mapped: pages would count as memory
+        if (
+            len(rows) and rows[-1] - rows[0] < 2 * BLOCK_ROWS and (np.diff(rows) > 0).all()
+        ):  # read, not mapped: pages would count as memory
             return self.read(int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]
-        return np.asarray(np.memmap(self.folder / "rows.bin", ROW, "r")[rows]) if len(rows) else np.zeros(0, ROW)
+        return (
+            np.asarray(np.memmap(self.folder / "rows.bin", ROW, "r")[rows])
+            if len(rows)
+            else np.zeros(0, ROW)
+        )
 
     def segments_of(self, records: Rows) -> tuple[Ints, Ints, Ints]:
         """Of some rows' segments, in order: ranges int64[S, 2] in the token files, targets of each, and the index of each one's row."""
@@ -176,12 +209,20 @@ class Stage:
         numbers = records["first"][owner] + inside
         low, high = (int(numbers.min()), int(numbers.max()) + 1) if len(numbers) else (0, 0)
         if high - low < 8 * BLOCK_ROWS:
-            table = np.fromfile(self.folder / "segments.bin", np.int64, 2 * (high - low), offset=16 * low).reshape(-1, 2)[numbers - low]
+            table = np.fromfile(
+                self.folder / "segments.bin", np.int64, 2 * (high - low), offset=16 * low
+            ).reshape(-1, 2)[numbers - low]
         else:
-            table = np.asarray(np.memmap(self.folder / "segments.bin", np.int64, "r").reshape(-1, 2)[numbers])
+            table = np.asarray(
+                np.memmap(self.folder / "segments.bin", np.int64, "r").reshape(-1, 2)[numbers]
+            )
         sizes = table[:, 0]
         before = np.cumsum(sizes) - sizes  # tokens before a segment, and below before its row
-        starts = records["start"][owner] + before - before[np.searchsorted(owner, owner)] if len(owner) else sizes
+        starts = (
+            records["start"][owner] + before - before[np.searchsorted(owner, owner)]
+            if len(owner)
+            else sizes
+        )
         return np.stack((starts, starts + sizes), axis=1), table[:, 1], owner
 
     def metas_of(self, records: Rows) -> list[bytes]:
@@ -190,7 +231,9 @@ class Stage:
             return []
         with (self.folder / "metas.bin").open("rb") as file:
             found = []
-            for at, size in zip(records["meta"].tolist(), records["meta_size"].tolist(), strict=True):
+            for at, size in zip(
+                records["meta"].tolist(), records["meta_size"].tolist(), strict=True
+            ):
                 file.seek(at)
                 found.append(file.read(size))
         return found

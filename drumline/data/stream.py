@@ -47,7 +47,9 @@ class GlobalOrder:
         epochs, places = np.divmod(positions, self.size)
         if not self.shuffle:
             return places
-        keys = mix(mix(np.full(len(places), self.seed % 2**64, np.uint64)) ^ epochs.astype(np.uint64))
+        keys = mix(
+            mix(np.full(len(places), self.seed % 2**64, np.uint64)) ^ epochs.astype(np.uint64)
+        )
         ids = self._permute(places.astype(np.uint64), keys)
         while (outside := np.flatnonzero(ids >= self.size)).size:
             ids[outside] = self._permute(ids[outside], keys[outside])
@@ -78,15 +80,35 @@ class MixedOrder:
     side, evenly interleaved, each from its first sample to its last (`falling`: back), whose ids are in the order of the curriculum."""
 
     def __init__(
-        self, sizes: Sequence[int], counts: Sequence[int], seed: int, shuffle: bool, rising: int = 0, falling: bool = False
+        self,
+        sizes: Sequence[int],
+        counts: Sequence[int],
+        seed: int,
+        shuffle: bool,
+        rising: int = 0,
+        falling: bool = False,
     ) -> None:
-        assert len(sizes) == len(counts) and sum(counts) > 0 and all(s > 0 or c == 0 for s, c in zip(sizes, counts, strict=True))
-        self.sizes, self.counts, self.rising, self.falling = list(sizes), list(counts), rising, falling
+        assert (
+            len(sizes) == len(counts)
+            and sum(counts) > 0
+            and all(s > 0 or c == 0 for s, c in zip(sizes, counts, strict=True))
+        )
+        self.sizes, self.counts, self.rising, self.falling = (
+            list(sizes),
+            list(counts),
+            rising,
+            falling,
+        )
         self.places = GlobalOrder(sum(counts), seed, shuffle)
         self.firsts = np.cumsum([0, *sizes])
         self.slots = np.cumsum([0, *counts])
-        seeds = mix(np.arange(len(sizes), dtype=np.uint64) ^ mix(np.full(1, seed % 2**64, np.uint64)))
-        self.orders = [GlobalOrder(max(size, 1), int(own), shuffle) for size, own in zip(sizes, seeds, strict=True)]
+        seeds = mix(
+            np.arange(len(sizes), dtype=np.uint64) ^ mix(np.full(1, seed % 2**64, np.uint64))
+        )
+        self.orders = [
+            GlobalOrder(max(size, 1), int(own), shuffle)
+            for size, own in zip(sizes, seeds, strict=True)
+        ]
 
     @property
     def size(self) -> int:
@@ -105,7 +127,9 @@ class MixedOrder:
             mine, in_order = (sources == source) & ~rising, (sources == source) & rising
             found[mine] = self.orders[source].at(epochs[mine] * count + places[mine])
             # Even steps through the source; in an epoch of fewer places than samples the next one takes others.
-            steps = (places[in_order] * size + epochs[in_order] * count % max(size, 1)) // max(count, 1)
+            steps = (places[in_order] * size + epochs[in_order] * count % max(size, 1)) // max(
+                count, 1
+            )
             found[in_order] = size - 1 - steps if self.falling else steps
         return found + self.firsts[sources]
 
@@ -122,7 +146,10 @@ def interleaved(places: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
         return sources, before
     to_left = (places * left + total // 2) // total
     is_left = (places + 1) * left + total // 2 >= (to_left + 1) * total
-    for part, inside, group, first in ((is_left, to_left, counts[:half], 0), (~is_left, places - to_left, counts[half:], half)):
+    for part, inside, group, first in (
+        (is_left, to_left, counts[:half], 0),
+        (~is_left, places - to_left, counts[half:], half),
+    ):
         if part.any():
             own, before[part] = interleaved(inside[part], group)
             sources[part] = own + first
@@ -169,7 +196,9 @@ def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
     return found
 
 
-def assign(lengths: Ints | npt.NDArray[np.int32], data_ranks: int, accumulation: int, micro_batch: int) -> Ints:
+def assign(
+    lengths: Ints | npt.NDArray[np.int32], data_ranks: int, accumulation: int, micro_batch: int
+) -> Ints:
     """The samples of a global batch for each rank: int64[data_ranks, accumulation, micro_batch] of indices into `lengths`, each once. From
     the longest down, a sample goes to the rank with the fewest tokens so far that has a place left, so ranks wait little for each other.
     The micro-batches of a rank take its samples in that order: samples of similar length pad little, and the largest micro-batch comes
@@ -234,10 +263,16 @@ class BatchStream:
 
     def __post_init__(self) -> None:
         size = self.batch.global_samples
-        assert size == self.data_ranks * self.batch.accumulation * self.batch.micro_batch, self.batch.rule(self.data_ranks)
+        assert size == self.data_ranks * self.batch.accumulation * self.batch.micro_batch, (
+            self.batch.rule(self.data_ranks)
+        )
         assert 0 <= self.data_rank < self.data_ranks and self.start >= 0
         self._batches = (self._at(position) for position in range(self.start, self.stop, size))
-        self._thread = ThreadPoolExecutor(1, "drumline-batches", on_this_gpu(lambda: None)) if self.prefetch else None
+        self._thread = (
+            ThreadPoolExecutor(1, "drumline-batches", on_this_gpu(lambda: None))
+            if self.prefetch
+            else None
+        )
         self._ahead = deque(self._collate() for _ in range(self.prefetch))
 
     def __iter__(self) -> BatchStream:
@@ -280,16 +315,30 @@ class BatchStream:
         ids = np.full(size, -1, np.int64)
         ids[: end - position] = self.ids(position)
         lengths = np.where(ids >= 0, self.cache.lengths[np.maximum(ids, 0)], 0)
-        mine = assign(lengths, self.data_ranks, self.batch.accumulation, self.batch.micro_batch)[self.data_rank]
+        batch = self.batch
+        of_ranks = assign(lengths, self.data_ranks, batch.accumulation, batch.micro_batch)
+        mine = of_ranks[self.data_rank]
         columns = (ids,) if self.previous == "none" else (ids, self._before(ids, position, end))
-        micro_batches = [self.collate(*(column[places].tolist() for column in columns)) for places in mine]
+        micro_batches = [
+            self.collate(*(column[places].tolist() for column in columns)) for places in mine
+        ]
         of_all, weigh = None, getattr(micro_batches[0], "weigh", None)
         if weigh is not None:
             here = ids[mine.ravel()]
-            assert weigh(self.cache, here[here >= 0]) == sum(batch.weight for batch in micro_batches), "a batch weighs what `weigh` says"
+            assert weigh(self.cache, here[here >= 0]) == sum(
+                batch.weight for batch in micro_batches
+            ), "a batch weighs what `weigh` says"
             of_all = weigh(self.cache, ids[ids >= 0]), int(lengths.sum())
         state = {} if (find := getattr(self.order, "state", None)) is None else find(end)
-        return GlobalBatch(micro_batches, ids, end, int(lengths[mine].sum()), state=state, of_all=of_all, places=mine)
+        return GlobalBatch(
+            micro_batches,
+            ids,
+            end,
+            int(lengths[mine].sum()),
+            state=state,
+            of_all=of_all,
+            places=mine,
+        )
 
     def _before(self, ids: Ints, position: int, end: int) -> Ints:
         """Return the predecessor of each of `ids`, -1 for fillers."""

@@ -38,27 +38,51 @@ def without_thoughts(text: str, what: str, origin: str) -> str:
     """An answer without its reasoning. Raises DataError for reasoning that does not end."""
     rest = _THOUGHT.sub("", _BEGUN.sub("", text))
     if "<think>" in rest:
-        raise DataError(f"the reasoning of {what} does not end: no </think>", where=origin, fix=UNENDED)
+        raise DataError(
+            f"the reasoning of {what} does not end: no </think>", where=origin, fix=UNENDED
+        )
     return rest
 
 
-def mask_thoughts(tokens: Tokens, learn: npt.NDArray[np.uint8], origin: str, begun: bool = True, own: Sequence[str] = ()) -> None:
+def mask_thoughts(
+    tokens: Tokens,
+    learn: npt.NDArray[np.uint8],
+    origin: str,
+    begun: bool = True,
+    own: Sequence[str] = (),
+) -> None:
     """Take reasoning out of the targets. `begun`: a stretch of targets may begin within it; `own`: reasoning that the template writes
     in a form of its own. Raises DataError."""
     if "think>" not in tokens.text and not own:
         return
     if tokens.starts is None:
-        fix = "use a model whose tokenizer has a fast version, or set data.reasoning to keep or drop"
-        raise DataError("this tokenizer gives no offsets to find the reasoning by", where=origin, fix=fix)
+        fix = (
+            "use a model whose tokenizer has a fast version, or set data.reasoning to keep or drop"
+        )
+        raise DataError(
+            "this tokenizer gives no offsets to find the reasoning by", where=origin, fix=fix
+        )
     tagged = [match[0] for match in _THOUGHT.finditer(tokens.text)]
-    bare = [thought for thought in dict.fromkeys(own) if not any(thought in each for each in tagged)]
+    bare = [
+        thought for thought in dict.fromkeys(own) if not any(thought in each for each in tagged)
+    ]
     edges = np.flatnonzero(np.diff(learn, prepend=0, append=0))
     ends = np.append(tokens.starts, len(tokens.text))
     for start, stop in edges.reshape(-1, 2).tolist():
         begin, part = int(ends[start]), tokens.text[ends[start] : ends[stop]]
         found = [*(_BEGUN.finditer(part) if begun else ()), *_THOUGHT.finditer(part)]
-        found += [match for thought in bare for match in [*re.finditer(re.escape(thought), part)][: own.count(thought)]]
+        found += [
+            match
+            for thought in bare
+            for match in [*re.finditer(re.escape(thought), part)][: own.count(thought)]
+        ]
         for match in found:
-            learn[max(start, tokens.at(begin + match.start(), origin)) : tokens.at(begin + match.end(), origin)] = 0
+            learn[
+                max(start, tokens.at(begin + match.start(), origin)) : tokens.at(
+                    begin + match.end(), origin
+                )
+            ] = 0
         if "<think>" in part[max((match.end() for match in found), default=0) :]:
-            raise DataError("the reasoning of an answer does not end: no </think>", where=origin, fix=UNENDED)
+            raise DataError(
+                "the reasoning of an answer does not end: no </think>", where=origin, fix=UNENDED
+            )

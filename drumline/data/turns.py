@@ -20,11 +20,24 @@ ROLES = {
 ANSWERS = ("prompt", "completion", "chosen", "rejected")  # a text there may be JSON by itself
 HOLDS = {"content", "value", "text", "tool_calls", "function_call"}
 CALLS = ("function_call", "tool_call")
-MARKS = ("loss_weight", "train", "training", "loss")  # of a turn in LLaMA-Factory's, Axolotl's and other files
+# Of a turn in LLaMA-Factory's, Axolotl's and other files.
+MARKS = (
+    "loss_weight",
+    "train",
+    "training",
+    "loss",
+)
 TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
-CHAT = re.compile(r"(?:\A|\n\s*\n)(USER|ASSISTANT|FUNCTION RESPONSE):[ ]?")  # of calls in plain text
+# Of calls in plain text.
+CHAT = re.compile(r"(?:\A|\n\s*\n)(USER|ASSISTANT|FUNCTION RESPONSE):[ ]?")
 PROMPT = re.compile(r"\n\nHuman:.*\n\nAssistant:\s*", re.DOTALL)  # a prompt that is a transcript
-ROUNDS = (("input", "output"), ("user", "assistant"), ("human", "assistant"), ("prompt", "response"), ("question", "answer"))
+ROUNDS = (
+    ("input", "output"),
+    ("user", "assistant"),
+    ("human", "assistant"),
+    ("prompt", "response"),
+    ("question", "answer"),
+)
 
 
 def as_messages(value: str | Messages, role: str) -> Messages:
@@ -32,12 +45,18 @@ def as_messages(value: str | Messages, role: str) -> Messages:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def read_talks(columns: Mapping[str, Any], question: Any, origin: str) -> dict[str, tuple[str, Any]]:
+def read_talks(
+    columns: Mapping[str, Any], question: Any, origin: str
+) -> dict[str, tuple[str, Any]]:
     """`read_talk` of columns. `question`: the prompt of the row, perhaps under another name."""
     found = {name: read_talk(name, value, origin) for name, value in columns.items()}
     prompt = found["prompt"][1] if found.get("prompt", ("", None))[1] else question
     texts = {name for name in ANSWERS[1:] if name in found}
-    return found | {name: ("", columns[name]) for name in texts if _only_answers(columns[name], found[name][1], prompt)}
+    return found | {
+        name: ("", columns[name])
+        for name in texts
+        if _only_answers(columns[name], found[name][1], prompt)
+    }
 
 
 def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
@@ -55,11 +74,23 @@ def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
         except (ValueError, RecursionError):
             return "", value
     turns = [found] if isinstance(found, Mapping) else found
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) and {"from", "role"} & turn.keys() for turn in turns):
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, Mapping) and {"from", "role"} & turn.keys() for turn in turns)
+    ):
         return "", value
-    if isinstance(value, str) and name in ANSWERS and not (isinstance(found, list) and all(_known(turn) for turn in turns)):
+    if (
+        isinstance(value, str)
+        and name in ANSWERS
+        and not (isinstance(found, list) and all(_known(turn) for turn in turns))
+    ):
         return "", value  # a text that is JSON, and no conversation
-    return ("", turns) if all(map(_is_ours, turns)) else ("sharegpt", [_message(turn, origin) for turn in turns])
+    return (
+        ("", turns)
+        if all(map(_is_ours, turns))
+        else ("sharegpt", [_message(turn, origin) for turn in turns])
+    )
 
 
 def _known(turn: Mapping[str, Any]) -> bool:
@@ -76,24 +107,38 @@ def _only_answers(text: str, turns: Any, question: Any) -> bool:
 
 
 def _is_ours(turn: Mapping[str, Any]) -> bool:
-    named = turn.get("from") is None and turn.get("function_call") is None and _role(turn) == turn.get("role")
-    return named and not _by_value(turn) and ("content" in turn or not {"text", "value"} & turn.keys())
+    named = (
+        turn.get("from") is None
+        and turn.get("function_call") is None
+        and _role(turn) == turn.get("role")
+    )
+    return (
+        named and not _by_value(turn) and ("content" in turn or not {"text", "value"} & turn.keys())
+    )
 
 
 def _by_value(turn: Mapping[str, Any]) -> bool:
     """Whether its content is in parts {type, value}."""
     content = turn.get("content")
-    return isinstance(content, list) and any(isinstance(part, Mapping) and "value" in part and "text" not in part for part in content)
+    return isinstance(content, list) and any(
+        isinstance(part, Mapping) and "value" in part and "text" not in part for part in content
+    )
 
 
 def _joined(message: dict[str, Any], origin: str) -> dict[str, Any]:
     """A message whose parts {type, value} are texts, reasoning, calls and images."""
     parts, calls, thoughts = list[Any](), list[dict[str, Any]](), list[str]()
     for part in message["content"]:
-        kind, value = (str(part.get("type")), part.get("value")) if isinstance(part, Mapping) else ("", None)
+        kind, value = (
+            (str(part.get("type")), part.get("value")) if isinstance(part, Mapping) else ("", None)
+        )
         if kind in CALLS:
             if (found := calls_of(value)) is None:
-                raise DataError("a call in a message is no JSON of a call", where=origin, fix="give {name, arguments}, or a list of them")
+                raise DataError(
+                    "a call in a message is no JSON of a call",
+                    where=origin,
+                    fix="give {name, arguments}, or a list of them",
+                )
             calls += found
         elif kind in ("reasoning", "thinking") and isinstance(value, str):
             thoughts.append(value)
@@ -101,9 +146,17 @@ def _joined(message: dict[str, Any], origin: str) -> dict[str, Any]:
             parts.append({"type": "text", "text": value})
         else:
             parts.append({"type": "image", "image": value} if kind.startswith("image") else part)
-    texts = [part["text"] for part in parts if part.keys() == {"type", "text"}] if all(isinstance(part, dict) for part in parts) else []
+    texts = (
+        [part["text"] for part in parts if part.keys() == {"type", "text"}]
+        if all(isinstance(part, dict) for part in parts)
+        else []
+    )
     made = weighted({**message, "content": "".join(texts) if len(texts) == len(parts) else parts})
-    return made | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
+    return (
+        made
+        | ({"tool_calls": calls} if calls else {})
+        | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
+    )
 
 
 def _role(turn: Mapping[str, Any]) -> Any:
@@ -114,28 +167,47 @@ def _role(turn: Mapping[str, Any]) -> Any:
 def transcribed(text: str, turn: re.Pattern[str] = TURN) -> list[dict[str, Any]]:
     _, *parts = turn.split(text)
     texts = [content.strip().removesuffix("<|endoftext|>").rstrip() for content in parts[1::2]]
-    return [{"role": ROLES[who.lower()], "content": content} for who, content in zip(parts[::2], texts, strict=True)]
+    return [
+        {"role": ROLES[who.lower()], "content": content}
+        for who, content in zip(parts[::2], texts, strict=True)
+    ]
 
 
 def are_texts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(isinstance(each, str) for each in value)
+    return (
+        isinstance(value, list) and len(value) > 1 and all(isinstance(each, str) for each in value)
+    )
 
 
 def messages_of(turns: list[Any], origin: str) -> list[dict[str, Any]]:
     """Messages of turns, of rounds with a question and its answer, or of texts in turn."""
     if all(isinstance(each, str) for each in turns):
-        return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(turns)]
+        return [
+            {"role": ("user", "assistant")[index % 2], "content": text}
+            for index, text in enumerate(turns)
+        ]
     if (rounds := rounds_of(turns)) is None:
         return [_message(turn, origin) for turn in turns]
-    if not all(isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in rounds) for turn in turns):
-        raise DataError(f"a round of the conversation has no text under {' or '.join(rounds)}", where=origin)
-    return [{"role": role, "content": turn[key]} for turn in turns for role, key in zip(("user", "assistant"), rounds, strict=True)]
+    if not all(
+        isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in rounds)
+        for turn in turns
+    ):
+        raise DataError(
+            f"a round of the conversation has no text under {' or '.join(rounds)}", where=origin
+        )
+    return [
+        {"role": role, "content": turn[key]}
+        for turn in turns
+        for role, key in zip(("user", "assistant"), rounds, strict=True)
+    ]
 
 
 def rounds_of(value: Any) -> tuple[str, str] | None:
     """The keys of a list of rounds."""
     first = value[0] if isinstance(value, list) and value else None
-    return next((keys for keys in ROUNDS if isinstance(first, Mapping) and set(keys) <= first.keys()), None)
+    return next(
+        (keys for keys in ROUNDS if isinstance(first, Mapping) and set(keys) <= first.keys()), None
+    )
 
 
 def calls_of(value: Any) -> list[dict[str, Any]] | None:
@@ -168,13 +240,19 @@ def with_arguments(call: Any, label: str, origin: str) -> Any:
             found = ""
     if not isinstance(found, dict | None):
         what = f"{label}: the arguments of the call {call.get('name')!r} are no JSON object"
-        raise DataError(what, where=origin, fix='give {"name": value, …}, or a text that is such JSON')
-    return {key: value for key, value in call.items() if key != "parameters" or given is not None} | {"arguments": found or {}}
+        raise DataError(
+            what, where=origin, fix='give {"name": value, …}, or a text that is such JSON'
+        )
+    return {
+        key: value for key, value in call.items() if key != "parameters" or given is not None
+    } | {"arguments": found or {}}
 
 
 def weighted(message: dict[str, Any]) -> dict[str, Any]:
     """The message with the `weight` that its key of another tool says: whether it is learned."""
-    numbers = {name: message[name] for name in MARKS if isinstance(message.get(name), bool | int | float)}
+    numbers = {
+        name: message[name] for name in MARKS if isinstance(message.get(name), bool | int | float)
+    }
     marks = {name: mark for name, mark in numbers.items() if name == MARKS[0] or mark in (0, 1)}
     if not marks:
         return message
@@ -195,12 +273,24 @@ def _message(turn: Any, origin: str) -> dict[str, Any]:
         return _joined(message, origin) if _by_value(message) else message
     role, text = str(turn["from"]).lower(), turn.get("value", turn.get("content"))
     if role not in ROLES:
-        raise DataError(f"a turn is from {turn['from']!r}", where=origin, fix=f"turns are from {', '.join(ROLES)}")
+        raise DataError(
+            f"a turn is from {turn['from']!r}",
+            where=origin,
+            fix=f"turns are from {', '.join(ROLES)}",
+        )
     if not isinstance(text, str):
         raise DataError(f"a turn from {role} has no text under `value`", where=origin)
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value", "content") and value is not None}
+    rest = {
+        key: value
+        for key, value in turn.items()
+        if key not in ("from", "value", "content") and value is not None
+    }
     if role not in CALLS:
         return {"role": ROLES[role], "content": text, **rest}
     if (calls := calls_of(text)) is None:
-        raise DataError(f"a turn from {role} is no JSON of a call", where=origin, fix="give {name, arguments}, or a list of them")
+        raise DataError(
+            f"a turn from {role} is no JSON of a call",
+            where=origin,
+            fix="give {name, arguments}, or a list of them",
+        )
     return {"role": "assistant", "content": "", "tool_calls": calls, **rest}

@@ -70,10 +70,18 @@ class Job:
 
     @cached_property
     def contaminated(self) -> Callable[[Row], bool]:
-        return (lambda row: False) if self.evaluation is None else Evaluation.load(self.evaluation).within
+        return (
+            (lambda row: False)
+            if self.evaluation is None
+            else Evaluation.load(self.evaluation).within
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("encoder", "tokenizer", "contaminated")}
+        return {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in ("encoder", "tokenizer", "contaminated")
+        }
 
     def encode_row(self, row: Row) -> Encoded | None:
         """`RowEncoder.encode`. Raises DataError that names the row, also for a number that is too large."""
@@ -97,12 +105,17 @@ class Job:
                 counts[row.source, "hides_reasoning"] += encoded.hides_reasoning
                 kept.append((row, encoded))
         segments = [segment for _, encoded in kept for segment in encoded.segments]
-        metas = [b"" if encoded.meta is None else json.dumps(encoded.meta, ensure_ascii=False).encode() for _, encoded in kept]
+        metas = [
+            b"" if encoded.meta is None else json.dumps(encoded.meta, ensure_ascii=False).encode()
+            for _, encoded in kept
+        ]
         table = np.zeros(len(kept), ROW)
         # Rewards read a prompt's other columns. Which rows are held out goes by the prompt alone, where copies may stay.
         whole = self.algorithm.rollout is not None and self.data.duplicates is not None
         # Nor do the places of images there, which lie elsewhere on another machine.
-        sees = (self.vision is not None or self.algorithm.head == "image") and self.data.duplicates is not None
+        sees = (
+            self.vision is not None or self.algorithm.head == "image"
+        ) and self.data.duplicates is not None
         digests = [digest(row, whole, _images(encoded) if sees else ()) for row, encoded in kept]
         table["digest"] = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
         table["source"] = [row.source for row, _ in kept]
@@ -110,13 +123,26 @@ class Job:
         table["first"] = np.cumsum(table["segments"]) - table["segments"]
         table["meta_size"] = [len(meta) for meta in metas]
         table["meta"] = np.cumsum(table["meta_size"]) - table["meta_size"]
-        sizes = np.asarray([(len(segment.tokens), segment.learned) for segment in segments], np.int64).reshape(-1, 2)
-        lengths = np.asarray([sum(len(segment.tokens) for segment in encoded.segments) for _, encoded in kept], np.int64)
+        sizes = np.asarray(
+            [(len(segment.tokens), segment.learned) for segment in segments], np.int64
+        ).reshape(-1, 2)
+        lengths = np.asarray(
+            [sum(len(segment.tokens) for segment in encoded.segments) for _, encoded in kept],
+            np.int64,
+        )
         table["start"] = np.cumsum(lengths) - lengths
         if (curriculum := self.data.curriculum) is not None:
-            table["value"] = lengths if curriculum.by == "length" else [_number(row, curriculum.by) for row, _ in kept]
+            table["value"] = (
+                lengths
+                if curriculum.by == "length"
+                else [_number(row, curriculum.by) for row, _ in kept]
+            )
         near = self.data.duplicates is not None and self.data.duplicates.kind == "near"
-        alike = [print_of(text_of(row), _hash(row.extra)[:8] if whole else b"") for row, _ in kept] if near else []
+        alike = (
+            [print_of(text_of(row), _hash(row.extra)[:8] if whole else b"") for row, _ in kept]
+            if near
+            else []
+        )
         prints = np.asarray(alike, np.uint32).reshape(-1, PERMUTATIONS)
         return Chunk(
             np.concatenate([np.zeros(0, np.int32), *(segment.tokens for segment in segments)]),
@@ -140,7 +166,9 @@ def _number(row: Row, column: str) -> float:
     if not math.isfinite(number):
         what = f"no column {column!r}; its columns are: {', '.join(there)}"
         what = f"`{column}` is {value!r:.60}, not a number" if column in there else what
-        raise DataError(what, where=row.origin, fix="name another column in data.curriculum.by, or `length`")
+        raise DataError(
+            what, where=row.origin, fix="name another column in data.curriculum.by, or `length`"
+        )
     return number
 
 
@@ -187,7 +215,9 @@ def encode_all(job: Job, rows: Iterator[Row], workers: int | None) -> Iterator[C
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         fix = "free some memory, or set data.workers lower; a script that calls prepare needs `if __name__ == '__main__'`"
-        raise EnvironmentFault("a process that tokenises died", where="data preparation", fix=fix) from error
+        raise EnvironmentFault(
+            "a process that tokenises died", where="data preparation", fix=fix
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -24,7 +24,9 @@ def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
 
 @lru_cache(maxsize=1)
 def _made(_world: dist.ProcessGroup, mesh: Mesh, device: str) -> DeviceMesh:
-    made = init_device_mesh(device, tuple(getattr(mesh, name) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+    made = init_device_mesh(
+        device, tuple(getattr(mesh, name) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS
+    )
     share_timeout()
     return made
 

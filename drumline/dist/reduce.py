@@ -51,7 +51,9 @@ class LateNumber:
         self.value = value
         self.arrived: torch.cuda.Event | None = None
         if value.is_cuda:
-            self.value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+            self.value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(
+                value, non_blocking=True
+            )
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
@@ -72,7 +74,9 @@ class Gather:
         self.exact_on = exact_on(device)
         self.known: set[tuple[str, ...]] = set()  # names of sums that all ranks have
 
-    def __call__(self, sums: dict[str, float], *per_rank: float) -> tuple[dict[str, float], list[list[float]]]:
+    def __call__(
+        self, sums: dict[str, float], *per_rank: float
+    ) -> tuple[dict[str, float], list[list[float]]]:
         """As `Gathered.read` gives them, at once."""
         values = torch.tensor([*sums.values()], dtype=torch.float64, device=self.exact_on)
         return self.start(dict(zip(sums, values, strict=True)), *per_rank).read()
@@ -100,15 +104,32 @@ class Gather:
         for rank, theirs in enumerate(from_all(names)):
             if theirs != names:
                 what = f"rank {self.rank} adds up {', '.join(names) or 'nothing'}, and rank {rank} {', '.join(theirs) or 'nothing'}"
-                raise UserError(what, where="sums", fix="give the same sums for each batch, 0 where there is nothing to add")
+                raise UserError(
+                    what,
+                    where="sums",
+                    fix="give the same sums for each batch, 0 where there is nothing to add",
+                )
         self.known.add(names)
 
 
 class Gathered:
     """Sums on their way: over the ranks first, then to the host. Nothing waits for the device until `read`."""
 
-    def __init__(self, names: list[str], largest: list[str], world_size: int, whole: torch.Tensor, work: dist.Work | None) -> None:
-        self.names, self.largest, self.world_size, self.whole, self.work = names, largest, world_size, whole, work
+    def __init__(
+        self,
+        names: list[str],
+        largest: list[str],
+        world_size: int,
+        whole: torch.Tensor,
+        work: dist.Work | None,
+    ) -> None:
+        self.names, self.largest, self.world_size, self.whole, self.work = (
+            names,
+            largest,
+            world_size,
+            whole,
+            work,
+        )
         self.more = 0
         self.arrived: torch.cuda.Event | None = None
 
@@ -126,7 +147,9 @@ class Gathered:
         self.work, self.more = None, len(more)
         self.whole = torch.cat((self.whole, *(value.to(self.whole).reshape(1) for value in more)))
         if self.whole.is_cuda:
-            self.whole = torch.empty(self.whole.shape, dtype=torch.float64, pin_memory=True).copy_(self.whole, non_blocking=True)
+            self.whole = torch.empty(self.whole.shape, dtype=torch.float64, pin_memory=True).copy_(
+                self.whole, non_blocking=True
+            )
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
@@ -139,5 +162,10 @@ class Gathered:
         values: list[float] = self.whole.tolist()
         sums, rest = values[: len(self.names)], values[len(self.names) : len(values) - self.more]
         by_rank = [rest[i : i + self.world_size] for i in range(0, len(rest), self.world_size)]
-        found = dict(zip(self.names, sums, strict=True)) | dict(zip(self.largest, map(max, by_rank), strict=False))
-        return found, [*by_rank[len(self.largest) :], *([value] for value in values[len(values) - self.more :])]
+        found = dict(zip(self.names, sums, strict=True)) | dict(
+            zip(self.largest, map(max, by_rank), strict=False)
+        )
+        return found, [
+            *by_rank[len(self.largest) :],
+            *([value] for value in values[len(values) - self.more :]),
+        ]

@@ -6,7 +6,12 @@ import torch.distributed as dist
 
 from drumline.core import heartbeat
 
-CALLS, STEP, AT_WORK = "calls", "step", "at-work"  # how many, the step of the last one, how many answers
+# How many, the step of the last one, how many answers.
+CALLS, STEP, AT_WORK = (
+    "calls",
+    "step",
+    "at-work",
+)
 
 
 class RollCall:

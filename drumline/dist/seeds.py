@@ -32,7 +32,11 @@ def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
     """Within, what is drawn on `device` comes from `seed` (None: from wherever it would); afterwards its generator is as it was. Other
     generators, those of other ranks' GPUs above all, are not touched: reading the state of one takes hold of the device."""
     on_gpu = torch.device(device).type == "cuda"  # the meta device draws nothing
-    generator = torch.cuda.default_generators[torch.cuda.current_device()] if on_gpu else torch.default_generator
+    generator = (
+        torch.cuda.default_generators[torch.cuda.current_device()]
+        if on_gpu
+        else torch.default_generator
+    )
     before = generator.get_state()
     try:
         if seed is not None:

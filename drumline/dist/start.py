@@ -55,11 +55,18 @@ class Ranks:
         """From the variables of torchrun and similar launchers; without them one process alone."""
         read = os.environ.get
         rank = int(read("RANK", "0"))
-        return cls(rank, int(read("LOCAL_RANK", str(rank))), int(read("WORLD_SIZE", "1")), int(read("TORCHELASTIC_RESTART_COUNT", "0")))
+        return cls(
+            rank,
+            int(read("LOCAL_RANK", str(rank))),
+            int(read("WORLD_SIZE", "1")),
+            int(read("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
 
 
 _store: dist.Store | None = None
-_ended = 0  # runs of this process that are over; a script may train several, each with keys of its own
+_ended = (
+    0  # runs of this process that are over; a script may train several, each with keys of its own
+)
 _leaving: threading.Thread | None = None
 
 
@@ -75,24 +82,46 @@ def rendezvous() -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not addresses(host):
         fix = "give a name that resolves, or an IP address"
-        raise EnvironmentFault(f"the host {host!r} of rank 0 has no address", where="MASTER_ADDR", fix=fix)
+        raise EnvironmentFault(
+            f"the host {host!r} of rank 0 has no address", where="MASTER_ADDR", fix=fix
+        )
     # Who does not know it finds none of the keys.
-    secret = sys.stdin.readline().strip() if os.environ.pop(SECRET_COMES, "") else os.environ.get(SECRET, "")
+    secret = (
+        sys.stdin.readline().strip()
+        if os.environ.pop(SECRET_COMES, "")
+        else os.environ.get(SECRET, "")
+    )
     agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = ranks.rank == 0 and not agent_has_it
     try:
         if listens and host in LOOPBACK:
             # The store has no authentication and would listen on all interfaces.
             six = host == "::1"
-            listener = socket.create_server((host if six else "127.0.0.1", port), family=socket.AF_INET6 if six else socket.AF_INET)
-            tcp = dist.TCPStore(host, port, ranks.world_size, True, CONNECT, False, master_listen_fd=for_store(listener), use_libuv=False)
+            listener = socket.create_server(
+                (host if six else "127.0.0.1", port),
+                family=socket.AF_INET6 if six else socket.AF_INET,
+            )
+            tcp = dist.TCPStore(
+                host,
+                port,
+                ranks.world_size,
+                True,
+                CONNECT,
+                False,
+                master_listen_fd=for_store(listener),
+                use_libuv=False,
+            )
         elif listens:
             tcp = dist.TCPStore(host, port, ranks.world_size, True, CONNECT, False)
         else:
             tcp = _connected(host, port, ranks.world_size)
     except (OSError, RuntimeError) as error:
         taken = "EADDRINUSE" in str(error) or "Address already in use" in str(error)
-        what = f"port {port} is taken" if taken else f"no rendezvous at {host}:{port}: {first_line(error)}"
+        what = (
+            f"port {port} is taken"
+            if taken
+            else f"no rendezvous at {host}:{port}: {first_line(error)}"
+        )
         raise EnvironmentFault(what, where="MASTER_PORT", fix="choose another port") from None
     store = dist.PrefixStore(secret, tcp) if secret else tcp
     # Another's store may have seen starts before this one; one that rank 0 made is new.
@@ -114,7 +143,10 @@ def _sealed(store: dist.Store, ranks: Ranks) -> dist.Store:
         sealed = _await(store, "sealed", time.monotonic() + CONNECT.total_seconds())
         drawn = (unseal(sealed) if sealed else None) or ""
     if sealed and not drawn:
-        what, fix = "munge does not open here what rank 0 has sealed", "run munged on all hosts, in containers too, or on none"
+        what, fix = (
+            "munge does not open here what rank 0 has sealed",
+            "run munged on all hosts, in containers too, or on none",
+        )
         raise EnvironmentFault(what, where="rendezvous", fix=fix)
     return dist.PrefixStore(drawn, store) if sealed else store
 
@@ -128,7 +160,9 @@ def _meet(store: dist.Store, ranks: Ranks) -> None:
         _await(store, "here", time.monotonic() + ANSWER_SECONDS)
     except EnvironmentFault:
         fix = f"set {SECRET} to the same text on all hosts, or on none"
-        raise EnvironmentFault(f"rank 0 has a secret that rank {ranks.rank} does not know", where="rendezvous", fix=fix) from None
+        raise EnvironmentFault(
+            f"rank 0 has a secret that rank {ranks.rank} does not know", where="rendezvous", fix=fix
+        ) from None
 
 
 def _connected(host: str, port: int, world_size: int) -> dist.TCPStore:
@@ -141,7 +175,9 @@ def _connected(host: str, port: int, world_size: int) -> dist.TCPStore:
         except OSError as error:
             if time.monotonic() > until:
                 what = f"rank 0 is not there after {CONNECT.total_seconds():g} s: {error.strerror or error}"
-                raise EnvironmentFault(what, where=f"{host}:{port}", fix="start it, or open the port to this host") from None
+                raise EnvironmentFault(
+                    what, where=f"{host}:{port}", fix="start it, or open the port to this host"
+                ) from None
             time.sleep(POLL_SECONDS)
     made: list[dist.TCPStore] = []
 
@@ -175,7 +211,10 @@ def _round(store: dist.Store, ranks: Ranks) -> str:
         drawn = _await(store, "drumline-round", until)
         store.set(f"{drawn}-hello-{ranks.rank}", mine)
         while store.get("drumline-round").decode() == drawn:
-            if store.check([f"{drawn}-answer-{ranks.rank}"]) and store.get(f"{drawn}-answer-{ranks.rank}").decode() == mine:
+            if (
+                store.check([f"{drawn}-answer-{ranks.rank}"])
+                and store.get(f"{drawn}-answer-{ranks.rank}").decode() == mine
+            ):
                 return drawn
             _pause(until)
 
@@ -190,11 +229,17 @@ def _await(store: dist.Store, key: str, until: float) -> str:
 def _pause(until: float) -> None:
     """Raises EnvironmentFault at `until` (seconds of the monotonic clock)."""
     if time.monotonic() > until:
-        raise EnvironmentFault("the other ranks did not come in time", where="rendezvous", fix="look at the log of each host")
+        raise EnvironmentFault(
+            "the other ranks did not come in time",
+            where="rendezvous",
+            fix="look at the log of each host",
+        )
     time.sleep(POLL_SECONDS)
 
 
-def start(device: str, backend: str, timeout_seconds: float | None, interface: str | None = None) -> Ranks:
+def start(
+    device: str, backend: str, timeout_seconds: float | None, interface: str | None = None
+) -> Ranks:
     """Join the run: the default process group with gloo for CPU tensors and, on GPUs, NCCL for the rest. One process alone needs none.
 
     A collective that waits longer than `timeout_seconds` fails; None: a limit that may change (`dist.timeouts`).
@@ -208,7 +253,9 @@ def start(device: str, backend: str, timeout_seconds: float | None, interface: s
         keep_freed_memory()
     if ranks.world_size == 1:
         return ranks
-    if os.environ["MASTER_ADDR"] in LOOPBACK or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size):
+    if os.environ["MASTER_ADDR"] in LOOPBACK or os.environ.get("LOCAL_WORLD_SIZE") == str(
+        ranks.world_size
+    ):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
     elif chosen := _between_hosts(interface):
         for name in CHOOSE:
@@ -251,7 +298,9 @@ def gpu(ranks: Ranks) -> int:
     seen = torch.cuda.device_count()
     if seen > 1 and ranks.local_rank >= seen:
         what = f"local rank {ranks.local_rank} sees {seen} GPUs"
-        raise EnvironmentFault(what, where="launcher", fix="start at most one process a GPU on each host")
+        raise EnvironmentFault(
+            what, where="launcher", fix="start at most one process a GPU on each host"
+        )
     return ranks.local_rank if seen > 1 else 0
 
 

@@ -50,8 +50,14 @@ def table(hosts: Sequence[Host]) -> Table:
     made = Table(*["host"] * many, "", "check", "found", box=box.SIMPLE)
     for host in hosts:
         for check in host.checks:
-            mend = f"\n[dim]mend:[/] {escape(check.mend)}" if check.mend and check.verdict != "ok" else ""
-            made.add_row(*[host.name] * many, MARKS[check.verdict], check.name, escape(check.found) + mend)
+            mend = (
+                f"\n[dim]mend:[/] {escape(check.mend)}"
+                if check.mend and check.verdict != "ok"
+                else ""
+            )
+            made.add_row(
+                *[host.name] * many, MARKS[check.verdict], check.name, escape(check.found) + mend
+            )
     return made
 
 
@@ -62,6 +68,13 @@ def differences(hosts: Sequence[Host]) -> tuple[Check, ...]:
         on = {host.name: host.facts.get(name, "none") for host in hosts}
         if len(set(on.values())) > 1:
             where = ", ".join(f"{value} on {host}" for host, value in on.items())
-            found.append(Check(name, f"differs: {where}", "warn" if name in MAY_DIFFER else "fail", f"the same {name} on all hosts"))
+            found.append(
+                Check(
+                    name,
+                    f"differs: {where}",
+                    "warn" if name in MAY_DIFFER else "fail",
+                    f"the same {name} on all hosts",
+                )
+            )
     same = f"versions and digests are the same on {len(hosts)} hosts"
     return tuple(found) or (Check("hosts", same),)

@@ -27,9 +27,17 @@ def doctor(place: str | None, bandwidth: bool, as_json: bool) -> int:
     if place is None or (Path(place).suffix in (".yaml", ".yml") and not Path(place).is_dir()):
         return _before(Path(place) if place else None, bandwidth, as_json)
     if bandwidth:
-        raise UserError("--bandwidth measures before a run", where=f"drumline doctor {place}", fix="name no run, or its config")
+        raise UserError(
+            "--bandwidth measures before a run",
+            where=f"drumline doctor {place}",
+            fix="name no run, or its config",
+        )
     if place != STDIN and not Path(place).exists():
-        raise UserError("no such run, log or config", where=place, fix="name one that is there, or - for standard input")
+        raise UserError(
+            "no such run, log or config",
+            where=place,
+            fix="name one that is there, or - for standard input",
+        )
     return _after(place, as_json)
 
 
@@ -40,7 +48,14 @@ def _after(place: str, as_json: bool) -> int:
     findings = diagnose(place)
     silent = rank_without_log(Path(place)) if Path(place).is_dir() else []
     if as_json:
-        print(_json({"findings": [finding.values() for finding in findings], "ranks_without_log": silent}))
+        print(
+            _json(
+                {
+                    "findings": [finding.values() for finding in findings],
+                    "ranks_without_log": silent,
+                }
+            )
+        )
     else:
         print(as_text(findings, silent))
     return int(any(not finding.signature.warn for finding in findings))
@@ -57,16 +72,33 @@ def as_text(findings: Sequence[Finding], silent: Sequence[int] = ()) -> str:
         if attempt is not None and finding.evidence.attempt != attempt:
             lines += [f"before, in attempt {finding.evidence.attempt}:", ""]
         attempt = finding.evidence.attempt
-        ranks = f"rank {finding.ranks[0]}: " if len(finding.ranks) == 1 else f"{len(finding.ranks)} ranks: " if finding.ranks else ""
+        ranks = (
+            f"rank {finding.ranks[0]}: "
+            if len(finding.ranks) == 1
+            else f"{len(finding.ranks)} ranks: "
+            if finding.ranks
+            else ""
+        )
         if finding.follows:
-            lines += [f"  in consequence of {', '.join(finding.follows)}: {ranks}{finding.cause} ({finding.evidence.place})", ""]
+            lines += [
+                f"  in consequence of {', '.join(finding.follows)}: {ranks}{finding.cause} ({finding.evidence.place})",
+                "",
+            ]
             continue
         more = f" (and {finding.lines - 1} more lines)" if finding.lines > 1 else ""
-        lines += [f"{'!' if finding.signature.warn else '✗'} {ranks}{finding.cause}  [{finding.signature.name}]"]
-        lines += [f"    evidence  {finding.evidence.place}{more}", f"              {finding.evidence.text}"]
+        lines += [
+            f"{'!' if finding.signature.warn else '✗'} {ranks}{finding.cause}  [{finding.signature.name}]"
+        ]
+        lines += [
+            f"    evidence  {finding.evidence.place}{more}",
+            f"              {finding.evidence.text}",
+        ]
         lines += [f"    mend      {finding.signature.mend}", ""]
     if silent:
-        lines += [f"! no log of rank {', '.join(map(str, silent))} in the newest attempt: it never started", ""]
+        lines += [
+            f"! no log of rank {', '.join(map(str, silent))} in the newest attempt: it never started",
+            "",
+        ]
     return printable("\n".join(lines or ["✓ no signature of a fault was found"]).rstrip())
 
 
@@ -99,7 +131,12 @@ def asked_by(config: Path) -> tuple[Question, str, LauncherSpec]:
     loaded = load(config, [])
     run, model, base = loaded.config, loaded.config.model.id, loaded.base_dir
     sources = [*run.data.train, *run.data.eval] if run.data else []
-    paths = [path for source in sources if isinstance(source, FileSource | SavedSource) for path in _files(source.path, base)]
+    paths = [
+        path
+        for source in sources
+        if isinstance(source, FileSource | SavedSource)
+        for path in _files(source.path, base)
+    ]
     folder = expanded(model) if model else None
     question = Question(
         run_dir=str(run.run.dir or default_run_dir(loaded.path)),

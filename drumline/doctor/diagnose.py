@@ -31,11 +31,19 @@ LOGS = {".log", ".out", ".err", ".txt"}
 NO_LOGS = {"checkpoints", "export", "cache", "tensorboard"}  # folders of a run with none
 # Data are waited for where this part of the last steps went by so, and it was long enough for anybody to care.
 WAITED, WAITED_SECONDS, WAITED_STEPS = 0.3, 0.05, 20
-_ATTEMPT, _RANK_FILE = re.compile(r"attempt[-_](\d+)"), re.compile(r"rank-(\d+)\.|/(\d+)/std(?:err|out)\.log$")
+_ATTEMPT, _RANK_FILE = (
+    re.compile(r"attempt[-_](\d+)"),
+    re.compile(r"rank-(\d+)\.|/(\d+)/std(?:err|out)\.log$"),
+)
 # `[rank3]:`, `[default3]:` (torchrun), `[Rank 3]`, `[1,3]<stderr>:` (mpirun), `3: ` (srun -l)
-_RANK_LINE = re.compile(r"\[(?:rank|default|Rank )(\d+)\]|^\[\d+,(\d+)\]<std|^ ?(\d+): |\"rank\": (\d+),")
-_DATE = re.compile(r"(\d{4}-\d\d-\d\d)[T_ ](\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)\d*(Z\b|[+-]\d\d:?\d\d\b)?")
-_GLOG = re.compile(r"\b[EWF](\d{1,2})(\d\d) (\d\d:\d\d:\d\d\.\d{1,6})")  # month and day, and no year
+_RANK_LINE = re.compile(
+    r"\[(?:rank|default|Rank )(\d+)\]|^\[\d+,(\d+)\]<std|^ ?(\d+): |\"rank\": (\d+),"
+)
+_DATE = re.compile(
+    r"(\d{4}-\d\d-\d\d)[T_ ](\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)\d*(Z\b|[+-]\d\d:?\d\d\b)?"
+)
+# Month and day, and no year.
+_GLOG = re.compile(r"\b[EWF](\d{1,2})(\d\d) (\d\d:\d\d:\d\d\.\d{1,6})")
 _EVENT = re.compile(r'^\{"t": (\d+\.?\d*)')
 # Texts of strangers, which may speak of any fault: in events, and as the display prints them.
 _TEXTS = re.compile(r'^(\{"t": [^,\n]*, "kind": "(?:samples|completions)").*', re.MULTILINE)
@@ -72,8 +80,20 @@ class Finding:
 
     def values(self) -> dict[str, object]:
         one, where = self.signature, self.evidence
-        own = {"name": one.name, "kind": one.kind, "warning": one.warn, "cause": self.cause, "mend": one.mend}
-        seen = {"place": where.place, "text": where.text, "lines": self.lines, "attempt": where.attempt, "ranks": list(self.ranks)}
+        own = {
+            "name": one.name,
+            "kind": one.kind,
+            "warning": one.warn,
+            "cause": self.cause,
+            "mend": one.mend,
+        }
+        seen = {
+            "place": where.place,
+            "text": where.text,
+            "lines": self.lines,
+            "attempt": where.attempt,
+            "ranks": list(self.ranks),
+        }
         return {**own, **seen, "consequence_of": list(self.follows)}
 
 
@@ -111,7 +131,11 @@ def diagnose(place: str) -> list[Finding]:
     path = Path(place)
     files = sorted(_logs(path)) if path.is_dir() else [path]
     if not files:
-        raise UserError("no log is there", where=place, fix="name a run folder, a log file, or - for standard input")
+        raise UserError(
+            "no log is there",
+            where=place,
+            fix="name a run folder, a log file, or - for standard input",
+        )
     found = (_of_file(each, path) if each == path else _read_if_may(each, path) for each in files)
     return ordered(chain(*found, _slow_loader(path / EVENTS), _damage(path)))
 
@@ -120,13 +144,17 @@ def advice(text: str) -> Finding | None:
     """The first cause that a text holds; None where only errors that no signature knows are in it."""
     found = ordered(search(io.BytesIO(text.encode(errors="replace")), ""))
     known = [each for each in found if not each.signature.warn and each.signature.kind != "unknown"]
-    return known[0] if known and not (known[0].follows or "any" in known[0].signature.after) else None
+    return (
+        known[0] if known and not (known[0].follows or "any" in known[0].signature.after) else None
+    )
 
 
 def _logs(folder: Path) -> Iterator[Path]:
     for path in folder.rglob("*"):
         named = path.suffix in LOGS or path.name == EVENTS
-        with contextlib.suppress(PermissionError):  # of a folder that may be listed, but not entered
+        with contextlib.suppress(
+            PermissionError
+        ):  # of a folder that may be listed, but not entered
             if named and path.is_file() and not NO_LOGS & set(path.relative_to(folder).parts[:-1]):
                 yield path
 
@@ -144,8 +172,13 @@ def _read_if_may(path: Path, place: Path) -> Iterator[Line]:
 def _of_file(path: Path, place: Path) -> Iterator[Line]:
     """What is in a file below `place`, or in `place`; a rank's lines without a time have that of its end."""
     with open_plain(path, UserError) as file:
-        rank, named = _RANK_FILE.search(str(path)), _ATTEMPT.findall(str(path.relative_to(place) if path != place else path))
-        attempt = _attempts(path) if path.name == EVENTS else lambda line: int(named[-1] if named else 0)
+        rank, named = (
+            _RANK_FILE.search(str(path)),
+            _ATTEMPT.findall(str(path.relative_to(place) if path != place else path)),
+        )
+        attempt = (
+            _attempts(path) if path.name == EVENTS else lambda line: int(named[-1] if named else 0)
+        )
         number = next((int(group) for group in (rank.groups() if rank else ()) if group), None)
         for signature, names, where in search(file, str(path)):
             here = where.attempt or attempt(where.line)
@@ -173,7 +206,11 @@ def _end(log: Path) -> float | None:
     """When a rank ended by its error: unix seconds. Without one when its log was last written to."""
     noted = log.with_suffix(".json")
     try:
-        return float(read_object(noted, UserError)["message"]["drumline"]["time"]) if noted.is_file() else log.stat().st_mtime
+        return (
+            float(read_object(noted, UserError)["message"]["drumline"]["time"])
+            if noted.is_file()
+            else log.stat().st_mtime
+        )
     except (UserError, OSError, KeyError, TypeError, ValueError):
         return None
 
@@ -192,7 +229,11 @@ def search(file: BinaryIO, name: str) -> Iterator[Line]:
             first, counted = first + text.count("\n", counted, start), start
             signature, match = lines[start]
             names = {name: value for name, value in match.groupdict().items() if value}
-            yield signature, names, _evidence(name, first, text[start : start + SHOWN * 8].partition("\n")[0])
+            yield (
+                signature,
+                names,
+                _evidence(name, first, text[start : start + SHOWN * 8].partition("\n")[0]),
+            )
         first += text.count("\n", counted)
 
 
@@ -209,7 +250,11 @@ def _pieces(file: BinaryIO) -> Iterator[str]:
 
 
 def _plain(text: bytes) -> str:
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text.decode(errors="replace").replace("\r\n", "\n").replace("\r", " "))
+    plain = re.sub(
+        r"\x1b\[[0-9;]*m",
+        "",
+        text.decode(errors="replace").replace("\r\n", "\n").replace("\r", " "),
+    )
     return _SAMPLE.sub(r"\1", _TEXTS.sub(r"\1}", plain))
 
 
@@ -233,7 +278,9 @@ def moment(line: str) -> float | None:
         if event := _EVENT.search(line):
             return float(event[1])
         if date := _DATE.search(line):
-            return datetime.fromisoformat(f"{date[1]}T{date[2].replace(',', '.')}{date[3] or ''}").timestamp()
+            return datetime.fromisoformat(
+                f"{date[1]}T{date[2].replace(',', '.')}{date[3] or ''}"
+            ).timestamp()
         if short := _GLOG.search(line):
             day = f"{datetime.now().year}-{int(short[1]):02}-{short[2]}"
             return datetime.fromisoformat(f"{day}T{short[3][:15]}").timestamp()
@@ -246,22 +293,39 @@ def ordered(found: Iterable[Line]) -> list[Finding]:
     """One finding a signature and attempt, and in which order to read them."""
     groups: dict[tuple[int, str], _Lines] = {}
     for signature, names, where in found:
-        groups.setdefault((where.attempt, signature.name), _Lines(signature, where)).add(names, where)
-    findings = [lines.finding() for lines in groups.values() if lines.number >= lines.signature.least]
+        groups.setdefault((where.attempt, signature.name), _Lines(signature, where)).add(
+            names, where
+        )
+    findings = [
+        lines.finding() for lines in groups.values() if lines.number >= lines.signature.least
+    ]
     return sorted((replace(each, follows=_causes(each, findings)) for each in findings), key=_turn)
 
 
 def _turn(finding: Finding) -> tuple[object, ...]:
     signature = finding.signature
-    return (-finding.evidence.attempt, signature.warn, bool(finding.follows), signature.kind == "unknown", *_when(finding.evidence))
+    return (
+        -finding.evidence.attempt,
+        signature.warn,
+        bool(finding.follows),
+        signature.kind == "unknown",
+        *_when(finding.evidence),
+    )
 
 
 def _when(where: Evidence) -> tuple[float, int, str, int]:
-    return (float("inf") if where.at is None else where.at, -1 if where.rank is None else where.rank, where.path, where.line)
+    return (
+        float("inf") if where.at is None else where.at,
+        -1 if where.rank is None else where.rank,
+        where.path,
+        where.line,
+    )
 
 
 def _causes(finding: Finding, findings: list[Finding]) -> tuple[str, ...]:
-    there = [each.signature for each in findings if each.evidence.attempt == finding.evidence.attempt]
+    there = [
+        each.signature for each in findings if each.evidence.attempt == finding.evidence.attempt
+    ]
     return tuple(other.name for other in there if finding.signature.follows(other))
 
 
@@ -273,7 +337,9 @@ def _damage(run: Path) -> Iterator[Line]:
     except UserError as error:
         yield from _own(f"a record is damaged: {error.what}", run / "plan.json", 1)
     if lines := [number for number, _, sound in examined(run / "events.jsonl") if not sound]:
-        text = f"a record is damaged: {len(lines):,} lines cannot be read, the first is {lines[0]:,}"
+        text = (
+            f"a record is damaged: {len(lines):,} lines cannot be read, the first is {lines[0]:,}"
+        )
         yield from _own(text, run / "events.jsonl", lines[0])
 
 
@@ -287,12 +353,19 @@ def _own(text: str, path: Path, line: int, at: float | None = None) -> Iterator[
 def _slow_loader(events: Path) -> Iterator[Line]:
     """A line for a run whose steps waited for data."""
     known = [
-        event for event in read(events) if isinstance(event, Step) and isinstance(event.data_s, float) and isinstance(event.seconds, float)
+        event
+        for event in read(events)
+        if isinstance(event, Step)
+        and isinstance(event.data_s, float)
+        and isinstance(event.seconds, float)
     ]
     steps = known[-WAITED_STEPS:]
     if len(steps) < WAITED_STEPS:
         return
-    waited, whole = (median(times) for times in ([step.data_s for step in steps], [step.seconds for step in steps]))
+    waited, whole = (
+        median(times)
+        for times in ([step.data_s for step in steps], [step.seconds for step in steps])
+    )
     if waited >= max(WAITED_SECONDS, WAITED * whole):
         text = f"the last {WAITED_STEPS} steps waited for data: {waited:.2f} s of {whole:.2f} s (medians)"
         yield from _own(text, events, events.read_bytes().count(b"\n"), steps[-1].t)
@@ -305,5 +378,13 @@ def rank_without_log(run: Path) -> list[int]:
     except (UserError, KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return []
     attempts = [*numbered(run / "logs", "attempt-").values()]
-    there = {rank for folder in (attempts[-1], *attempts[-1].glob("*/")) for rank in numbered(folder, "rank-")} if attempts else set()
+    there = (
+        {
+            rank
+            for folder in (attempts[-1], *attempts[-1].glob("*/"))
+            for rank in numbered(folder, "rank-")
+        }
+        if attempts
+        else set()
+    )
     return [rank for rank in range(min(world, MOST_RANKS)) if rank not in there] if there else []

@@ -13,7 +13,11 @@ from typing import Any
 
 from drumline.core.process import run_module
 
-LIMIT, TIMEOUT = 120.0, 30.0  # seconds of all ranks together, imports of torch included, and of one collective
+# Seconds of all ranks together, imports of torch included, and of one collective.
+LIMIT, TIMEOUT = (
+    120.0,
+    30.0,
+)
 End = tuple[int | None, str, str]  # exit code (None: it took too long), stdout and stderr of a rank
 
 
@@ -38,15 +42,28 @@ class Group:
 
 def run(group: Group) -> list[End]:
     """Start the ranks and wait until the last has ended."""
-    common = {"MASTER_ADDR": group.address, "MASTER_PORT": str(group.port), "WORLD_SIZE": str(len(group.hosts)), "OMP_NUM_THREADS": "1"}
+    common = {
+        "MASTER_ADDR": group.address,
+        "MASTER_PORT": str(group.port),
+        "WORLD_SIZE": str(len(group.hosts)),
+        "OMP_NUM_THREADS": "1",
+    }
     common |= {"LOCAL_WORLD_SIZE": str(group.count)}
     if group.interface is not None:
         common |= {"GLOO_SOCKET_IFNAME": group.interface, "NCCL_SOCKET_IFNAME": group.interface}
-    task = {"hosts": group.hosts, "device": group.device, "bandwidth": group.bandwidth, "parent": os.getpid(), "timeout": TIMEOUT}
+    task = {
+        "hosts": group.hosts,
+        "device": group.device,
+        "bandwidth": group.bandwidth,
+        "parent": os.getpid(),
+        "timeout": TIMEOUT,
+    }
 
     def rank(local: int) -> End:
         variables = {**common, "RANK": str(group.first + local), "LOCAL_RANK": str(local)}
-        return run_module("drumline.doctor.reduce", json.dumps({**task, "variables": variables}), LIMIT)
+        return run_module(
+            "drumline.doctor.reduce", json.dumps({**task, "variables": variables}), LIMIT
+        )
 
     with ThreadPoolExecutor(group.count) as pool:
         return list(pool.map(rank, range(group.count)))

@@ -86,7 +86,9 @@ def measure(task: Task, rank: int, world: int) -> Result:
     total = torch.full((SMALL // 4,), float(rank + 1), device=task.device)
     dist.all_reduce(total)
     if not torch.equal(total, torch.full_like(total, world * (world + 1) / 2)):
-        raise ArithmeticError(f"rank {rank}: the sum over {world} ranks is {total[0].item():g}, not {world * (world + 1) // 2}")
+        raise ArithmeticError(
+            f"rank {rank}: the sum over {world} ranks is {total[0].item():g}, not {world * (world + 1) // 2}"
+        )
     latency, seconds = (_all_reduce(bytes_, task.device) for bytes_ in (SMALL, LARGE))
     clocks = min(_clocks(world) for _ in range(REPEATS))
     found = []

@@ -49,7 +49,9 @@ class Signature:
 def signatures() -> tuple[Signature, ...]:
     """The whole table, the special before the general."""
     kinds: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    return tuple(_signature(name, kind, **row) for kind, rows in kinds.items() for name, row in rows.items())
+    return tuple(
+        _signature(name, kind, **row) for kind, rows in kinds.items() for name, row in rows.items()
+    )
 
 
 def _bounded(pattern: str) -> str:
@@ -57,6 +59,17 @@ def _bounded(pattern: str) -> str:
     return pattern if pattern.startswith(("^", '"kind"')) else _WILD.sub(rf"\1{FAR}", pattern)
 
 
-def _signature(name: str, kind: str, match: list[str], cause: str, mend: str, after: tuple[str, ...] = (), **rest: Any) -> Signature:
-    patterns = tuple(re.compile(_bounded(pattern).replace("<launcher>", LAUNCHER), re.MULTILINE) for pattern in match)
+def _signature(
+    name: str,
+    kind: str,
+    match: list[str],
+    cause: str,
+    mend: str,
+    after: tuple[str, ...] = (),
+    **rest: Any,
+) -> Signature:
+    patterns = tuple(
+        re.compile(_bounded(pattern).replace("<launcher>", LAUNCHER), re.MULTILINE)
+        for pattern in match
+    )
     return Signature(name, kind, patterns, cause, mend, frozenset(after), **rest)

@@ -49,12 +49,18 @@ class Measured:
 def line_through(points: Sequence[tuple[float, float]]) -> Measured:
     """The line through (bytes, seconds) with the least squares of relative errors; neither its latency nor its bandwidth is negative."""
     rows = [(1 / t**2, s, t) for s, t in points]
-    w, ws, wt = sum(w for w, _, _ in rows), sum(w * s for w, s, _ in rows), sum(w * t for w, _, t in rows)
+    w, ws, wt = (
+        sum(w for w, _, _ in rows),
+        sum(w * s for w, s, _ in rows),
+        sum(w * t for w, _, t in rows),
+    )
     wss, wst = sum(w * s * s for w, s, _ in rows), sum(w * s * t for w, s, t in rows)
     spread = w * wss - ws * ws
     slope = (w * wst - ws * wt) / spread if len({s for s, _ in points}) > 1 else 0.0
     latency = (wt - slope * ws) / w
-    if slope <= 0 or latency < 0:  # of one size, or noise: the mean rate, as if nothing had to be waited for
+    if (
+        slope <= 0 or latency < 0
+    ):  # of one size, or noise: the mean rate, as if nothing had to be waited for
         return Measured(0.0, wss / wst)
     return Measured(latency, 1 / slope)
 
@@ -93,11 +99,17 @@ class Calibration:
         """The line of a collective on one host, for the measured group nearest in size. A broadcast takes the steps of an all-gather."""
         kind = "all_gather" if kind == "broadcast" else kind
         sizes = [size for name, size in self.collectives if name == kind]
-        return self.collectives[kind, min(sizes, key=lambda size: abs(math.log(size / ranks)))] if sizes else None
+        return (
+            self.collectives[kind, min(sizes, key=lambda size: abs(math.log(size / ranks)))]
+            if sizes
+            else None
+        )
 
     def _own(self, line: Measured, processes: int) -> Measured:
         """A rank's line, by the line of one among `ranks`: a core starts the kernels of one process at a time."""
-        return Measured(line.latency * max(1.0, processes / self.ranks), line.bandwidth * self.ranks / processes)
+        return Measured(
+            line.latency * max(1.0, processes / self.ranks), line.bandwidth * self.ranks / processes
+        )
 
     def shared(self, processes: int) -> Calibration:
         """The rates of one of `processes` processes that share a processor, which was measured as a whole."""
@@ -105,7 +117,10 @@ class Calibration:
             self,
             matmul={precision: rate / processes for precision, rate in self.matmul.items()},
             memory=self.memory and self.memory / processes,
-            products={kind: tuple(replace(p, rate=p.rate / processes) for p in products) for kind, products in self.products.items()},
+            products={
+                kind: tuple(replace(p, rate=p.rate / processes) for p in products)
+                for kind, products in self.products.items()
+            },
             operators={
                 kind: (self._own(forward, processes), self._own(backward, processes))
                 for kind, (forward, backward) in self.operators.items()
@@ -146,7 +161,11 @@ class Link:
 
     def reached(self, ranks: int) -> float:
         """Bytes/s that a rank sends in a collective of `ranks` on this link alone."""
-        limit = self.bandwidth if self.per_peer is None else min(self.bandwidth, self.per_peer * (ranks - 1))
+        limit = (
+            self.bandwidth
+            if self.per_peer is None
+            else min(self.bandwidth, self.per_peer * (ranks - 1))
+        )
         return self.efficiency * limit
 
 
@@ -181,14 +200,23 @@ class Cluster:
     def rate(self, precision: str, rows: int | None = None, width: int | None = None) -> float:
         """FLOP/s of matrix products on one device: as measured, at the shape nearest by ratios to (rows × width) · (width × width) where
         that is given; else the datasheet's times what large products reach of it. 0 for a precision that the device lacks."""
-        products, measured = self.calibration.products.get(precision), self.calibration.matmul.get(precision)
+        products, measured = (
+            self.calibration.products.get(precision),
+            self.calibration.matmul.get(precision),
+        )
         if products and rows is not None and width is not None:
             measured = nearest(products, rows, width).rate
-        return measured if measured is not None else self.device.efficiency * self.device.flops.get(precision, 0.0)
+        return (
+            measured
+            if measured is not None
+            else self.device.efficiency * self.device.flops.get(precision, 0.0)
+        )
 
     def attention_rate(self, precision: str) -> float:
         """FLOP/s of attention's kernels: slower than products by as much as its device's are."""
-        share = 1.0 if self.device.attention is None else self.device.attention / self.device.efficiency
+        share = (
+            1.0 if self.device.attention is None else self.device.attention / self.device.efficiency
+        )
         return share * (self.rate(precision) or self.rate("fp32"))
 
     def host_seconds(self, direction: Literal["to_device", "to_host"], bytes_: float) -> float:
@@ -204,7 +232,12 @@ class Cluster:
         return bytes_ / DISK[direction] if line is None or bytes_ <= 0 else line.seconds(bytes_)
 
     def collective_seconds(
-        self, kind: Collective, volume: float, ranks: int, per_node: int | None = None, per_pod: int | None = None
+        self,
+        kind: Collective,
+        volume: float,
+        ranks: int,
+        per_node: int | None = None,
+        per_pod: int | None = None,
     ) -> float:
         """Seconds of one collective on a large tensor, in the ring algorithm; 0 with one rank alone.
 
@@ -223,14 +256,20 @@ class Cluster:
             if line is not None:
                 return line.seconds(volume)
             return BASE_LATENCY + steps * self.intra.latency + volume / self.intra.reached(ranks)
-        across = self._leaving(kind, volume, ranks, together, self.per_node) / self.inter.reached(ranks)
+        across = self._leaving(kind, volume, ranks, together, self.per_node) / self.inter.reached(
+            ranks
+        )
         if self.pod is not None and self.oversubscription > 1:
             devices = self.pod * self.per_node
             near = min(ranks, devices if per_pod is None else per_pod)
             uplinks = self.pod * self.inter.reached(ranks) / self.oversubscription
             across = max(across, self._leaving(kind, volume, ranks, near, devices) / uplinks)
         measured = self.calibration.line(kind, together)
-        within = volume / (measured.bandwidth if measured else self.intra.reached(together)) if together > 1 else 0.0
+        within = (
+            volume / (measured.bandwidth if measured else self.intra.reached(together))
+            if together > 1
+            else 0.0
+        )
         outside = min(steps, ring_steps(kind, -(-ranks // together)))
         latency = outside * self.inter.latency + (steps - outside) * self.intra.latency
         return BASE_LATENCY + latency + max(across, within)
@@ -247,7 +286,14 @@ class Cluster:
 
 def nearest(products: Sequence[Product], rows: int, width: int) -> Product:
     """The measured product nearest by ratios to (rows × width) · (width × width)."""
-    return min(products, key=lambda p: abs(math.log(p.rows / rows)) + abs(math.log(p.inner / width)) + abs(math.log(p.columns / width)))
+    return min(
+        products,
+        key=lambda p: (
+            abs(math.log(p.rows / rows))
+            + abs(math.log(p.inner / width))
+            + abs(math.log(p.columns / width))
+        ),
+    )
 
 
 def ring_steps(kind: Collective, ranks: int) -> int:
@@ -276,7 +322,9 @@ class _File(BaseModel):
 
 def hardware(machine: Machine) -> str:
     """The kind of device: a GPU's name, or the processor's and how many of its cores may be used."""
-    return machine.devices[0].name if machine.devices else f"{processor_name()}, {machine.cores} cores"
+    return (
+        machine.devices[0].name if machine.devices else f"{processor_name()}, {machine.cores} cores"
+    )
 
 
 def is_processor(hardware: str) -> bool:
@@ -303,25 +351,48 @@ def calibration_for(machine: Machine) -> Calibration | None:
     if not path.exists():
         return None
     calibration = read_calibration(path)
-    return calibration if (calibration.hardware, calibration.software) == (hardware(machine), software(machine)) else None
+    return (
+        calibration
+        if (calibration.hardware, calibration.software) == (hardware(machine), software(machine))
+        else None
+    )
 
 
 def read_calibration(path: Path) -> Calibration:
     """The calibration of a file. Raises EnvironmentFault where it is missing, unreadable, or no calibration."""
     try:
-        content = _File.model_validate_json(read_bytes(path, EnvironmentFault, "give the path of a file that `drumline calibrate` wrote"))
+        content = _File.model_validate_json(
+            read_bytes(
+                path, EnvironmentFault, "give the path of a file that `drumline calibrate` wrote"
+            )
+        )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         inside = ".".join(str(part) for part in first["loc"])
         what = first["msg"][0].lower() + first["msg"][1:]
         fix = "remove it, and run `drumline calibrate` again"
-        raise EnvironmentFault("is no calibration: " + (f"{inside}: " if inside else "") + what, where=str(path), fix=fix) from None
-    collectives = {(kind, ranks): line for kind, lines in content.collectives.items() for ranks, line in lines.items()}
-    return Calibration(**{name: getattr(content, name) for name in Calibration.__dataclass_fields__} | {"collectives": collectives})
+        raise EnvironmentFault(
+            "is no calibration: " + (f"{inside}: " if inside else "") + what,
+            where=str(path),
+            fix=fix,
+        ) from None
+    collectives = {
+        (kind, ranks): line
+        for kind, lines in content.collectives.items()
+        for ranks, line in lines.items()
+    }
+    return Calibration(
+        **{name: getattr(content, name) for name in Calibration.__dataclass_fields__}
+        | {"collectives": collectives}
+    )
 
 
 def processor_name() -> str:
     """The processor's name by the kernel; where it gives none, as macOS, the architecture."""
     listing = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE) if listing.exists() else None
+    found = (
+        re.search(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE)
+        if listing.exists()
+        else None
+    )
     return found[1].strip() if found else os.uname().machine

@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-DRIVERS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, NVIDIA in a container, AMD, WSL
+# NVIDIA, NVIDIA in a container, AMD, WSL.
+DRIVERS = (
+    "/dev/nvidia0",
+    "/dev/nvidiactl",
+    "/dev/kfd",
+    "/dev/dxg",
+)
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -45,7 +51,14 @@ def detect() -> Machine:
     groups = Groups.of_this_process()
     cores = min(usable_cores(), groups.cores())
     memory = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), groups.memory_bytes())
-    return Machine(devices, max(1, math.ceil(cores)), int(memory), "cuda" if devices else "cpu", bf16, apple_silicon())
+    return Machine(
+        devices,
+        max(1, math.ceil(cores)),
+        int(memory),
+        "cuda" if devices else "cpu",
+        bf16,
+        apple_silicon(),
+    )
 
 
 def apple_silicon() -> bool:
@@ -61,7 +74,11 @@ def likely_gpus() -> int:
     """How many GPUs there seem to be by NVIDIA's files and CUDA_VISIBLE_DEVICES, without asking torch, which takes seconds."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     there = len([*Path("/dev").glob("nvidia[0-9]*")])
-    return there if visible is None else min(there, len([name for name in visible.split(",") if name not in ("", "-1")]))
+    return (
+        there
+        if visible is None
+        else min(there, len([name for name in visible.split(",") if name not in ("", "-1")]))
+    )
 
 
 def hide_gpus() -> None:
@@ -73,14 +90,18 @@ def hide_gpus() -> None:
 
 def _gpus() -> tuple[list[Device], bool]:
     hidden = any(os.environ.get(name) in ("", "-1") for name in HIDING)
-    if hidden or not (any(Path(driver).exists() for driver in DRIVERS) or shutil.which("nvidia-smi")):
+    if hidden or not (
+        any(Path(driver).exists() for driver in DRIVERS) or shutil.which("nvidia-smi")
+    ):
         return [], False
     import torch
 
     if not torch.cuda.is_available():
         return [], False
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [Device(p.name, p.total_memory) for p in properties], torch.cuda.is_bf16_supported(including_emulation=False)
+    return [Device(p.name, p.total_memory) for p in properties], torch.cuda.is_bf16_supported(
+        including_emulation=False
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +121,9 @@ class Groups:
         """Cores' worth of time; inf where there is no limit."""
         quotas = [math.inf]
         for folder in self._folders("cpu"):
-            match _numbers(folder / "cpu.max") or _numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us"):
+            match _numbers(folder / "cpu.max") or _numbers(folder / "cpu.cfs_quota_us") + _numbers(
+                folder / "cpu.cfs_period_us"
+            ):
                 case [quota, period] if quota > 0:  # version 1 writes -1 for no limit
                     quotas.append(quota / period)
         return min(quotas)
@@ -132,7 +155,9 @@ class Groups:
                 continue
             mount = self.root / controller if controllers else self.root
             group = mount / path.lstrip("/")
-            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(mount))
+            yield from (
+                folder for folder in (group, *group.parents) if folder.is_relative_to(mount)
+            )
 
 
 def _numbers(path: Path) -> list[float]:

@@ -21,7 +21,9 @@ from drumline.telemetry.events import Eval, Event, Step, read
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The start of a path of this machine, up to a folder in it: of /, ~, and of what stands behind a scheme, but for a host.
-LOCAL = re.compile(r"(?<![\w/.~])(?P<scheme>(?:[A-Za-z][\w+.-]*:+)*)(?:(?:/(?!/)|/{3,}|(?<=file:)//)[^\s/'\"]+/|~[^\s/'\"]*/)")
+LOCAL = re.compile(
+    r"(?<![\w/.~])(?P<scheme>(?:[A-Za-z][\w+.-]*:+)*)(?:(?:/(?!/)|/{3,}|(?<=file:)//)[^\s/'\"]+/|~[^\s/'\"]*/)"
+)
 LICENSE = ("license", "license_name", "license_link")
 
 
@@ -34,13 +36,21 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
         **metadata,
         "library_name": "peft" if adapter else "transformers",
         **({"pipeline_tag": "text-generation"} if config.algorithm.writes else {}),
-        "tags": ["drumline", config.algorithm.kind, *(["lora"] if config.adapter.kind == "lora" else [])],
+        "tags": [
+            "drumline",
+            config.algorithm.kind,
+            *(["lora"] if config.adapter.kind == "lora" else []),
+        ],
     }
     if hub := sorted({source.id for source in config.data.train if isinstance(source, HubSource)}):
         head["datasets"] = hub
     if base is not None and HUB_ID.fullmatch(base):
         head |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
-    form = "the adapter alone, for PEFT" if adapter else "whole weights" + ", the adapter merged" * (config.adapter.kind == "lora")
+    form = (
+        "the adapter alone, for PEFT"
+        if adapter
+        else "whole weights" + ", the adapter merged" * (config.adapter.kind == "lora")
+    )
     classes = [(str(index), _text(label)) for index, label in enumerate(plan.labels)]
     parts = [
         f"---\n{write_yaml(head)}---",
@@ -49,13 +59,24 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
         + f" from {f'`{_code(base)}`' if base else 'random weights'}. It holds {form}, in {origin.get('dtype')}.",
         *(["## Classes\n" + _table([("logit", "class"), *classes])] if classes else []),
         *_sections(run_dir, plan, events, origin),
-        *([] if "license" in metadata else ["## License\nNot known: the base model's card names none, or could not be read."]),
+        *(
+            []
+            if "license" in metadata
+            else ["## License\nNot known: the base model's card names none, or could not be read."]
+        ),
     ]
     return redact("\n\n".join(parts) + "\n")
 
 
 def _sections(run_dir: Path, plan: Plan, events: list[Event], origin: dict[str, Any]) -> list[str]:
-    data, made = plan.data, [f"{name} {origin[name]}" for name in ("drumline", "torch", "transformers") if origin.get(name)]
+    data, made = (
+        plan.data,
+        [
+            f"{name} {origin[name]}"
+            for name in ("drumline", "torch", "transformers")
+            if origin.get(name)
+        ],
+    )
     name, strings = run_dir.resolve().name, [*_strings(plan.model_dump(mode="json"))]
 
     def short(text: str) -> str:
@@ -65,7 +86,13 @@ def _sections(run_dir: Path, plan: Plan, events: list[Event], origin: dict[str, 
         return _short_paths(text)
 
     return [
-        "## Data\n" + _table([("source", "kind"), *((_source(source), source.kind) for source in plan.config.data.train)]),
+        "## Data\n"
+        + _table(
+            [
+                ("source", "kind"),
+                *((_source(source), source.kind) for source in plan.config.data.train),
+            ]
+        ),
         *([_counts(data)] if data else []),
         *[f"- {_text(short(line))}" for line in (data.notes if data else ())],
         *_measured(events, origin.get("step")),
@@ -89,14 +116,25 @@ def _measured(events: list[Event], exported: Any) -> list[str]:
     steps = {event.step: event for event in events if isinstance(event, Step)}
     out = ["## Figures"]
     if shown:
-        names = list(dict.fromkeys(name for event in shown for name, value in event.metrics.items() if isinstance(value, int | float)))
+        names = list(
+            dict.fromkeys(
+                name
+                for event in shown
+                for name, value in event.metrics.items()
+                if isinstance(value, int | float)
+            )
+        )
         rows = [("held-out metric", *(f"step {event.step}" for event in shown))]
-        rows += [(_text(name), *(_number(event.metrics.get(name)) for event in shown)) for name in names]
+        rows += [
+            (_text(name), *(_number(event.metrics.get(name)) for event in shown)) for name in names
+        ]
         out.append(_table(rows) + f"\n\nOn {shown[-1].samples:,} samples.")
     if steps:
         last, seconds = steps[max(steps)], sum(event.seconds or 0 for event in steps.values())
         tokens = sum(event.tokens or 0 for event in steps.values())
-        out.append(f"{last.step:,} steps, {count(tokens)} tokens, {seconds:.3g} s of steps; last training loss {_number(last.loss)}.")
+        out.append(
+            f"{last.step:,} steps, {count(tokens)} tokens, {seconds:.3g} s of steps; last training loss {_number(last.loss)}."
+        )
     return out if len(out) > 1 else [*out, "None was measured."]
 
 
@@ -107,7 +145,9 @@ def base_of(plan: Plan) -> tuple[str | None, dict[str, Any]]:
         return None, {}
     local = Path(plan.model_path)
     base = local.name if expanded(model.id).is_dir() else model.id
-    return base, license_of(local / "README.md" if local.is_dir() else None, model.id, model.revision)
+    return base, license_of(
+        local / "README.md" if local.is_dir() else None, model.id, model.revision
+    )
 
 
 def license_of(readme: Path | None, name: str, revision: str | None) -> dict[str, Any]:
@@ -119,7 +159,11 @@ def license_of(readme: Path | None, name: str, revision: str | None) -> dict[str
         found = metadata_load(readme or hf_hub_download(name, "README.md", revision=revision)) or {}
     except Exception:  # noqa: BLE001 - a stranger's file, or no network: the card says that the license is not known
         return {}
-    values = {key: found[key] for key in LICENSE if isinstance(found.get(key), str) and found[key].isprintable() and len(found[key]) < 200}
+    values = {
+        key: found[key]
+        for key in LICENSE
+        if isinstance(found.get(key), str) and found[key].isprintable() and len(found[key]) < 200
+    }
     return values if "license" in values else {}
 
 
@@ -139,7 +183,11 @@ def public(value: Any) -> Any:
         return {key: public(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [public(inner) for inner in value]
-    if isinstance(value, str) and (start := LOCAL.match(value)) and not re.search(r"\n|\s[/~-]", value):
+    if (
+        isinstance(value, str)
+        and (start := LOCAL.match(value))
+        and not re.search(r"\n|\s[/~-]", value)
+    ):
         return f"{start['scheme']}…/{value.rstrip('/').rpartition('/')[2]}"
     return _short_paths(value) if isinstance(value, str) else value
 
@@ -159,7 +207,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _source(source: Any) -> str:
     """Which rows these are: a name, and never a folder of this machine."""
-    named = getattr(source, "id", None) or ", ".join(getattr(source, "tasks", ())) or getattr(source, "path", None) or source.label
+    named = (
+        getattr(source, "id", None)
+        or ", ".join(getattr(source, "tasks", ()))
+        or getattr(source, "path", None)
+        or source.label
+    )
     return f"`{_code(str(public(str(named))))}`"
 
 

@@ -31,7 +31,9 @@ def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust:
     with _refused(None, UserError, "--to", "write it as ORG/NAME"):
         validate_repo_id(to)
     if to.count("/") != 1:
-        raise UserError(f"{to!r} is no name of a repository", where="--to", fix="write it as ORG/NAME")
+        raise UserError(
+            f"{to!r} is no name of a repository", where="--to", fix="write it as ORG/NAME"
+        )
     with _refused(None):
         token = None if dry_run else get_token()
     if not dry_run and not token:
@@ -39,12 +41,18 @@ def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust:
     with bars(Console(stderr=True)) as on_progress:
         folder = exported(run, adapter, on_progress, trust)
     text = card(run, Plan.load(run / "plan.json", trust), folder, to, adapter)
-    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != PROVENANCE}
+    files = {
+        str(path.relative_to(folder)): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != PROVENANCE
+    }
     api = HfApi(token=token or False)
     if dry_run:
         for name, path in files.items():
             print(f"{size(path.stat().st_size):>12}  {name}")
-        print(f"{size(len(text.encode())):>12}  README.md\n\n{printable(text)}\nnothing was sent to {api.endpoint}/{to}")
+        print(
+            f"{size(len(text.encode())):>12}  README.md\n\n{printable(text)}\nnothing was sent to {api.endpoint}/{to}"
+        )
         return
     with _refused(token):
         url = _send(api, to, private, {**files, "README.md": text.encode()}, run.resolve().name)
@@ -58,16 +66,25 @@ def _send(api: Any, to: str, private: bool, files: dict[str, Any], name: str) ->
     url = api.create_repo(to, private=private or None, exist_ok=True)
     there = api.model_info(to)
     if private and not there.private:
-        raise UserError("is there already, and public", where=to, fix="make it private on its page, name another, or leave --private out")
+        raise UserError(
+            "is there already, and public",
+            where=to,
+            fix="make it private on its page, name another, or leave --private out",
+        )
     old = {sibling.rfilename for sibling in there.siblings or ()} - files.keys()
     gone = [CommitOperationDelete(path) for path in sorted(old) if path.endswith(WEIGHTS)]
-    added = [CommitOperationAdd(path, content if isinstance(content, bytes) else str(content)) for path, content in files.items()]
+    added = [
+        CommitOperationAdd(path, content if isinstance(content, bytes) else str(content))
+        for path, content in files.items()
+    ]
     api.create_commit(to, [*added, *gone], commit_message=f"{name}, by drumline push")
     return str(url)
 
 
 @contextmanager
-def _refused(token: str | None, kind: type[UserError] = EnvironmentFault, where: str = "", fix: str = "") -> Iterator[None]:
+def _refused(
+    token: str | None, kind: type[UserError] = EnvironmentFault, where: str = "", fix: str = ""
+) -> Iterator[None]:
     """Whatever the hub's client raises becomes one line, without the token. (Its login may lie in a file, which `redact` does not know.)"""
     from huggingface_hub import constants
 
@@ -82,4 +99,6 @@ def _refused(token: str | None, kind: type[UserError] = EnvironmentFault, where:
         else:
             what = f"{'the hub answers: ' if status else ''}{first_line(error)}"
         what = what.replace(token, REDACTED) if token else what
-        raise kind(what, where=where or constants.ENDPOINT, fix=fix or "nothing was published; try again") from None
+        raise kind(
+            what, where=where or constants.ENDPOINT, fix=fix or "nothing was published; try again"
+        ) from None

@@ -53,7 +53,9 @@ Message = dict[str, str]
 
 
 @memory_errors()
-def load(place: str | Path | Run, *, trust_remote_code: bool = False, display: bool = False) -> Model:
+def load(
+    place: str | Path | Run, *, trust_remote_code: bool = False, display: bool = False
+) -> Model:
     """`place`: a Run, a run folder, an exported or any Hugging Face folder, a hub id, or `package:NAME`. Code that comes with a model runs
     only with `trust_remote_code`. Raises ModelError for what does not write text, CheckpointError for a run that saved nothing."""
     where = place.dir if isinstance(place, Run) else place
@@ -62,7 +64,9 @@ def load(place: str | Path | Run, *, trust_remote_code: bool = False, display: b
     if plan is not None and plan.config.plain:
         if not trust_remote_code and ":" in (plan.config.model.builder or ""):
             fix = f"read {plan.config.model.builder}, then add trust_remote_code=True"
-            raise ModelError("this run's model is code beside its config", where=str(where), fix=fix)
+            raise ModelError(
+                "this run's model is code beside its config", where=str(where), fix=fix
+            )
         module, checkpoint = read_module(plan, path.parent, "best")
         return Model(module, None, str(checkpoint))
     with aside(display) as on_progress:
@@ -83,10 +87,19 @@ class Model:
         self._require_text()
         return []
 
-    def chat(self, text: str, *, max_new_tokens: int = 512, temperature: float = 0.7, system: str | None = None) -> str:
+    def chat(
+        self,
+        text: str,
+        *,
+        max_new_tokens: int = 512,
+        temperature: float = 0.7,
+        system: str | None = None,
+    ) -> str:
         """The answer; `turns` keeps both. Temperature 0 takes the likeliest token each time. Raises UserError for a system message
         where the model has no chat template, and for an option out of its range; whatever is raised, `turns` stays as it was."""
-        return Conversation(self, max_new_tokens, temperature, system, self.turns, show=False).answer(text)
+        return Conversation(
+            self, max_new_tokens, temperature, system, self.turns, show=False
+        ).answer(text)
 
     def generate(
         self,
@@ -104,23 +117,44 @@ class Model:
         of its range."""
         self._require_text()
         texts = [prompts] if isinstance(prompts, str) else prompts
-        greedy: dict[str, Any] = {"top_k": 1} if temperature == 0 else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        greedy: dict[str, Any] = (
+            {"top_k": 1}
+            if temperature == 0
+            else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        )
         try:
             config = HFConfig(max_new_tokens=max_new_tokens, batch=batch, **greedy)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise UserError(f"{'.'.join(map(str, first['loc']))}: {first['msg'][0].lower()}{first['msg'][1:]}", where="generate") from None
-        return [text for text, _ in self.complete((list(self.tokenizer(text)["input_ids"]) for text in texts), config, seed)]
+            raise UserError(
+                f"{'.'.join(map(str, first['loc']))}: {first['msg'][0].lower()}{first['msg'][1:]}",
+                where="generate",
+            ) from None
+        return [
+            text
+            for text, _ in self.complete(
+                (list(self.tokenizer(text)["input_ids"]) for text in texts), config, seed
+            )
+        ]
 
-    def complete(self, prompts: Iterable[list[int]], config: HFConfig, seed: int) -> list[tuple[str, Completion]]:
+    def complete(
+        self, prompts: Iterable[list[int]], config: HFConfig, seed: int
+    ) -> list[tuple[str, Completion]]:
         """The text and tokens of the completion of each prompt, in order."""
         requests = [Request(tokens, (number,)) for number, tokens in enumerate(prompts)]
         done = HFGenerator(config, self.module, self.tokenizer, seed).generate(requests, 0)
-        return [(self.tokenizer.decode(completion.tokens, skip_special_tokens=True), completion) for completion in done]
+        return [
+            (self.tokenizer.decode(completion.tokens, skip_special_tokens=True), completion)
+            for completion in done
+        ]
 
     def _require_text(self) -> None:
         if self.tokenizer is None:
-            raise ModelError("this module gives numbers, not text", where=self.origin, fix="call `module` yourself")
+            raise ModelError(
+                "this module gives numbers, not text",
+                where=self.origin,
+                fix="call `module` yourself",
+            )
 
 
 def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Model:
@@ -131,7 +165,10 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
     if (folder / "plan.json").exists():
         plan = Plan.load(folder / "plan.json", trust)
         if not plan.config.algorithm.writes:
-            raise ModelError(f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text", where=place)
+            raise ModelError(
+                f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text",
+                where=place,
+            )
         exported = exported_folder(folder)
         if exported is None:
             model, tokenizer, checkpoint = read_run(folder, trust=trust)
@@ -169,15 +206,23 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
     named = read_object(adapter, ModelError)
     base, revision = named.get("base_model_name_or_path"), named.get("revision")
     if not isinstance(base, str):
-        raise ModelError("names no base_model_name_or_path", where=str(adapter), fix="put it in: a folder or hub id")
+        raise ModelError(
+            "names no base_model_name_or_path",
+            where=str(adapter),
+            fix="put it in: a folder or hub id",
+        )
     require_package("peft", source)
-    below = model.model_copy(update={"id": base, "revision": revision if isinstance(revision, str) else None})
+    below = model.model_copy(
+        update={"id": base, "revision": revision if isinstance(revision, str) else None}
+    )
     # PEFT saves no tokenizer; a trainer that saves one may have given it tokens.
     own = any(Path(source).glob("tokenizer*"))
     tokenizer = load_tokenizer(source, model) if own else load_tokenizer(base, below)
     whole = _pretrained(base, below)
     _make_room(whole, Path(source), tokenizer)
-    with judged("cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"):
+    with judged(
+        "cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"
+    ):
         is_ours = (Path(source) / PROVENANCE).exists()
         merged = merge_read(read_over(whole, Path(source), is_ours))
         return Model(_placed(merged), tokenizer, f"{source} over {base}")
@@ -200,23 +245,35 @@ def _pretrained(source: str, model: ModelConfig) -> Any:
     config = load_config(source, model)
     architectures = getattr(config, "architectures", None) or [""]
     if any(name.endswith("Classification") for name in architectures):
-        raise ModelError(f"{architectures[0]} gives numbers, not text", where=source, fix="name a language model")
+        raise ModelError(
+            f"{architectures[0]} gives numbers, not text", where=source, fix="name a language model"
+        )
     options = {"dtype": torch.float32, "output_loading_info": True, **hub_options(source, model)}
-    read, report = from_hub(source, model, lambda: auto_class(config).from_pretrained(source, **options))
+    read, report = from_hub(
+        source, model, lambda: auto_class(config).from_pretrained(source, **options)
+    )
     if lacking := sorted(report["missing_keys"]):  # which transformers draws at random
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise ModelError(f"has no weights for {lacking[0]}{more}", where=source, fix="name a folder or id of a whole model")
+        raise ModelError(
+            f"has no weights for {lacking[0]}{more}",
+            where=source,
+            fix="name a folder or id of a whole model",
+        )
     return read
 
 
 def _placed(model: Any) -> Any:
     """On the GPU in bf16 where there is one, else in fp32 on the CPU."""
     if torch.cuda.is_available():
-        model = model.to("cuda", torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32)
+        model = model.to(
+            "cuda", torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        )
     return model.eval().requires_grad_(False)
 
 
-def chat(place: str, max_new_tokens: int, temperature: float, system: str | None, trust: bool = False) -> None:
+def chat(
+    place: str, max_new_tokens: int, temperature: float, system: str | None, trust: bool = False
+) -> None:
     """Read lines from standard input until it ends, and answer each. Piped input works the same, without a prompt sign."""
     with uncollected(), bars(Console(stderr=True)) as on_progress:
         model = open_model(place, on_progress, trust)
@@ -252,10 +309,17 @@ class Conversation:
         self.module, self.tokenizer = self.model.module, self.model.tokenizer
         self.has_template = bool(self.tokenizer.chat_template)
         if self.system is not None and not self.has_template:
-            raise UserError("this model has no chat template, and so no place for it", where="--system", fix="leave it out")
+            raise UserError(
+                "this model has no chat template, and so no place for it",
+                where="--system",
+                fix="leave it out",
+            )
         if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf:
             raise UserError("max_new_tokens is 1 or more, and temperature 0 or more", where="chat")
-        self.positions: int = getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        self.positions: int = (
+            getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
+            or sys.maxsize
+        )
         self.ends = sorted(end_tokens(self.module, self.tokenizer))
 
     def answer(self, line: str) -> str:
@@ -263,15 +327,24 @@ class Conversation:
         then is kept."""
         question = {"role": "user", "content": line}
         if (size := len(self._tokens([question]))) >= self.positions:
-            _tell(f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered")
+            _tell(
+                f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered"
+            )
             return ""
         turns = [*self.turns, question] if self.has_template else [question]
-        while len(ids := self._tokens(turns)) + self.max_new_tokens > self.positions and len(turns) > 1:
+        while (
+            len(ids := self._tokens(turns)) + self.max_new_tokens > self.positions
+            and len(turns) > 1
+        ):
             del turns[:2]
             _tell("the model's positions are used up: the oldest turn is forgotten")
         out = Printer(self.tokenizer, self.show)
         ids_BT = torch.tensor([ids], device=self.module.device)
-        sampled = {"do_sample": True, "temperature": self.temperature} if self.temperature > 0 else {"do_sample": False, **NO_SAMPLING}
+        sampled = (
+            {"do_sample": True, "temperature": self.temperature}
+            if self.temperature > 0
+            else {"do_sample": False, **NO_SAMPLING}
+        )
         try:
             with torch.no_grad():
                 self.module.generate(
@@ -294,7 +367,9 @@ class Conversation:
             return list(self.tokenizer(turns[0]["content"])["input_ids"])
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
         with judged("the chat template refuses this conversation", self.model.origin, DataError):
-            text = self.tokenizer.apply_chat_template([*system, *turns], tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                [*system, *turns], tokenize=False, add_generation_prompt=True
+            )
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -28,12 +28,17 @@ def serve(run: Path, host: str, port: int, trust: bool) -> int:
     for a port that is held and for a server that is not installed, ModelError for a model that writes no text."""
     plan = plan_of(run, trust)
     if not plan.config.algorithm.writes:
-        raise ModelError(f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text", where=str(run))
+        raise ModelError(
+            f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text",
+            where=str(run),
+        )
     listen(port, host, "--port").close()
     vllm = importlib.util.find_spec("vllm") is not None
     if not vllm and None in map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai")):
         raise EnvironmentFault(
-            "no server is installed", where="drumline serve", fix="pip install vllm, or: fastapi uvicorn openai accelerate"
+            "no server is installed",
+            where="drumline serve",
+            fix="pip install vllm, or: fastapi uvicorn openai accelerate",
         )
     with bars(Console(stderr=True)) as on_progress:
         folder = str(exported(run, False, on_progress, trust).absolute())
@@ -42,12 +47,27 @@ def serve(run: Path, host: str, port: int, trust: bool) -> int:
 
         Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     module = "vllm.entrypoints.cli.main" if vllm else "transformers.cli.transformers"
-    options = ["--host", host, "--port", str(port), *["--trust-remote-code"] * trust, *["--served-model-name", folder] * vllm]
+    options = [
+        "--host",
+        host,
+        "--port",
+        str(port),
+        *["--trust-remote-code"] * trust,
+        *["--served-model-name", folder] * vllm,
+    ]
     by = "vLLM" if vllm else "transformers"
-    print(f"{by} at http://{host}:{port}/v1; Ctrl-C ends it. The model's name there is\n{folder}", flush=True)
+    print(
+        f"{by} at http://{host}:{port}/v1; Ctrl-C ends it. The model's name there is\n{folder}",
+        flush=True,
+    )
     if host not in LOOPBACK:
         print(f"note: whoever reaches {host} may use it", file=sys.stderr)
-    return _until_ctrl_c(start_command([sys.executable, *tied(module, "serve", folder, *options)], server_environment(os.environ)))
+    return _until_ctrl_c(
+        start_command(
+            [sys.executable, *tied(module, "serve", folder, *options)],
+            server_environment(os.environ),
+        )
+    )
 
 
 def server_environment(ours: Mapping[str, str]) -> dict[str, str]:

@@ -20,11 +20,21 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch.distributed import HashStore, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from drumline.core.process import PIPE, SECRET_COMES, exit_code, is_suspended
 from drumline.core.signals import LauncherSignals
@@ -68,7 +78,14 @@ def open_store(listener: socket.socket) -> TCPStore:
     """
     address, port = listener.getsockname()[:2]
     # torch's newer libuv server cannot be given a socket, and without one it would listen on all interfaces.
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=for_store(listener), use_libuv=False)
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=for_store(listener),
+        use_libuv=False,
+    )
 
 
 class _Meeting(RendezvousHandler):
@@ -120,10 +137,17 @@ class _Logs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         self.folder.mkdir(parents=True, exist_ok=True)
-        files = {end: {rank: str(self.folder / f"rank-{self.first + rank}{end}") for rank in envs} for end in (".out", ".log", ".json")}
+        files = {
+            end: {rank: str(self.folder / f"rank-{self.first + rank}{end}") for rank in envs}
+            for end in (".out", ".log", ".json")
+        }
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // len(envs)))
         for rank, env in envs.items():
-            env |= {"TORCHELASTIC_ERROR_FILE": files[".json"][rank], "OMP_NUM_THREADS": threads, **self.watch.variable(rank)}
+            env |= {
+                "TORCHELASTIC_ERROR_FILE": files[".json"][rank],
+                "OMP_NUM_THREADS": threads,
+                **self.watch.variable(rank),
+            }
         return LogsDest(stdouts=files[".out"], stderrs=files[".log"], error_files=files[".json"])
 
 
@@ -188,7 +212,9 @@ class Agent(LocalElasticAgent):
         """SIGKILL every rank that is left, and whatever ranks have started, and wait a little for their end."""
         self.strike()
         asleep = self.hang is not None and any(seen.state == "D" for seen in self.hang.seen)
-        self._dead_at = self._dead_at or time.monotonic() + (ASLEEP_SECONDS if asleep else DEATH_SECONDS)
+        self._dead_at = self._dead_at or time.monotonic() + (
+            ASLEEP_SECONDS if asleep else DEATH_SECONDS
+        )
         for process in self._processes().values():
             exit_code(process, max(0.0, self._dead_at - time.monotonic()))
 
@@ -206,7 +232,9 @@ class Agent(LocalElasticAgent):
         """Not the agent's own, which waits for a process that sleeps in the kernel."""
         self.kill()
 
-    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
         first, size = self.place.first, self.place.world_size
         return [Worker(n, first + n, first + n, size, size) for n in range(spec.local_world_size)]
 
@@ -239,7 +267,8 @@ class Agent(LocalElasticAgent):
         elif None in codes.values():
             return RunResult(state=WorkerState.HEALTHY)
         if None in self._exitcodes().values():
-            return RunResult(state=WorkerState.FAILED)  # one cannot be killed, and the agent's own look would wait for it
+            # One cannot be killed, and the agent's own look would wait for it.
+            return RunResult(state=WorkerState.FAILED)
         return super()._monitor_workers(worker_group)
 
     def _settle(self) -> None:
@@ -251,7 +280,11 @@ class Agent(LocalElasticAgent):
         until = time.monotonic() + (self.grace_seconds if codes & set(TOGETHER) else SETTLE_SECONDS)
         if self._kill_at is not None:
             until = min(until, self._kill_at)
-        while None in self._exitcodes().values() and time.monotonic() < until and not self.signals.at_once:
+        while (
+            None in self._exitcodes().values()
+            and time.monotonic() < until
+            and not self.signals.at_once
+        ):
             self._forward()
             time.sleep(MONITOR_SECONDS / 2)
 
@@ -259,7 +292,11 @@ class Agent(LocalElasticAgent):
         """A rank has noted an error a while ago and has not ended: leaving a process group before the other ranks may block."""
         now = time.monotonic()
         for rank, code in self._exitcodes().items():
-            if code is None and rank not in self._raised and (self.logs / f"rank-{rank}.json").exists():
+            if (
+                code is None
+                and rank not in self._raised
+                and (self.logs / f"rank-{rank}.json").exists()
+            ):
                 error = read_error(self.logs / f"rank-{rank}.json")
                 on_purpose = error is not None and error["exit_code"] in TOGETHER
                 self._raised[rank] = now + (self.grace_seconds if on_purpose else SETTLE_SECONDS)
@@ -268,7 +305,13 @@ class Agent(LocalElasticAgent):
     def _hangs(self) -> bool:
         """The ranks have stood still for longer than they may. Not while they are to end: they have the grace time for that."""
         if self.hang is None and not (self.signals.number or self.paused):
-            self.hang = self.watch.look({rank: process.pid for rank, process in self._processes().items() if process.poll() is None})
+            self.hang = self.watch.look(
+                {
+                    rank: process.pid
+                    for rank, process in self._processes().items()
+                    if process.poll() is None
+                }
+            )
         return self.hang is not None
 
     def _forward(self) -> None:
@@ -291,15 +334,32 @@ class Agent(LocalElasticAgent):
             error = aborted(self.logs / f"rank-{rank}.log")
         killed = rank in self.killed
         if error and (killed or code == 0):
-            code = error["exit_code"]  # it had reported why it ends before we killed it, or before sys.exit() of the user's own
+            # It had reported why it ends before we killed it, or before sys.exit() of the user's own.
+            code = error["exit_code"]
         at = error["time"] if error else self._ended.get(rank, time.time())
         code = -signal.SIGKILL if code is None else code  # it dies as soon as it can
-        return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", killed, at, self.killed.get(rank, False), kills)
+        return RankEnd(
+            rank,
+            code,
+            error,
+            self.logs / f"rank-{rank}.log",
+            killed,
+            at,
+            self.killed.get(rank, False),
+            kills,
+        )
 
     def _processes(self) -> dict[int, Any]:
         """Rank of the run → its process."""
         context, first = cast("Any", self._pcontext), self.place.first
-        return {} if context is None else {first + local: handler.proc for local, handler in context.subprocess_handlers.items()}
+        return (
+            {}
+            if context is None
+            else {
+                first + local: handler.proc
+                for local, handler in context.subprocess_handlers.items()
+            }
+        )
 
     def _exitcodes(self) -> dict[int, Any]:
         """Rank → exit code, None while it runs; the time (unix seconds) at which an end was first seen is kept."""
@@ -310,7 +370,9 @@ class Agent(LocalElasticAgent):
         return codes
 
 
-def _with_secret(usual: Callable[..., Any], secret: str, *, env: dict[str, str], **options: Any) -> Any:
+def _with_secret(
+    usual: Callable[..., Any], secret: str, *, env: dict[str, str], **options: Any
+) -> Any:
     """In the place of `usual`, which is Popen: a rank that reads the secret of its store from standard input (`dist.start`)."""
     process = usual(env={**env, SECRET_COMES: "1"}, stdin=PIPE, **options)
     with suppress(BrokenPipeError), process.stdin as pipe:  # it has died: that is seen soon

@@ -35,7 +35,9 @@ class EarlyRanks:
             return
         os.environ[THREADS] = self.threads  # which torch reads as it is imported
         with uncollected():
-            importlib.import_module("drumline.train.build" if config.plain else "drumline.train.preload")
+            importlib.import_module(
+                "drumline.train.build" if config.plain else "drumline.train.preload"
+            )
         if known is None:
             del os.environ[THREADS]
         if not _can_forks_use_cuda():
@@ -58,7 +60,14 @@ class EarlyRanks:
         self.waiting.clear()
 
     def take(
-        self, usual: Callable[..., Any], args: list[str], *, env: dict[str, str], stdout: IO[str], stderr: IO[str], **options: Any
+        self,
+        usual: Callable[..., Any],
+        args: list[str],
+        *,
+        env: dict[str, str],
+        stdout: IO[str],
+        stderr: IO[str],
+        **options: Any,
     ) -> Any:
         """In the place of `usual`, which is Popen: a rank that waits already, unless the plan's ranks have another number of threads."""
         while self.waiting and env[THREADS] == self.threads:

@@ -22,7 +22,24 @@ REPORT_SECONDS = 2.0  # for rank 0 to be as far as the others
 NVML = "libnvidia-ml.so.1"  # the name that torch opens
 COMMAND_LENGTH = 100  # characters of a command line that are shown
 # What starts a process in the background and may end before it: no launchers.
-SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "tcsh", "csh", "busybox", "tmux", "screen", "sshd", "login", "su", "sudo", "systemd"}
+SHELLS = {
+    "sh",
+    "bash",
+    "dash",
+    "zsh",
+    "ksh",
+    "fish",
+    "tcsh",
+    "csh",
+    "busybox",
+    "tmux",
+    "screen",
+    "sshd",
+    "login",
+    "su",
+    "sudo",
+    "systemd",
+}
 
 
 def launched_by() -> str | None:
@@ -30,7 +47,9 @@ def launched_by() -> str | None:
     variables."""
     if not joined():
         return None
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get(JOINED, "environment")
+    return (
+        "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get(JOINED, "environment")
+    )
 
 
 def first_rank() -> bool:
@@ -58,7 +77,9 @@ def expandable_segments() -> None:
     """
     is_set = bool(os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
     if not is_set and _loads(NVML):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # torch 2.11 to 2.13 know this name and the newer
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = (
+            "expandable_segments:True"  # torch 2.11 to 2.13 know this name and the newer
+        )
 
 
 def _loads(library: str) -> bool:
@@ -72,7 +93,11 @@ def _loads(library: str) -> bool:
 def other_rank_runs(command: str) -> bool:
     """Whether another rank of the launcher runs this `command`: only training takes them all; data are prepared once on each host."""
     who = {"train": None, "prepare": "LOCAL_RANK"}.get(command, "RANK")
-    return launched_by() is not None and who is not None and os.environ.get(who, os.environ["RANK"]) != "0"
+    return (
+        launched_by() is not None
+        and who is not None
+        and os.environ.get(who, os.environ["RANK"]) != "0"
+    )
 
 
 def die_with_launchers() -> None:
@@ -85,7 +110,11 @@ def launchers() -> list[ProcessId]:
     accelerate have, and as deepspeed has twice; of a rank also its parent, unless that is a shell."""
     import psutil
 
-    own = [argument for argument in sys.argv[1:] if not argument.startswith(("--local_rank", "--local-rank"))]
+    own = [
+        argument
+        for argument in sys.argv[1:]
+        if not argument.startswith(("--local_rank", "--local-rank"))
+    ]
     found = []
     for above in psutil.Process().parents():
         try:
@@ -93,23 +122,40 @@ def launchers() -> list[ProcessId]:
         except psutil.Error:  # somebody else's
             continue
         handed_on = own and line and "python" in Path(line[0]).name and line[-len(own) :] == own
-        started = launched_by() is not None and above.pid == os.getppid() and above.pid > 1 and name.lstrip("-") not in SHELLS
+        started = (
+            launched_by() is not None
+            and above.pid == os.getppid()
+            and above.pid > 1
+            and name.lstrip("-") not in SHELLS
+        )
         if handed_on or started:
             found.append(process(above.pid))
     return found
 
 
-def listen(port: int | None, address: str = "127.0.0.1", where: str = "launch.port") -> socket.socket:
+def listen(
+    port: int | None, address: str = "127.0.0.1", where: str = "launch.port"
+) -> socket.socket:
     """A listening socket on loopback or another `address` of this host, on any free port when `port` is None. It is taken from now on, so
     that nobody can come in between.
 
     Raises EnvironmentFault that names the process that has a taken port.
     """
     try:
-        return socket.create_server((address, port or 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        return socket.create_server(
+            (address, port or 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+        )
     except OSError as error:
-        reason = f"is held by {port_holder(port)}" if port and port_holder(port) else f"cannot be had: {error.strerror}"
-        fix = "end it, or leave launch.port out" if where == "launch.port" else "end it, or name another port"
+        reason = (
+            f"is held by {port_holder(port)}"
+            if port and port_holder(port)
+            else f"cannot be had: {error.strerror}"
+        )
+        fix = (
+            "end it, or leave launch.port out"
+            if where == "launch.port"
+            else "end it, or name another port"
+        )
         raise EnvironmentFault(f"port {port} {reason}", where=where, fix=fix) from None
 
 
@@ -122,7 +168,12 @@ def port_holder(port: int) -> str | None:
     except psutil.AccessDenied:  # macOS answers only root
         return None
     for connection in connections:
-        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:
+        if (
+            connection.laddr
+            and connection.laddr.port == port
+            and connection.status == psutil.CONN_LISTEN
+            and connection.pid
+        ):
             try:
                 command = shlex.join(psutil.Process(connection.pid).cmdline())
             except psutil.Error:

@@ -15,7 +15,9 @@ from drumline.telemetry.flight import LEFT_OUT, Entry, blame, describe, first_di
 FRAMES, MOST_LINES = 6, 16
 STEP_PHASES = ("data", "forward", "backward", "collective", "optimizer")
 # A thread whose innermost function is one of these has nothing to do.
-IDLE = re.compile(r'"[^"]*(concurrent/futures/thread|multiprocessing/\w+|selectors|tqdm/_monitor|core/heartbeat)\.py"')
+IDLE = re.compile(
+    r'"[^"]*(concurrent/futures/thread|multiprocessing/\w+|selectors|tqdm/_monitor|core/heartbeat)\.py"'
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ class Hang:
         for each in self.seen:
             if each.rank not in self.ranks:
                 entry = each.waiting
-                lines.append(f"rank {each.rank} waits in {describe(entry) if entry else each.phase}")
+                lines.append(
+                    f"rank {each.rank} waits in {describe(entry) if entry else each.phase}"
+                )
         return lines
 
     def text(self) -> str:
@@ -81,7 +85,9 @@ class Hang:
         lines = [*self.waits()[:8]]
         if self.of.phase in STEP_PHASES and self.of.step >= 0:
             known = next((s.samples for s in self.seen if s.samples), None)
-            named = f": {', '.join(map(str, known[:16]))}{' …' * (len(known) > 16)}" if known else ""
+            named = (
+                f": {', '.join(map(str, known[:16]))}{' …' * (len(known) > 16)}" if known else ""
+            )
             lines.append(f"samples of the step, from position {self.of.position} on{named}")
         if stack := main_lines(self.of.stacks):
             lines += [f"stack of rank {self.of.rank}, innermost first:", *stack]
@@ -106,7 +112,12 @@ class Hang:
             "stack": main_lines(of.stacks),
         }
         stacks = {str(each.rank): each.stacks for each in self.seen if each.stacks}
-        noted = {"message": self.message, "traceback": self.text(), "time": time.time(), "exit_code": 1}
+        noted = {
+            "message": self.message,
+            "traceback": self.text(),
+            "time": time.time(),
+            "exit_code": 1,
+        }
         return {**noted, "hang": plain(event), "stacks": plain(stacks)}
 
 
@@ -114,7 +125,9 @@ def main_lines(stacks: str) -> list[str]:
     """Of what faulthandler wrote the innermost frames of the main thread, which it writes last, and before them those of threads that
     are at work."""
     threads = [part.splitlines() for part in stacks.strip().split("\n\n") if part.strip()]
-    shown = [thread for thread in threads[:-1] if len(thread) > 1 and not IDLE.search(thread[1])] + threads[-1:]
+    shown = [
+        thread for thread in threads[:-1] if len(thread) > 1 and not IDLE.search(thread[1])
+    ] + threads[-1:]
     lines = [line.strip() for thread in reversed(shown) for line in [*thread[1 : FRAMES + 1], ""]]
     return lines[:MOST_LINES] if len(shown) > 1 else [line for line in lines if line]
 
@@ -127,7 +140,11 @@ def name_hang(seen: list[Seen], elsewhere: bool) -> Hang:
     different = first_difference(known)
     missing = _missing(seen)
     sure = True
-    if different is None and (placed := first_difference(known, lines=True)) and (not missing or LEFT_OUT in blame(placed, known)[1]):
+    if (
+        different is None
+        and (placed := first_difference(known, lines=True))
+        and (not missing or LEFT_OUT in blame(placed, known)[1])
+    ):
         different = placed  # ranks may begin the same ones at other lines, so this counts only where nothing else explains it
     unborn = [each for each in seen if not each.begun]
     if unborn:
@@ -149,7 +166,9 @@ def name_hang(seen: list[Seen], elsewhere: bool) -> Hang:
         # One that gave no answer may have had no core to give it; without entries nothing is known of what it waits for.
         sure = not elsewhere or any(each.collectives and not each.waiting for each in seen)
         first = min(each.step for each in seen)
-        blamed = [each for each in seen if each.step == first and not each.waiting] or [each for each in seen if each.step == first]
+        blamed = [each for each in seen if each.step == first and not each.waiting] or [
+            each for each in seen if each.step == first
+        ]
         why = "it has not moved on" if len(seen) > 1 else "it does not move on"
     return Hang(blamed[0].rank, tuple(each.rank for each in blamed), why, tuple(seen), sure)
 
@@ -160,21 +179,35 @@ def _missing(seen: list[Seen]) -> list[Seen]:
         entry = waits.waiting
         if entry is None:
             continue
-        behind = [each for each in seen if each is not waits and _newest(each, entry["group"]) < entry["number"]]
+        behind = [
+            each
+            for each in seen
+            if each is not waits and _newest(each, entry["group"]) < entry["number"]
+        ]
         # A rank that was never seen in the group may not be of it.
-        if behind := [each for each in behind if each.collectives is None or _newest(each, entry["group"]) >= 0 or len(seen) == 2]:
+        if behind := [
+            each
+            for each in behind
+            if each.collectives is None or _newest(each, entry["group"]) >= 0 or len(seen) == 2
+        ]:
             return behind
     return []
 
 
 def _newest(of: Seen, group: str) -> int:
-    return max((entry["number"] for entry in of.collectives or () if entry["group"] == group), default=-1)
+    return max(
+        (entry["number"] for entry in of.collectives or () if entry["group"] == group), default=-1
+    )
 
 
 def _why_missing(missing: list[Seen], seen: list[Seen]) -> str:
     entry = next(each.waiting for each in seen if each.waiting)
     silent = all(each.collectives is None for each in missing)
-    where = "and does not answer: it is in code that holds Python's lock" if silent else "that the others wait in"
+    where = (
+        "and does not answer: it is in code that holds Python's lock"
+        if silent
+        else "that the others wait in"
+    )
     return f"it has not come to the {entry['op']} {where}"
 
 
@@ -188,9 +221,18 @@ def aborted(log: Path) -> dict[str, Any] | None:
     found = re.search(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)", text)
     if found is None:
         return None
-    stack = main_lines(text.partition("Fatal Python error")[2].partition("\n\n")[2].partition("\n\nExtension modules")[0])
+    stack = main_lines(
+        text.partition("Fatal Python error")[2]
+        .partition("\n\n")[2]
+        .partition("\n\nExtension modules")[0]
+    )
     message = f"the ranks begin different collectives: {found[1]} bytes came where this one waits for {found[2]}; see its stack and theirs"
-    noted = {"message": message, "traceback": "\n".join(["innermost first:", *stack]), "time": time.time(), "exit_code": 1}
+    noted = {
+        "message": message,
+        "traceback": "\n".join(["innermost first:", *stack]),
+        "time": time.time(),
+        "exit_code": 1,
+    }
     return dict(plain(noted))
 
 

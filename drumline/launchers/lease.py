@@ -29,7 +29,9 @@ from drumline.foreign import disk_errors
 NAME = "run.lock"
 STOP = f"{NAME}.stop"  # beside it: the token of the lease whose holder shall stop
 RENEW_SECONDS = 2.0
-PATIENCE_SECONDS = 8.0  # a counter that stands still for so long, by the reader's own clock, is a dead holder's
+PATIENCE_SECONDS = (
+    8.0  # a counter that stands still for so long, by the reader's own clock, is a dead holder's
+)
 LOOK_SECONDS = 0.5
 LONGEST = 8192  # bytes; no lease is longer
 
@@ -42,21 +44,35 @@ class Lease:
     """
 
     def __init__(
-        self, run_dir: Path, at: tuple[str, int] | None = None, after: str | None = None, frozen: tuple[str | None, float] = (None, 0.0)
+        self,
+        run_dir: Path,
+        at: tuple[str, int] | None = None,
+        after: str | None = None,
+        frozen: tuple[str | None, float] = (None, 0.0),
     ) -> None:
         """`at`: where the holder listens to agents of other hosts. `after`: the token of the only lease that may be followed, once its
         holder is dead; not where that has given it back. `frozen`: a text of the file, and since when (seconds of this host's monotonic
         clock) a process of this host has seen no other there; None: nobody has looked."""
         self.run_dir, self.path, self.after, self.frozen = run_dir, run_dir / NAME, after, frozen
         self.token = secrets.token_hex(8)
-        owner = {"token": self.token, **asdict(this_process()), "since": time.strftime("%Y-%m-%d %H:%M:%S"), "at": at}
+        owner = {
+            "token": self.token,
+            **asdict(this_process()),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "at": at,
+        }
         self._head = json.dumps(owner).encode() + b"\n"
         self._count, self._ended = 0, threading.Event()
         self._made = False
 
     def __enter__(self) -> Self:
         self._made = not self.run_dir.exists()
-        with disk_errors("cannot write the run folder", str(self.run_dir), EnvironmentFault, "choose another with run.dir=…"):
+        with disk_errors(
+            "cannot write the run folder",
+            str(self.run_dir),
+            EnvironmentFault,
+            "choose another with run.dir=…",
+        ):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if self.after is not None:
                 self._wait_for_the_other()
@@ -98,8 +114,14 @@ class Lease:
         holder = _holder(seen)
         alive = holder and holder.alive()
         if alive is None:
-            say(f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s")
-            until = (self.frozen[1] if seen.decode(errors="replace") == self.frozen[0] else time.monotonic()) + PATIENCE_SECONDS
+            say(
+                f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s"
+            )
+            until = (
+                self.frozen[1]
+                if seen.decode(errors="replace") == self.frozen[0]
+                else time.monotonic()
+            ) + PATIENCE_SECONDS
             while not alive and time.monotonic() < until:
                 time.sleep(LOOK_SECONDS)
                 now = self._look()
@@ -112,13 +134,17 @@ class Lease:
 
     def _in_use(self, seen: bytes) -> EnvironmentFault:
         fix = "wait for that run's end or stop it, or choose another folder with run.dir=…"
-        return EnvironmentFault(f"the run folder is in use by {_holder_text(seen)}", where=str(self.run_dir), fix=fix)
+        return EnvironmentFault(
+            f"the run folder is in use by {_holder_text(seen)}", where=str(self.run_dir), fix=fix
+        )
 
     def _look(self) -> bytes | None:
         """What is in the file. Raises EnvironmentFault where that is not the lease that this one may follow."""
         seen = _read(self.path)
         if self.after not in (None, _token(seen or b"")):
-            raise EnvironmentFault("the run has ended, or another host has taken it over", where=str(self.run_dir))
+            raise EnvironmentFault(
+                "the run has ended, or another host has taken it over", where=str(self.run_dir)
+            )
         return seen
 
     def _take_away(self, dead: bytes) -> None:
@@ -133,7 +159,9 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            with suppress(OSError, EnvironmentFault):  # a full disk, a host that does not answer: tried again in two seconds
+            with suppress(
+                OSError, EnvironmentFault
+            ):  # a full disk, a host that does not answer: tried again in two seconds
                 self._renew()
                 self._stop_if_requested()
 
@@ -199,7 +227,9 @@ def holders(run_dirs: Sequence[Path]) -> dict[Path, Holder]:
 
 def request_stop(run_dir: Path, token: str) -> None:
     """Have the holder of a run folder stop as by SIGTERM, on whichever host it is. Raises EnvironmentFault."""
-    with disk_errors("cannot be written", str(run_dir / STOP), EnvironmentFault, "stop it as its owner"):
+    with disk_errors(
+        "cannot be written", str(run_dir / STOP), EnvironmentFault, "stop it as its owner"
+    ):
         write_whole(run_dir / STOP, token)
 
 
@@ -214,7 +244,9 @@ def guarded(run_dir: Path) -> Iterator[None]:
         while not ended.wait(RENEW_SECONDS):
             with suppress(OSError, EnvironmentFault):
                 if token_of(run_dir) not in (own, None) and not ended.is_set():
-                    say(f"error: another launcher has taken {run_dir} over: this rank ends, its own may be suspended")
+                    say(
+                        f"error: another launcher has taken {run_dir} over: this rank ends, its own may be suspended"
+                    )
                     os._exit(1)
 
     if own is not None:  # else nobody looks after the folder, as in a trial
@@ -259,7 +291,11 @@ def _read(path: Path) -> bytes | None:
     """The file's bytes, None where there is none. Raises EnvironmentFault for what is no file."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise EnvironmentFault("is no lock of Drumline", where=str(path), fix="remove it, if no run is using the folder")
+            raise EnvironmentFault(
+                "is no lock of Drumline",
+                where=str(path),
+                fix="remove it, if no run is using the folder",
+            )
         with path.open("rb") as file:
             return file.read(LONGEST)
     except FileNotFoundError:
@@ -283,7 +319,10 @@ def _token(text: bytes) -> str | None:
 def _holder(text: bytes) -> ProcessId | None:
     fields = _fields(text)
     kinds = {"host": str, "boot": str, "space": str, "pid": int, "start": int}
-    if any(type(fields.get(name)) is not kind for name, kind in kinds.items()) or not 0 < fields["pid"] < 2**31:
+    if (
+        any(type(fields.get(name)) is not kind for name, kind in kinds.items())
+        or not 0 < fields["pid"] < 2**31
+    ):
         return None
     return ProcessId(**{name: fields[name] for name in kinds})
 

@@ -20,7 +20,14 @@ from drumline.errors import NotSaved, Preempted
 from drumline.hardware.detect import free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.hangs import write_stacks
-from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, likely_cause, report, root_cause
+from drumline.launchers.postmortem import (
+    RankEnd,
+    Restarts,
+    exhausted,
+    likely_cause,
+    report,
+    root_cause,
+)
 from drumline.telemetry.events import (
     Emit,
     Eval,
@@ -59,14 +66,18 @@ class Ranks(Protocol):
 class LocalRanks:
     """Those of this machine."""
 
-    def __init__(self, nproc: int, port: int | None, grace: float, early: EarlyRanks | None) -> None:
+    def __init__(
+        self, nproc: int, port: int | None, grace: float, early: EarlyRanks | None
+    ) -> None:
         self.nproc, self.port, self.grace, self.early = nproc, port, grace, early
 
     def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
         listener = listen(self.port)
         from drumline.launchers.agent import Agent
 
-        return Agent(tied(*rank), self.nproc, listener, logs, signals, self.grace, self.early).attempt()
+        return Agent(
+            tied(*rank), self.nproc, listener, logs, signals, self.grace, self.early
+        ).attempt()
 
 
 def launch(
@@ -94,7 +105,11 @@ def launch(
     before, attempt = len(read(events_path)), -1
     with LauncherSignals(trial) as signals, tail(events_path, on_event):
         while True:
-            past, attempt = len(read(events_path)), max(attempt + 1, next_attempt(run_dir))  # the folder may show a new name late
+            # The folder may show a new name late.
+            past, attempt = (
+                len(read(events_path)),
+                max(attempt + 1, next_attempt(run_dir)),
+            )
             rank = [worker, str(plan_path), *(["--resume", resume] if resume else [])]
             ends = ranks.attempt(rank, run_dir / "logs" / f"attempt-{attempt}", signals)
             signals.raise_swallowed()
@@ -119,17 +134,24 @@ def launch(
                 reason = "health.on_hang is stop"
             elif out is not None:
                 advice, reason = on_oom(out, max(failed_at, 0))
-                memory_line, again = out.describe() + (f"; {advice}" if advice else ""), "with that plan"
+                memory_line, again = (
+                    out.describe() + (f"; {advice}" if advice else ""),
+                    "with that plan",
+                )
             else:
                 reason = restarts.decide(reached, failed_at, cause.rank, cause.message, cause.host)
                 again = f"{restarts.left} restarts left until the next progress"
-            report_failure(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)
+            report_failure(
+                cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line
+            )
             if reason is not None:
                 return 1
             resume = newest_or(resume, run_dir, plan.config.checkpoint.apart, before)
 
 
-def launch_trial(plan: Plan, plan_path: Path, name: str, on_progress: Callable[[str, int, int | None], None]) -> int:
+def launch_trial(
+    plan: Plan, plan_path: Path, name: str, on_progress: Callable[[str, int, int | None], None]
+) -> int:
     """`launch` of a run that nobody keeps; `on_progress` gets its steps under `name`."""
 
     def follow(event: Event) -> None:
@@ -168,7 +190,10 @@ def newest_or(resume: str | None, run_dir: Path, apart: bool, since: int = 0) ->
 
 def furthest_step(run_dir: Path) -> int:
     """The last step that any attempt of a run finished; -1 for none."""
-    return max((event.step for event in read(run_dir / "events.jsonl") if isinstance(event, MILESTONES)), default=-1)
+    return max(
+        (event.step for event in read(run_dir / "events.jsonl") if isinstance(event, MILESTONES)),
+        default=-1,
+    )
 
 
 def next_attempt(run_dir: Path) -> int:
@@ -179,8 +204,14 @@ def next_attempt(run_dir: Path) -> int:
 def progress_since(events_path: Path, past: int) -> tuple[int, int]:
     """The last step that any attempt finished, and the last one of the attempt that began after `past` events; -1 for none. Not by their
     times: hosts have clocks of their own."""
-    steps = [(event.step, number >= past) for number, event in enumerate(read(events_path)) if isinstance(event, MILESTONES)]
-    return max((step for step, _ in steps), default=-1), ([step for step, mine in steps if mine] or [-1])[-1]
+    steps = [
+        (event.step, number >= past)
+        for number, event in enumerate(read(events_path))
+        if isinstance(event, MILESTONES)
+    ]
+    return max((step for step, _ in steps), default=-1), (
+        [step for step, mine in steps if mine] or [-1]
+    )[-1]
 
 
 def _was_exporting(events_path: Path, past: int) -> bool:
@@ -215,7 +246,9 @@ def _note_lost_export(error: str, status: str, code: int, events_path: Path) -> 
     """Write the end of a run whose rank 0 was ended while it exported."""
     log = EventLog(events_path)
     log.emit(Export(path=None, seconds=0.0, max_logit_difference=None, error=error))
-    last_step = max((event.step for event in read(events_path) if isinstance(event, Exporting)), default=0)
+    last_step = max(
+        (event.step for event in read(events_path) if isinstance(event, Exporting)), default=0
+    )
     log.emit(RunEnd(status=status, exit_code=code, step=last_step, goodput={}))
 
 
@@ -245,17 +278,28 @@ def _report_end(ends: list[RankEnd], code: int, stop_signal: int, plan: Plan) ->
         # The disk had no room for the rank's own error either.
         room = f"about {plan.checkpoint_bytes:,} bytes needed, {free_bytes(Path(plan.run_dir)):,} free in {plan.run_dir}"
         other = plan.config.checkpoint.fallback_dir
-        fix = "free some, and go on with --resume" + (f" and the folder of this run in {other}, if that took it" if other else "")
+        fix = "free some, and go on with --resume" + (
+            f" and the folder of this run in {other}, if that took it" if other else ""
+        )
         say(f"error: the last checkpoint could not be written: no space: {room} — {fix}")
     elif code == 1 and stop_signal:
-        say("error: asked to stop, but the ranks did not save in time and were killed — go on from the newest checkpoint with --resume")
+        say(
+            "error: asked to stop, but the ranks did not save in time and were killed — go on from the newest checkpoint with --resume"
+        )
     elif code:
         cause = root_cause(ends)
         say(f"error: {cause.name} {cause.message}; see {cause.log}")
 
 
 def report_failure(
-    cause: RankEnd, ends: list[RankEnd], attempt: int, step: int, reason: str | None, again: str, events_path: Path, memory_line: str | None
+    cause: RankEnd,
+    ends: list[RankEnd],
+    attempt: int,
+    step: int,
+    reason: str | None,
+    again: str,
+    events_path: Path,
+    memory_line: str | None,
 ) -> None:
     """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `memory_line`: where memory ran out."""
     reported = report(cause, ends)
@@ -269,7 +313,14 @@ def report_failure(
     if reason is not None:
         say(f"{first} — {reason}; see {cause.log}")
     else:
-        say("\n".join([*([first] if memory_line else []), f"starting again from the newest checkpoint ({again})"]))
+        say(
+            "\n".join(
+                [
+                    *([first] if memory_line else []),
+                    f"starting again from the newest checkpoint ({again})",
+                ]
+            )
+        )
     fault = Fault(
         attempt=attempt,
         rank=cause.rank,

@@ -23,7 +23,9 @@ OUT_OF_MEMORY = "the kernel does that too when memory runs out: see `dmesg`"
 # Addresses, sizes and counts differ between two tellings of the same failure.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?", re.IGNORECASE)
 # Python's own errors that another start runs into again: code or values that do not fit.
-_CERTAIN = re.compile(r"(Type|Attribute|Name|NotImplemented|Import|ModuleNotFound|Syntax|Indentation|UnboundLocal|ZeroDivision)Error\b")
+_CERTAIN = re.compile(
+    r"(Type|Attribute|Name|NotImplemented|Import|ModuleNotFound|Syntax|Indentation|UnboundLocal|ZeroDivision)Error\b"
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class RankEnd:
         if self.error:
             return redact(str(self.error["message"]))
         if self.killed:
-            why = "it was suspended (SIGSTOP)" if self.suspended else "it hung, or waited for another"
+            why = (
+                "it was suspended (SIGSTOP)" if self.suspended else "it hung, or waited for another"
+            )
             return f"did not end by itself and was killed by the launcher: {why}"
         return f"killed by {self.signal}" if self.signal else f"exited with {self.exitcode}"
 
@@ -96,30 +100,57 @@ def root_cause(ends: list[RankEnd]) -> RankEnd:
     failed = [end for end in ends if end.exitcode != 0]
     spoke = [end for end in failed if end.error or not end.killed]
     blamed = [end for end in failed if not end.is_consequence] or spoke or failed
-    return min(blamed, key=lambda end: (end.signal in (None, "SIGABRT") or end.killed, not end.suspended, end.at, end.rank))
+    return min(
+        blamed,
+        key=lambda end: (
+            end.signal in (None, "SIGABRT") or end.killed,
+            not end.suspended,
+            end.at,
+            end.rank,
+        ),
+    )
 
 
 def exhausted(cause: RankEnd) -> Exhausted | None:
     """Whether memory ran out."""
     before, after = cause.kills
-    if cause.signal == "SIGKILL" and not cause.killed and before is not None and after is not None and after > before:
+    if (
+        cause.signal == "SIGKILL"
+        and not cause.killed
+        and before is not None
+        and after is not None
+        and after > before
+    ):
         return Exhausted(rank=cause.rank, during="", killed=True)
     return cause.exhausted
 
 
 def report(cause: RankEnd, ends: list[RankEnd]) -> str:
     """The failure as text: rank, cause, its traceback once, the end of its log; other ranks in one line. Without secrets."""
-    lines = [f"{cause.name}: {cause.message}" + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" and not cause.killed else "")]
+    lines = [
+        f"{cause.name}: {cause.message}"
+        + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" and not cause.killed else "")
+    ]
     if cause.error and cause.error.get("traceback"):
         lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]
     tail = log_lines(cause, without=cause.error)
-    lines += ["", f"last lines of {cause.log}:", *_indent(tail)] if tail else ["", f"its log: {cause.log}"]
-    consequences = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.killed]
+    lines += (
+        ["", f"last lines of {cause.log}:", *_indent(tail)]
+        if tail
+        else ["", f"its log: {cause.log}"]
+    )
+    consequences = [
+        end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.killed
+    ]
     if consequences:
-        each = [f"{end.name} {end.message.splitlines()[0][:100]}{_begun(end)}" for end in consequences]
+        each = [
+            f"{end.name} {end.message.splitlines()[0][:100]}{_begun(end)}" for end in consequences
+        ]
         lines += ["", "in consequence: " + "; ".join(each)]
     silent = [end for end in ends if end.rank != cause.rank and end.killed and not end.error]
-    lines += [f"{end.name} {end.message}" for end in silent if end.suspended or cause.is_consequence]
+    lines += [
+        f"{end.name} {end.message}" for end in silent if end.suspended or cause.is_consequence
+    ]
     known = likely_cause(lines)
     if known is not None:
         cause_text, fix = known
@@ -156,7 +187,11 @@ def log_lines(end: RankEnd, without: dict[str, Any] | None) -> list[str]:
         return []
     if without and without.get("traceback"):
         text = text.replace(without["traceback"].rstrip(), "").rstrip()
-    return [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules: ")][-LOG_LINES:]
+    return [
+        line
+        for line in text.splitlines()
+        if line.strip() and not line.startswith("Extension modules: ")
+    ][-LOG_LINES:]
 
 
 class Restarts:
@@ -169,7 +204,9 @@ class Restarts:
         self.reached = -1
         self.last: tuple[int, int, str, str] | None = None
 
-    def decide(self, reached: int, failed_at: int, rank: int, message: str, host: str = "") -> str | None:
+    def decide(
+        self, reached: int, failed_at: int, rank: int, message: str, host: str = ""
+    ) -> str | None:
         """None: start again. Otherwise the reason not to.
 
         `reached`: the last step that any attempt finished. `failed_at`: the last one that this attempt finished (it may have started
@@ -187,6 +224,10 @@ class Restarts:
         if self.left == 0:
             if self.limit > 0:
                 return f"{self.limit} restarts without progress"
-            return f"no restart is allowed ({self.why_none})" if self.why_none else "no restart is allowed"
+            return (
+                f"no restart is allowed ({self.why_none})"
+                if self.why_none
+                else "no restart is allowed"
+            )
         self.left -= 1
         return None

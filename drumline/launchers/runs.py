@@ -19,7 +19,17 @@ from drumline.foreign import open_plain, read_object
 from drumline.launchers import lease
 from drumline.launchers.kubernetes.runs import EXPERIMENTAL, NOTE, Submitted, submitted
 from drumline.launchers.slurm import queue
-from drumline.telemetry.events import Emit, Event, Fault, RunEnd, RunStart, Step, last, last_start, tail
+from drumline.telemetry.events import (
+    Emit,
+    Event,
+    Fault,
+    RunEnd,
+    RunStart,
+    Step,
+    last,
+    last_start,
+    tail,
+)
 
 LOOK_SECONDS = 0.5
 NO_RUNS = Path("runs")  # which is not there before the first run
@@ -58,23 +68,41 @@ def states(folder: Path) -> list[State]:
     if not folder.is_dir() and (folder.exists() or folder != NO_RUNS):
         what = "is no folder" if folder.exists() else "there is no such folder"
         raise UserError(what, where=str(folder), fix="name a run, or the folder that has runs")
-    runs = [folder] if is_run(folder) else [path.parent for path in sorted(folder.glob("*/plan.json"))]
+    runs = (
+        [folder] if is_run(folder) else [path.parent for path in sorted(folder.glob("*/plan.json"))]
+    )
     held = lease.holders(runs)
     found = [_state(run, held.get(run)) for run in runs]
     for note in [folder / NOTE, *sorted(folder.glob(f"*/{NOTE}"))]:
         if (there := submitted(note.parent)) is not None:
-            found.append(State(note.parent, there.state(), None, there.where, max(0.0, time.time() - note.stat().st_mtime)))
+            found.append(
+                State(
+                    note.parent,
+                    there.state(),
+                    None,
+                    there.where,
+                    max(0.0, time.time() - note.stat().st_mtime),
+                )
+            )
     return sorted(found, key=lambda each: each.age)
 
 
 def _state(run: Path, holder: lease.Holder | None) -> State:
     events = last(run / "events.jsonl")
-    steps = [step for event in events if type(step := getattr(event, "step", None)) is int and step >= 0]
+    steps = [
+        step for event in events if type(step := getattr(event, "step", None)) is int and step >= 0
+    ]
     job, where = queue.job_of(run), "" if holder is None else f"{holder.host} pid {holder.pid}"
     if job is not None:
         where = f"job {job}" + f" on {where}" * bool(where)
     at = events[-1].t if events else (run / "plan.json").stat().st_mtime
-    return State(run, _name(run, holder, events), steps[-1] if steps else None, where, max(0.0, time.time() - at))
+    return State(
+        run,
+        _name(run, holder, events),
+        steps[-1] if steps else None,
+        where,
+        max(0.0, time.time() - at),
+    )
 
 
 def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
@@ -97,7 +125,14 @@ def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
 
 def _newest(events: list[Event]) -> Event | None:
     """Of those that tell whether a run has ended. The end of a start before does not count."""
-    return next((event for event in reversed(events) if isinstance(event, RunStart | RunEnd | Fault | Step)), None)
+    return next(
+        (
+            event
+            for event in reversed(events)
+            if isinstance(event, RunStart | RunEnd | Fault | Step)
+        ),
+        None,
+    )
 
 
 def print_logs(run: Path, rank: int | None) -> None:
@@ -107,19 +142,30 @@ def print_logs(run: Path, rank: int | None) -> None:
         return
     attempts = numbered(run / "logs", "attempt-")
     files = sorted(attempts[max(attempts)].glob("rank-*.*"), key=_order) if attempts else []
-    found = [path for path in files if path.suffix in (".out", ".log") and path.is_file() and rank in (None, _order(path)[0])]
+    found = [
+        path
+        for path in files
+        if path.suffix in (".out", ".log") and path.is_file() and rank in (None, _order(path)[0])
+    ]
     if not found and rank is None and (file := _job_log(run)) is not None:
         _print(file, "")
         return
     if not found:
         what = "has no logs" if not files else f"has no logs of rank {rank}"
-        raise UserError(what, where=str(run / "logs"), fix="under torchrun, srun and mpirun ranks print where that program does")
+        raise UserError(
+            what,
+            where=str(run / "logs"),
+            fix="under torchrun, srun and mpirun ranks print where that program does",
+        )
     for path in found:
         label = "" if rank is not None else f"rank {_order(path)[0]} | "
         if not _print(path, label):
             return
     if not any(path.stat().st_size for path in found):
-        print("nothing was printed" + (" by any rank" if rank is None else f" by rank {rank}"), file=sys.stderr)
+        print(
+            "nothing was printed" + (" by any rank" if rank is None else f" by rank {rank}"),
+            file=sys.stderr,
+        )
 
 
 def _print(path: Path, label: str) -> bool:
@@ -158,7 +204,11 @@ def follow(run: Path, on_event: Emit) -> int:
     patience = TAKEOVER_SECONDS if isinstance(nodes, dict) else 0.0
     until = time.monotonic() + patience
     with LauncherSignals() as signals, tail(path, on_event, start):
-        while not signals.number and (holder := lease.holders([run]).get(run)) is not None and (holder.alive or time.monotonic() < until):
+        while (
+            not signals.number
+            and (holder := lease.holders([run]).get(run)) is not None
+            and (holder.alive or time.monotonic() < until)
+        ):
             until = time.monotonic() + patience if holder.alive else until
             _pause(signals, LOOK_SECONDS)
     if signals.number:
@@ -191,7 +241,9 @@ def stop(run: Path) -> None:
         queue.ask("scancel", job)
         print(f"{run}: job {job} was in the queue and is cancelled", file=sys.stderr)
     else:
-        raise UserError("is not under way", where=str(run), fix="`drumline ps` lists runs and their states")
+        raise UserError(
+            "is not under way", where=str(run), fix="`drumline ps` lists runs and their states"
+        )
 
 
 def _wait_for_end(run: Path, token: str) -> None:
@@ -200,7 +252,9 @@ def _wait_for_end(run: Path, token: str) -> None:
     with LauncherSignals() as signals:
         while (now := lease.holder(run)) is not None and now.token == token and not signals.number:
             moved, count = (moved if now.count == count else time.monotonic()), now.count
-            if now.alive is False or (now.alive is None and time.monotonic() - moved > lease.PATIENCE_SECONDS):
+            if now.alive is False or (
+                now.alive is None and time.monotonic() - moved > lease.PATIENCE_SECONDS
+            ):
                 print(f"{run}: its launcher has died", file=sys.stderr)
                 return
             if time.monotonic() - printed > STOP_SECONDS:
@@ -208,15 +262,31 @@ def _wait_for_end(run: Path, token: str) -> None:
                 print(f"{run}: still saving", file=sys.stderr)
             _pause(signals, LOOK_SECONDS)
     if signals.number:
-        raise DrumlineError("it was requested to stop, and has not ended yet", where=str(run), fix="drumline ps shows whether it has")
+        raise DrumlineError(
+            "it was requested to stop, and has not ended yet",
+            where=str(run),
+            fix="drumline ps shows whether it has",
+        )
 
 
 def table(found: list[State]) -> str:
     rows: list[tuple[str, ...]] = [("RUN", "STATE", "STEP", "LAST EVENT", "WHERE")]
-    rows += [(str(each.run_dir), each.state, str(each.step or "-"), f"{_duration(each.age)} ago", each.where) for each in found]
+    rows += [
+        (
+            str(each.run_dir),
+            each.state,
+            str(each.step or "-"),
+            f"{_duration(each.age)} ago",
+            each.where,
+        )
+        for each in found
+    ]
     rows = [tuple(printable(cell.replace("\n", " ")) for cell in row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def _duration(seconds: float) -> str:

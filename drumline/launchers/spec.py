@@ -22,7 +22,9 @@ class LocalLauncher(LauncherSpec):
     """Ranks of this machine, watched, and started again from the newest checkpoint."""
 
     # An enum, not a constant: a section without a kind is of this one.
-    kind: Literal["local"] = Field("local", json_schema_extra=lambda schema: schema.update(enum=[schema.pop("const")]))
+    kind: Literal["local"] = Field(
+        "local", json_schema_extra=lambda schema: schema.update(enum=[schema.pop("const")])
+    )
 
     def early(self, config: Config, plan_path: Path) -> EarlyRanks:
         from drumline.launchers.early import EarlyRanks
@@ -35,7 +37,15 @@ class LocalLauncher(LauncherSpec):
         if self.interface is not None:
             require_interface(self.interface)
 
-    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Any) -> int:
+    def start(
+        self,
+        plan: Plan,
+        plan_path: Path,
+        resume: str | None,
+        on_event: Callable[[Any], None],
+        on_oom: Replans,
+        early: Any,
+    ) -> int:
         from drumline.launchers.local import launch
 
         return launch(plan, plan_path, resume, on_event, on_oom=on_oom, early=early)

@@ -24,7 +24,9 @@ def stages(run_dir: Path) -> list[dict[str, Any]]:
     boards = list[tuple[float, Path]]()
     for link in Path(f"/proc/{holder.pid}/fd").glob("*"):
         with suppress(OSError):  # gone by now, or another user's
-            if "/drumline-" in (target := str(link.readlink())) and target.removesuffix(" (deleted)").endswith("/board"):
+            if "/drumline-" in (target := str(link.readlink())) and target.removesuffix(
+                " (deleted)"
+            ).endswith("/board"):
                 boards.append((link.stat().st_ctime, link))
     with suppress(OSError, ValueError):  # gone by now, or empty
         return _read(max(boards)[1])  # the newest: an attempt before may have left one
@@ -38,9 +40,24 @@ def _read(path: Path) -> list[dict[str, Any]]:
             board = bytes(memory)
     finally:
         os.close(handle)
-    ints, floats, now, found = memoryview(board).cast("q"), memoryview(board).cast("d"), time.monotonic(), []
+    ints, floats, now, found = (
+        memoryview(board).cast("q"),
+        memoryview(board).cast("d"),
+        time.monotonic(),
+        [],
+    )
     for rank, at in enumerate(range(0, len(ints), heartbeat.SLOT)):
         if ints[at + heartbeat.PID]:
-            phase, since = heartbeat.PHASES[ints[at + heartbeat.PHASE]], floats[at + heartbeat.SINCE]
-            found.append({"rank": rank, "phase": phase, "step": ints[at + heartbeat.STEP], "seconds": round(max(0.0, now - since), 1)})
+            phase, since = (
+                heartbeat.PHASES[ints[at + heartbeat.PHASE]],
+                floats[at + heartbeat.SINCE],
+            )
+            found.append(
+                {
+                    "rank": rank,
+                    "phase": phase,
+                    "step": ints[at + heartbeat.STEP],
+                    "seconds": round(max(0.0, now - since), 1),
+                }
+            )
     return found

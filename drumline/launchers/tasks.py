@@ -61,11 +61,20 @@ def step_of_allocation() -> list[str]:
     """The srun that runs a command in all tasks of the allocation that it is called in, by salloc's shell or a batch script. Empty where
     there is no allocation, where this is a task of it or of mpirun, and where it has one task alone, on this host."""
     env = os.environ
-    if joined() or _of_mpi(env) or "SLURM_JOB_ID" not in env or env.get("SLURM_STEP_ID", "") not in {"", *NO_TASKS}:
+    if (
+        joined()
+        or _of_mpi(env)
+        or "SLURM_JOB_ID" not in env
+        or env.get("SLURM_STEP_ID", "") not in {"", *NO_TASKS}
+    ):
         return []
     require_one_group()
     hosts = expand(env.get("SLURM_JOB_NODELIST", ""))
-    here = {socket.gethostname(), socket.gethostname().partition(".")[0], env.get("SLURMD_NODENAME")}
+    here = {
+        socket.gethostname(),
+        socket.gethostname().partition(".")[0],
+        env.get("SLURMD_NODENAME"),
+    }
     if len(hosts) < 2 and _number(env, "SLURM_NTASKS") < 2 and here & set(hosts):
         return []
     # Since 22.05 srun does not take the allocation's own.
@@ -75,7 +84,11 @@ def step_of_allocation() -> list[str]:
 
 def requeued() -> bool:
     """Whether this is a command of a batch script that Slurm runs once more, so that a run of it has been started before."""
-    return not joined() and "SLURM_JOB_ID" in os.environ and _number(os.environ, "SLURM_RESTART_COUNT") > 0
+    return (
+        not joined()
+        and "SLURM_JOB_ID" in os.environ
+        and _number(os.environ, "SLURM_RESTART_COUNT") > 0
+    )
 
 
 def require_one_group() -> None:
@@ -84,7 +97,9 @@ def require_one_group() -> None:
         if _number(os.environ, "SLURM_PROCID"):
             raise SystemExit(EnvironmentFault.exit_code)
         what = "this job is heterogeneous, and a run is planned for nodes that are alike"
-        raise EnvironmentFault(what, where="launcher", fix="ask Slurm for one group of nodes, without ':' and hetjob")
+        raise EnvironmentFault(
+            what, where="launcher", fix="ask Slurm for one group of nodes, without ':' and hetjob"
+        )
 
 
 def torchrun_of_node(count: Callable[[], int]) -> list[str]:
@@ -94,8 +109,16 @@ def torchrun_of_node(count: Callable[[], int]) -> list[str]:
     nodes = _number(env, "SLURM_STEP_NUM_NODES")
     if env.get(JOINED) != "srun" or nodes != int(env["WORLD_SIZE"]) or (processes := count()) < 2:
         return []
-    place = [f"--node-rank={env['RANK']}", f"--master-addr={env['MASTER_ADDR']}", f"--master-port={env['MASTER_PORT']}"]
-    each = [f"--nnodes={nodes}", f"--nproc-per-node={processes}", f"--rdzv-id={env['SLURM_JOB_ID']}"]
+    place = [
+        f"--node-rank={env['RANK']}",
+        f"--master-addr={env['MASTER_ADDR']}",
+        f"--master-port={env['MASTER_PORT']}",
+    ]
+    each = [
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={processes}",
+        f"--rdzv-id={env['SLURM_JOB_ID']}",
+    ]
     return [sys.executable, "-m", "torch.distributed.run", *each, *place, "-m", "--"]
 
 
@@ -105,7 +128,11 @@ def become(command: list[str]) -> NoReturn:
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:
-        raise EnvironmentFault(f"there is no program {command[0]!r}", where="PATH", fix="call drumline where it is installed") from None
+        raise EnvironmentFault(
+            f"there is no program {command[0]!r}",
+            where="PATH",
+            fix="call drumline where it is installed",
+        ) from None
 
 
 def task_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -118,22 +145,32 @@ def task_variables(env: Mapping[str, str]) -> dict[str, str]:
 def _of_mpi(env: Mapping[str, str]) -> bool:
     """Whether this is a task of mpirun. It starts its own helpers by srun, so that its tasks see the variables of such a step, too; and
     srun --mpi=pmi2 sets PMI_SIZE without the local rank."""
-    return _number(env, "OMPI_COMM_WORLD_SIZE") > 1 or ("MPI_LOCALRANKID" in env and _number(env, "PMI_SIZE") > 1)
+    return _number(env, "OMPI_COMM_WORLD_SIZE") > 1 or (
+        "MPI_LOCALRANKID" in env and _number(env, "PMI_SIZE") > 1
+    )
 
 
 def _of_slurm(env: Mapping[str, str]) -> dict[str, str]:
     # In a terminal of srun (--pty) commands are typed in one task; the rest of the step does not hear them.
-    if "SLURM_PTY_PORT" in env or env.get("SLURM_STEP_ID") in NO_TASKS or _number(env, "SLURM_STEP_NUM_TASKS") < 2:
+    if (
+        "SLURM_PTY_PORT" in env
+        or env.get("SLURM_STEP_ID") in NO_TASKS
+        or _number(env, "SLURM_STEP_NUM_TASKS") < 2
+    ):
         return {}
     require_one_group()
     job, step, node = env["SLURM_JOB_ID"], env["SLURM_STEP_ID"], int(env.get("SLURM_NODEID", "0"))
-    hosts, tasks = expand(env["SLURM_STEP_NODELIST"]), tasks_of_nodes(env["SLURM_STEP_TASKS_PER_NODE"])
+    hosts, tasks = (
+        expand(env["SLURM_STEP_NODELIST"]),
+        tasks_of_nodes(env["SLURM_STEP_TASKS_PER_NODE"]),
+    )
+    # A job that was requeued goes on with its run.
     return _rank(
         "srun",
         (env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"], str(tasks[node])),
         LOOPBACK if len(hosts) == 1 else env.get("MASTER_ADDR") or address(hosts[0]),
         f"{job}.{step}",
-    ) | {"TORCHELASTIC_RESTART_COUNT": env.get("SLURM_RESTART_COUNT", "0")}  # a job that was requeued goes on with its run
+    ) | {"TORCHELASTIC_RESTART_COUNT": env.get("SLURM_RESTART_COUNT", "0")}
 
 
 def _of_open_mpi(env: Mapping[str, str]) -> dict[str, str]:
@@ -182,7 +219,11 @@ def _rank(program: str, numbers: tuple[str, str, str, str], host: str, job: str)
     """`job`: a text that all ranks of this start have, and other starts do not."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
-    return dict(zip(names, numbers, strict=True)) | {"MASTER_ADDR": host, "MASTER_PORT": str(port), JOINED: program}
+    return dict(zip(names, numbers, strict=True)) | {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        JOINED: program,
+    }
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -192,7 +233,11 @@ def _number(env: Mapping[str, str], name: str) -> int:
 def _is_here(address: str) -> bool:
     import psutil
 
-    return any(address == each.address for addresses in psutil.net_if_addrs().values() for each in addresses)
+    return any(
+        address == each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+    )
 
 
 def expand(hosts: str) -> list[str]:
@@ -201,7 +246,11 @@ def expand(hosts: str) -> list[str]:
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
         names = [""]
         for part in re.findall(r"\[[^\]]*\]|[^\[]+", item):
-            names = [name + each for name in names for each in (_numbers(part[1:-1]) if part.startswith("[") else [part])]
+            names = [
+                name + each
+                for name in names
+                for each in (_numbers(part[1:-1]) if part.startswith("[") else [part])
+            ]
         found += names
     return found
 
@@ -211,7 +260,9 @@ def _numbers(ranges: str) -> list[str]:
     found = []
     for each in ranges.split(","):
         first, _, last = each.partition("-")
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+        found += [
+            str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)
+        ]
     return found
 
 
@@ -234,4 +285,6 @@ def address(node: str) -> str:
     if found := re.search(r"\bNodeAddr=(\S+)", output_of(command, SCONTROL_SECONDS) or ""):
         return found[1]
     fix = "set MASTER_ADDR to a name or an address of the first host"
-    raise EnvironmentFault(f"the host {node!r} of rank 0 has no address", where="SLURM_STEP_NODELIST", fix=fix)
+    raise EnvironmentFault(
+        f"the host {node!r} of rank 0 has no address", where="SLURM_STEP_NODELIST", fix=fix
+    )

@@ -18,8 +18,12 @@ from drumline.core import heartbeat as beats
 from drumline.launchers.hangs import Hang, Seen, name_hang
 
 MOST_LOOK = 0.5  # seconds that count between two looks: where this process did not run for longer, ranks may not have run either
-STARVED_AFTER = 1.0  # seconds after a beat; most phases are over by then, and nothing has to be read of them
-ELSEWHERE_SECONDS = 5.0  # for other hosts to name one of theirs first, or to answer that one is at work
+STARVED_AFTER = (
+    1.0  # seconds after a beat; most phases are over by then, and nothing has to be read of them
+)
+ELSEWHERE_SECONDS = (
+    5.0  # for other hosts to name one of theirs first, or to answer that one is at work
+)
 DOUBT_SECONDS = 1.0  # between two looks until then
 ANSWER_SECONDS = 3.0  # for stacks and collectives
 
@@ -38,7 +42,13 @@ class Watch:
     """`ranks`: how many of this host; the first of them is rank `first` of `world_size`. `board`: one that has a place for each rank of the
     run; None: a new one, for those of this host."""
 
-    def __init__(self, ranks: int, first: int = 0, world_size: int | None = None, board: beats.Board | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        first: int = 0,
+        world_size: int | None = None,
+        board: beats.Board | None = None,
+    ) -> None:
         self.ranks, self.first, self.world_size = ranks, first, world_size or ranks
         self.board = board or beats.new_board(ranks)
         self.pulses: dict[int, _Pulse] = {}  # by place, of those that have begun
@@ -62,12 +72,17 @@ class Watch:
         spent, self.looked = min(now - self.looked, MOST_LOOK), now
         if self.board is None or not running:
             return None
-        beating = {rank: rank - self.first for rank in running if self._int(rank - self.first, beats.PID)}
+        beating = {
+            rank: rank - self.first for rank in running if self._int(rank - self.first, beats.PID)
+        }
         for place in beating.values():
             if place not in self.pulses:
                 self.pulses[place] = _Pulse()
                 # Without a buffer, which would give an older answer again.
-                self.files |= {(kind, place): self.board.file(kind, place).open("rb", buffering=0) for kind in ("stacks", "answer")}
+                self.files |= {
+                    (kind, place): self.board.file(kind, place).open("rb", buffering=0)
+                    for kind in ("stacks", "answer")
+                }
         if len(beating) >= self.ranks:
             # All have the files open: nothing is left behind, however this process ends.
             shutil.rmtree(self.board.folder, ignore_errors=True)
@@ -82,10 +97,20 @@ class Watch:
         if not beating:
             return None
         # Those that are furthest behind hold up the others, who may wait for longer than they ever did.
-        busy = {rank: place for rank, place in beating.items() if beats.PHASES[self._int(place, beats.PHASE)] != "done"}
+        busy = {
+            rank: place
+            for rank, place in beating.items()
+            if beats.PHASES[self._int(place, beats.PHASE)] != "done"
+        }
         last = min((self._int(place, beats.STEP) for place in busy.values()), default=0)
-        behind = [(place, running[rank]) for rank, place in busy.items() if self._int(place, beats.STEP) == last]
-        if min((self._late(*each) for each in behind), default=0.0) <= 0 and not any(self._suspended(*each) for each in behind):
+        behind = [
+            (place, running[rank])
+            for rank, place in busy.items()
+            if self._int(place, beats.STEP) == last
+        ]
+        if min((self._late(*each) for each in behind), default=0.0) <= 0 and not any(
+            self._suspended(*each) for each in behind
+        ):
             self.doubted = None
             return None
         if now < self.look_again:
@@ -101,7 +126,11 @@ class Watch:
         if not at_work and now >= self.doubted + ELSEWHERE_SECONDS:
             return hang
         # Each look has all ranks write their stacks.
-        self.look_again = now + ELSEWHERE_SECONDS if at_work else min(now + DOUBT_SECONDS, self.doubted + ELSEWHERE_SECONDS)
+        self.look_again = (
+            now + ELSEWHERE_SECONDS
+            if at_work
+            else min(now + DOUBT_SECONDS, self.doubted + ELSEWHERE_SECONDS)
+        )
         return None
 
     def _late(self, place: int, pid: int) -> float:
@@ -111,12 +140,19 @@ class Watch:
         late = pulse.waited - self._limit(place)
         if late <= 0:
             return late
-        return late - max((seconds - pulse.starved.get(thread, seconds) for thread, seconds in starved(pid).items()), default=0.0)
+        return late - max(
+            (
+                seconds - pulse.starved.get(thread, seconds)
+                for thread, seconds in starved(pid).items()
+            ),
+            default=0.0,
+        )
 
     def _suspended(self, place: int, pid: int) -> bool:
         """For longer than a step may stand still: whatever it was at, it does nothing."""
         return (
-            self.pulses[place].waited > self._float(place, beats.LIMIT + beats.LIMITS.index("hang")) and _state(Path(f"/proc/{pid}")) == "T"
+            self.pulses[place].waited > self._float(place, beats.LIMIT + beats.LIMITS.index("hang"))
+            and _state(Path(f"/proc/{pid}")) == "T"
         )
 
     def _int(self, place: int, word: int) -> int:
@@ -137,7 +173,9 @@ class Watch:
         states = {rank: state_of(running[rank]) for rank in beating}
         # Before the signal, which may wake up a rank.
         seen = {rank: self._one(rank, place) for rank, place in beating.items()}
-        offsets = {place: self.files["stacks", place].seek(0, os.SEEK_END) for place in beating.values()}
+        offsets = {
+            place: self.files["stacks", place].seek(0, os.SEEK_END) for place in beating.values()
+        }
         for rank, place in beating.items():
             assert self.board is not None
             self.board.ints[place * beats.SLOT + beats.REQUEST] += 1
@@ -145,13 +183,22 @@ class Watch:
                 _signal(running[rank])
         until = time.monotonic() + ANSWER_SECONDS
         waiting = [place for rank, place in beating.items() if states[rank][0] != "T"]
-        while time.monotonic() < until and any(self._int(place, beats.REPLY) < self._int(place, beats.REQUEST) for place in waiting):
+        while time.monotonic() < until and any(
+            self._int(place, beats.REPLY) < self._int(place, beats.REQUEST) for place in waiting
+        ):
             time.sleep(0.05)
         for rank in beating:  # reading a disk for a moment is no standstill
             states[rank] = states[rank] if states[rank][0] != "D" else state_of(running[rank])
         limit, waited = max(each.limit for each in seen.values()), time.monotonic() - self.began
-        late = [Seen(rank, "startup", -1, waited, limit, begun=False) for rank in running if rank not in beating]
-        return late + [self._answered(seen[rank], place, states[rank], offsets[place]) for rank, place in beating.items()]
+        late = [
+            Seen(rank, "startup", -1, waited, limit, begun=False)
+            for rank in running
+            if rank not in beating
+        ]
+        return late + [
+            self._answered(seen[rank], place, states[rank], offsets[place])
+            for rank, place in beating.items()
+        ]
 
     def _one(self, rank: int, place: int) -> Seen:
         return Seen(
@@ -171,9 +218,15 @@ class Watch:
             self.files["answer", place].seek(0)
             with suppress(ValueError):
                 answer = json.loads(self.files["answer", place].read().partition(b"\n")[0])
-        found = {name: answer[name] for name in ("collectives", "samples") if isinstance(answer.get(name), list)}
+        found = {
+            name: answer[name]
+            for name in ("collectives", "samples")
+            if isinstance(answer.get(name), list)
+        }
         elsewhere = answer.get("elsewhere") is True  # a text says why it could not be asked
-        return replace(seen, state=state[0], sleeps_in=state[1], stacks=stacks, elsewhere=elsewhere, **found)
+        return replace(
+            seen, state=state[0], sleeps_in=state[1], stacks=stacks, elsewhere=elsewhere, **found
+        )
 
 
 def state_of(pid: int) -> tuple[str, str]:

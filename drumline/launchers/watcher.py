@@ -61,11 +61,21 @@ def begin(name: str, rank: int, world_size: int, run_dir: Path) -> None:
         return
     os.environ[heartbeat.VARIABLE] = f"{folder}:{rank}"
     if first:
-        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"  # the second is deepspeed's
+        # The second is deepspeed's.
+        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
         logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parent
         ours = str(logs) if logs.parent == (run_dir / "logs").absolute() else ""
         program = launched_by() or "srun"
-        post = Post(os.getpid(), str(folder), int(ranks), world_size, str(run_dir.absolute()), ours, host, program)
+        post = Post(
+            os.getpid(),
+            str(folder),
+            int(ranks),
+            world_size,
+            str(run_dir.absolute()),
+            ours,
+            host,
+            program,
+        )
         start_module("drumline.launchers.watcher", json.dumps(asdict(post)), keeps=())
 
 
@@ -84,7 +94,9 @@ def keep(post: Post) -> None:
         watch.close()
 
 
-def _running(board: heartbeat.Board, world_size: int, known: dict[int, ProcessId]) -> dict[int, int]:
+def _running(
+    board: heartbeat.Board, world_size: int, known: dict[int, ProcessId]
+) -> dict[int, int]:
     """Rank → process id, of those that have begun and not ended."""
     for rank in range(world_size):
         if rank not in known and (pid := board.ints[rank * heartbeat.SLOT + heartbeat.PID]):
@@ -99,14 +111,32 @@ def _end(post: Post, hang: Hang, running: Mapping[int, int]) -> None:
     late = threading.Timer(KILL_SECONDS, _kill, [victims])
     late.start()
     if post.logs:
-        write_whole(logs / f"rank-{rank}.json", json.dumps({"message": {"drumline": {**error, "host": post.host}}}))
+        write_whole(
+            logs / f"rank-{rank}.json",
+            json.dumps({"message": {"drumline": {**error, "host": post.host}}}),
+        )
     else:
         logs.mkdir(parents=True, exist_ok=True)
-        end = RankEnd(rank, 1, error, logs / f"rank-{rank}.log", killed=True, at=error["time"], host=post.host)
-        attempt, reason = int(logs.name.removeprefix("attempt-")), f"its ranks are killed, and {post.program} decides about another start"
-        report_failure(end, [end], attempt, max(furthest_step(run_dir), 0), reason, "", run_dir / "events.jsonl", None)
+        end = RankEnd(
+            rank, 1, error, logs / f"rank-{rank}.log", killed=True, at=error["time"], host=post.host
+        )
+        attempt, reason = (
+            int(logs.name.removeprefix("attempt-")),
+            f"its ranks are killed, and {post.program} decides about another start",
+        )
+        report_failure(
+            end,
+            [end],
+            attempt,
+            max(furthest_step(run_dir), 0),
+            reason,
+            "",
+            run_dir / "events.jsonl",
+            None,
+        )
     late.cancel()
-    _kill(victims)  # at once: ranks of other hosts that wait for these would report an error of their own
+    # At once: ranks of other hosts that wait for these would report an error of their own.
+    _kill(victims)
 
 
 def _kill(pids: list[int]) -> None:
@@ -117,5 +147,6 @@ def _kill(pids: list[int]) -> None:
 
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a batch system sends them to all that a task has started
+        # A batch system sends them to all that a task has started.
+        signal.signal(number, signal.SIG_IGN)
     keep(Post(**json.loads(sys.argv[1])))

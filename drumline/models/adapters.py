@@ -183,15 +183,19 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
             lora_dropout=options.dropout,
             target_modules=_short(model, names[each]),
             trainable_token_indices=token_rows if options is adapter else None,
-            fan_in_fan_out=all(type(model.get_submodule(name)).__name__ == "Conv1D" for name in names[each]),
+            fan_in_fan_out=all(
+                type(model.get_submodule(name)).__name__ == "Conv1D" for name in names[each]
+            ),
             task_type="CAUSAL_LM",
         )
         for each, options in wanted.items()
     }
     meta = next(model.parameters()).is_meta
     with drawing(None), warnings.catch_warnings(), _targets_as_named():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # blocks with layers of both kinds: PEFT mends it by layer
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # of the adapter before
+        # Blocks with layers of both kinds: PEFT mends it by layer.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        # Of the adapter before.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         warnings.filterwarnings("ignore", message=TIED)
         for each, options in made.items():
             inject_adapter_in_model(options, model, adapter_name=each, low_cpu_mem_usage=meta)
@@ -224,7 +228,9 @@ def _targets_as_named() -> Iterator[None]:
     """
     from drumline.vendor.peft import weight_conversion
 
-    with mock.patch.object(weight_conversion, "convert_peft_config_for_transformers", lambda *_, **__: None):
+    with mock.patch.object(
+        weight_conversion, "convert_peft_config_for_transformers", lambda *_, **__: None
+    ):
         yield
 
 
@@ -247,8 +253,14 @@ def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, layer in model.named_modules() if tuned else ():
         packed = isinstance(whole_layer(layer), PackedLinear)
         if layer in tuned:
-            begins = packed or getattr(layer, "starts_at", "zero") != "zero" or getattr(layer, "lora_magnitude_vector", ())
-            if (begins or hasattr(layer, "token_indices")) and getattr(layer, "tied_adapter", None) is None:
+            begins = (
+                packed
+                or getattr(layer, "starts_at", "zero") != "zero"
+                or getattr(layer, "lora_magnitude_vector", ())
+            )
+            if (begins or hasattr(layer, "token_indices")) and getattr(
+                layer, "tied_adapter", None
+            ) is None:
                 yield path, layer
         elif packed and not path.endswith(".base_layer"):
             yield path, layer
@@ -265,7 +277,11 @@ def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
         for factors in ("lora_embedding_A", "lora_embedding_B"):
             yield from ((layer, parameter) for parameter in getattr(layer, factors, {}).values())
         for length in getattr(layer, "lora_magnitude_vector", {}).values():
-            yield from ((length, parameter) for part in (layer.get_base_layer(), layer.lora_A) for parameter in part.parameters())
+            yield from (
+                (length, parameter)
+                for part in (layer.get_base_layer(), layer.lora_A)
+                for parameter in part.parameters()
+            )
 
 
 def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -274,13 +290,25 @@ def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     largest singular values S, s the scale; DoRA (Liu et al. 2024): the length of each row of base and factors together, as the base is
     kept."""
     if hasattr(layer, "token_indices"):
-        return {f"trainable_tokens_delta.{name}": weight[rows] for name, rows in layer.token_indices.items()}
+        return {
+            f"trainable_tokens_delta.{name}": weight[rows]
+            for name, rows in layer.token_indices.items()
+        }
     if isinstance(layer, PackedLinear):
         return {"packed": layer.take(weight)}
-    values, base, product = dict[str, torch.Tensor](), whole_layer(layer), torch.zeros((), device=weight.device)
+    values, base, product = (
+        dict[str, torch.Tensor](),
+        whole_layer(layer),
+        torch.zeros((), device=weight.device),
+    )
     matrix = weight.T if layer.fan_in_fan_out else weight
     if layer.starts_at != "zero":
-        first, second = _principal(matrix, layer.r[NAME], layer.scaling[NAME], layer.draws_by if layer.starts_at == "pissa_fast" else None)
+        first, second = _principal(
+            matrix,
+            layer.r[NAME],
+            layer.scaling[NAME],
+            layer.draws_by if layer.starts_at == "pissa_fast" else None,
+        )
         product = layer.scaling[NAME] * second @ first
         matrix = matrix - product
         weight = matrix.T if layer.fan_in_fan_out else matrix
@@ -290,14 +318,20 @@ def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         values["base_layer.packed"] = base.take(weight)
     if layer.lora_magnitude_vector:
         packed = isinstance(base, PackedLinear)
-        kept = base.unpacked(torch.float32, values["base_layer.packed"]) if packed else weight.to(base.weight.dtype).float()
+        kept = (
+            base.unpacked(torch.float32, values["base_layer.packed"])
+            if packed
+            else weight.to(base.weight.dtype).float()
+        )
         has_inputs_first = layer.fan_in_fan_out or isinstance(base, nn.Embedding)
         rows_are_outputs = kept.T if has_inputs_first else kept
         values[f"lora_magnitude_vector.{NAME}.weight"] = (rows_are_outputs + product).norm(dim=1)
     return values
 
 
-def _principal(matrix: torch.Tensor, rank: int, scale: float, seed: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _principal(
+    matrix: torch.Tensor, rank: int, scale: float, seed: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A [r, in] and B [out, r] whose product times `scale` is the part of a matrix with its r largest singular values. `seed`: these are
     found by subspace iteration from random numbers; None: exactly."""
     if seed is None:
@@ -448,7 +482,8 @@ def _require_same_products(name: str, base: Any, products: torch.Tensor) -> None
     merged = _products(base, base)
     weight = base.weight
     inputs = 1 if isinstance(base, nn.Linear) else 0  # GPT-2's Conv1D and embeddings: [in, out]
-    scale = float(getattr(base, "embed_scale", 1.0))  # Gemma's embedding multiplies what it looks up
+    # Gemma's embedding multiplies what it looks up.
+    scale = float(getattr(base, "embed_scale", 1.0))
     allowed = 1.5 * limits.eps / 2 * weight.abs().sum(inputs) + limits.tiny * weight.shape[inputs]
     worst = float(((merged - products).abs() / (allowed * scale)).max())
     base.to(dtype)
@@ -466,9 +501,17 @@ def require_trained(model: nn.Module) -> None:
         if is_adapter(name) and zero_at_first.search(name):
             factors.append(parameter)
     if not factors:
-        raise ModelError("the model has no adapter", where="adapter", fix="name a run that was trained with adapter=lora")
+        raise ModelError(
+            "the model has no adapter",
+            where="adapter",
+            fix="name a run that was trained with adapter=lora",
+        )
     if not any(bool(factor.any()) for factor in factors):
-        raise ModelError("the adapter is empty: every lora_B is zero", where="adapter", fix="train for a step first")
+        raise ModelError(
+            "the adapter is empty: every lora_B is zero",
+            where="adapter",
+            fix="train for a step first",
+        )
 
 
 def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> None:
@@ -489,28 +532,40 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
             ", ".join(misread),
             model.config.model_type,
         )
-    named = list(model.named_parameters(remove_duplicate=False))  # PEFT reads tied ones by both names
-    whole = heads | {name for name, parameter in named if parameter.requires_grad and not is_adapter(name)}
+    # PEFT reads tied ones by both names.
+    named = list(model.named_parameters(remove_duplicate=False))
+    whole = heads | {
+        name for name, parameter in named if parameter.requires_grad and not is_adapter(name)
+    }
     trained = len(whole) + sum(is_adapter(name) for name, _ in model.named_parameters())
     if whole:  # PEFT keeps whole modules under the names that they have in the model
         state |= {name: tensor for name, tensor in model.state_dict().items() if name in whole}
         options.task_type = "SEQ_CLS" if heads else options.task_type
         options.modules_to_save = sorted({name.rpartition(".")[0] for name in whole})
         often = Counter(id(parameter) for _, parameter in named)
-        options.ensure_weight_tying = any(often[id(parameter)] > 1 for name, parameter in named if name in whole)
+        options.ensure_weight_tying = any(
+            often[id(parameter)] > 1 for name, parameter in named if name in whole
+        )
     if any(getattr(layer, "first", {}).keys() & {A[1:], B[1:]} for _, layer in _tuned(model)):
         state, options.r = _over_files(model, state), 2 * options.r
-        options.lora_alpha = _number(options.lora_alpha * (math.sqrt(2) if options.use_rslora else 2))
+        options.lora_alpha = _number(
+            options.lora_alpha * (math.sqrt(2) if options.use_rslora else 2)
+        )
     states = {NAME: state}
     for each in model.peft_config.keys() - {NAME}:
         states[each] = _factors_of(model, each)
-    assert (saved := sum(map(len, states.values()))) == trained, f"{saved} of {trained} trained tensors would be saved"
+    assert (saved := sum(map(len, states.values()))) == trained, (
+        f"{saved} of {trained} trained tensors would be saved"
+    )
     for each, tensors in states.items():
         place, own = folder if each == NAME else folder / each, model.peft_config[each]
         place.mkdir(exist_ok=True)
         own.base_model_name_or_path, own.revision, own.inference_mode = base, revision, True
         own.save_pretrained(place)
-        copies = {f"base_model.model.{name}": value.detach().clone().contiguous() for name, value in tensors.items()}
+        copies = {
+            f"base_model.model.{name}": value.detach().clone().contiguous()
+            for name, value in tensors.items()
+        }
         save_file(copies, place / FILE, metadata={"format": "pt"})
 
 
@@ -573,7 +628,11 @@ def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
         return iter(())
     from drumline.vendor.peft import BaseTunerLayer
 
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+    return (
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    )
 
 
 def _named_below(model: nn.Module, endings: Iterable[str]) -> set[str]:
@@ -582,11 +641,25 @@ def _named_below(model: nn.Module, endings: Iterable[str]) -> set[str]:
     found: set[str] = set()
     for ending in endings:
         chosen = [f"{name}." for name, _ in model.named_modules() if _ends(name, ending)]
-        below = {first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(tuple(chosen))}
+        below = {
+            first[id(p)]
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if name.startswith(tuple(chosen))
+        }
         if not below:
-            guess = nearest(ending, sorted({name.rpartition(".")[2] for name, _ in model.named_modules()}))
-            fix = f"did you mean {guess}?" if guess else "name modules as model.named_modules() has them"
-            raise ModelError(f"{type(model).__name__} has no module {ending!r} with weights", where="adapter.modules_to_save", fix=fix)
+            guess = nearest(
+                ending, sorted({name.rpartition(".")[2] for name, _ in model.named_modules()})
+            )
+            fix = (
+                f"did you mean {guess}?"
+                if guess
+                else "name modules as model.named_modules() has them"
+            )
+            raise ModelError(
+                f"{type(model).__name__} has no module {ending!r} with weights",
+                where="adapter.modules_to_save",
+                fix=fix,
+            )
         found |= below
     return found
 
@@ -597,7 +670,9 @@ def _require_rows(model: Any, tokens: Sequence[int]) -> None:
     if tokens and max(tokens) >= (rows := len(embedding.weight)):
         what = f"token {max(tokens)} has no row: the embedding has {rows}"
         raise ModelError(
-            what, where="adapter.trainable_tokens", fix="name ids below that, which a tokenizer of your own may give to new tokens"
+            what,
+            where="adapter.trainable_tokens",
+            fix="name ids below that, which a tokenizer of your own may give to new tokens",
         )
 
 
@@ -707,7 +782,9 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
     embedding, head = vocabulary(model)
     layers = [layer for layer in (embedding, head) if layer is not None]
     adapted = [layer for layer in layers if any(_ends(names[id(layer)], end) for end in targets)]
-    learning = [layer for layer in layers if layer in adapted or id(layer.weight) in trained_weights]
+    learning = [
+        layer for layer in layers if layer in adapted or id(layer.weight) in trained_weights
+    ]
     if is_head_tied(model):
         return bool(learning)
     if learning == [embedding] and adapted == [embedding] and head is not None:
@@ -730,5 +807,7 @@ def _ends(name: str, ending: str) -> bool:
 def _short(model: nn.Module, names: list[str]) -> list[str]:
     """The last parts of the names if they mean the same layers, as users write them and other readers expect them; else the full names."""
     own = sorted({name.rpartition(".")[2] for name in names})
-    meant = {name for name, _ in model.named_modules() if any(_ends(name, ending) for ending in own)}
+    meant = {
+        name for name, _ in model.named_modules() if any(_ends(name, ending) for ending in own)
+    }
     return own if meant == set(names) else names

@@ -110,9 +110,13 @@ def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> No
 
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
-    size = max(size or 0 for size in of_layers(text, "head_dim")) or (getattr(text, "hidden_size", 0) // heads if heads else 0)
+    size = max(size or 0 for size in of_layers(text, "head_dim")) or (
+        getattr(text, "hidden_size", 0) // heads if heads else 0
+    )
     (caps, drops), before = caps_and_drops(text), model.config._attn_implementation
-    kernel, _ = choose(layout, size, caps, drops or (before == "eager" and not caps), needs_mask(model))
+    kernel, _ = choose(
+        layout, size, caps, drops or (before == "eager" and not caps), needs_mask(model)
+    )
     if kernel == "masked":
         return
     if on_host:
@@ -126,7 +130,9 @@ def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> No
 
 def caps_and_drops(text: Any) -> tuple[bool, bool]:
     """Whether the scores of attention are soft-capped, and have dropout, by a config."""
-    return bool(getattr(text, "attn_logit_softcapping", None)), any(getattr(text, key, None) for key in SCORE_DROPOUTS)
+    return bool(getattr(text, "attn_logit_softcapping", None)), any(
+        getattr(text, key, None) for key in SCORE_DROPOUTS
+    )
 
 
 def batch_in_hand() -> bool:
@@ -135,15 +141,26 @@ def batch_in_hand() -> bool:
 
 
 @contextlib.contextmanager
-def attending(model: Any, batch: Any, sequence: SequencePart | None = None) -> Iterator[dict[str, Any]]:
+def attending(
+    model: Any, batch: Any, sequence: SequencePart | None = None
+) -> Iterator[dict[str, Any]]:
     """The arguments of a model for a batch, or for this rank's part of it, and a context for its forward.
 
     A mask of ones, or no positions, keep transformers from looking for documents in the positions, for which the host would wait.
     """
-    inputs, rows = batch.inputs() if sequence is None else sequence.inputs(batch), getattr(batch, "documents", None)
+    inputs, rows = (
+        batch.inputs() if sequence is None else sequence.inputs(batch),
+        getattr(batch, "documents", None),
+    )
     if rows is None or not by_documents(model):
-        if rows is not None and sequence is None and all(len(row) <= 1 for row in rows):  # 0, 1, 2, … in each: the model's own
-            inputs = {name: tensor for name, tensor in inputs.items() if name != "position_ids" or tensor.ndim > 2}
+        if (
+            rows is not None and sequence is None and all(len(row) <= 1 for row in rows)
+        ):  # 0, 1, 2, … in each: the model's own
+            inputs = {
+                name: tensor
+                for name, tensor in inputs.items()
+                if name != "position_ids" or tensor.ndim > 2
+            }
         yield inputs
         return
     token = _batch.set(batch)
@@ -166,7 +183,9 @@ def mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
     if batch is not None and (causal or everything):
         documents = Documents(batch, not everything, window)
         # Padding stands behind all others, where no causal token sees it.
-        alone = all(row == (documents.width,) if everything else len(row) <= 1 for row in documents.lengths)
+        alone = all(
+            row == (documents.width,) if everything else len(row) <= 1 for row in documents.lengths
+        )
         if alone and before == "sdpa" and (window is None or window >= documents.width):
             return None
         dtype = options.get("dtype", torch.float32)
@@ -175,7 +194,9 @@ def mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
     if batch is not None and getattr(batch, "attention_mask_BT", None) is None:
         options["attention_mask"], positions_BT = None, batch.position_ids_BT
         if (documents_BT := find_packed_sequence_indices(positions_BT)) is not None:
-            options["mask_function"] = packed_mask(options["mask_function"], positions_BT, documents_BT)
+            options["mask_function"] = packed_mask(
+                options["mask_function"], positions_BT, documents_BT
+            )
     is_padded = has_padding()
     if batch is None and is_padded is True:
         options["allow_is_causal_skip"] = False
@@ -255,7 +276,13 @@ _out_of_graph = torch.compiler.disable(_by_function)
 
 
 def one_by_one(
-    whole: Callable[..., Any], documents: Pattern, additive: bool, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    whole: Callable[..., Any],
+    documents: Pattern,
+    additive: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    **options: Any,
 ) -> Tensor:
     """Each document by `whole`, a function of transformers, which gives [1, n, H, D]. `additive`: it takes a mask of numbers and nothing
     else. Rows and documents are split and put together again: the gradient of a slice would be as large as what it is cut from.
@@ -263,13 +290,21 @@ def one_by_one(
     A row of padding alone, which fills up the last batch, counts as a document: each parameter gets its gradient in each micro-batch, or
     DDP would not reduce it."""
     rows = []
-    for of_documents, *of_row in zip(documents.lengths, query.split(1), key.split(1), value.split(1), strict=True):
+    for of_documents, *of_row in zip(
+        documents.lengths, query.split(1), key.split(1), value.split(1), strict=True
+    ):
         lengths = of_documents or (documents.width,)
         padding = documents.width - sum(lengths)
         queries, *seen = (tensor.split([*lengths, padding], 2)[: len(lengths)] for tensor in of_row)
         if documents.branches:
-            seen = [(first, *(torch.cat([first, part], 2) for part in rest)) for first, *rest in seen]
-        made = [out for part in zip(queries, *seen, strict=True) for out in _of_one(whole, documents, additive, options, *part)]
+            seen = [
+                (first, *(torch.cat([first, part], 2) for part in rest)) for first, *rest in seen
+            ]
+        made = [
+            out
+            for part in zip(queries, *seen, strict=True)
+            for out in _of_one(whole, documents, additive, options, *part)
+        ]
         if padding:
             made.append(query.new_zeros(1, padding, query.shape[1], value.shape[-1]))
         rows.append(torch.cat(made, 1) if len(made) > 1 else made[0])
@@ -277,24 +312,42 @@ def one_by_one(
 
 
 def _of_one(
-    whole: Callable[..., Any], documents: Pattern, additive: bool, options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
+    whole: Callable[..., Any],
+    documents: Pattern,
+    additive: bool,
+    options: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
 ) -> Iterator[Tensor]:
     """A document's attention, with a window in stretches of so many queries, each with the keys that they see. Keys before its own are
     those of what it goes on from."""
     length, keys, window = query.shape[2], key.shape[2], documents.window
     before = keys - length
     if window is None or window >= keys:
-        allowed = band(length, keys, before, None, query, additive) if (additive or before) and documents.causal else None
-        yield whole(query, key, value, allowed, **options | {"is_causal": documents.causal and not before})[0]
+        allowed = (
+            band(length, keys, before, None, query, additive)
+            if (additive or before) and documents.causal
+            else None
+        )
+        yield whole(
+            query, key, value, allowed, **options | {"is_causal": documents.causal and not before}
+        )[0]
         return
     for start in range(before, keys, window):
         stop, first = min(start + window, keys), max(0, start - window + 1)
         allowed = band(stop - start, stop - first, start - first, window, query, additive)
-        part = query[:, :, start - before : stop - before], key[:, :, first:stop], value[:, :, first:stop]
+        part = (
+            query[:, :, start - before : stop - before],
+            key[:, :, first:stop],
+            value[:, :, first:stop],
+        )
         yield whole(*part, allowed, **options | {"is_causal": False})[0]
 
 
-def band(queries: int, keys: int, offset: int, window: int | None, like: Tensor, additive: bool) -> Tensor:
+def band(
+    queries: int, keys: int, offset: int, window: int | None, like: Tensor, additive: bool
+) -> Tensor:
     """Which keys a query sees, [1, 1, queries, keys]: those up to it, of these the last `window`. Query i stands at key i + `offset`.
     bool, or `additive` numbers, of the type of `like`."""
     seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(offset)
@@ -402,10 +455,14 @@ def _in_rows(out_NHD: Tensor, like_BHTD: Tensor) -> Tensor:
 
 def _reach(documents: Documents) -> tuple[int, int]:
     """Tokens to the left and to the right that a token sees, -1 for all."""
-    return (-1 if documents.window is None else documents.window - 1), (0 if documents.causal else -1)
+    return (-1 if documents.window is None else documents.window - 1), (
+        0 if documents.causal else -1
+    )
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers) -> Tensor:
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     assert cap is None, "it has no soft caps"
@@ -414,7 +471,10 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scal
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             options["enable_gqa"] = True
         else:
-            key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+            key, value = (
+                tensor.repeat_interleave(query.shape[1] // key.shape[1], 1)
+                for tensor in (key, value)
+            )
     bounds, longest = documents.bounds_N, documents.longest
     q, k, v = _ends_to_end(query, key, value)
     out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
@@ -424,18 +484,36 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scal
 _packages: dict[str, Any] = {}
 
 
-def flash(module: str, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers) -> Tensor:
+def flash(
+    module: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scale: Numbers,
+    cap: Numbers,
+) -> Tensor:
     """FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`)."""
     if module not in _packages:
-        _packages[module] = import_module(module)  # at the trial: in a graph nothing can be imported
+        # At the trial: in a graph nothing can be imported.
+        _packages[module] = import_module(module)
     function = _packages[module]
     bounds, longest = documents.bounds_N, documents.longest
-    options = {"softmax_scale": scale, "causal": documents.causal, "window_size": _reach(documents), "softcap": cap or 0.0}
-    out = function.flash_attn_varlen_func(*_ends_to_end(query, key, value), bounds, bounds, longest, longest, **options)
+    options = {
+        "softmax_scale": scale,
+        "causal": documents.causal,
+        "window_size": _reach(documents),
+        "softcap": cap or 0.0,
+    }
+    out = function.flash_attn_varlen_func(
+        *_ends_to_end(query, key, value), bounds, bounds, longest, longest, **options
+    )
     return _in_rows(out[0] if isinstance(out, tuple) else out, query)
 
 
-def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers) -> Tensor:
+def flex(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers
+) -> Tensor:
     """flex_attention, compiled on a GPU; on a CPU it has no gradients there, and runs as it is."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -444,7 +522,9 @@ def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale:
     compiles = query.is_cuda and not torch.compiler.is_compiling()  # else it is a part of a graph
     run: Any = _compiled(flex_attention) if compiles else flex_attention
     grouped = query.shape[1] != key.shape[1]
-    out: Any = run(q, k, v, score_mod=capped, block_mask=documents.block_mask, scale=scale, enable_gqa=grouped)
+    out: Any = run(
+        q, k, v, score_mod=capped, block_mask=documents.block_mask, scale=scale, enable_gqa=grouped
+    )
     return _in_rows(out[0].transpose(0, 1), query)
 
 
@@ -466,7 +546,9 @@ def block_mask(documents: Documents) -> Any:
             seen = seen & (q >= k)
         return seen if documents.window is None else seen & (q - k < documents.window)
 
-    return create_block_mask(meet, None, None, total, total, device=str(bounds_N.device), _compile=bounds_N.is_cuda)
+    return create_block_mask(
+        meet, None, None, total, total, device=str(bounds_N.device), _compile=bounds_N.is_cuda
+    )
 
 
 @lru_cache
@@ -494,25 +576,48 @@ def _works(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: i
 
 def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     generator = torch.Generator(device).manual_seed(0)
-    inputs = [torch.randn(2, 4, 24, head_dim, device=device, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    inputs = [
+        torch.randn(2, 4, 24, head_dim, device=device, generator=generator)
+        .to(dtype)
+        .requires_grad_()
+        for _ in range(3)
+    ]
     bounds_N = torch.tensor([0, 9, 22, 24, 48], dtype=torch.int32, device=device)
-    documents = Documents(SimpleNamespace(documents=((9, 13), (24,)), bounds_N=bounds_N, input_ids_BT=inputs[0][:, 0, :, 0]), True, None)
+    documents = Documents(
+        SimpleNamespace(
+            documents=((9, 13), (24,)), bounds_N=bounds_N, input_ids_BT=inputs[0][:, 0, :, 0]
+        ),
+        True,
+        None,
+    )
 
     def plain(q: Tensor, k: Tensor, v: Tensor, _: None, is_causal: bool) -> tuple[Tensor]:
-        return (functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2),)
+        return (
+            functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2),
+        )
 
     def answers(out_BTHD: Tensor) -> list[Tensor]:
         real = torch.cat([out_BTHD[0, :22], out_BTHD[1]]).float()
-        return [real, *(gradient.float() for gradient in torch.autograd.grad(real.square().sum(), inputs))]
+        return [
+            real,
+            *(gradient.float() for gradient in torch.autograd.grad(real.square().sum(), inputs)),
+        ]
 
     try:
         with torch.enable_grad():
             theirs = answers(KERNELS[kernel](*inputs, documents, None, None))
             ours = answers(one_by_one(plain, documents, False, *inputs))
-        far = max(float((one - other).detach().abs().max() / other.detach().abs().max()) for one, other in zip(theirs, ours, strict=True))
+        far = max(
+            float((one - other).detach().abs().max() / other.detach().abs().max())
+            for one, other in zip(theirs, ours, strict=True)
+        )
         reason = f"it is {far:.1g} off" if not far <= 16 * torch.finfo(dtype).eps else ""
     except Exception as error:  # noqa: BLE001 - kernels of others raise what they like
         reason = first_line(error)
     if reason:
-        logger.warning("attention by %s does not work here: %s; each document by itself instead", kernel, reason)
+        logger.warning(
+            "attention by %s does not work here: %s; each document by itself instead",
+            kernel,
+            reason,
+        )
     return not reason

@@ -24,16 +24,28 @@ def set_blocks(model: nn.Module, units: Units | None) -> None:
     """Set the blocks of a module that is no Hugging Face model: by their classes, or by a function that picks them; None: all in its
     outermost lists of modules (nn.ModuleList). Raises PlanError for a class that it does not have."""
     if units is None:
-        lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-        outer = [module for name, module in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-        chosen = [block for found in outer for block in found if not isinstance(block, nn.ModuleList)]
+        lists = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList)
+        }
+        outer = [
+            module
+            for name, module in lists.items()
+            if not any(name.startswith(f"{other}.") for other in lists)
+        ]
+        chosen = [
+            block for found in outer for block in found if not isinstance(block, nn.ModuleList)
+        ]
     elif callable(units):
         chosen = [*units(model)]
     else:
         classes = {type(module).__name__ for module in model.modules()}
         if absent := sorted({*units} - classes):
             fix = f"there are {', '.join(sorted(classes))}"
-            raise PlanError(f"the model has no module of class {', '.join(absent)}", where="units", fix=fix)
+            raise PlanError(
+                f"the model has no module of class {', '.join(absent)}", where="units", fix=fix
+            )
         chosen = [module for module in model.modules() if type(module).__name__ in units]
     # A module that stands in a list more than once is one unit.
     model._drumline_blocks = list(dict.fromkeys(chosen))  # type: ignore[assignment]  # a plain list: they stay where they are
@@ -45,7 +57,9 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         return list(model._drumline_blocks)  # type: ignore[arg-type]
     names = set(getattr(model, "_no_split_modules", None) or ())
     # FSDP2 puts its name before those of the classes that it wraps.
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    return [
+        module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names
+    ]
 
 
 def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
@@ -54,7 +68,9 @@ def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
     found = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and all(type(block).__name__ in names for block in module)
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(type(block).__name__ in names for block in module)
     ]
     return found[0] if len(found) == 1 else None
 
@@ -78,20 +94,32 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", 
 
 def whole_sequences(model: Any) -> str:
     """Why a rank cannot have a part of each sequence, by the model's class and config; empty if it can."""
-    if not all(getattr(model, flag, False) for flag in ("_supports_attention_backend", "_supports_sdpa")):
+    if not all(
+        getattr(model, flag, False) for flag in ("_supports_attention_backend", "_supports_sdpa")
+    ):
         return "its attention does not go through transformers' attention interface with sdpa"
-    mixing = sorted({*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - ATTENTION_LAYERS)
+    mixing = sorted(
+        {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - ATTENTION_LAYERS
+    )
     return f"its layers of kind {mixing[0]} mix tokens without attention" if mixing else ""
 
 
 def needs_mask(model: Any) -> str:
     """Why its attention takes a mask and not the lengths of documents, by the model's class and config; empty where lengths will do."""
     module = sys.modules.get(type(model).__module__)
-    if not getattr(model, "_supports_attention_backend", False) or not hasattr(module, "eager_attention_forward"):
+    if not getattr(model, "_supports_attention_backend", False) or not hasattr(
+        module, "eager_attention_forward"
+    ):
         return "its attention does not go through transformers' attention interface"
-    if getattr(model.config, "vision_config", None) is not None or getattr(model.config, "is_encoder_decoder", False):
+    if getattr(model.config, "vision_config", None) is not None or getattr(
+        model.config, "is_encoder_decoder", False
+    ):
         return "it is no model of text alone"
-    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - {"full_attention", "sliding_attention", "attention"}
+    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - {
+        "full_attention",
+        "sliding_attention",
+        "attention",
+    }
     return f"it has layers of kind {min(kinds)}" if kinds else ""
 
 
@@ -104,7 +132,9 @@ def counted(model: Any) -> dict[str, Any]:
         "frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
         "batch_norms": sum(isinstance(module, BatchNorm) for module in model.modules()),
         "classes": frozenset(type(module).__name__ for module in model.modules()),
-        "block_parameters": tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else (),
+        "block_parameters": tuple(sum(p.numel() for p in block.parameters()) for block in found[1])
+        if found
+        else (),
         "block_weights": block_weights,
         "end_weights": end_weights,
         "recomputes": bool(getattr(model, "supports_gradient_checkpointing", False)),
@@ -120,7 +150,9 @@ def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weigh
     rest: list[Weight] = []
     modules, passed = dict(model.named_modules()), False
     ends = (None, None) if reads_images(model) else vocabulary(model)
-    embedding, head = (None if layer is None else getattr(whole_layer(layer), "weight", None) for layer in ends)
+    embedding, head = (
+        None if layer is None else getattr(whole_layer(layer), "weight", None) for layer in ends
+    )
     of_both_ends = set[int]()
     if embedding is not None and embedding is head:
         of_both_ends.add(id(embedding))
@@ -137,9 +169,19 @@ def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weigh
         owners = tuple(type(module).__name__ for module in around[depth or 0 :])
         if depth is not None:
             block, passed = of_blocks[inside[id(around[depth])]], True
-            block.append(Weight(".".join([*path[depth + 1 :], last]), shape, parameter.requires_grad, style, owners))
+            block.append(
+                Weight(
+                    ".".join([*path[depth + 1 :], last]),
+                    shape,
+                    parameter.requires_grad,
+                    style,
+                    owners,
+                )
+            )
         else:
-            place: Place = "both" if id(parameter) in of_both_ends else "after" if passed else "before"
+            place: Place = (
+                "both" if id(parameter) in of_both_ends else "after" if passed else "before"
+            )
             rest.append(Weight(name, shape, parameter.requires_grad, style, owners, place))
     same: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
     return tuple(same.setdefault(block, block) for block in map(tuple, of_blocks)), tuple(rest)
@@ -168,7 +210,9 @@ def tower_flops(model: Any) -> float:
     trainable = any(p.requires_grad for p in tower.parameters())
     for name, parameter in tower.named_parameters():
         times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else patches
-        total += times * parameter.numel() * (6 if parameter.requires_grad else 4 if trainable else 2)
+        total += (
+            times * parameter.numel() * (6 if parameter.requires_grad else 4 if trainable else 2)
+        )
     return total
 
 
@@ -179,7 +223,12 @@ def _styles(model: Any) -> dict[int, str]:
     if reads_images(model) or not (plan := tensor_plan(model)):
         return experts
     modules, (embedding, head) = dict(model.named_modules()), vocabulary(model)
-    styles = {id(layer): style for name, style in plan.items() if name in modules for layer in cut_layers(modules[name], style)}
+    styles = {
+        id(layer): style
+        for name, style in plan.items()
+        if name in modules
+        for layer in cut_layers(modules[name], style)
+    }
     if head is not None:
         styles[id(whole_layer(head))] = "head"
     return styles | experts | {id(whole_layer(embedding)): "embedding"}
@@ -207,38 +256,76 @@ def tensor_plan(model: Any) -> dict[str, str]:
     names = [name for name, module in model.named_modules() if module not in by_vocabulary]
     names += [name for name, _ in model.named_parameters()]
     styles = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names}
-    own = {} if plan else OWN_PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), {})
-    if own or not hasattr(model, "get_input_embeddings"):  # a user's plan may have some of the numbered layers
+    own = (
+        {} if plan else OWN_PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), {})
+    )
+    if own or not hasattr(
+        model, "get_input_embeddings"
+    ):  # a user's plan may have some of the numbered layers
         plan = own or plan
-        styles = {name: next((plan[key] for key in plan if fnmatchcase(name, key)), None) for name in names}
+        styles = {
+            name: next((plan[key] for key in plan if fnmatchcase(name, key)), None)
+            for name in names
+        }
     experts = expert_modules(model) if "moe_tp_experts" in styles.values() else []
-    styles = {name: style for name, style in styles.items() if not any(name.startswith(f"{module}.") for module in experts)}
-    return {name: style for name, style in (styles | dict.fromkeys(experts, "experts")).items() if style is not None}
+    styles = {
+        name: style
+        for name, style in styles.items()
+        if not any(name.startswith(f"{module}.") for module in experts)
+    }
+    return {
+        name: style
+        for name, style in (styles | dict.fromkeys(experts, "experts")).items()
+        if style is not None
+    }
 
 
 # A module of such layers alone gives each rank all that it computes.
-WHOLE_OUTPUTS = {"colwise_gather_output", "colwise_rep", "replicate", "replicated_with_grad_allreduce"}
+WHOLE_OUTPUTS = {
+    "colwise_gather_output",
+    "colwise_rep",
+    "replicate",
+    "replicated_with_grad_allreduce",
+}
 
 
 def regions(model: Any) -> list[str]:
     """The modules whose layers begin with columns of a tensor-parallel plan: attentions and feed-forwards."""
-    starts = (name.rpartition(".")[0] for name, style in tensor_plan(model).items() if style in ROWS_CUT)
+    starts = (
+        name.rpartition(".")[0] for name, style in tensor_plan(model).items() if style in ROWS_CUT
+    )
     return list(dict.fromkeys(starts))
 
 
 def blocks_in_a_row(model: nn.Module) -> dict[str, nn.Module]:
     """Name → block, of those that hand on a stream to each other: members of a list, also where a stage of a pipeline lacks some."""
     found = {id(block) for block in blocks(model)}
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    return {f"{name}.{number}": block for name, members in lists for number, block in members.named_children() if id(block) in found}
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    ]
+    return {
+        f"{name}.{number}": block
+        for name, members in lists
+        for number, block in members.named_children()
+        if id(block) in found
+    }
 
 
 def expert_modules(model: nn.Module) -> list[str]:
     """Names of the modules that hold all experts of a layer, each tensor by their number first."""
 
     def holds(module: Any) -> bool:
-        number, own = getattr(module, "num_experts", None), [p for p in module._parameters.values() if p is not None]
-        return bool(own) and all(p.shape[:1] == (number,) for p in own) and any(p.ndim == 3 for p in own)
+        number, own = (
+            getattr(module, "num_experts", None),
+            [p for p in module._parameters.values() if p is not None],
+        )
+        return (
+            bool(own)
+            and all(p.shape[:1] == (number,) for p in own)
+            and any(p.ndim == 3 for p in own)
+        )
 
     return [name for name, module in model.named_modules() if holds(module)]
 
@@ -255,10 +342,14 @@ def whole_stream(model: Any) -> str:
     for block in blocks_in_a_row(model).values():
         if any(modules[name] is block for name in inside):
             return "the layers of its blocks are in no modules of their own"
-        cut = [modules[name] for name in (*inside, *plan) if name in modules]  # a plan may name single parameters
+        # A plan may name single parameters.
+        cut = [modules[name] for name in (*inside, *plan) if name in modules]
         within = {id(module) for layer in cut for module in layer.modules()} if inside else set()
         for module in block.modules():
-            mixes = any(p is not None and p.ndim > 1 for p in module._parameters.values()) and "Router" not in type(module).__name__
+            mixes = (
+                any(p is not None and p.ndim > 1 for p in module._parameters.values())
+                and "Router" not in type(module).__name__
+            )
             if id(module) not in within and mixes:
                 return f"{type(module).__name__} of its blocks is not cut, and may need whole sequences"
     return ""
@@ -266,7 +357,11 @@ def whole_stream(model: Any) -> str:
 
 def vocabulary(model: Any) -> tuple[Any, Any]:
     """Embedding and head of a Hugging Face model; None for any other module."""
-    return (model.get_input_embeddings(), model.get_output_embeddings()) if hasattr(model, "get_input_embeddings") else (None, None)
+    return (
+        (model.get_input_embeddings(), model.get_output_embeddings())
+        if hasattr(model, "get_input_embeddings")
+        else (None, None)
+    )
 
 
 def is_head_tied(model: Any) -> bool:

@@ -53,7 +53,10 @@ def lay_out(
     config, growth = load_grown(path, model)
     config = _unpacked(with_classes(config, head, labels), model)
     own = model.attention in ("auto", "documents", "varlen")
-    options = {"dtype": dtype or torch.float32, "attn_implementation": None if own else model.attention}
+    options = {
+        "dtype": dtype or torch.float32,
+        "attn_implementation": None if own else model.attention,
+    }
     pretrained = path if model.init == "pretrained" else None
     try:
         built = _without_weights(path, model, config, options, head)
@@ -66,13 +69,19 @@ def lay_out(
         lacking = fresh - files.places.keys()
         if not draws:
             _require_heads(lacking, pretrained)
-        return built, replace(files, rest=Drawn(built, seed, draw_device or device)) if lacking else files
+        return built, replace(
+            files, rest=Drawn(built, seed, draw_device or device)
+        ) if lacking else files
     except Whole as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
     with drawing(seed):
         if pretrained is None:
             remote = {"trust_remote_code": model.trust_remote_code}
-            built = from_hub(path or "model.config", model, lambda: auto_class(config, head).from_config(config, **options, **remote))
+            built = from_hub(
+                path or "model.config",
+                model,
+                lambda: auto_class(config, head).from_config(config, **options, **remote),
+            )
         else:
             built = _pretrained(pretrained, model, config, options, head, draws, growth)
     built = with_head(built, head)
@@ -90,7 +99,9 @@ def build_model(
     checkpoint_keys: frozenset[str] = frozenset(),
 ) -> Any:
     """`lay_out`, filled: the whole model on `device`."""
-    built, source = lay_out(path, model, seed, device, checkpoint_keys=checkpoint_keys, head=head, labels=labels)
+    built, source = lay_out(
+        path, model, seed, device, checkpoint_keys=checkpoint_keys, head=head, labels=labels
+    )
     Values(source, device, seed, checkpoint_keys).fill(built)
     return built
 
@@ -106,7 +117,9 @@ def _unpacked(config: Any, model: ModelConfig) -> Any:
     return config
 
 
-def _without_weights(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head) -> Any:
+def _without_weights(
+    path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head
+) -> Any:
     """The model on the meta device, apart from the buffers that no file holds. Raises Whole if that is not reliable."""
     if type(config).__module__.startswith("transformers_modules"):
         raise Whole("it brings code of its own")
@@ -140,9 +153,14 @@ def _pretrained(
     if growth is not None and growth.added:
         stored = deepcopy(config)
         set_rows(stored, growth.stored)
-    plain, options = options, options | hub_options(path, model) | {"config": stored, "output_loading_info": True}
+    plain, options = (
+        options,
+        options | hub_options(path, model) | {"config": stored, "output_loading_info": True},
+    )
     options |= {"ignore_mismatched_sizes": True} if head not in LM else {}
-    built, report = from_hub(path, model, lambda: cast(Any, auto_class(config, head).from_pretrained(path, **options)))
+    built, report = from_hub(
+        path, model, lambda: cast(Any, auto_class(config, head).from_pretrained(path, **options))
+    )
     if growth is not None and growth.changes_rows:
         grow_whole(built, growth)
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
@@ -151,7 +169,11 @@ def _pretrained(
     if missing := lacking - extra_heads(built):
         first, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         larger = "model.config asks for a larger model than this: take it back, or set model.init: random"
-        raise ModelError(f"has no weights for {first}{more}", where=path, fix=larger if model.config else "name a whole model")
+        raise ModelError(
+            f"has no weights for {first}{more}",
+            where=path,
+            fix=larger if model.config else "name a whole model",
+        )
     _as_laid_out(built, on_meta(config, head, path, model, **plain), path)
     return built
 
@@ -159,7 +181,9 @@ def _pretrained(
 def _as_laid_out(built: Any, laid_out: Any, where: str) -> None:
     """Freeze what the model's own class freezes, such as the bias of a router: as transformers reads weights, all of them learn. Raises
     ModelError where it did not tie what the config ties."""
-    frozen = {name for name, parameter in laid_out.named_parameters() if not parameter.requires_grad}
+    frozen = {
+        name for name, parameter in laid_out.named_parameters() if not parameter.requires_grad
+    }
     read = dict(built.named_parameters(remove_duplicate=False))
     for name in frozen & read.keys():
         read[name].requires_grad_(False)
@@ -172,4 +196,8 @@ def _as_laid_out(built: Any, laid_out: Any, where: str) -> None:
 def _require_heads(lacking: frozenset[str], path: str) -> None:
     if lacking:
         what = f"has no weights for {min(lacking)}, and a frozen model keeps them as they are drawn"
-        raise ModelError(what, where=path, fix="name a model whose head was trained, such as RUN/export of a reward run")
+        raise ModelError(
+            what,
+            where=path,
+            fix="name a model whose head was trained, such as RUN/export of a reward run",
+        )

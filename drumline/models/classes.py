@@ -32,7 +32,10 @@ def is_vision_language(config: Any) -> bool:
     """Whether transformers builds a model of images and text from this config."""
     from drumline.vendor.transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and getattr(config, "vision_config", None) is not None
+    return (
+        config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        and getattr(config, "vision_config", None) is not None
+    )
 
 
 def of_layers(config: Any, key: str) -> list[Any]:
@@ -85,11 +88,21 @@ def reads_images(model: Any) -> bool:
 
 def is_encoder(model: Any) -> bool:
     """Whether the config of a language model makes it a bidirectional encoder, as for BERT. Others are found by trying."""
-    return getattr(model.config, "is_decoder", None) is False and any(getattr(m, "is_decoder", None) is False for m in model.modules())
+    return getattr(model.config, "is_decoder", None) is False and any(
+        getattr(m, "is_decoder", None) is False for m in model.modules()
+    )
 
 
 def bidirectional(model: Any) -> ModelError:
     """The error for next-token training of a model that attends to later tokens."""
-    decoder = "set model.config.is_decoder: true, under which its tokens see those before them alone, or " if is_encoder(model) else ""
+    decoder = (
+        "set model.config.is_decoder: true, under which its tokens see those before them alone, or "
+        if is_encoder(model)
+        else ""
+    )
     what = f"{type(model).__name__} reads in both directions: each token would see the next one, which it is to predict"
-    return ModelError(what, where="model", fix=f"{decoder}use algorithm: classify, or name a causal language model")
+    return ModelError(
+        what,
+        where="model",
+        fix=f"{decoder}use algorithm: classify, or name a causal language model",
+    )

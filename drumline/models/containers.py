@@ -17,7 +17,10 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
     """The same with every tensor changed, in what torch knows (dictionaries, lists, tuples), other mappings, and dataclasses. Any other
     object stays as it is."""
-    return tree_map(lambda value: change(value) if isinstance(value, torch.Tensor) else _within(change, value), values)
+    return tree_map(
+        lambda value: change(value) if isinstance(value, torch.Tensor) else _within(change, value),
+        values,
+    )
 
 
 def _within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -25,10 +28,16 @@ def _within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, MutableMapping):
         held = dict(value)
     elif is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
+        held = {
+            field.name: getattr(value, field.name)
+            for field in fields(value)
+            if hasattr(value, field.name)
+        }
     else:
         return value
-    changed = {key: new for key, old in held.items() if (new := each_tensor(change, old)) is not old}
+    changed = {
+        key: new for key, old in held.items() if (new := each_tensor(change, old)) is not old
+    }
     made = copy.copy(value) if changed else value
     for key, new in changed.items():
         if isinstance(value, MutableMapping):
@@ -46,4 +55,6 @@ def lowered(values: Any, precision: str) -> Any:
 
 def precise(values: Any) -> Any:
     """The same with floating-point tensors of less than 32 bits in fp32."""
-    return each_tensor(lambda t: t.float() if t.is_floating_point() and t.itemsize < 4 else t, values)
+    return each_tensor(
+        lambda t: t.float() if t.is_floating_point() and t.itemsize < 4 else t, values
+    )

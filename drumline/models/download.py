@@ -21,7 +21,12 @@ def download(path: str | None, model: ModelConfig, on_progress: OnProgress) -> N
     from huggingface_hub import snapshot_download
 
     bar = _bar(f"download {path}, MiB", on_progress)
-    options: dict[str, Any] = {"allow_patterns": [*FILES], "ignore_patterns": [*LEFT_OUT], "revision": model.revision, "tqdm_class": bar}
+    options: dict[str, Any] = {
+        "allow_patterns": [*FILES],
+        "ignore_patterns": [*LEFT_OUT],
+        "revision": model.revision,
+        "tqdm_class": bar,
+    }
     from_hub(path, model, lambda: snapshot_download(path, **options))
 
 
@@ -38,7 +43,9 @@ def _bar(phase: str, on_progress: OnProgress) -> Any:
         def update(self, n: float | None = 1) -> bool | None:
             nonlocal most
             shown = super().update(n)
-            if self.unit == "B" and self.n > most:  # of what comes and what is written, whichever is further
+            if (
+                self.unit == "B" and self.n > most
+            ):  # of what comes and what is written, whichever is further
                 most = self.n
                 on_progress(phase, int(most) // MIB, int(self.total or 0) // MIB or None)
             return shown

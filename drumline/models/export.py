@@ -29,7 +29,14 @@ from drumline.hardware.detect import free_bytes
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
-from drumline.models.files import OnProgress, beside, find_file, quiet, tokenizer_folder, weights_digest
+from drumline.models.files import (
+    OnProgress,
+    beside,
+    find_file,
+    quiet,
+    tokenizer_folder,
+    weights_digest,
+)
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
 from drumline.models.rounding import (
@@ -80,7 +87,9 @@ def export(
     read back as the same model; then `to` is as it was."""
     began = time.time()
     if dtype not in ("auto", *DTYPES):
-        raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=f"one of auto, {', '.join(DTYPES)}")
+        raise EnvironmentFault(
+            f"no dtype {dtype!r}", where="--dtype", fix=f"one of auto, {', '.join(DTYPES)}"
+        )
     plan = plan_of(run_dir, trust)
     base = _base_of(plan) if adapter else None
     checkpoint = _choose(run_dir / "checkpoints", which)
@@ -89,14 +98,20 @@ def export(
     # Attention as a reader of the folder gets it: that of the run may need another device, and rounds differently.
     source = plan.config.model.model_copy(update={"attention": "auto"})
     model = _filled(plan, source, checkpoint, merged=not adapter)
-    value = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name.startswith(f"{VALUE}.")}
+    value = {
+        name: tensor.detach().contiguous()
+        for name, tensor in model.state_dict().items()
+        if name.startswith(f"{VALUE}.")
+    }
     if value:  # it is no part of the language model
         delattr(model, VALUE)
     dtype = _dtype(dtype, plan, adapter)
     trainable, rounding = _round(model, dtype, plan, checkpoint)
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
-    with beside(to, "cannot write", to, "choose a folder on a disk with space, or one that is yours") as temporary:
+    with beside(
+        to, "cannot write", to, "choose a folder on a disk with space, or one that is yours"
+    ) as temporary:
         _require_space(to.parent, trainable)
         _save_reader(plan, source, model, temporary)
         if base is not None:
@@ -105,9 +120,16 @@ def export(
             model.save_pretrained(temporary)
         if value:
             save_file(value, temporary / VALUE_FILE)
-        origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
+        origin = {
+            "drumline": __version__,
+            "run": str(run_dir),
+            "checkpoint": checkpoint.name,
+            "step": step,
+            "dtype": dtype,
+        }
         origin |= {"torch": torch.__version__, "transformers": transformers.__version__}
-        origin |= {"labels": [*plan.labels]} if plan.labels else {}  # which PEFT's files have no place for
+        # Which PEFT's files have no place for.
+        origin |= {"labels": [*plan.labels]} if plan.labels else {}
         if source.may_grow and not plan.config.images_alone:
             # A reader of an adapter gives its base as many.
             origin["rows"] = model.get_input_embeddings().weight.shape[0]
@@ -116,7 +138,9 @@ def export(
         expected = _logits(model.float(), plan)
         del model, trainable  # so that the host has only one of the two models in memory
         gc.collect()
-        difference = _require_read_back(_read_back(temporary, base, plan, source), expected, plan, temporary)
+        difference = _require_read_back(
+            _read_back(temporary, base, plan, source), expected, plan, temporary
+        )
         progress("export", 3, 4)
         _share_alike(temporary)
         take_name(temporary, to, temporary.with_name(f"{temporary.name}-old"))
@@ -181,9 +205,15 @@ def exported(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = F
     wanted = (pointed(root, "best") if which == "best" else None) or pointed(root, "latest")
     for name in ("export", "adapter" if adapter else "merged"):
         folder = run_dir / name
-        if (folder / (adapters.CONFIG if adapter else "config.json")).exists() and (folder / PROVENANCE).exists():
-            found = read_object(folder / PROVENANCE, ModelError, f"remove {folder}").get("checkpoint")
-            if wanted is None or found == wanted.name:  # where no checkpoint was kept, the folder is all there is
+        if (folder / (adapters.CONFIG if adapter else "config.json")).exists() and (
+            folder / PROVENANCE
+        ).exists():
+            found = read_object(folder / PROVENANCE, ModelError, f"remove {folder}").get(
+                "checkpoint"
+            )
+            if (
+                wanted is None or found == wanted.name
+            ):  # where no checkpoint was kept, the folder is all there is
                 return folder
     to = run_dir / ("export" if not (run_dir / "export").exists() else name)
     return export(run_dir, to, which, progress, adapter=adapter, trust=trust).path
@@ -206,13 +236,24 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     """The model with a checkpoint's weights in eval mode, adapters injected or merged. The generation config is the original model's."""
     from transformers import GenerationConfig
 
-    path, adapter, seed, head = plan.model_path, plan.config.adapter, plan.config.run.seed, plan.config.head
+    path, adapter, seed, head = (
+        plan.model_path,
+        plan.config.adapter,
+        plan.config.run.seed,
+        plan.config.head,
+    )
     if plan.base is not None and weights_digest(path) not in (None, plan.base):
         what = "its frozen weights are not those that the run was trained on top of"
         raise ModelError(what, where=f"model {path}", fix="bring the old ones back")
     # A checkpoint has the trainable weights only: what is frozen is read from the model's files, or drawn again.
-    kept = frozenset(name.removeprefix("model.") for name in read_manifest(checkpoint).tensors if name.startswith("model."))
-    built = build_model(path, model, derive(seed, "weights"), head=head, labels=plan.labels, checkpoint_keys=kept)
+    kept = frozenset(
+        name.removeprefix("model.")
+        for name in read_manifest(checkpoint).tensors
+        if name.startswith("model.")
+    )
+    built = build_model(
+        path, model, derive(seed, "weights"), head=head, labels=plan.labels, checkpoint_keys=kept
+    )
     freeze(built, model.freeze)
     if isinstance(adapter, LoRAConfig):
         adapters.inject(built, adapter, seed)
@@ -254,7 +295,9 @@ def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> N
     """Save the tokenizer or image processor. With a chat template of its own the model also ends texts where that ends an answer."""
     config = module.config
     if plan.config.images_alone:
-        load_processor(plan.model_path, model, config, getattr(plan.config.algorithm, "image_size", None)).save_pretrained(folder)
+        load_processor(
+            plan.model_path, model, config, getattr(plan.config.algorithm, "image_size", None)
+        ).save_pretrained(folder)
         return
     tokenizer = load_tokenizer(plan.model_path, model)
     if plan.config.head not in LM:
@@ -263,7 +306,10 @@ def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> N
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(_padding(tokenizer))
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     tokenizer.save_pretrained(folder)
-    if model.chat_template is not None and (generation := getattr(module, "generation_config", None)) is not None:
+    if (
+        model.chat_template is not None
+        and (generation := getattr(module, "generation_config", None)) is not None
+    ):
         ends = generation.eos_token_id
         ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if more := sorted(end_ids(tokenizer) - set(ends)):
@@ -286,10 +332,16 @@ def _padding(tokenizer: Any) -> int:
 def _base_of(plan: Plan) -> str:
     """The base model of the adapter, by its folder or id. Raises ModelError if it has none."""
     if plan.config.adapter.kind != "lora":
-        raise ModelError("this run has no adapter", where=plan.run_dir, fix="export the whole model: leave --adapter out")
+        raise ModelError(
+            "this run has no adapter",
+            where=plan.run_dir,
+            fix="export the whole model: leave --adapter out",
+        )
     if plan.model_path is None or not plan.config.model.as_published:
         what = "the frozen model of this run lies in no folder that a reader could lay the adapter over"
-        raise ModelError(what, where=plan.run_dir, fix="export the merged model: leave --adapter out")
+        raise ModelError(
+            what, where=plan.run_dir, fix="export the merged model: leave --adapter out"
+        )
     return plan.model_path
 
 
@@ -305,18 +357,28 @@ def plan_of(run_dir: Path, trust: bool) -> Plan:
     path = run_dir / "plan.json"
     if not path.exists():
         what = "not a run folder: it has no plan.json"
-        raise CheckpointError(what, where=str(run_dir), fix="name the folder that `drumline train` printed")
+        raise CheckpointError(
+            what, where=str(run_dir), fix="name the folder that `drumline train` printed"
+        )
     plan = Plan.load(path, trust)
     if plan.config.plain:
         fix = "its weights are in export/model.safetensors of the run, where checkpoint.export is not none; drumline.load gives the module"
-        raise ModelError("a module of your own is no Hugging Face model", where=str(run_dir), fix=fix)
+        raise ModelError(
+            "a module of your own is no Hugging Face model", where=str(run_dir), fix=fix
+        )
     model = plan.config.model.model_copy(update={"trust_remote_code": trust})
     return plan.model_copy(update={"config": plan.config.model_copy(update={"model": model})})
 
 
 def _choose(root: Path, which: Which) -> Path:
     """The checkpoint to read. Raises CheckpointError; only `last` skips damaged ones."""
-    path = root / folder_name(which) if isinstance(which, int) else pointed(root, "best") if which == "best" else None
+    path = (
+        root / folder_name(which)
+        if isinstance(which, int)
+        else pointed(root, "best")
+        if which == "best"
+        else None
+    )
     if path is not None:
         check(path, verify=True, alone=True)
         return path
@@ -330,8 +392,16 @@ def _choose(root: Path, which: Which) -> Path:
 
 def _require_free(to: Path) -> None:
     """Raises EnvironmentFault unless `to` is empty or holds an older export."""
-    if to.exists() and any(to.iterdir() if to.is_dir() else [to]) and not (to / PROVENANCE).exists():
-        raise EnvironmentFault("holds something that is not an export of Drumline", where=str(to), fix="name another folder with --to")
+    if (
+        to.exists()
+        and any(to.iterdir() if to.is_dir() else [to])
+        and not (to / PROVENANCE).exists()
+    ):
+        raise EnvironmentFault(
+            "holds something that is not an export of Drumline",
+            where=str(to),
+            fix="name another folder with --to",
+        )
 
 
 def _require_space(folder: Path, trainable: list[Any]) -> None:
@@ -355,15 +425,22 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
     quiet()
     head: Head = "lm" if plan.config.head in LM else plan.config.head
     if base is not None:
-        return adapters.read_over(build_model(base, model, seed=0, head=head, labels=plan.labels), folder)
+        return adapters.read_over(
+            build_model(base, model, seed=0, head=head, labels=plan.labels), folder
+        )
     # The folder has a config, a tokenizer and rows of its own.
     own = model.model_copy(update={"config": {}, "tokenizer": None, "new_tokens": ()})
     config = load_config(str(folder), own)
     found = tuple(config.id2label.get(index) for index in range(len(plan.labels)))
     if found != plan.labels:
-        raise DrumlineError(f"the folder names the classes otherwise: {list(found)}", where=str(folder))
+        raise DrumlineError(
+            f"the folder names the classes otherwise: {list(found)}", where=str(folder)
+        )
     return auto_class(config, head).from_pretrained(
-        str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=model.trust_remote_code
+        str(folder),
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=model.trust_remote_code,
     )
 
 
@@ -374,8 +451,15 @@ def _logits(model: Any, plan: Plan) -> Any:
         inputs = {"pixel_values": torch.linspace(-2, 2, grey.numel()).view_as(grey)}
     else:
         text = model.config.get_text_config()
-        ids_BT = torch.arange(min(16, getattr(text, "max_position_embeddings", None) or 16))[None] % text.vocab_size
-        inputs = probe(model, ids_BT).inputs() if is_vision_language(model.config) else {"input_ids": ids_BT}
+        ids_BT = (
+            torch.arange(min(16, getattr(text, "max_position_embeddings", None) or 16))[None]
+            % text.vocab_size
+        )
+        inputs = (
+            probe(model, ids_BT).inputs()
+            if is_vision_language(model.config)
+            else {"input_ids": ids_BT}
+        )
     with torch.no_grad():
         return model.eval()(**inputs).logits
 

@@ -47,12 +47,18 @@ class Outputs:
     bias_V: torch.Tensor | None = None
     logits_BTV: torch.Tensor | None = None
     part: VocabularyPart | None = None
-    sequence: SequencePart | None = None  # context parallel: the tensors above are of this part of the sequences
+    sequence: SequencePart | None = (
+        None  # context parallel: the tensors above are of this part of the sequences
+    )
     score: nn.Linear | None = None
     logits_BC: torch.Tensor | None = None  # of a classifier: C classes for each of B samples
-    router_logits: Sequence[torch.Tensor] = ()  # with a router loss: for each layer [B × T, E] of this part
+    router_logits: Sequence[
+        torch.Tensor
+    ] = ()  # with a router loss: for each layer [B × T, E] of this part
     fused: bool = False  # by Liger's kernel, where the head is whole
-    targets: tuple[torch.Tensor, torch.Tensor] | None = None  # the batch's, and the places in this part of those that are learned, int64[M]
+    targets: tuple[torch.Tensor, torch.Tensor] | None = (
+        None  # the batch's, and the places in this part of those that are learned, int64[M]
+    )
 
     def class_logits(self) -> torch.Tensor:
         """float[B, C]: a classifier's logits, whole on every rank that shares the samples."""
@@ -80,7 +86,9 @@ class Outputs:
             loss_sum = linear_summed_loss(*self._head(), targets_N, chunk, self.part, learned_M)
         return loss_sum if self.sequence is None else self.sequence.total(loss_sum)
 
-    def cross_entropy(self, targets_BT: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def cross_entropy(
+        self, targets_BT: torch.Tensor, chunk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `summed_loss`, and bool[B, T]: whether the first choice is the target."""
         mine = self._cut(targets_BT)
         if self.logits_BTV is not None:
@@ -89,7 +97,9 @@ class Outputs:
             loss_sum, correct_N = kernels.linear_cross_entropy(*self._head(), mine.reshape(-1))
         else:
             learned_M = self._learned(targets_BT)
-            loss_sum, correct_N = linear_cross_entropy(*self._head(), mine.reshape(-1), chunk, self.part, learned_M)
+            loss_sum, correct_N = linear_cross_entropy(
+                *self._head(), mine.reshape(-1), chunk, self.part, learned_M
+            )
         correct = self._whole(correct_N.view_as(mine))
         return loss_sum if self.sequence is None else self.sequence.total(loss_sum), correct
 
@@ -97,23 +107,37 @@ class Outputs:
         """Whether Liger's kernel makes the loss of hidden states."""
         return self.fused and self.part is None and chunk > 0
 
-    def log_probs(self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False) -> Answers:
+    def log_probs(
+        self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False
+    ) -> Answers:
         """log softmax(logits / temperature)[target], fp32[B, T], 0 where the target is −100; and with `entropy` that of the distribution,
         in nats, 0 in the same places. Both are differentiable. `chunk` as in `cross_entropy`."""
         mine, learned_M = self._cut(targets_BT), self._learned(targets_BT)
         if self.logits_BTV is not None:
-            chosen_N, entropy_N = log_probs(self.logits_BTV.flatten(0, 1), mine.reshape(-1), temperature, entropy, learned_M)
+            chosen_N, entropy_N = log_probs(
+                self.logits_BTV.flatten(0, 1), mine.reshape(-1), temperature, entropy, learned_M
+            )
         else:
-            chosen_N, entropy_N = linear_log_probs(*self._head(), mine.reshape(-1), chunk, temperature, entropy, self.part, learned_M)
-        return self._whole(chosen_N.view_as(mine)), None if entropy_N is None else self._whole(entropy_N.view_as(mine))
+            chosen_N, entropy_N = linear_log_probs(
+                *self._head(), mine.reshape(-1), chunk, temperature, entropy, self.part, learned_M
+            )
+        return self._whole(chosen_N.view_as(mine)), None if entropy_N is None else self._whole(
+            entropy_N.view_as(mine)
+        )
 
     def values(self) -> torch.Tensor:
         """fp32[B, T]: the number of the score head, or of the value head of a policy, for each token. Computed in fp32."""
-        assert self.hidden_BTD is not None and self.score is not None, "the model has a head for this"
+        assert self.hidden_BTD is not None and self.score is not None, (
+            "the model has a head for this"
+        )
         weight, bias = self.score.weight, self.score.bias
         precise = torch.promote_types(self.hidden_BTD.dtype, torch.float32)
         with torch.autocast(self.hidden_BTD.device.type, enabled=False):
-            values_BT1 = functional.linear(self.hidden_BTD.to(precise), weight.to(precise), None if bias is None else bias.to(precise))
+            values_BT1 = functional.linear(
+                self.hidden_BTD.to(precise),
+                weight.to(precise),
+                None if bias is None else bias.to(precise),
+            )
         return self._whole(values_BT1.squeeze(-1))
 
     def _head(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -137,7 +161,10 @@ def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     if (scores := score_parts(model)) is not None:
         return scores
     has_tower = getattr(model.config, "vision_config", None) is not None
-    trunk, head = model.base_model if has_tower else model.get_decoder(), model.get_output_embeddings()
+    trunk, head = (
+        model.base_model if has_tower else model.get_decoder(),
+        model.get_output_embeddings(),
+    )
     if trunk is None or trunk is model or not isinstance(head, nn.Linear):
         return None
     return trunk, head
@@ -177,7 +204,9 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
         changed_BT = ids_BT.clone()
         changed_BT[:, -1] = ids_BT[:, 0]
-        first, other = (small(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (ids_BT, changed_BT))
+        first, other = (
+            small(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (ids_BT, changed_BT)
+        )
         if not close(first, other):
             raise bidirectional(model)
         if not packed:
@@ -185,7 +214,9 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
         positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
         with attending(small, Tokens(ids_BT, positions, documents=((4, 4),))) as inputs:
             behind = small(**inputs, use_cache=False).logits[:, 4:]
-        alone = small(input_ids=ids_BT[:, 4:], position_ids=positions[:, 4:], use_cache=False).logits
+        alone = small(
+            input_ids=ids_BT[:, 4:], position_ids=positions[:, 4:], use_cache=False
+        ).logits
         return close(behind, alone)
 
     if not try_small(model, device, trial):
@@ -198,9 +229,14 @@ def shares_prompts(model: Any, device: str) -> bool:
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
         positions_BT = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4]], device=ids_BT.device)
-        with attending(small, Tokens(ids_BT, positions_BT, documents=((4, 3, 1),), branches=True)) as inputs:
+        with attending(
+            small, Tokens(ids_BT, positions_BT, documents=((4, 3, 1),), branches=True)
+        ) as inputs:
             both = small(**inputs, use_cache=False).logits
-        rows = [small(input_ids=ids, use_cache=False).logits for ids in (ids_BT[:, :7], ids_BT[:, [0, 1, 2, 3, 7]])]
+        rows = [
+            small(input_ids=ids, use_cache=False).logits
+            for ids in (ids_BT[:, :7], ids_BT[:, [0, 1, 2, 3, 7]])
+        ]
         return close(both, torch.cat([rows[0], rows[1][:, 4:]], 1))
 
     return by_documents(model) and not trains_router(model) and try_small(model, device, trial)
@@ -214,7 +250,12 @@ def any_batch(model: Any, device: Any, side: int | None = None) -> Any:
     return probe(model, torch.zeros((1, 8), dtype=torch.int64, device=device))
 
 
-def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, sequence: SequencePart | None = None) -> Outputs:
+def outputs(
+    model: Any,
+    batch: Any,
+    parts: tuple[nn.Module, nn.Linear] | None,
+    sequence: SequencePart | None = None,
+) -> Outputs:
     """The outputs of a model for a batch, or for this rank's part. Documents are kept apart by their lengths (`models.attention`), or else
     by the block-diagonal mask that transformers makes from positions, which restart at each document of a pack. Prompts that rows have in
     common run once where that was found to be the same (`shares_prompts`)."""
@@ -227,13 +268,28 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
             # The head's input is the hidden states of a model whose logits are more than its head over its trunk. The hook comes before
             # that of tensor parallelism, which makes the input a DTensor.
             note = lambda _module, inputs: seen.append(inputs[0])  # noqa: E731
-            hooks.enter_context(model.get_output_embeddings().register_forward_pre_hook(note, prepend=True))
-        shared = getattr(batch, "shared", None) if parts and sequence is None and getattr(model, "_drumline_shares", False) else None
+            hooks.enter_context(
+                model.get_output_embeddings().register_forward_pre_hook(note, prepend=True)
+            )
+        shared = (
+            getattr(batch, "shared", None)
+            if parts and sequence is None and getattr(model, "_drumline_shares", False)
+            else None
+        )
         inputs = hooks.enter_context(attending(model, shared or batch, sequence))
         inputs |= {"output_router_logits": True} if trains_router(model) else {}
         made = (model if parts is None else parts[0])(**inputs, use_cache=False)
-    fused, routers = getattr(model, "_drumline_fused", False), getattr(made, "router_logits", None) or ()
-    known = Outputs(score=score, sequence=sequence, router_logits=routers, fused=fused, targets=_known_targets(batch, sequence))
+    fused, routers = (
+        getattr(model, "_drumline_fused", False),
+        getattr(made, "router_logits", None) or (),
+    )
+    known = Outputs(
+        score=score,
+        sequence=sequence,
+        router_logits=routers,
+        fused=fused,
+        targets=_known_targets(batch, sequence),
+    )
     if parts is None:
         return replace(known, logits_BTV=made.logits, hidden_BTD=seen[0] if seen else None)
     hidden_BTD = made.last_hidden_state
@@ -249,11 +305,20 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
         return replace(known, weight_VD=weight, bias_V=bias)
-    part = VocabularyPart(weight.device_mesh.get_group(), first_row(weight.shape[0], weight.device_mesh))
-    return replace(known, weight_VD=weight.to_local(), bias_V=bias.to_local() if isinstance(bias, DTensor) else bias, part=part)
+    part = VocabularyPart(
+        weight.device_mesh.get_group(), first_row(weight.shape[0], weight.device_mesh)
+    )
+    return replace(
+        known,
+        weight_VD=weight.to_local(),
+        bias_V=bias.to_local() if isinstance(bias, DTensor) else bias,
+        part=part,
+    )
 
 
-def _known_targets(batch: Any, sequence: SequencePart | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _known_targets(
+    batch: Any, sequence: SequencePart | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return a batch's targets and the places of those that are learned, in this rank's part; None where the host has not counted them."""
     learned_M = getattr(batch, "learned_M", None)
     if learned_M is None:

@@ -32,7 +32,14 @@ from drumline.models.blocks import (
     whole_sequences,
     whole_stream,
 )
-from drumline.models.classes import LM, auto_class, bidirectional, is_encoder, is_vision_language, of_layers
+from drumline.models.classes import (
+    LM,
+    auto_class,
+    bidirectional,
+    is_encoder,
+    is_vision_language,
+    of_layers,
+)
 from drumline.models.cut_trial import try_cut
 from drumline.models.files import check_counts, check_folder, from_hub, hub_options
 from drumline.models.freeze import freeze
@@ -55,7 +62,12 @@ STREAM_DROPOUTS = (
 )
 # Keys that a model reads, though the class of its config does not declare them.
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
-_NOT_TAKEN = "transformers does not take this", "model.config", ModelError, "mend the values under model.config"
+_NOT_TAKEN = (
+    "transformers does not take this",
+    "model.config",
+    ModelError,
+    "mend the values under model.config",
+)
 
 
 def load_config(path: str | None, model: ModelConfig) -> Any:
@@ -90,7 +102,9 @@ def stored_config(path: str | None, model: ModelConfig) -> Any:
 
         def make() -> Any:
             options = hub_options(path, model)
-            check_counts(PreTrainedConfig.get_config_dict(path, **options)[0], f"{path}: config.json")
+            check_counts(
+                PreTrainedConfig.get_config_dict(path, **options)[0], f"{path}: config.json"
+            )
             return AutoConfig.from_pretrained(path, **options)
 
         return _lay_over(from_hub(path, model, make, "its config.json"), model.config)
@@ -98,12 +112,16 @@ def stored_config(path: str | None, model: ModelConfig) -> Any:
     kind = values.get("model_type")
     if kind is None:
         what = "neither an id nor a config with model_type"
-        raise ModelError(what, where="model", fix="set model.id, model.shape, or model.config.model_type")
+        raise ModelError(
+            what, where="model", fix="set model.id, model.shape, or model.config.model_type"
+        )
     try:
         config = AutoConfig.for_model(kind)
     except (ValueError, TypeError):
         what = f"transformers knows no model_type {kind!r}"
-        raise ModelError(what, where="model.config.model_type", fix="use one such as llama, qwen3 or gpt2") from None
+        raise ModelError(
+            what, where="model.config.model_type", fix="use one such as llama, qwen3 or gpt2"
+        ) from None
     values = {key: value for key, value in values.items() if key != "model_type"}
     _require_known(config, values)
     with judged(*_NOT_TAKEN):
@@ -129,7 +147,10 @@ def _lay_over(config: Any, values: dict[str, Any]) -> Any:
             setattr(config, key, value)
         if followed and "head_dim" not in values:
             config.head_dim = config.hidden_size // config.num_attention_heads
-        kinds, layers = getattr(config, "layer_types", None), getattr(config, "num_hidden_layers", None)
+        kinds, layers = (
+            getattr(config, "layer_types", None),
+            getattr(config, "num_hidden_layers", None),
+        )
         if kinds and layers and "layer_types" not in values:
             config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
         if hasattr(config, "validate"):
@@ -140,13 +161,27 @@ def _lay_over(config: Any, values: dict[str, Any]) -> Any:
 def _require_known(config: Any, values: dict[str, Any]) -> None:
     """Raises ModelError for an unknown key. transformers takes any key silently, so a typing error would train another model."""
     for key in values:
-        if of_layers(config, key) == [None] and not hasattr(config, key) and key not in UNDECLARED.get(config.model_type, ()):
+        if (
+            of_layers(config, key) == [None]
+            and not hasattr(config, key)
+            and key not in UNDECLARED.get(config.model_type, ())
+        ):
             guess = nearest(key, [name for name in config.to_dict() if not name.startswith("_")])
             fix = f"did you mean {guess}?" if guess else "see the model's config.json for its keys"
-            raise ModelError(f"the config of {config.model_type} has no key {key!r}", where=f"model.config.{key}", fix=fix)
+            raise ModelError(
+                f"the config of {config.model_type} has no key {key!r}",
+                where=f"model.config.{key}",
+                fix=fix,
+            )
 
 
-def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head = "lm", frozen_names: Sequence[str] = ()) -> ModelFacts:
+def facts(
+    config: Any,
+    length: int,
+    adapter: Adapter | None = None,
+    head: Head = "lm",
+    frozen_names: Sequence[str] = (),
+) -> ModelFacts:
     """Sizes of the model that a config describes, built on the meta device: no memory, no weights. `length`: tokens of a training row.
     `adapter`: injected first; raises ModelError if its targets are not in the model. `head` image: `length` is the side of a square image,
     and a training row counts as one token. `frozen_names`: see `models.freeze`; parameters without requires_grad are frozen.
@@ -171,25 +206,44 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
         return _facts_of_text(model, length, head)
 
 
-def on_meta(config: Any, head: Head = "lm", path: str = "model.config", source: ModelConfig | None = None, **options: Any) -> Any:
+def on_meta(
+    config: Any,
+    head: Head = "lm",
+    path: str = "model.config",
+    source: ModelConfig | None = None,
+    **options: Any,
+) -> Any:
     """The model of a config, without memory. `path`, `source`: its origin, for errors. `options`: of `from_config`. Raises ModelError."""
     # A class of the model's own code: loading this config required the agreement to run that.
     remote = type(config).__module__.startswith("transformers_modules")
     with _judged(config):
         with torch.device("meta"):
             make = auto_class(config, head).from_config
-            model: Any = from_hub(path, source or ModelConfig(), lambda: make(config, trust_remote_code=remote, **options))
+            model: Any = from_hub(
+                path,
+                source or ModelConfig(),
+                lambda: make(config, trust_remote_code=remote, **options),
+            )
         for tensor in model.state_dict(keep_vars=True).values():
-            if not tensor.is_meta:  # its class makes it by what takes no notice of the device, such as torch.normal
+            if (
+                not tensor.is_meta
+            ):  # its class makes it by what takes no notice of the device, such as torch.normal
                 there = torch.empty_like(tensor, device="meta")
                 weight = isinstance(tensor, torch.nn.Parameter)
-                torch.utils.swap_tensors(tensor, torch.nn.Parameter(there, tensor.requires_grad) if weight else there)
+                torch.utils.swap_tensors(
+                    tensor, torch.nn.Parameter(there, tensor.requires_grad) if weight else there
+                )
         return with_head(model, head)
 
 
 def _judged(config: Any) -> AbstractContextManager[None]:
     place = getattr(config, "name_or_path", None) or "model.config"
-    return judged("its config describes no model that can be built", f"{place}", ModelError, "mend its config.json")
+    return judged(
+        "its config describes no model that can be built",
+        f"{place}",
+        ModelError,
+        "mend its config.json",
+    )
 
 
 def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
@@ -197,28 +251,50 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if getattr(text, key, None) is None:
             what = f"the shapes of {type(model).__name__} are not known: its config has no {key}"
-            raise ModelError(what, where="model", fix="give a model with a transformer's layers and heads")
+            raise ModelError(
+                what, where="model", fix="give a model with a transformer's layers and heads"
+            )
     outside = counts["parameters"] - sum(counts["block_parameters"])
     embedding = whole_layer(model.get_input_embeddings()).weight
     output_head = model.get_output_embeddings()
     tied = is_head_tied(model)
-    layers, hidden, heads = int(text.num_hidden_layers), int(text.hidden_size), int(text.num_attention_heads)
+    layers, hidden, heads = (
+        int(text.num_hidden_layers),
+        int(text.hidden_size),
+        int(text.num_attention_heads),
+    )
     width = heads * max(int(size or hidden // heads) for size in of_layers(text, "head_dim"))
-    tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
-    at_end = {id(p): p for module in (output_head, score_head(model)) if module is not None for p in module.parameters()}.values()
+    tower = (
+        {id(p) for p in vision_tower(model).parameters()}
+        if head in LM and is_vision_language(config)
+        else set()
+    )
+    at_end = {
+        id(p): p
+        for module in (output_head, score_head(model))
+        if module is not None
+        for p in module.parameters()
+    }.values()
     ahead = head == "text" and is_bidirectional(model)
     # Matrix products: the tower works for image tokens alone, and an embedding that is no head is a look-up.
     apart = tower if tied else {*tower, id(embedding)}
-    experts = int(getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1)
+    experts = int(
+        getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    )
     chosen = min(experts, int(getattr(text, "num_experts_per_tok", None) or experts))
     flops = {}
     for name, p in model.named_parameters():
         is_looked_up = ".lora_embedding_A." in name  # a factor with a column for each token
         if id(p) not in apart and not is_looked_up:
             flops[name] = (6 if p.requires_grad else 4) * p.numel()
-    products = sum(number * chosen / experts if ".experts." in name else number for name, number in flops.items())
+    products = sum(
+        number * chosen / experts if ".experts." in name else number
+        for name, number in flops.items()
+    )
     # Where the config has no kind for each layer, one window is that of all of them.
-    all_layers = ["full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"]
+    all_layers = [
+        "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
+    ]
     caps, drops = caps_and_drops(text)
     return ModelFacts(
         **counts,
@@ -230,7 +306,9 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=math.gcd(*(int(number or heads) for number in of_layers(text, "num_key_value_heads"))),
+        kv_heads=math.gcd(
+            *(int(number or heads) for number in of_layers(text, "num_key_value_heads"))
+        ),
         head_dim=width // heads,
         embedding_parameters=outside - sum(p.numel() for p in at_end if p is not embedding),
         head_parameters=sum(p.numel() for p in at_end),
@@ -248,7 +326,11 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         drops_scores=drops,
         experts=experts if expert_modules(model) else 0,
         experts_per_token=chosen if expert_modules(model) else 0,
-        windows=bool({"sliding_attention", "chunked_attention"}.intersection(getattr(text, "layer_types", None) or all_layers)),
+        windows=bool(
+            {"sliding_attention", "chunked_attention"}.intersection(
+                getattr(text, "layer_types", None) or all_layers
+            )
+        ),
         drops_stream=any(getattr(text, key, None) for key in STREAM_DROPOUTS),
     )
 
@@ -259,7 +341,10 @@ def _cuts(model: Any) -> dict[str, Any]:
     return {
         "tp_styles": frozenset(cut.values()),
         # False where the projections of attention are gathered.
-        "tp_cuts_heads": any(style == "colwise" and ("attn" in name or "attention" in name) for name, style in cut.items()),
+        "tp_cuts_heads": any(
+            style == "colwise" and ("attn" in name or "attention" in name)
+            for name, style in cut.items()
+        ),
         "tp_failure": try_cut(model).failure,
         "needs_mask": needs_mask(model),
         "whole_stream": whole_stream(model),
@@ -276,13 +361,19 @@ def _facts_of_images(model: Any, side: int) -> ModelFacts:
     of that size.
     """
     counter = FlopCounterMode(display=False)
-    pixels = torch.empty(1, int(getattr(model.config, "num_channels", 3)), side, side, device="meta")
+    pixels = torch.empty(
+        1, int(getattr(model.config, "num_channels", 3)), side, side, device="meta"
+    )
     try:
         with counter, torch.no_grad():
             model.eval()(pixel_values=pixels)
     except (RuntimeError, ValueError) as error:
-        what = f"{type(model).__name__} does not take images of {side} × {side}: {first_line(error)}"
-        raise ModelError(what, where="algorithm.image_size", fix="use the size that the model was made for") from None
+        what = (
+            f"{type(model).__name__} does not take images of {side} × {side}: {first_line(error)}"
+        )
+        raise ModelError(
+            what, where="algorithm.image_size", fix="use the size that the model was made for"
+        ) from None
     counts = counted(model)
     sizes = getattr(model.config, "hidden_sizes", None)
     return ModelFacts(
@@ -296,11 +387,19 @@ def _facts_of_images(model: Any, side: int) -> ModelFacts:
     )
 
 
-def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model.tokenizer") -> None:
+def check_fits(
+    config: Any, tokenizer: Any, max_length: int, where: str = "model.tokenizer"
+) -> None:
     """Raises ModelError if the tokenizer has more ids than the embedding has rows, or `max_length` exceeds the model's positions."""
     text = config.get_text_config()
-    if not all(isinstance(getattr(text, key, None), kind) for key, kind in (("vocab_size", int), ("max_position_embeddings", int | None))):
-        raise ModelError("vocab_size or max_position_embeddings is no whole number", where=f"{config.name_or_path or 'model'}: config.json")
+    if not all(
+        isinstance(getattr(text, key, None), kind)
+        for key, kind in (("vocab_size", int), ("max_position_embeddings", int | None))
+    ):
+        raise ModelError(
+            "vocab_size or max_position_embeddings is no whole number",
+            where=f"{config.name_or_path or 'model'}: config.json",
+        )
     if len(tokenizer) > text.vocab_size:
         what = f"the tokenizer has {len(tokenizer)} tokens but the embedding only {text.vocab_size} rows"
         fix = "name the tokenizer's folder as model.tokenizer, and the embedding grows"

@@ -100,7 +100,13 @@ def _as_options(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, learned_M: Tensor, *options: Any
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        learned_M: Tensor,
+        *options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         chunk, part, wanted, with_choices = options
         dtype = _product_dtype(hidden_ND)
@@ -210,7 +216,12 @@ def _pieces(
 
 
 def _sums(
-    logits: Tensor, top: Tensor, column: Tensor, is_mine: Tensor | None, part: VocabularyPart | None, entropy: bool = False
+    logits: Tensor,
+    top: Tensor,
+    column: Tensor,
+    is_mine: Tensor | None,
+    part: VocabularyPart | None,
+    entropy: bool = False,
 ) -> Sequence[Tensor]:
     """Of each row, over the whole vocabulary, with d = logit − top: the target's d, Σ exp(d), with `entropy` also Σ exp(d) d. Writes exp(d)
     over the logits, with `entropy` d. `column`, `is_mine`: see `_Piece`."""
@@ -232,10 +243,20 @@ def _sums(
 class _Gradients:
     """The gradients of hidden states, weight and bias of a head, summed over chunks in `precise`; None where `wants` is false."""
 
-    def __init__(self, hidden_ND: Any, weight_VD: Any, bias_V: Any, wants: Sequence[bool], precise: torch.dtype) -> None:
+    def __init__(
+        self,
+        hidden_ND: Any,
+        weight_VD: Any,
+        bias_V: Any,
+        wants: Sequence[bool],
+        precise: torch.dtype,
+    ) -> None:
         self.precise = precise
         tensors = zip((hidden_ND, weight_VD, bias_V), wants, strict=True)
-        self.hidden, self.weight, self.bias = (torch.zeros_like(tensor, dtype=precise) if wanted else None for tensor, wanted in tensors)
+        self.hidden, self.weight, self.bias = (
+            torch.zeros_like(tensor, dtype=precise) if wanted else None
+            for tensor, wanted in tensors
+        )
 
     def add(self, rows: Tensor, grad: Tensor, hidden: Tensor, weight: Tensor, scale: Any) -> None:
         """Add the part of `rows`. `grad`: of logits, [n, V] in `precise`, overwritten. `scale`: a power of two for fp16; None: 1."""
@@ -254,7 +275,9 @@ class _Gradients:
         elif isinstance(scale, Tensor):  # a factor of the product is a number of the host
             self.weight += self._product(low.T, hidden, scale)
         else:
-            torch.addmm(self.weight, low.T, hidden, self.precise, alpha=1 / (scale or 1), out=self.weight)
+            torch.addmm(
+                self.weight, low.T, hidden, self.precise, alpha=1 / (scale or 1), out=self.weight
+            )
 
     def _product(self, a: Tensor, b: Tensor, scale: Any) -> Tensor:
         """a @ b / scale in `precise`, also for factors of 16 bits: rounding to 16 bits would lose, and in fp16 overflow, what fp32 sums
@@ -267,7 +290,9 @@ class _Gradients:
             product = (a @ b).to(self.precise)
         return product if scale is None else product.div_(scale)
 
-    def total(self, part: VocabularyPart | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def total(
+        self, part: VocabularyPart | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(hidden, weight, bias); that of hidden is the sum over the parts of the head. Collective with `part`."""
         if self.hidden is not None and part is not None:
             dist.all_reduce(self.hidden, group=part.group)
@@ -275,16 +300,26 @@ class _Gradients:
 
 
 def log_probs(
-    logits_NV: Tensor, targets_N: Tensor, temperature: float = 1.0, entropy: bool = False, learned_M: Tensor | None = None
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    learned_M: Tensor | None = None,
 ) -> Answers:
     """log softmax(logits / temperature)[target] in fp32, [N], 0 where the target is −100; with `entropy` also that of the distributions
     in nats, 0 in the same places, else None. `learned_M`: as in `linear_cross_entropy`."""
     target_rows = _learned(targets_N) if learned_M is None else learned_M
     logits = logits_NV[target_rows]
-    log_NV = functional.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
+    log_NV = functional.log_softmax(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1
+    )
     empty_N = log_NV.new_zeros(len(targets_N))
-    chosen_N = empty_N.index_copy(0, target_rows, log_NV.gather(1, targets_N[target_rows][:, None]).squeeze(1))
-    return chosen_N, empty_N.index_copy(0, target_rows, -(log_NV.exp() * log_NV).sum(-1)) if entropy else None
+    chosen_N = empty_N.index_copy(
+        0, target_rows, log_NV.gather(1, targets_N[target_rows][:, None]).squeeze(1)
+    )
+    return chosen_N, empty_N.index_copy(
+        0, target_rows, -(log_NV.exp() * log_NV).sum(-1)
+    ) if entropy else None
 
 
 def linear_log_probs(
@@ -311,40 +346,63 @@ def linear_log_probs(
     """
     learned_M = _learned(targets_N) if learned_M is None else learned_M
     if part is None and chunk == 0:
-        return log_probs(functional.linear(hidden_ND, weight_VD, bias_V), targets_N, temperature, entropy, learned_M)
+        return log_probs(
+            functional.linear(hidden_ND, weight_VD, bias_V),
+            targets_N,
+            temperature,
+            entropy,
+            learned_M,
+        )
     chunk = chunk or max(1, len(targets_N))
-    answers: Answers = _LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, targets_N, learned_M, chunk, temperature, entropy, part)
+    answers: Answers = _LinearLogProbs.apply(
+        hidden_ND, weight_VD, bias_V, targets_N, learned_M, chunk, temperature, entropy, part
+    )
     return answers
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, *options: Any) -> Answers:
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        *options: Any,
+    ) -> Answers:
         learned_M, chunk, temperature, entropy, part = options
         dtype = _product_dtype(hidden_ND)
         ctx.dtype, ctx.chunk, ctx.temperature, ctx.part = dtype, chunk, temperature, part
         ctx.set_materialize_grads(False)
         precise = torch.promote_types(dtype, torch.float32)
-        chosen_N, total_N, entropy_N = (torch.zeros(len(targets_N), dtype=precise, device=hidden_ND.device) for _ in range(3))
+        chosen_N, total_N, entropy_N = (
+            torch.zeros(len(targets_N), dtype=precise, device=hidden_ND.device) for _ in range(3)
+        )
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, chunk, part, len(weight)):
                 rows = piece.rows
                 logits = _logits(hidden_ND[rows].to(dtype), weight, bias, temperature)
                 top = _largest(logits, part)
-                chosen, total, *rest = _sums(logits, top, piece.column, piece.is_mine, part, entropy)
+                chosen, total, *rest = _sums(
+                    logits, top, piece.column, piece.is_mine, part, entropy
+                )
                 log_total = total.log()
                 chosen_N[rows] = chosen - log_total
                 total_N[rows] = top + log_total
                 if entropy:
                     entropy_N[rows] = log_total - rest[0] / total
         # Not the cast weight, which would be a copy kept until backward.
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, learned_M, total_N, entropy_N)
+        ctx.save_for_backward(
+            hidden_ND, weight_VD, bias_V, targets_N, learned_M, total_N, entropy_N
+        )
         return chosen_N, entropy_N if entropy else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_chosen_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_chosen_N: Tensor | None, grad_entropy_N: Tensor | None
+    ) -> tuple[Any, ...]:
         hidden_ND, weight_VD, bias_V, targets_N, learned_M, total_N, entropy_N = ctx.saved_tensors
         dtype = ctx.dtype
         grads = _Gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3], total_N.dtype)
@@ -354,14 +412,23 @@ class _LinearLogProbs(torch.autograd.Function):
                 rows = piece.rows
                 hidden = hidden_ND[rows].to(dtype)
                 log_p = _logits(hidden, weight, bias, ctx.temperature).sub_(total_N[rows][:, None])
-                chosen, entropy = (None if grad_N is None else grad_N[rows].to(log_p.dtype) for grad_N in (grad_chosen_N, grad_entropy_N))
-                grad = _grad_logits(log_p, chosen, entropy, entropy_N[rows], piece.column, piece.is_mine).div_(ctx.temperature)
-                grads.add(rows, grad, hidden, weight, _scale(grad) if dtype == torch.float16 else None)
+                chosen, entropy = (
+                    None if grad_N is None else grad_N[rows].to(log_p.dtype)
+                    for grad_N in (grad_chosen_N, grad_entropy_N)
+                )
+                grad = _grad_logits(
+                    log_p, chosen, entropy, entropy_N[rows], piece.column, piece.is_mine
+                ).div_(ctx.temperature)
+                grads.add(
+                    rows, grad, hidden, weight, _scale(grad) if dtype == torch.float16 else None
+                )
         pairs = zip(grads.total(ctx.part), (hidden_ND, weight_VD, bias_V), strict=True)
         return (*(None if grad is None else grad.to(of.dtype) for grad, of in pairs), *[None] * 6)
 
 
-def _cast(weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _cast(
+    weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     return weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
 
 
@@ -379,10 +446,18 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 def _grad_logits(
-    log_p: Tensor, grad_chosen: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor, column: Tensor, is_mine: Tensor | None
+    log_p: Tensor,
+    grad_chosen: Tensor | None,
+    grad_entropy: Tensor | None,
+    entropy: Tensor,
+    column: Tensor,
+    is_mine: Tensor | None,
 ) -> Tensor:
     """The gradient of logits / temperature, [n, V]."""
-    p, chosen = log_p.exp(), (torch.zeros_like(entropy) if grad_chosen is None else grad_chosen)[:, None]
+    p, chosen = (
+        log_p.exp(),
+        (torch.zeros_like(entropy) if grad_chosen is None else grad_chosen)[:, None],
+    )
     if grad_entropy is None:
         grad = p.mul_(-chosen)
     else:

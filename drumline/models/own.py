@@ -19,7 +19,13 @@ from drumline.core.registry import find_function, imported
 from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, ModelError
 from drumline.models.freeze import freeze
-from drumline.models.shards import Values, canonical_tensors, extra_states, has_extra_state, set_extra_states
+from drumline.models.shards import (
+    Values,
+    canonical_tensors,
+    extra_states,
+    has_extra_state,
+    set_extra_states,
+)
 from drumline.models.tape import lay_out_module
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a number
@@ -34,7 +40,14 @@ def own_build(plan: Plan) -> Callable[[], nn.Module]:
 
 def find_builder(model: ModelConfig, base_dir: Path) -> Callable[..., nn.Module]:
     """The function alone. Raises ConfigError where there is none."""
-    return find_function(model.builder or "", "models", base_dir, _where(model), "the model", "install it, or write file.py:function")
+    return find_function(
+        model.builder or "",
+        "models",
+        base_dir,
+        _where(model),
+        "the model",
+        "install it, or write file.py:function",
+    )
 
 
 def _where(model: ModelConfig) -> str:
@@ -47,12 +60,22 @@ def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
     for path, module in model.named_modules():
         if has_extra_state(module) and path not in saved:
             what = f"get_extra_state of {path or 'it'} gives what JSON does not have, so no checkpoint has it"
-            raise ModelError(what, where="model", fix="keep it in buffers: self.register_buffer(name, tensor)")
-        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise ModelError(f"{path or 'it'} has sparse gradients", where="model", fix="they are not averaged: build it with sparse=False")
+            raise ModelError(
+                what, where="model", fix="keep it in buffers: self.register_buffer(name, tensor)"
+            )
+        if getattr(module, "sparse", False) is True and isinstance(
+            module, nn.Embedding | nn.EmbeddingBag
+        ):
+            raise ModelError(
+                f"{path or 'it'} has sparse gradients",
+                where="model",
+                fix="they are not averaged: build it with sparse=False",
+            )
         if cut and getattr(module, "max_norm", None) is not None:
             what = f"max_norm of {path or 'it'} changes a weight in forward, which is lost where weights are cut"
-            raise ModelError(what, where="model", fix="use ddp, or normalise in forward what it returns")
+            raise ModelError(
+                what, where="model", fix="use ddp, or normalise in forward what it returns"
+            )
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if (cut and len(types) > 1) or (deepspeed and torch.float64 in types):
         what = f"weights of {' and '.join(sorted(str(dtype).removeprefix('torch.') for dtype in types))} are not cut"
@@ -62,9 +85,15 @@ def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
         if nn.parameter.is_lazy(parameter):
             what, fix = "has no shape yet", "give the layer its sizes, in place of a lazy one"
         elif parameter.is_complex():
-            what, fix = "is complex", "keep real and imaginary parts in a last dimension of 2, and call torch.view_as_complex in forward"
+            what, fix = (
+                "is complex",
+                "keep real and imaginary parts in a last dimension of 2, and call torch.view_as_complex in forward",
+            )
         elif cut and parameter.ndim == 0:
-            what, fix = "has no dimension to cut it along", "make it a vector of one: torch.ones(1); or use ddp"
+            what, fix = (
+                "has no dimension to cut it along",
+                "make it a vector of one: torch.ones(1); or use ddp",
+            )
         elif cut and not deepspeed and not parameter.is_contiguous():
             what, fix = "is not contiguous", "leave memory_format out of build, or use ddp"
         elif deepspeed and parameter._backward_hooks:
@@ -77,12 +106,19 @@ def require_same(model: nn.Module) -> None:
     """Raises ModelError where ranks have built other weights, such as those of a module that was made before, unseeded. Collective."""
     if not dist.is_initialized():
         return
-    mine = {name: int(weight.detach().reshape(-1).view(BITS[weight.itemsize]).sum()) for name, weight in model.named_parameters()}
+    mine = {
+        name: int(weight.detach().reshape(-1).view(BITS[weight.itemsize]).sum())
+        for name, weight in model.named_parameters()
+    }
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, mine)
     if other := [name for name in mine if any(each.get(name) != mine[name] for each in of_all)]:
         what = f"{other[0]} is not the same on all ranks"
-        raise ModelError(what, where="build", fix="make the module inside of build, which draws from the run's seed")
+        raise ModelError(
+            what,
+            where="build",
+            fix="make the module inside of build, which draws from the run's seed",
+        )
 
 
 def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
@@ -92,7 +128,8 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     if checkpoint is None:
         raise CheckpointError("nothing was saved", where=str(run_dir))
     seed = derive(plan.config.run.seed, "weights")
-    module, source = lay_out_module(own_build(plan), seed, "cpu")  # as ranks do: frozen weights are in no checkpoint
+    # As ranks do: frozen weights are in no checkpoint.
+    module, source = lay_out_module(own_build(plan), seed, "cpu")
     Values(source, "cpu", seed).fill(module)
     freeze(module, plan.config.model.freeze)
     check(checkpoint, verify=True, alone=True)

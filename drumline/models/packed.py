@@ -20,7 +20,11 @@ from torch.nn import functional
 from drumline.core.facts import packs
 from drumline.models.blocks import blocks
 
-BLOCK, GROUP = 64, 256  # entries that share a scale; scales that share another, and entries of 8 bits that share one
+# Entries that share a scale; scales that share another, and entries of 8 bits that share one.
+BLOCK, GROUP = (
+    64,
+    256,
+)
 CODES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334, -0.09105003625154495,
     0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
@@ -39,12 +43,16 @@ class PackedLinear(nn.Module):
         self.turned, self.bias = not isinstance(layer, nn.Linear), layer.bias
         self.shape = torch.Size(layer.weight.shape)
         self.in_features, self.out_features = self.shape if self.turned else self.shape[::-1]
-        self.scales: tuple[torch.Tensor, ...] = ()  # no buffers: DDP would send them before each step
+        self.scales: tuple[
+            torch.Tensor, ...
+        ] = ()  # no buffers: DDP would send them before each step
         width = self.shape[1] * int(bits[0]) // 8 // storage.itemsize
         empty = torch.empty(self.shape[0], width, dtype=storage, device="meta")
         self.packed = nn.Parameter(empty, requires_grad=False)
         if not layer.weight.is_meta:
-            self.packed = nn.Parameter(self.take(layer.weight.detach().float()), requires_grad=False)
+            self.packed = nn.Parameter(
+                self.take(layer.weight.detach().float()), requires_grad=False
+            )
 
     @property
     def weight(self) -> torch.Tensor:
@@ -64,7 +72,9 @@ class PackedLinear(nn.Module):
             values = codes.view(torch.int8).view(-1, GROUP) * self.scales[0][:, None]
             return values.view(self.shape).to(dtype)
         numbers, largest, mean = self.scales
-        wide = functional.pad(_map(codes.device)[numbers.int()], (0, -len(numbers) % GROUP)).view(-1, GROUP)
+        wide = functional.pad(_map(codes.device)[numbers.int()], (0, -len(numbers) % GROUP)).view(
+            -1, GROUP
+        )
         scales = (wide * largest[:, None]).flatten()[: len(numbers)] + mean
         if codes.is_cuda and _has_kernel():
             from bitsandbytes.functional import QuantState, dequantize_4bit
@@ -107,29 +117,50 @@ def pack(model: Any, bits: Bits, storage: torch.dtype) -> None:
     for block in blocks(model) or [model]:
         for owner in list[Any](block.modules()):
             for name, layer in list(owner.named_children()):
-                if isinstance(layer, nn.Linear | Conv1D) and not layer.weight.requires_grad and packs(tuple(layer.weight.shape)):
+                if (
+                    isinstance(layer, nn.Linear | Conv1D)
+                    and not layer.weight.requires_grad
+                    and packs(tuple(layer.weight.shape))
+                ):
                     setattr(owner, name, PackedLinear(layer, bits, storage))
-                    for lengths in () if layer.weight.is_meta else getattr(owner, "lora_magnitude_vector", {}).values():
+                    for lengths in (
+                        ()
+                        if layer.weight.is_meta
+                        else getattr(owner, "lora_magnitude_vector", {}).values()
+                    ):
                         whole = owner.base_layer.weight + owner.get_delta_weight("default")
                         lengths.weight.data.copy_(whole.norm(dim=int(not owner.fan_in_fan_out)))
 
 
 def scales_of(model: nn.Module) -> list[torch.Tensor]:
     """What packed layers keep besides parameters."""
-    return [scale for module in model.modules() if isinstance(module, PackedLinear) for scale in module.scales]
+    return [
+        scale
+        for module in model.modules()
+        if isinstance(module, PackedLinear)
+        for scale in module.scales
+    ]
 
 
 def _four(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Codes, uint8[R, C / 2], the first entry of two in the upper bits; numbers of the map, their fp32 scales, and the mean."""
     blocked = weight.reshape(-1, BLOCK)
     largest = blocked.abs().amax(1)
-    codes = torch.bucketize(blocked / largest.clamp_min(1e-30)[:, None], _between(_table(weight.device)), out_int32=True).to(torch.uint8)
+    codes = torch.bucketize(
+        blocked / largest.clamp_min(1e-30)[:, None], _between(_table(weight.device)), out_int32=True
+    ).to(torch.uint8)
     mean = largest.mean()
     apart = functional.pad(largest - mean, (0, -len(largest) % GROUP)).view(-1, GROUP)
     most = apart.abs().amax(1)
-    numbers = torch.bucketize(apart / most.clamp_min(1e-30)[:, None], _between(_map(weight.device)), out_int32=True).to(torch.uint8)
+    numbers = torch.bucketize(
+        apart / most.clamp_min(1e-30)[:, None], _between(_map(weight.device)), out_int32=True
+    ).to(torch.uint8)
     pairs = codes.view(len(weight), -1, 2)
-    return (pairs[:, :, 0] << 4) | pairs[:, :, 1], (numbers.flatten()[: len(largest)].clone(), most, mean)
+    return (pairs[:, :, 0] << 4) | pairs[:, :, 1], (
+        numbers.flatten()[: len(largest)].clone(),
+        most,
+        mean,
+    )
 
 
 def _eight(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

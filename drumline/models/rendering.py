@@ -26,9 +26,26 @@ MOST_MADE = 2**30  # of all larger values together
 MOST_SOURCE = 2**20  # characters of a template; the longest have 20,000
 MOST_WIDTH = 10**5  # of padding, indents, repetitions and digits
 # Filters and methods of texts whose result may be much larger: by a number, a format, or by joining.
-_GROWING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "truncate", "tojson", "round", "batch", "slice"}
+_GROWING = {
+    "center",
+    "ljust",
+    "rjust",
+    "zfill",
+    "expandtabs",
+    "indent",
+    "truncate",
+    "tojson",
+    "round",
+    "batch",
+    "slice",
+}
 _GROWING |= {"sum", "format", "format_map", "replace", "join", "strftime_now"}
-_SLOW = ("wordwrap", "urlize", "striptags")  # their time is quadratic in the text; no conversation needs them
+# Their time is quadratic in the text; no conversation needs them.
+_SLOW = (
+    "wordwrap",
+    "urlize",
+    "striptags",
+)
 _WIDE = re.compile(r"\d{5}|%[^a-zA-Z%]*\*")
 
 
@@ -80,7 +97,9 @@ def _size(value: Any, known: dict[int, int]) -> int:
         return 1
     if id(value) not in known:
         known[id(value)] = 0  # for a value that contains itself
-        parts: Iterable[Any] = (part for pair in value.items() for part in pair) if isinstance(value, dict) else value
+        parts: Iterable[Any] = (
+            (part for pair in value.items() for part in pair) if isinstance(value, dict) else value
+        )
         known[id(value)] = 1 + sum(_size(part, known) for part in parts)
     return known[id(value)]
 
@@ -101,7 +120,9 @@ def _affordable(name: str, given: Any, arguments: Iterable[Any]) -> None:
     arguments = list(arguments)
     wide = any(isinstance(a, int) and abs(a) > MOST_WIDTH for a in arguments)
     if name in ("format", "format_map", "strftime_now"):
-        wide = wide or any(isinstance(text, str) and _WIDE.search(text) for text in (given, *arguments))
+        wide = wide or any(
+            isinstance(text, str) and _WIDE.search(text) for text in (given, *arguments)
+        )
     size = _size(given, {})
     if name in ("replace", "join", "indent"):
         size *= max((_size(a, {}) for a in arguments), default=1) or 1
@@ -109,7 +130,9 @@ def _affordable(name: str, given: Any, arguments: Iterable[Any]) -> None:
         size = len(given) * size if any(isinstance(a, str | list | tuple) for a in arguments) else 0
     if name == "join" and arguments and not isinstance(given, str):
         size = _size(given, {}) + len(given) * _size(arguments[0], {})
-    if wide or (size > MOST_SIZE and (name != "replace" or _replaced(given, arguments) > MOST_SIZE)):
+    if wide or (
+        size > MOST_SIZE and (name != "replace" or _replaced(given, arguments) > MOST_SIZE)
+    ):
         raise TooMuch(f"{name} would make a value that is too large")
 
 
@@ -124,7 +147,13 @@ class _Counting(CodeGenerator):
 
     def blockvisit(self, nodes_: Iterable[nodes.Node], frame: Any) -> None:
         body = list(nodes_)
-        fixed = sum(len(c.data) for n in body if isinstance(n, nodes.Output) for c in n.nodes if isinstance(c, nodes.TemplateData))
+        fixed = sum(
+            len(c.data)
+            for n in body
+            if isinstance(n, nodes.Output)
+            for c in n.nodes
+            if isinstance(c, nodes.TemplateData)
+        )
         self.writeline(f"environment.step({fixed})")
         super().blockvisit(body, frame)
 
@@ -180,7 +209,9 @@ def _compile(self: Sandbox, source: Any, *given: Any, **more: Any) -> jinja2.Tem
     if len(source) > MOST_SOURCE:
         raise TooMuch(f"a template of {len(source)} characters is none")
     self.globals.pop("lipsum", None)
-    self.filters = {name: _filter(name, make) for name, make in self.filters.items() if name not in _SLOW}
+    self.filters = {
+        name: _filter(name, make) for name, make in self.filters.items() if name not in _SLOW
+    }
     return _from_string(self, source, *given, **more)
 
 
@@ -188,11 +219,16 @@ def _called(self: Sandbox, context: Any, called: Any, *given: Any, **more: Any) 
     step()
     name = getattr(called, "__name__", "")
     if name in _GROWING:
-        owner = getattr(getattr(called, "__wrapped__", called), "__self__", None)  # the sandbox wraps `format`
+        # The sandbox wraps `format`.
+        owner = getattr(getattr(called, "__wrapped__", called), "__self__", None)
         separated = name == "join" and given
         if separated:
             given = (list(_watched(given[0])), *given[1:])
-        _affordable(name, given[0] if separated else owner, (owner,) if separated else (*given, *more.values()))
+        _affordable(
+            name,
+            given[0] if separated else owner,
+            (owner,) if separated else (*given, *more.values()),
+        )
     return _call(self, context, called, *given, **more)
 
 
@@ -204,7 +240,11 @@ def _operated(self: Sandbox, context: Any, operator: str, left: Any, right: Any)
         if operator == "*" and isinstance(right, str | list | tuple):
             left, right = right, left
         times = abs(right) if isinstance(right, int) else 1
-        size = _size(left, {}) + _size(right, {}) if whole and operator == "*" else _size(left, {}) * times
+        size = (
+            _size(left, {}) + _size(right, {})
+            if whole and operator == "*"
+            else _size(left, {}) * times
+        )
         if size > (MOST_WIDTH if whole else MOST_SIZE):
             raise TooMuch(f"{operator} would make a value that is too large")
     return sized(_binop(self, context, operator, left, right))
@@ -213,7 +253,12 @@ def _operated(self: Sandbox, context: Any, operator: str, left: Any, right: Any)
 def limit() -> None:
     """Make every sandbox of this process count. May be called again."""
     parts: dict[str, Any] = {"code_generator_class": _Counting, "template_class": _Limited}
-    parts |= {"from_string": _compile, "call": _called, "call_binop": _operated, "intercepted_binops": frozenset(["*", "**", "+", "%"])}
+    parts |= {
+        "from_string": _compile,
+        "call": _called,
+        "call_binop": _operated,
+        "intercepted_binops": frozenset(["*", "**", "+", "%"]),
+    }
     parts |= {function.__name__: staticmethod(function) for function in (step, counted_text, sized)}
     for name, part in parts.items():
         setattr(Sandbox, name, part)

@@ -35,16 +35,27 @@ def router_loss(
     places_T = torch.arange(batch.position_ids_BT.shape[1], device=logits[0].device)
     real_N1 = (places_T < batch.lengths_B[:, None]).reshape(-1, 1).float()
     document_N = (batch.position_ids_BT == 0).reshape(-1).cumsum(0) - 1
-    weight_N = torch.zeros_like(real_N1[:, 0]).index_add_(0, document_N, batch.token_weights().reshape(-1).float())
-    taken_NE, likely_NE = (torch.zeros(len(document_N), logits[0].shape[-1], device=places_T.device) for _ in range(2))
+    weight_N = torch.zeros_like(real_N1[:, 0]).index_add_(
+        0, document_N, batch.token_weights().reshape(-1).float()
+    )
+    taken_NE, likely_NE = (
+        torch.zeros(len(document_N), logits[0].shape[-1], device=places_T.device) for _ in range(2)
+    )
     for layer in logits:
         probability_NE = layer.reshape(-1, layer.shape[-1]).float().softmax(-1)
         chosen_Nk = probability_NE.detach().topk(chosen, -1).indices
-        taken_NE = taken_NE + torch.zeros_like(probability_NE).scatter_(1, chosen_Nk, real_N1.expand(-1, chosen))
+        taken_NE = taken_NE + torch.zeros_like(probability_NE).scatter_(
+            1, chosen_Nk, real_N1.expand(-1, chosen)
+        )
         likely_NE = likely_NE + probability_NE * real_N1
     # Sums by document, with as many places as tokens: to count the documents, the host would have to wait for the device.
-    f_DE, p_DE = (torch.zeros_like(taken_NE).index_add(0, document_N, per_token) for per_token in (taken_NE, likely_NE))
-    rows_D = torch.zeros_like(weight_N).index_add_(0, document_N, real_N1[:, 0]).clamp(min=1) * len(logits)
+    f_DE, p_DE = (
+        torch.zeros_like(taken_NE).index_add(0, document_N, per_token)
+        for per_token in (taken_NE, likely_NE)
+    )
+    rows_D = torch.zeros_like(weight_N).index_add_(0, document_N, real_N1[:, 0]).clamp(min=1) * len(
+        logits
+    )
     balance = (weight_N * (f_DE * p_DE).sum(1) / rows_D.square()).sum() * taken_NE.shape[1]
     loads = {f"{LOAD}{expert}": load for expert, load in enumerate(taken_NE.sum(0))}
     return coefficient * balance, {"router_loss": balance.detach(), **loads}
@@ -64,13 +75,20 @@ def router_of(model: Any) -> RouterLoss | None:
     if not trains_router(model):
         return None
     text = model.config.get_text_config()
-    set_values = ([value for name in names if (value := getattr(text, name, None)) is not None] for names in (CHOSEN, COEFFICIENT))
+    set_values = (
+        [value for name in names if (value := getattr(text, name, None)) is not None]
+        for names in (CHOSEN, COEFFICIENT)
+    )
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
         theirs = small(input_ids=ids_BT, labels=ids_BT, use_cache=False, output_router_logits=True)
-        without = small(input_ids=ids_BT, labels=ids_BT, use_cache=False, output_router_logits=False).loss
+        without = small(
+            input_ids=ids_BT, labels=ids_BT, use_cache=False, output_router_logits=False
+        ).loss
         length = ids_BT.shape[1]
-        document = SimpleNamespace(position_ids_BT=torch.arange(length)[None], lengths_B=torch.tensor([length]))
+        document = SimpleNamespace(
+            position_ids_BT=torch.arange(length)[None], lengths_B=torch.tensor([length])
+        )
         document.token_weights = lambda: torch.full((1, length), 1 / length)  # 1 together
         ours, _ = loss(theirs.router_logits, document)
         # Two sums of losses in fp32 and their difference, each rounded once, of losses that are means of few numbers.
@@ -87,14 +105,22 @@ def router_of(model: Any) -> RouterLoss | None:
     if not as_theirs:
         what = f"the router loss of {type(model).__name__} is not the one that is known here, and would not be trained"
         where = "model.config.output_router_logits"
-        raise ModelError(what, where=where, fix="set model.config.output_router_logits: false to train without it")
+        raise ModelError(
+            what,
+            where=where,
+            fix="set model.config.output_router_logits: false to train without it",
+        )
     return loss
 
 
 def loads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The experts' loads in the last forward, padding among them, over the layers whose experts are cut over ranks (parallel.experts)."""
     found: list[Any] = [module.load_E for module in model.modules() if hasattr(module, "load_E")]
-    return {f"{LOAD}{expert}": load for expert, load in enumerate(torch.stack(found).sum(0).double())} if found else {}
+    return (
+        {f"{LOAD}{expert}": load for expert, load in enumerate(torch.stack(found).sum(0).double())}
+        if found
+        else {}
+    )
 
 
 def router_metrics(sums: dict[str, float], denominator: float) -> dict[str, Any]:
@@ -102,4 +128,6 @@ def router_metrics(sums: dict[str, float], denominator: float) -> dict[str, Any]
     (1 / E if they are even). Empty for a model without experts."""
     loads = [load for name, load in sums.items() if name.startswith(LOAD)]
     loss = {"router_loss": sums["router_loss"] / denominator} if "router_loss" in sums else {}
-    return loss | ({"expert_load": [load / max(1.0, sum(loads)) for load in loads]} if loads else {})
+    return loss | (
+        {"expert_load": [load / max(1.0, sum(loads)) for load in loads]} if loads else {}
+    )

@@ -55,25 +55,43 @@ def score_head(model: Any) -> nn.Linear | None:
 def with_head(model: Any, head: Head) -> Any:
     """A fresh model with the head that transformers has no class for. Raises ModelError for a model that cannot have `head`."""
     if head == "score" and (score_parts(model) is None or is_bidirectional(model)):
-        what = f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
-        raise ModelError(what, where="model", fix="name a causal language model, or a reward model made of one")
+        what = (
+            f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
+        )
+        raise ModelError(
+            what, where="model", fix="name a causal language model, or a reward model made of one"
+        )
     if head == "valued":
         if (output_head := model.get_output_embeddings()) is None:
             what = f"{type(model).__name__} has no output embedding to lay a value head beside"
             raise ModelError(what, where="algorithm.value", fix="use value: separate")
-        setattr(model, VALUE, ValueHead(output_head.weight.shape[1], output_head.weight.dtype, output_head.weight.device))
+        setattr(
+            model,
+            VALUE,
+            ValueHead(
+                output_head.weight.shape[1], output_head.weight.dtype, output_head.weight.device
+            ),
+        )
     return model
 
 
-def language_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def language_weights(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a policy without those of its value head: sampling needs only the language model."""
     return ((name, tensor) for name, tensor in weights if not name.startswith(f"{VALUE}."))
 
 
 def extra_heads(model: Any) -> frozenset[str]:
     """Names of the tensors of heads that no language model has: files may lack them, and beside an adapter they are fully trainable."""
-    if model.get_output_embeddings() is None:  # a classifier: all outside of the trunk, and a pooler, which masked language models lack
-        return frozenset(name for name in model.state_dict() if not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name)
+    if (
+        model.get_output_embeddings() is None
+    ):  # a classifier: all outside of the trunk, and a pooler, which masked language models lack
+        return frozenset(
+            name
+            for name in model.state_dict()
+            if not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
+        )
     return frozenset(name for name in model.state_dict() if name.startswith(f"{VALUE}."))
 
 
@@ -87,21 +105,29 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
     """float[B, C] of a batch of texts or images; of sequences cut over ranks (`sequence`) the same on all of these. A text without
     attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by its place and not by the padding id, so a
     text may end in that id."""
-    parts = None if reads_images(model) or getattr(batch, "attention_mask_BT", None) is not None else last_token_head(model)
+    parts = (
+        None
+        if reads_images(model) or getattr(batch, "attention_mask_BT", None) is not None
+        else last_token_head(model)
+    )
     if parts is None:
         with attending(model, batch, sequence) as inputs:
             logits_BC: torch.Tensor = model(**inputs).logits
         if sequence is None:
             return logits_BC
-        return sequence.total(logits_BC * float(sequence.index == 0))  # the head reads the first token
+        # The head reads the first token.
+        return sequence.total(logits_BC * float(sequence.index == 0))
     trunk, head = parts
     with attending(model, batch, sequence) as inputs:
         hidden_BTD = trunk(**inputs, use_cache=False).last_hidden_state
     if sequence is None:
         rows_B = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
-        picked: torch.Tensor = head(hidden_BTD[rows_B, getattr(batch, "last_B", -1)])  # a trial's rows are full
+        # A trial's rows are full.
+        picked: torch.Tensor = head(hidden_BTD[rows_B, getattr(batch, "last_B", -1)])
         return picked
-    places_BT = torch.arange(batch.input_ids_BT.shape[1], device=hidden_BTD.device).expand_as(batch.input_ids_BT)
+    places_BT = torch.arange(batch.input_ids_BT.shape[1], device=hidden_BTD.device).expand_as(
+        batch.input_ids_BT
+    )
     here_Bt1 = (sequence.cut(places_BT) == batch.last_B[:, None])[:, :, None].to(hidden_BTD.dtype)
     return sequence.total(head((hidden_BTD * here_Bt1).sum(1)) * here_Bt1.sum(1))
 
@@ -124,7 +150,9 @@ def is_bidirectional(model: Any) -> bool:
     not."""
 
     def trial(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
-        ids_BT = (ids_BT + 16) % small.config.get_text_config().vocab_size  # low ids have special meanings
+        ids_BT = (
+            ids_BT + 16
+        ) % small.config.get_text_config().vocab_size  # low ids have special meanings
         changed_BT = ids_BT.clone()
         changed_BT[:, -1] = ids_BT[:, 0]
         first, other = (small.base_model(input_ids=ids)[0][:, 0] for ids in (ids_BT, changed_BT))
@@ -132,15 +160,28 @@ def is_bidirectional(model: Any) -> bool:
         logits = small(input_ids=ids_BT, attention_mask=ones_BT).logits
         if not close(first, other):
             pad = small.config.get_text_config().pad_token_id or 0
-            padded_BT, mask_BT = torch.nn.functional.pad(ids_BT, (0, 3), value=pad), torch.nn.functional.pad(ones_BT, (0, 3))
+            padded_BT, mask_BT = (
+                torch.nn.functional.pad(ids_BT, (0, 3), value=pad),
+                torch.nn.functional.pad(ones_BT, (0, 3)),
+            )
             return True, close(small(input_ids=padded_BT, attention_mask=mask_BT).logits, logits)
         parts = last_token_head(small)
-        return False, parts is not None and close(parts[1](parts[0](input_ids=ids_BT).last_hidden_state[:, -1]), logits)
+        return False, parts is not None and close(
+            parts[1](parts[0](input_ids=ids_BT).last_hidden_state[:, -1]), logits
+        )
 
     ahead, works = try_small(model, "cpu", trial)
     if not works:
-        what = "its padding is seen through the attention mask" if ahead else "its class is not a linear layer on the last token"
-        raise ModelError(f"{type(model).__name__} cannot be trained as a classifier here: {what}", where="model", fix="name another model")
+        what = (
+            "its padding is seen through the attention mask"
+            if ahead
+            else "its class is not a linear layer on the last token"
+        )
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained as a classifier here: {what}",
+            where="model",
+            fix="name another model",
+        )
     return ahead
 
 
@@ -154,7 +195,14 @@ def first_position(model: Any) -> int | None:
         by_itself = small(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)).logits
         for first in (0, (small.config.get_text_config().pad_token_id or 0) + 1):
             positions_BT = torch.arange(first, first + ids_BT.shape[1])[None]
-            if close(small(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), position_ids=positions_BT).logits, by_itself):
+            if close(
+                small(
+                    input_ids=ids_BT,
+                    attention_mask=torch.ones_like(ids_BT),
+                    position_ids=positions_BT,
+                ).logits,
+                by_itself,
+            ):
                 return first
         return None
 

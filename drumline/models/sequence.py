@@ -28,15 +28,22 @@ class SequencePart:
         self.group, self.index, self.parts = group, dist.get_rank(group), dist.get_world_size(group)
         self.around = around
         last = 2 * self.parts - 1
-        self.stretches = [[i, last - i] if folded else [i] for i in range(self.parts)]  # of each rank
+        # Of each rank.
+        self.stretches = [[i, last - i] if folded else [i] for i in range(self.parts)]
         self.positions_BT: torch.Tensor | None = None
-        self.mask_BT: torch.Tensor | None = None  # the tokens that others attend to; None: all, under causal attention
+        self.mask_BT: torch.Tensor | None = (
+            None  # the tokens that others attend to; None: all, under causal attention
+        )
         self.active = False
 
     def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
         """The arguments of a model for this part of a batch. The mask of ones has the whole length: without it transformers would take
         documents from the positions of one part. `parallel.context_parallel` makes the real mask."""
-        self.positions_BT, self.mask_BT, self.active = batch.position_ids_BT, getattr(batch, "attention_mask_BT", None), True
+        self.positions_BT, self.mask_BT, self.active = (
+            batch.position_ids_BT,
+            getattr(batch, "attention_mask_BT", None),
+            True,
+        )
         return {
             "input_ids": self.cut(batch.input_ids_BT),
             "position_ids": self.cut(batch.position_ids_BT),

@@ -22,19 +22,37 @@ class Known:
     values: dict[str, Any]
 
 
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 
 
 def _rows(text: str) -> dict[str, Known]:
     """Below each `[kind key=value …]`, lines of `name id hidden intermediate layers heads kv_heads vocabulary positions [key=value …]`."""
-    keys, common, made = [*SIZES, "vocab_size", "max_position_embeddings"], dict[str, Any](), dict[str, Known]()
+    keys, common, made = (
+        [*SIZES, "vocab_size", "max_position_embeddings"],
+        dict[str, Any](),
+        dict[str, Known](),
+    )
     for row in text.strip().splitlines():
         columns = [word for word in row.strip(" []").split() if "=" not in word]
-        more = {key: json.loads(value) for key, _, value in (word.partition("=") for word in row.strip(" []").split() if "=" in word)}
+        more = {
+            key: json.loads(value)
+            for key, _, value in (
+                word.partition("=") for word in row.strip(" []").split() if "=" in word
+            )
+        }
         if row.startswith("["):
             common = {"model_type": columns[0], **more}
         else:
-            made[columns[0]] = Known(columns[1], {**common, **dict(zip(keys, map(int, columns[2:]), strict=True)), **more})
+            made[columns[0]] = Known(
+                columns[1],
+                {**common, **dict(zip(keys, map(int, columns[2:]), strict=True)), **more},
+            )
     return made
 
 
@@ -45,32 +63,86 @@ def _sized(sizes: Sequence[int], **more: Any) -> dict[str, Any]:
 
 def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
     """With a SigLIP tower for images of 896 pixels."""
-    text = _sized(sizes, model_type="gemma3_text", head_dim=head_dim, vocab_size=262208, max_position_embeddings=131072)
-    vision = _sized((1152, 4304, 27, 16), model_type="siglip_vision_model", patch_size=14, image_size=896, vision_use_head=False)
-    return Known(f"google/{name}-pt", {"model_type": "gemma3", "text_config": text, "vision_config": vision})
+    text = _sized(
+        sizes,
+        model_type="gemma3_text",
+        head_dim=head_dim,
+        vocab_size=262208,
+        max_position_embeddings=131072,
+    )
+    vision = _sized(
+        (1152, 4304, 27, 16),
+        model_type="siglip_vision_model",
+        patch_size=14,
+        image_size=896,
+        vision_use_head=False,
+    )
+    return Known(
+        f"google/{name}-pt", {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+    )
 
 
 def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
     """`small`: with the smaller tower, and a head tied to the embedding."""
-    text = _sized(sizes, model_type="qwen3_vl_text", head_dim=128, vocab_size=151936, max_position_embeddings=262144)
+    text = _sized(
+        sizes,
+        model_type="qwen3_vl_text",
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=262144,
+    )
     tower = (24, 1024, 4096, [5, 11, 17]) if small else (27, 1152, 4304, [8, 16, 24])
-    vision = dict(zip(("depth", "hidden_size", "intermediate_size", "deepstack_visual_indexes"), tower, strict=True))
-    vision |= {"model_type": "qwen3_vl", "num_heads": 16, "out_hidden_size": sizes[0], "patch_size": 16}
+    vision = dict(
+        zip(
+            ("depth", "hidden_size", "intermediate_size", "deepstack_visual_indexes"),
+            tower,
+            strict=True,
+        )
+    )
+    vision |= {
+        "model_type": "qwen3_vl",
+        "num_heads": 16,
+        "out_hidden_size": sizes[0],
+        "patch_size": 16,
+    }
     ends = {"tie_word_embeddings": small}
-    return Known(name, {"model_type": "qwen3_vl", **ends, "text_config": text | ends, "vision_config": vision})
+    return Known(
+        name,
+        {"model_type": "qwen3_vl", **ends, "text_config": text | ends, "vision_config": vision},
+    )
 
 
 def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
     """`each`: of so many layers one is a mixture of experts."""
-    text = _sized((5120, 8192, 48, 40, 8), model_type="llama4_text", head_dim=128, vocab_size=202048, max_position_embeddings=positions)
-    text |= {"intermediate_size_mlp": 16384, "num_local_experts": experts, "num_experts_per_tok": 1, "interleave_moe_layer_step": each}
+    text = _sized(
+        (5120, 8192, 48, 40, 8),
+        model_type="llama4_text",
+        head_dim=128,
+        vocab_size=202048,
+        max_position_embeddings=positions,
+    )
+    text |= {
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": each,
+    }
     text |= {"use_qk_norm": each == 1}
-    vision = _sized((1408, 5632, 34, 16), model_type="llama4_vision_model", image_size=336, patch_size=14)
+    vision = _sized(
+        (1408, 5632, 34, 16), model_type="llama4_vision_model", image_size=336, patch_size=14
+    )
     vision |= {"vision_output_dim": 4096, "projector_input_dim": 4096, "projector_output_dim": 4096}
-    return Known(f"meta-llama/{name}", {"model_type": "llama4", "text_config": text, "vision_config": vision})
+    return Known(
+        f"meta-llama/{name}", {"model_type": "llama4", "text_config": text, "vision_config": vision}
+    )
 
 
-_GPT2 = {"gpt2": (768, 12, 12), "gpt2-medium": (1024, 24, 16), "gpt2-large": (1280, 36, 20), "gpt2-xl": (1600, 48, 25)}
+_GPT2 = {
+    "gpt2": (768, 12, 12),
+    "gpt2-medium": (1024, 24, 16),
+    "gpt2-large": (1280, 36, 20),
+    "gpt2-xl": (1600, 48, 25),
+}
 
 _TABLE = """
 [llama]
@@ -142,11 +214,17 @@ gpt-oss-120b openai/gpt-oss-120b 2880 2880 36 64 8 201088 131072 num_local_exper
 KNOWN: dict[str, Known] = {
     **_rows(_TABLE),
     **{
-        name: Known(f"openai-community/{name}", {"model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads})
+        name: Known(
+            f"openai-community/{name}",
+            {"model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads},
+        )
         for name, (width, layers, heads) in _GPT2.items()
     },
     # Brown et al. 2020, table 2.1: its weights are nowhere to be had.
-    "gpt3-175b": Known("gpt3-175b", {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048}),
+    "gpt3-175b": Known(
+        "gpt3-175b",
+        {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048},
+    ),
     "gemma-3-4b": _gemma3("gemma-3-4b", 2560, 10240, 34, 8, 4, head_dim=256),
     "gemma-3-12b": _gemma3("gemma-3-12b", 3840, 15360, 48, 16, 8, head_dim=256),
     "gemma-3-27b": _gemma3("gemma-3-27b", 5376, 21504, 62, 32, 16, head_dim=128),
@@ -157,10 +235,14 @@ KNOWN: dict[str, Known] = {
     "llama-4-scout": _llama4("Llama-4-Scout-17B-16E", 16, 1, 10485760),
     "llama-4-maverick": _llama4("Llama-4-Maverick-17B-128E", 128, 2, 1048576),
     # transformers' own defaults are its sizes; positions as its config has them. Without the layer that predicts two tokens.
-    "deepseek-v3": Known("deepseek-ai/DeepSeek-V3-Base", {"model_type": "deepseek_v3", "max_position_embeddings": 163840}),
+    "deepseek-v3": Known(
+        "deepseek-ai/DeepSeek-V3-Base",
+        {"model_type": "deepseek_v3", "max_position_embeddings": 163840},
+    ),
     "resnet-50": Known("microsoft/resnet-50", {"model_type": "resnet"}),
 }
-OF_IMAGES = ("resnet",)  # of the model_types above, those of models that classify images and generate no text
+# Of the model_types above, those of models that classify images and generate no text.
+OF_IMAGES = ("resnet",)
 # The part of a name that describes the tuning or packing of the weights, not their shapes.
 _TUNED = re.compile(r"(-(instruct|base|chat|it|pt|hf|text|inst|sft|dpo|v\d[\d.]*|\d{4}))+$")
 
@@ -176,7 +258,10 @@ def find(name: str) -> Known | None:
         for form in (word, word.removeprefix("meta-")):
             if form in KNOWN:
                 return KNOWN[form]
-    return next((row for row in KNOWN.values() if _TUNED.sub("", _short(row.id)) == _TUNED.sub("", short)), None)
+    return next(
+        (row for row in KNOWN.values() if _TUNED.sub("", _short(row.id)) == _TUNED.sub("", short)),
+        None,
+    )
 
 
 def hub_id(name: str) -> str:
@@ -189,7 +274,11 @@ def hub_id(name: str) -> str:
     tuned = short[len(_TUNED.sub("", short)) :]
     if tuned == "-instruct" and short.removeprefix("meta-").startswith(_INSTRUCT):
         return f"{known.id}-Instruct"
-    return f"{known.id.removesuffix('-pt')}-it" if tuned == "-it" and short.startswith("gemma") else name
+    return (
+        f"{known.id.removesuffix('-pt')}-it"
+        if tuned == "-it" and short.startswith("gemma")
+        else name
+    )
 
 
 def _short(name: str) -> str:
@@ -218,7 +307,9 @@ def full_config(shape: ModelShape) -> dict[str, Any]:
 
 def with_config(known: Known, model: ModelConfig) -> ModelConfig:
     """The model with the config values of a known one instead of its id."""
-    return model.model_copy(update={"id": None, "revision": None, "config": {**known.values, **model.config}})
+    return model.model_copy(
+        update={"id": None, "revision": None, "config": {**known.values, **model.config}}
+    )
 
 
 def unknown(name: str, reason: str) -> ModelError:
@@ -226,7 +317,9 @@ def unknown(name: str, reason: str) -> ModelError:
     guesses = near(name)
     fix = (f"did you mean {' or '.join(guesses)}? Or " if guesses else "") + "write it out:"
     shape = "model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocabulary: 128256}"
-    return ModelError(f"no shape is known of this model: {reason}", where=f"model {name}", fix=f"{fix} {shape}")
+    return ModelError(
+        f"no shape is known of this model: {reason}", where=f"model {name}", fix=f"{fix} {shape}"
+    )
 
 
 def check_length(positions: int | None, max_length: int) -> None:

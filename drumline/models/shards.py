@@ -75,13 +75,19 @@ class Values:
     seed: int
     checkpoint_keys: frozenset[str] = frozenset()
 
-    def fill(self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None) -> None:
+    def fill(
+        self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None
+    ) -> None:
         """Give all tensors of `model` on the meta device memory and values. It may be a part of the model (a stage of a pipeline), under
         the same names. `offloaded`: parameters are in host memory, buffers on the device. `owners`: only the tensors of these modules,
         without their children's. Each tensor object stays and only its content is swapped: tied weights stay tied, and FSDP2 keeps its
         references."""
         chosen = [*(model.modules() if owners is None else owners)]
-        owned = {id(tensor) for owner in chosen for tensor in (*owner._parameters.values(), *owner._buffers.values())}
+        owned = {
+            id(tensor)
+            for owner in chosen
+            for tensor in (*owner._parameters.values(), *owner._buffers.values())
+        }
         for owner in chosen:
             for name, buffer in owner._buffers.items():
                 if buffer is not None and not buffer.is_meta:
@@ -91,18 +97,26 @@ class Values:
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
             on_host = offloaded and isinstance(tensor, nn.Parameter)
-            return torch.empty_like(tensor, device="cpu" if on_host else self.device) if tensor.is_meta else tensor
+            return (
+                torch.empty_like(tensor, device="cpu" if on_host else self.device)
+                if tensor.is_meta
+                else tensor
+            )
 
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             if owners is None and empty:
-                model._apply(real)  # FSDP2 checks a module's parameters after those of all its children
+                # FSDP2 checks a module's parameters after those of all its children.
+                model._apply(real)
             for owner in (owners or ()) if empty else ():
                 owner._apply(real, recurse=False)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
-        filled: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        filled: dict[str, torch.Tensor] = {
+            **dict(model.named_parameters()),
+            **dict(model.named_buffers()),
+        }
         wanted = {name: filled[name] for name in empty if name not in self.checkpoint_keys}
         if getattr(self.source, "by_name", False):
             return self.source.put(wanted, model)
@@ -114,13 +128,25 @@ class Values:
 
     def _begin(self, model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
         """Fill, and take out of `wanted`, what begins as a function of a whole weight: those are read a block at a time."""
-        layers = [(path, layer) for path, layer in adapters.starting(model) if any(name.startswith(f"{path}.") for name in wanted)]
+        layers = [
+            (path, layer)
+            for path, layer in adapters.starting(model)
+            if any(name.startswith(f"{path}.") for name in wanted)
+        ]
         for _, group in groupby(layers, lambda each: (NUMBERED.match(each[0]) or [each[0]])[0]):
             here = [*group]
             bases = {path: whole_layer(layer) for path, layer in here}
-            names = {path: f"{path}.weight" if bases[path] is layer else f"{path}.base_layer.weight" for path, layer in here}
-            whole = {path: torch.empty(getattr(base, "shape", None) or base.weight.shape) for path, base in bases.items()}
-            self.source.put({file_name(names[path]): weight for path, weight in whole.items()}, model)
+            names = {
+                path: f"{path}.weight" if bases[path] is layer else f"{path}.base_layer.weight"
+                for path, layer in here
+            }
+            whole = {
+                path: torch.empty(getattr(base, "shape", None) or base.weight.shape)
+                for path, base in bases.items()
+            }
+            self.source.put(
+                {file_name(names[path]): weight for path, weight in whole.items()}, model
+            )
             for path, layer in here:
                 for name, value in adapters.begin(layer, whole[path].to(self.device)).items():
                     if (tensor := wanted.pop(f"{path}.{name}", None)) is not None:
@@ -148,7 +174,9 @@ class FromFiles:
                     if self.growth is not None and name in self.grown:
                         source = GrownRows(source, self.growth)
                     copy_part(tensors[name], source)
-        self.rest.put({name: tensor for name, tensor in tensors.items() if name not in self.places}, model)
+        self.rest.put(
+            {name: tensor for name, tensor in tensors.items() if name not in self.places}, model
+        )
 
 
 def copy_part(tensor: torch.Tensor, source: Any) -> None:
@@ -156,11 +184,15 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
     FSDP2 × TP a part is contiguous too: the rows of one tensor-parallel rank, cut again."""
     local, offset = tensor, (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        shape, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
         local = tensor.to_local()
         assert local.shape == torch.Size(shape), (local.shape, shape)
     if local.numel():
-        place = tuple(slice(start, start + length) for start, length in zip(offset, local.shape, strict=True))
+        place = tuple(
+            slice(start, start + length) for start, length in zip(offset, local.shape, strict=True)
+        )
         with torch.no_grad():
             if isinstance(source, GrownRows):
                 source.copy_to(local, place)
@@ -207,7 +239,11 @@ def from_files(
 def torn(one: str, other: str, where: str) -> ModelError:
     """The error for weights that a config ties over files where they differ: nobody but the user knows which of the two models is meant."""
     what = f"its config makes {one} and {other} one weight, and its files hold two that differ"
-    return ModelError(what, where=where, fix="set model.config.tie_word_embeddings: false to train both, or mend the files")
+    return ModelError(
+        what,
+        where=where,
+        fix="set model.config.tie_word_embeddings: false to train both, or mend the files",
+    )
 
 
 def aliases(model: Any) -> list[list[str]]:
@@ -230,7 +266,11 @@ def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
         for change in changes:
             if isinstance(change, WeightRenaming):
                 name, _ = change.rename_source_key(name)
-        if any(change.rename_source_key(name)[1] for change in changes if not isinstance(change, WeightRenaming)):
+        if any(
+            change.rename_source_key(name)[1]
+            for change in changes
+            if not isinstance(change, WeightRenaming)
+        ):
             raise Whole(f"transformers converts {tensor.key} as it loads it")
         renamed[name] = tensor
     return renamed
@@ -242,7 +282,9 @@ def _stored(path: str, source: ModelConfig) -> list[Stored]:
     try:
         # As transformers reads a folder that was saved to twice.
         index = None if find_file(path, SINGLE, source) else find_file(path, INDEX, source)
-        for name in sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else [SINGLE]:
+        for name in (
+            sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else [SINGLE]
+        ):
             if (file := find_file(path, name, source)) is None:
                 raise Whole("it has no safetensors files")
             with safe_open(file, framework="pt") as file_tensors:
@@ -256,11 +298,16 @@ def _stored(path: str, source: ModelConfig) -> list[Stored]:
 
 def _equal(one: Stored, other: Stored) -> bool:
     """Whether two stored tensors are equal; read a few rows at a time."""
-    with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
+    with (
+        safe_open(one.file, framework="pt") as first,
+        safe_open(other.file, framework="pt") as second,
+    ):
         left, right = first.get_slice(one.key), second.get_slice(other.key)
         rows = one.shape[0]
         step = max(1, rows // 64)
-        return all(torch.equal(left[i : i + step], right[i : i + step]) for i in range(0, rows, step))
+        return all(
+            torch.equal(left[i : i + step], right[i : i + step]) for i in range(0, rows, step)
+        )
 
 
 @dataclass(frozen=True)
@@ -310,13 +357,21 @@ class Drawn:
         for name, tensor in tensors.items():
             wanted.setdefault(self.first[name], []).append(tensor)
         for piece in _pieces(self.model):
-            places = [(name, tensors, key) for name, tensors, key in piece.places() if self.first.get(name) == name]
+            places = [
+                (name, tensors, key)
+                for name, tensors, key in piece.places()
+                if self.first.get(name) == name
+            ]
             if not any(name in wanted for name, _, _ in places):
                 continue
             empty = [(tensors, key, tensors[key]) for _, tensors, key in places]
             for _, tensors, key in places:
                 full = torch.empty_like(tensors[key], device=self.device)
-                tensors[key] = nn.Parameter(full, requires_grad=False) if isinstance(tensors[key], nn.Parameter) else full
+                tensors[key] = (
+                    nn.Parameter(full, requires_grad=False)
+                    if isinstance(tensors[key], nn.Parameter)
+                    else full
+                )
             with torch.no_grad(), drawing(derive(self.seed, piece.name), self.device):
                 piece.draw()
             for name, tensors, key in places:
@@ -335,21 +390,33 @@ class Drawn:
             drawn.add(id(tensor))
             return tensor
 
-        weights = {id(tensors[key]): name for piece in _pieces(self.model) for name, tensors, key in piece.places() if name in self.first}
+        weights = {
+            id(tensors[key]): name
+            for piece in _pieces(self.model)
+            for name, tensors, key in piece.places()
+            if name in self.first
+        }
         functions = initialization.TORCH_INIT_FUNCTIONS
-        noted = mock.patch.dict(functions, dict.fromkeys(functions, note)), mock.patch.object(initialization, "copy_", note)
+        noted = (
+            mock.patch.dict(functions, dict.fromkeys(functions, note)),
+            mock.patch.object(initialization, "copy_", note),
+        )
         with noted[0], noted[1], torch.no_grad():
             for piece in _pieces(self.model, empty=True):
                 drawn.clear()
                 piece.draw()
                 own = {id(tensors[key]) for _, tensors, key in piece.places()}
                 if (drawn & weights.keys()) - own:
-                    raise Whole(f"{type(piece.module).__name__} initialises weights of other modules")
+                    raise Whole(
+                        f"{type(piece.module).__name__} initialises weights of other modules"
+                    )
                 if missed := (weights.keys() & own) - drawn:
                     raise Whole(f"{weights[missed.pop()]} is initialised by its constructor")
 
 
-def _pieces(module: nn.Module, empty: bool = False, name: str = "", init: Any = None) -> Iterator[Piece]:
+def _pieces(
+    module: nn.Module, empty: bool = False, name: str = "", init: Any = None
+) -> Iterator[Piece]:
     """The pieces in the model's order. `empty`: also those without a tensor."""
     init = getattr(module, "_init_weights", init)
     for key, child in module.named_children():
@@ -358,7 +425,9 @@ def _pieces(module: nn.Module, empty: bool = False, name: str = "", init: Any = 
             yield Piece(path, child, True, init)
         else:
             yield from _pieces(child, empty, path, init)
-    if empty or any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
+    if empty or any(
+        tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())
+    ):
         yield Piece(name, module, False, init)
 
 
@@ -372,7 +441,11 @@ def _depth_first(module: nn.Module, init: Init) -> None:
 def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """`model.<fqn>` → the model's tensor, for each trainable parameter (tied ones once, under the first name) and persistent buffer. Frozen
     parameters are left out: building the model again gives them."""
-    tensors = {f"model.{name}": parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
+    tensors = {
+        f"model.{name}": parameter.data
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     return tensors | {f"model.{name}": buffer for name, buffer in _persistent(model)}
 
 
@@ -398,7 +471,11 @@ def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
     """Path of a module → what its own `get_extra_state` gives, where JSON has it."""
-    own = {path: module.get_extra_state() for path, module in model.named_modules() if has_extra_state(module)}
+    own = {
+        path: module.get_extra_state()
+        for path, module in model.named_modules()
+        if has_extra_state(module)
+    }
     return {path: state for path, state in own.items() if in_json(state)}
 
 

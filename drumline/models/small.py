@@ -59,7 +59,9 @@ def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
     return Tokens(ids_BT, images={"pixel_values": pixels_PD, "image_grid_thw": grid_N3})
 
 
-def try_small(model: Any, device: str, trial: Callable[[Any, torch.Tensor], T], layers: int = 1) -> T:
+def try_small(
+    model: Any, device: str, trial: Callable[[Any, torch.Tensor], T], layers: int = 1
+) -> T:
     """The result of `trial` with a small copy of `model` and eight token ids, int64[1, 8]: on `device`, without gradients, in full fp32.
     Raises ModelError for a model that does not run, as of a config whose numbers do not fit each other."""
     small = small_copy(model, device, layers)
@@ -70,7 +72,10 @@ def try_small(model: Any, device: str, trial: Callable[[Any, torch.Tensor], T], 
     before = products.allow_tf32, convolutions.allow_tf32
     products.allow_tf32 = convolutions.allow_tf32 = False
     try:
-        with torch.no_grad(), judged(f"a small copy of {type(model).__name__} does not run", where, ModelError, fix):
+        with (
+            torch.no_grad(),
+            judged(f"a small copy of {type(model).__name__} does not run", where, ModelError, fix),
+        ):
             return trial(small, ids_BT)
     finally:
         products.allow_tf32, convolutions.allow_tf32 = before
@@ -83,7 +88,9 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     random weights, so the answer is a property of its class and device, not of a run's weights. A sum of n products is off by about √n
     units of roundoff (`rounding.product_bits`); 100 eps are 200 units, enough for sums of 40,000 products in any order.
     """
-    return a.shape == b.shape and float((a - b).abs().max()) <= 100 * torch.finfo(a.dtype).eps * float(a.abs().max())
+    return a.shape == b.shape and float((a - b).abs().max()) <= 100 * torch.finfo(
+        a.dtype
+    ).eps * float(a.abs().max())
 
 
 def small_copy(model: Any, device: str, least: int = 1) -> Any:
@@ -94,7 +101,11 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
         try:
             built = type(model)(_cut(model.config, layers, narrow=True))
         except Exception as error:  # noqa: BLE001 - a class may require other widths
-            logger.info("%s cannot be built narrow (%s): tried with full widths", type(model).__name__, error)
+            logger.info(
+                "%s cannot be built narrow (%s): tried with full widths",
+                type(model).__name__,
+                error,
+            )
             built = type(model)(_cut(model.config, layers, narrow=False))
     return built.eval().to(device)
 
@@ -106,10 +117,18 @@ def with_few_layers(model: Any) -> Any:
 
 def _layers_of_every_kind(model: Any, least: int) -> int:
     text = model.config.get_text_config()
-    language = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
-    kinds = [tuple(type(module).__name__ for module in block.modules()) for block in blocks(language)]  # of each block
-    layers = max(_first_of_each(kinds), _first_of_each(getattr(text, "layer_types", None) or ()), least)
-    return min(layers, text.num_hidden_layers)  # embeddings may count as a block, as ModernBERT's do
+    language = (
+        model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
+    )
+    # Of each block.
+    kinds = [
+        tuple(type(module).__name__ for module in block.modules()) for block in blocks(language)
+    ]
+    layers = max(
+        _first_of_each(kinds), _first_of_each(getattr(text, "layer_types", None) or ()), least
+    )
+    # Embeddings may count as a block, as ModernBERT's do.
+    return min(layers, text.num_hidden_layers)
 
 
 def _cut(config: Any, layers: int, narrow: bool) -> Any:

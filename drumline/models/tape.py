@@ -23,10 +23,15 @@ from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_l
 logger = logging.getLogger(__name__)
 Build = Callable[[], nn.Module]
 # They do nothing on the meta device, so a call of one of them is recorded as a whole.
-WHOLE = {function.__code__: function for function in (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.dirac_, nn.init.sparse_)}
+WHOLE = {
+    function.__code__: function
+    for function in (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.dirac_, nn.init.sparse_)
+}
 KEPT = {"_parameters", "_buffers", "_modules"}  # where a module has what `Values` fills
 LARGE = 2**20  # bytes of a tensor of the host
-OVERWRITES = {getattr(torch.ops.aten, name) for name in ("zero_", "fill_", "copy_", "normal_", "uniform_")}
+OVERWRITES = {
+    getattr(torch.ops.aten, name) for name in ("zero_", "fill_", "copy_", "normal_", "uniform_")
+}
 
 
 def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Source]:
@@ -52,7 +57,11 @@ def _module(built: object) -> nn.Module:
     if isinstance(built, list) and built and all(isinstance(stage, nn.Module) for stage in built):
         return nn.Sequential(*built)
     if not isinstance(built, nn.Module):
-        raise ModelError(f"build gave {type(built).__name__}, not a torch.nn.Module", where="build", fix="return the module, or its stages")
+        raise ModelError(
+            f"build gave {type(built).__name__}, not a torch.nn.Module",
+            where="build",
+            fix="return the module, or its stages",
+        )
     return built
 
 
@@ -86,7 +95,11 @@ class _Tape(TorchDispatchMode):
         self.calls: list[_Call] = []
         self.random_calls = 0
         self.watched: list[tuple[torch.Tensor, int]] = []  # and the version that was read
-        self.known, self.lost = set[int](), set[int]()  # keys: whose values the tape gives; torch.tensor puts others there unseen
+        # Keys: whose values the tape gives; torch.tensor puts others there unseen.
+        self.known, self.lost = (
+            set[int](),
+            set[int](),
+        )
 
     def __enter__(self) -> Any:
         self.before = sys.getprofile()
@@ -100,9 +113,20 @@ class _Tape(TorchDispatchMode):
     def _note(self, frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code in WHOLE:
             args = tree_map_only(torch.Tensor, _place, dict(frame.f_locals))
-            self._record(WHOLE[frame.f_code], (), args, [], _keys(args["tensor"]), frozenset(), args["tensor"], draws=True)
+            self._record(
+                WHOLE[frame.f_code],
+                (),
+                args,
+                [],
+                _keys(args["tensor"]),
+                frozenset(),
+                args["tensor"],
+                draws=True,
+            )
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = operator(*args, **(kwargs or {}))
         if operator is torch.ops.aten.detach.default:  # it reads no values; `_place` makes some
             return out
@@ -110,14 +134,26 @@ class _Tape(TorchDispatchMode):
         changes, given = frozenset[int](), _keys((args, kwargs))
         for position, argument in enumerate(operator._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                changes |= _keys(args[position] if position < len(args) else kwargs.get(argument.name))
+                changes |= _keys(
+                    args[position] if position < len(args) else kwargs.get(argument.name)
+                )
         first = _tensors(args)[0] if operator.overloadpacket in OVERWRITES else None
         draws = torch.Tag.nondeterministic_seeded in operator.tags
-        self._record(operator, args, kwargs, _tensors(outs), changes, _keys(outs) - given, first, draws)
+        self._record(
+            operator, args, kwargs, _tensors(outs), changes, _keys(outs) - given, first, draws
+        )
         return out
 
     def _record(
-        self, operator: Any, args: Any, kwargs: Any, outs: list[Any], changes: frozenset[int], new: frozenset[int], first: Any, draws: bool
+        self,
+        operator: Any,
+        args: Any,
+        kwargs: Any,
+        outs: list[Any],
+        changes: frozenset[int],
+        new: frozenset[int],
+        first: Any,
+        draws: bool,
     ) -> None:
         """`changes`, `new`: keys of what is written in place, and of what is made. `first`: what is overwritten, of whatever it was."""
         given = _keys((args, kwargs))
@@ -130,14 +166,26 @@ class _Tape(TorchDispatchMode):
         args, kwargs = tree_map_only(torch.Tensor, self._kept, (args, kwargs))
         if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
             self.lost |= changes | new  # it is somewhere else when this is played
-        self.calls.append(_Call(operator, args, kwargs, outs, given, changes | new, self.random_calls if draws else None))
+        self.calls.append(
+            _Call(
+                operator,
+                args,
+                kwargs,
+                outs,
+                given,
+                changes | new,
+                self.random_calls if draws else None,
+            )
+        )
         self.random_calls += draws
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a tensor of the host holds now: the constructor may write to it again. A large one, such as a file's, is not copied, but
         watched."""
         if tensor.is_meta or tensor.nbytes > LARGE:
-            self.watched += [] if tensor.is_meta or tensor.is_inference() else [(tensor, tensor._version)]
+            self.watched += (
+                [] if tensor.is_meta or tensor.is_inference() else [(tensor, tensor._version)]
+            )
             return tensor
         return tensor.clone()
 
@@ -149,7 +197,10 @@ class Played:
 
     def __init__(self, tape: _Tape, model: nn.Module, seed: int) -> None:
         self.calls, self.seed, self.lost = tape.calls, seed, tape.lost
-        tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        tensors = chain(
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        )
         # As they are now: transforms replace them.
         self.laid_out = {name: _place(tensor) for name, tensor in tensors if tensor.is_meta}
         self.writers: dict[int, list[int]] = {}
@@ -165,9 +216,14 @@ class Played:
             self._needed(place)
         for path, module in model.named_modules():
             for key, value in vars(module).items():
-                if key not in KEPT and any(tensor.is_meta and not isinstance(tensor, nn.Parameter) for tensor in _tensors(value)):
+                if key not in KEPT and any(
+                    tensor.is_meta and not isinstance(tensor, nn.Parameter)
+                    for tensor in _tensors(value)
+                ):
                     name = f"{path}.{key}" if path else key
-                    raise Whole(f"{name} is neither a parameter nor a buffer (register_buffer makes it one)")
+                    raise Whole(
+                        f"{name} is neither a parameter nor a buffer (register_buffer makes it one)"
+                    )
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         # As `shards.Drawn` has it: a rank that trains on a GPU draws there.
@@ -195,21 +251,36 @@ class Played:
         def real(place: torch.Tensor) -> torch.Tensor:
             if not place.is_meta:
                 return place
-            size, made = place.untyped_storage().nbytes(), torch.empty(0, dtype=place.dtype, device=device)
+            size, made = (
+                place.untyped_storage().nbytes(),
+                torch.empty(0, dtype=place.dtype, device=device),
+            )
             if _key(place) not in storages:  # it is overwritten now
-                storages[_key(place)] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-            return made.set_(storages[_key(place)], int(place.storage_offset()), place.size(), place.stride())
+                storages[_key(place)] = torch.empty(
+                    size, dtype=torch.uint8, device=device
+                ).untyped_storage()
+            return made.set_(
+                storages[_key(place)], int(place.storage_offset()), place.size(), place.stride()
+            )
 
         for index in self._needed(wanted):
             call = self.calls[index]
             args, kwargs = tree_map_only(torch.Tensor, real, (call.args, call.kwargs))
-            args, kwargs = tree_map_only(torch.device, lambda _: torch.device(device), (args, kwargs))
-            with contextlib.nullcontext() if call.draws is None else drawing(derive(self.seed, call.draws), device):
+            args, kwargs = tree_map_only(
+                torch.device, lambda _: torch.device(device), (args, kwargs)
+            )
+            with (
+                contextlib.nullcontext()
+                if call.draws is None
+                else drawing(derive(self.seed, call.draws), device)
+            ):
                 out = call.operator(*args, **kwargs)
             for place, made in zip(call.outs, _tensors(out), strict=False):
                 if place.is_meta and _key(place) not in storages:
                     if made.stride() != place.stride():
-                        made = torch.empty_strided(place.size(), place.stride(), dtype=place.dtype, device=device).copy_(made)
+                        made = torch.empty_strided(
+                            place.size(), place.stride(), dtype=place.dtype, device=device
+                        ).copy_(made)
                     storages[_key(place)] = made.untyped_storage()
         return real(wanted)
 

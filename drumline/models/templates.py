@@ -23,7 +23,11 @@ def read_template(name: str) -> str:
     if not path.is_file():
         fix = f"{', '.join(TEMPLATES)}, or the path of a Jinja file, relative to the folder of the YAML"
         guess = nearest(path.name, TEMPLATES)
-        raise ConfigError(f"no such file: {path}", where="model.chat_template", fix=f"did you mean {guess}? {fix}" if guess else fix)
+        raise ConfigError(
+            f"no such file: {path}",
+            where="model.chat_template",
+            fix=f"did you mean {guess}? {fix}" if guess else fix,
+        )
     return read_text(path, ModelError, most=MOST_SOURCE)
 
 
@@ -32,12 +36,24 @@ def set_template(tokenizer: Any, name: str) -> None:
     text = read_template(name)
     needs = _needs(text)
     if lacks := [token for token in needs if not _has(tokenizer, token)]:
-        fitting = [each for each in TEMPLATES if all(_has(tokenizer, token) for token in _needs(read_template(each)))]
-        what = f"the template {name} is written with {' and '.join(lacks)}, which this tokenizer lacks"
-        raise ModelError(what, where="model.chat_template", fix=f"take {' or '.join(fitting)}, or a file of your own")
+        fitting = [
+            each
+            for each in TEMPLATES
+            if all(_has(tokenizer, token) for token in _needs(read_template(each)))
+        ]
+        what = (
+            f"the template {name} is written with {' and '.join(lacks)}, which this tokenizer lacks"
+        )
+        raise ModelError(
+            what,
+            where="model.chat_template",
+            fix=f"take {' or '.join(fitting)}, or a file of your own",
+        )
     if "eos_token" in text and tokenizer.eos_token is None:
         what = f"the template {name} ends answers by the end-of-sequence token, and this tokenizer has none"
-        raise ModelError(what, where="model.chat_template", fix="set model.tokenizer to one that has")
+        raise ModelError(
+            what, where="model.chat_template", fix="set model.tokenizer to one that has"
+        )
     tokenizer.chat_template = text
 
 
@@ -58,11 +74,18 @@ def turn_tail(tokenizer: Any) -> list[int]:
         return []
     content = "answer"
     try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": content}], tokenize=False)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}],
+            tokenize=False,
+        )
     except Exception:  # noqa: BLE001 - a template for other conversations; rows show its error
         return []
-    after = tokenizer(text[text.rfind(content) + len(content) :], add_special_tokens=False)["input_ids"]
-    return next((after[at:] for at, token in enumerate(after) if token in special_ids(tokenizer)), [])
+    after = tokenizer(text[text.rfind(content) + len(content) :], add_special_tokens=False)[
+        "input_ids"
+    ]
+    return next(
+        (after[at:] for at, token in enumerate(after) if token in special_ids(tokenizer)), []
+    )
 
 
 def turn_end(tokenizer: Any) -> int | None:
@@ -73,9 +96,14 @@ def turn_end(tokenizer: Any) -> int | None:
 
 def end_ids(tokenizer: Any) -> set[int]:
     """The tokens that end a text or an answer: the tokenizer's and the chat template's."""
-    return {int(token) for token in (tokenizer.eos_token_id, turn_end(tokenizer)) if token is not None}
+    return {
+        int(token) for token in (tokenizer.eos_token_id, turn_end(tokenizer)) if token is not None
+    }
 
 
 def special_ids(tokenizer: Any) -> set[int]:
     """The ids of the special tokens."""
-    return {*tokenizer.all_special_ids, *(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    return {
+        *tokenizer.all_special_ids,
+        *(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special),
+    }

@@ -8,7 +8,13 @@ from typing import Any
 
 from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
-from drumline.models.files import check_folder, from_hub, hub_options, tokenizer_folder, tokenizer_revision
+from drumline.models.files import (
+    check_folder,
+    from_hub,
+    hub_options,
+    tokenizer_folder,
+    tokenizer_revision,
+)
 from drumline.models.rendering import limit
 from drumline.models.templates import set_template
 
@@ -40,7 +46,12 @@ def read_tokenizer(path: str | None, model: ModelConfig) -> Any:
     limit()
     apart = model.model_copy(update={"revision": revision})
     files = "its tokenizer_config.json or tokenizer.json"
-    return from_hub(source, apart, lambda: _checked(AutoTokenizer.from_pretrained(source, **hub_options(source, apart))), files)
+    return from_hub(
+        source,
+        apart,
+        lambda: _checked(AutoTokenizer.from_pretrained(source, **hub_options(source, apart))),
+        files,
+    )
 
 
 def add_new_tokens(tokenizer: Any, model: ModelConfig) -> dict[str, int]:
@@ -66,9 +77,17 @@ def _checked(tokenizer: Any) -> Any:
     """The tokenizer, after a trial of the methods that are used later, which finds wrong values in its files. Raises any exception."""
     ids = tokenizer("a b", add_special_tokens=True)["input_ids"]
     tokenizer.decode(ids)
-    tokenizer.convert_ids_to_tokens([*ids, *(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)])
+    tokenizer.convert_ids_to_tokens(
+        [*ids, *(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)]
+    )
     template = tokenizer.chat_template
-    texts = [] if template is None else list(template.values()) if isinstance(template, dict) else [template]
+    texts = (
+        []
+        if template is None
+        else list(template.values())
+        if isinstance(template, dict)
+        else [template]
+    )
     if not len(tokenizer) or not all(isinstance(text, str) for text in texts):
         raise ValueError("chat_template is no text" if len(tokenizer) else "it has no tokens")
     return tokenizer
@@ -79,5 +98,9 @@ def pad_token_id(tokenizer: Any) -> int:
     if tokenizer.pad_token_id is not None:
         return int(tokenizer.pad_token_id)
     instead = int(tokenizer.eos_token_id or 0)
-    logger.warning("the tokenizer has no padding token: rows are filled with %r (id %d)", tokenizer.convert_ids_to_tokens(instead), instead)
+    logger.warning(
+        "the tokenizer has no padding token: rows are filled with %r (id %d)",
+        tokenizer.convert_ids_to_tokens(instead),
+        instead,
+    )
     return instead

@@ -25,7 +25,12 @@ from drumline.models.scores import side_of_model
 
 # The model_types whose images, positions and gradients are tested (tests/unit/test_vision.py).
 KNOWN = ("qwen3_vl", "qwen3_vl_moe")
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 # Of ImageNet's training images, by channel of RGB in [0, 1]: most published models were trained with these (He et al. 2015 and after).
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIDE = 224  # the default
@@ -48,7 +53,10 @@ class Vision:
         processor = _processor(self.path, self.model)
         if self.max_pixels is not None:
             # These edges of transformers are areas.
-            most, least = (min(self.max_pixels, processor.size[key]) for key in ("longest_edge", "shortest_edge"))
+            most, least = (
+                min(self.max_pixels, processor.size[key])
+                for key in ("longest_edge", "shortest_edge")
+            )
             processor.size = type(processor.size)(longest_edge=most, shortest_edge=least)
         return processor
 
@@ -69,7 +77,11 @@ class Vision:
         `origin` (a row) and the path."""
         from drumline.vendor.transformers import smart_resize
 
-        image, size, patch = read_image(path, origin), self.processor.size, self.processor.patch_size
+        image, size, patch = (
+            read_image(path, origin),
+            self.processor.size,
+            self.processor.patch_size,
+        )
         try:
             height, width = smart_resize(
                 image.height,
@@ -87,7 +99,11 @@ class Vision:
         found = self.processor([read_image(path, "data")], return_tensors="np")
         if tuple(found["image_grid_thw"][0].tolist()) != tuple(grid):
             fix = "put it back, or remove the prepared data (data.cache_dir)"
-            raise DataError(f"image {path}: it has another size than when it was prepared", where="data", fix=fix)
+            raise DataError(
+                f"image {path}: it has another size than when it was prepared",
+                where="data",
+                fix=fix,
+            )
         return np.asarray(found["pixel_values"], np.float32)
 
 
@@ -102,12 +118,20 @@ def vision_of(config: Config, path: str | None, hf_config: Any) -> Vision | None
     require_pillow(f"model of type {hf_config.model_type}")
     place, sizes = path or config.model.tokenizer, hf_config.vision_config
     assert place is not None, "load_tokenizer has refused this"
-    vision = Vision(place, config.model, int(hf_config.image_token_id), int(sizes.spatial_merge_size), config.data.image_max_pixels)
+    vision = Vision(
+        place,
+        config.model,
+        int(hf_config.image_token_id),
+        int(sizes.spatial_merge_size),
+        config.data.image_max_pixels,
+    )
     processor = vision.processor
     if (processor.patch_size, processor.merge_size) != (sizes.patch_size, vision.merge):
         wanted = f"the model takes {sizes.patch_size} and {vision.merge}"
         what = f"its image processor cuts patches of {processor.patch_size} and merges {processor.merge_size}, {wanted}"
-        raise ModelError(what, where=place, fix="use the preprocessor_config.json that belongs to the model")
+        raise ModelError(
+            what, where=place, fix="use the preprocessor_config.json that belongs to the model"
+        )
     return vision
 
 
@@ -118,9 +142,19 @@ def read_image(path: str, origin: str) -> Any:
     try:
         with Image.open(Path(path)) as image:
             return in_colour(image)
-    except Exception as error:  # decoders of strangers' files raise anything (struct.error, SyntaxError, bombs)
-        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {str(error) or type(error).__name__}"
-        fix = "paths are relative to the folder of the data file" if isinstance(error, FileNotFoundError) else "mend it or take the row out"
+    except (
+        Exception
+    ) as error:  # decoders of strangers' files raise anything (struct.error, SyntaxError, bombs)
+        reason = (
+            "no such file"
+            if isinstance(error, FileNotFoundError)
+            else f"cannot be read: {str(error) or type(error).__name__}"
+        )
+        fix = (
+            "paths are relative to the folder of the data file"
+            if isinstance(error, FileNotFoundError)
+            else "mend it or take the row out"
+        )
         raise DataError(f"image {path}: {reason}", where=origin, fix=fix) from error
 
 
@@ -131,7 +165,9 @@ def in_colour(image: Any) -> Any:
 
     wide = image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG")
     if image.mode in ("I", "F") and not wide:
-        raise ValueError("its numbers of 32 bits have no fixed range: save it with 8 bits a channel")
+        raise ValueError(
+            "its numbers of 32 bits have no fixed range: save it with 8 bits a channel"
+        )
     image = ImageOps.exif_transpose(image)
     if wide:
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -146,15 +182,23 @@ def load_processor(path: str | None, model: ModelConfig, config: Any, side: int 
     if path is not None and find_file(path, PROCESSOR_FILES[0], model) is not None:
         processor = _processor(path, model)
         for name in ("size", "crop_size") if side is not None else ():
-            if (size := getattr(processor, name, None)) is not None:  # height and width, or the shorter edge that is then cropped
-                setattr(processor, name, {key: side for key, value in dict(size).items() if value is not None})
+            if (
+                size := getattr(processor, name, None)
+            ) is not None:  # height and width, or the shorter edge that is then cropped
+                setattr(
+                    processor,
+                    name,
+                    {key: side for key, value in dict(size).items() if value is not None},
+                )
         return processor
     from transformers import ViTImageProcessorPil
 
     side = side or side_of_model(config) or SIDE
     channels = int(getattr(config, "num_channels", 3))
     mean, std = (MEAN, STD) if channels == 3 else ((0.5,) * channels, (0.5,) * channels)
-    return ViTImageProcessorPil(size={"height": side, "width": side}, image_mean=list(mean), image_std=list(std))
+    return ViTImageProcessorPil(
+        size={"height": side, "width": side}, image_mean=list(mean), image_std=list(std)
+    )
 
 
 def side_of(processor: Any, channels: int) -> int:
@@ -164,13 +208,19 @@ def side_of(processor: Any, channels: int) -> int:
     shape = pixels(processor, [Image.new("RGB", (64, 48))], channels).shape
     if shape[2] != shape[3]:
         what = f"its image processor makes {shape[3]} × {shape[2]} pixels of 64 × 48, and images of a batch are squares here"
-        raise ModelError(what, where="model", fix="set algorithm.image_size, or size to a height and width in preprocessor_config.json")
+        raise ModelError(
+            what,
+            where="model",
+            fix="set algorithm.image_size, or size to a height and width in preprocessor_config.json",
+        )
     return int(shape[3])
 
 
 def pixels(processor: Any, images: list[Any], channels: int) -> Any:
     """numpy float32[B, C, H, W] of PIL images."""
-    return processor([image.convert("RGB" if channels == 3 else "L") for image in images], return_tensors="np")["pixel_values"]
+    return processor(
+        [image.convert("RGB" if channels == 3 else "L") for image in images], return_tensors="np"
+    )["pixel_values"]
 
 
 def require_pillow(where: str = "algorithm.modality image") -> None:
@@ -181,11 +231,17 @@ def require_pillow(where: str = "algorithm.modality image") -> None:
 def _processor(path: str, model: ModelConfig) -> Any:
     from transformers import AutoImageProcessor
 
-    return from_hub(path, model, lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **hub_options(path, model)))
+    return from_hub(
+        path,
+        model,
+        lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **hub_options(path, model)),
+    )
 
 
 def image_side(config: Config, model_path: str | None, hf_config: Any) -> int:
     """Pixels of the square images of the model's input."""
     require_pillow()
-    processor = load_processor(model_path, config.model, hf_config, getattr(config.algorithm, "image_size", None))
+    processor = load_processor(
+        model_path, config.model, hf_config, getattr(config.algorithm, "image_size", None)
+    )
     return side_of(processor, int(getattr(hf_config, "num_channels", 3)))

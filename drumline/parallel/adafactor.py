@@ -13,7 +13,11 @@ from drumline.core.config import OptimizerConfig
 from drumline.parallel.norms import Place, local, spread_over
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
-DECAY, LEAST = -0.8, 1e-3  # of the averages: 1 − step^DECAY; the smallest root mean square of a weight that a rate is multiplied with
+# Of the averages: 1 − step^DECAY; the smallest root mean square of a weight that a rate is multiplied with.
+DECAY, LEAST = (
+    -0.8,
+    1e-3,
+)
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -37,12 +41,17 @@ class Adafactor(torch.optim.Optimizer):
     def _step(self, place: Place, here: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         """A step of the parameters that are cut over the same groups of ranks."""
         sums = []
-        gradients: list[torch.Tensor] = [local(parameter.grad) for parameter, _ in here if parameter.grad is not None]
+        gradients: list[torch.Tensor] = [
+            local(parameter.grad) for parameter, _ in here if parameter.grad is not None
+        ]
         for (parameter, _), gradient in zip(here, gradients, strict=True):
             sums.append(local(parameter).square().sum().reshape(1))
             if parameter.ndim > 1:
                 rows, columns = _places(parameter)
-                for index, dim, shape in ((rows, -1, _row_shape(parameter)), (columns, -2, _column_shape(parameter))):
+                for index, dim, shape in (
+                    (rows, -1, _row_shape(parameter)),
+                    (columns, -2, _column_shape(parameter)),
+                ):
                     whole = gradient.new_zeros(shape)
                     whole[index] = gradient.square().sum(dim, keepdim=True)
                     sums.append(whole.flatten())
@@ -55,8 +64,12 @@ class Adafactor(torch.optim.Optimizer):
             size = next(added).sqrt() / math.sqrt(parameter.numel())
             epsilon = torch.finfo(gradient.dtype).eps
             if parameter.ndim > 1:
-                state["row_var"].lerp_(next(added).view_as(state["row_var"]) / parameter.shape[-1], new)
-                state["col_var"].lerp_(next(added).view_as(state["col_var"]) / parameter.shape[-2], new)
+                state["row_var"].lerp_(
+                    next(added).view_as(state["row_var"]) / parameter.shape[-1], new
+                )
+                state["col_var"].lerp_(
+                    next(added).view_as(state["col_var"]) / parameter.shape[-2], new
+                )
                 rows, columns = _places(parameter)
                 mean = state["row_var"].mean(-2, keepdim=True).clamp_(min=epsilon)
                 variance = (state["row_var"] / mean)[rows] * state["col_var"][columns]
@@ -65,7 +78,9 @@ class Adafactor(torch.optim.Optimizer):
             update = variance.clamp_(min=epsilon**2).rsqrt_().mul_(gradient)
             updates.append((update, size))
             squares.append(update.square().sum().reshape(1))
-        for (parameter, group), (update, size), square in zip(here, updates, _added(squares, place), strict=True):
+        for (parameter, group), (update, size), square in zip(
+            here, updates, _added(squares, place), strict=True
+        ):
             rate = min(group["lr"], float(self.state[parameter]["step"]) ** -0.5)
             clip = (square.sqrt() / math.sqrt(parameter.numel())).clamp(min=1.0)
             weight = local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
@@ -95,7 +110,9 @@ def _places(parameter: torch.Tensor) -> tuple[tuple[slice, ...], tuple[slice, ..
     """Where this rank's part lies among the sums over columns (one a row), and over rows."""
     shape, offset = parameter.shape, (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
     cuts = [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
     return (*cuts[:-1], slice(None)), (*cuts[:-2], slice(None), cuts[-1])
 

@@ -24,7 +24,9 @@ PIECE = 2**16  # entries
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def compress_ddp(ddp: DistributedDataParallel, options: Compression, seed: int) -> Compressor | None:
+def compress_ddp(
+    ddp: DistributedDataParallel, options: Compression, seed: int
+) -> Compressor | None:
     """The compressor by which DDP now averages its buckets; None where it sends them as they are. `seed`: the same on all ranks."""
     if options.kind == "none":
         return None
@@ -54,7 +56,9 @@ class Compressor:
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
         exact = not self.options.compresses(self.step)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[flat.device] if flat.is_cuda else []
+        )
         with self._aside(flat), torch.no_grad():
             if exact:
                 self._all_reduce(flat.div_(self.size))
@@ -121,7 +125,9 @@ class Int8(Compressor):
 
 def encode(rows: torch.Tensor) -> torch.Tensor:
     """fp32[R, C] (C in whole blocks) → uint8[R, C + C / 64]: the codes of a row, and behind them its blocks' scales."""
-    packed = rows.new_empty((len(rows), rows.shape[1] + rows.shape[1] // (BLOCK // 4)), dtype=torch.uint8)
+    packed = rows.new_empty(
+        (len(rows), rows.shape[1] + rows.shape[1] // (BLOCK // 4)), dtype=torch.uint8
+    )
     for values, codes, scales in _in_pieces(packed, rows):
         torch.amax(values.abs(), -1, out=scales).div_(127)
         codes.copy_((values / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_())
@@ -130,23 +136,31 @@ def encode(rows: torch.Tensor) -> torch.Tensor:
 
 def decode(packed: torch.Tensor) -> torch.Tensor:
     """The inverse of `encode`, up to rounding: fp32[R, C]."""
-    rows = packed.new_empty((len(packed), packed.shape[1] * BLOCK // (BLOCK + 4)), dtype=torch.float32)
+    rows = packed.new_empty(
+        (len(packed), packed.shape[1] * BLOCK // (BLOCK + 4)), dtype=torch.float32
+    )
     for values, codes, scales in _in_pieces(packed, rows):
         values.copy_(codes).mul_(scales[:, None])
     return rows
 
 
-def _in_pieces(packed: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _in_pieces(
+    packed: torch.Tensor, rows: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Views: values fp32[N, BLOCK], codes int8[N, BLOCK], scales fp32[N]. On a CPU of so few blocks that they stay in its cache."""
     columns = rows.shape[1]
     piece = PIECE if rows.device.type == "cpu" else columns
     for row, coded in zip(rows, packed, strict=True):
         codes, scales = coded[:columns].view(torch.int8), coded[columns:].view(torch.float32)
-        for values, part, of_part in zip(row.split(piece), codes.split(piece), scales.split(piece // BLOCK), strict=True):
+        for values, part, of_part in zip(
+            row.split(piece), codes.split(piece), scales.split(piece // BLOCK), strict=True
+        ):
             yield values.view(-1, BLOCK), part.view(-1, BLOCK), of_part
 
 
-def by_parameter(flat: torch.Tensor, parameters: list[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+def by_parameter(
+    flat: torch.Tensor, parameters: list[torch.Tensor]
+) -> dict[torch.Tensor, torch.Tensor]:
     """Parameter → its entries of a bucket, as views."""
     return dict(zip(parameters, flat.split([p.numel() for p in parameters]), strict=True))
 
@@ -206,15 +220,28 @@ class PowerSGD(ErrorFeedback):
     def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         self.recall(flat, parameters)
         parts = by_parameter(flat, parameters)
-        matrices = {p: part.view(p.shape[0], -1) for p, part in parts.items() if is_halved(p.shape, self.options.rank)}
+        matrices = {
+            p: part.view(p.shape[0], -1)
+            for p, part in parts.items()
+            if is_halved(p.shape, self.options.rank)
+        }
         whole = [part for p, part in parts.items() if p not in matrices]
-        for p, matrix in matrices.items():  # the Q to start from: that of the step before, at first a random one
+        for (
+            p,
+            matrix,
+        ) in (
+            matrices.items()
+        ):  # the Q to start from: that of the step before, at first a random one
             if p not in self.bases:
-                self.bases[p] = torch.randn(matrix.shape[1], self.options.rank, generator=self.generator).to(matrix)
+                self.bases[p] = torch.randn(
+                    matrix.shape[1], self.options.rank, generator=self.generator
+                ).to(matrix)
         lefts = [matrix @ self.bases[p] for p, matrix in matrices.items()]
         averaged = self._average_together([*whole, *lefts])
         lefts = orthonormal(averaged[len(whole) :])
-        rights = self._average_together([matrix.T @ left for matrix, left in zip(matrices.values(), lefts, strict=True)])
+        rights = self._average_together(
+            [matrix.T @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
+        )
         error = flat.clone()
         for part, value in zip(whole, averaged, strict=False):
             part.copy_(value)
@@ -231,7 +258,10 @@ class PowerSGD(ErrorFeedback):
         if not tensors:
             return []
         flat = self._all_reduce(torch.cat([t.flatten() for t in tensors])).div_(self.size)
-        return [part.view_as(t) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+        return [
+            part.view_as(t)
+            for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
+        ]
 
 
 def orthonormal(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -241,8 +271,18 @@ def orthonormal(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
         by_shape.setdefault(matrix.shape, []).append(place)
     made: dict[int, torch.Tensor] = {}
     for places in by_shape.values():
-        made |= zip(places, torch.linalg.qr(torch.stack([matrices[place] for place in places])).Q, strict=True)
+        made |= zip(
+            places,
+            torch.linalg.qr(torch.stack([matrices[place] for place in places])).Q,
+            strict=True,
+        )
     return [made[place] for place in range(len(matrices))]
 
 
-KINDS: dict[str, type[Compressor]] = {"bf16": Cast, "fp16": Cast, "int8": Int8, "topk": TopK, "powersgd": PowerSGD}
+KINDS: dict[str, type[Compressor]] = {
+    "bf16": Cast,
+    "fp16": Cast,
+    "int8": Int8,
+    "topk": TopK,
+    "powersgd": PowerSGD,
+}

@@ -38,7 +38,11 @@ Function = Callable[..., Any]
 
 
 def apply_context_parallel(
-    module: ForwardWithObjective, model: Any, mesh: DeviceMesh, method: Literal["ulysses", "ring"], packing: bool
+    module: ForwardWithObjective,
+    model: Any,
+    mesh: DeviceMesh,
+    method: Literal["ulysses", "ring"],
+    packing: bool,
 ) -> None:
     """Cut the sequences of `module`'s batches over the ranks of `mesh` (one dimension). Collective.
 
@@ -88,7 +92,14 @@ class _Heads:
 
 
 def ulysses(
-    part: SequencePart, sdpa: Function, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    part: SequencePart,
+    sdpa: Function,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention over whole sequences: [B, H, t, D] in, [B, t, H, D] out.
 
@@ -100,21 +111,28 @@ def ulysses(
     query, key, value = heads_for_parts(part, query, key, value)
     heads = _Heads(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
     out_BThD, _ = sdpa(heads, query, key, value, attention_mask, **options)
-    stretches = out_BThD.unflatten(1, (part.parts, -1)).transpose(0, 1).contiguous()  # [N, B, t, H / N, D]
+    # [N, B, t, H / N, D].
+    stretches = out_BThD.unflatten(1, (part.parts, -1)).transpose(0, 1).contiguous()
     return _exchange(part, stretches).movedim(0, 2).flatten(2, 3), None  # [B, t, H, D]
 
 
 def heads_for_parts(part: SequencePart, *tensors_BHtD: Tensor) -> list[Tensor]:
     """[B, H / N, T, D] of each [B, H, t, D]: a share of the heads, all of the sequence. One all-to-all for all tensors."""
-    shares = [tensor.unflatten(1, (part.parts, -1)).transpose(0, 1) for tensor in tensors_BHtD]  # [N, B, H / N, t, D]
+    # [N, B, H / N, t, D].
+    shares = [tensor.unflatten(1, (part.parts, -1)).transpose(0, 1) for tensor in tensors_BHtD]
     received = _exchange(part, torch.cat([share.flatten(1) for share in shares], 1))
     whole = received.split([share[0].numel() for share in shares], 1)
-    return [flat.view(share.shape).movedim(0, 2).flatten(2, 3) for flat, share in zip(whole, shares, strict=True)]
+    return [
+        flat.view(share.shape).movedim(0, 2).flatten(2, 3)
+        for flat, share in zip(whole, shares, strict=True)
+    ]
 
 
 def _exchange(part: SequencePart, by_rank: Tensor) -> Tensor:
     """Entry i of dimension 0 goes to rank i; what comes from rank i is entry i. Its gradient travels back the same way."""
-    received: Tensor = all_to_all_single_autograd(by_rank, [1] * part.parts, [1] * part.parts, part.group)
+    received: Tensor = all_to_all_single_autograd(
+        by_rank, [1] * part.parts, [1] * part.parts, part.group
+    )
     return received
 
 
@@ -137,7 +155,14 @@ def whole_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
 
 
 def ring(
-    part: SequencePart, sdpa: Function, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    part: SequencePart,
+    sdpa: Function,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention as `ulysses`, for inside torch's ring: every rank has all heads, and sdpa itself is torch's ring."""
     groups = query.shape[1] // key.shape[1]
@@ -159,7 +184,9 @@ def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
     from torch.distributed.tensor.experimental import context_parallel
 
     stand_in = torch.empty(2 * mesh.size(), device=mesh.device_type)
-    with context_parallel(mesh, buffers=[stand_in], buffer_seq_dims=[0], no_restore_buffers={stand_in}):
+    with context_parallel(
+        mesh, buffers=[stand_in], buffer_seq_dims=[0], no_restore_buffers={stand_in}
+    ):
         yield
 
 
@@ -173,7 +200,9 @@ def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool, t
         length = ids_BT.shape[1]
         positions_BT = torch.arange(length, device=ids_BT.device)[None]
         if packing:
-            positions_BT = torch.where(positions_BT < length - 5, positions_BT, positions_BT - (length - 5))
+            positions_BT = torch.where(
+                positions_BT < length - 5, positions_BT, positions_BT - (length - 5)
+            )
         whole = trunk(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)[0]
         batch = Tokens(ids_BT, positions_BT)
         with part.around():

@@ -31,7 +31,9 @@ class Spread:
     """One way of spreading. `module` runs a training forward, `inner` one without gradients, `reads` one whose objective is called
     once with all rows of the batch."""
 
-    def __init__(self, module: nn.Module, inner: nn.Module | None = None, reads: nn.Module | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, inner: nn.Module | None = None, reads: nn.Module | None = None
+    ) -> None:
         self.module = module
         self.inner = module if inner is None else inner
         self.reads = self.inner if reads is None else reads
@@ -75,14 +77,22 @@ class Replicated(Spread):
     second backward of one forward), the gradients are averaged once more: averages of averages are averages. It waits for the weights that
     learned when it was made; while others learn, those that a loop has frozen or unfrozen since, all are averaged after backward."""
 
-    def __init__(self, module: DistributedDataParallel, compressor: Compressor | None = None) -> None:
+    def __init__(
+        self, module: DistributedDataParallel, compressor: Compressor | None = None
+    ) -> None:
         super().__init__(module, inner=module.module)
         self.ddp, self.compressor = module, compressor
         self.records_graph = module.static_graph
         self.by_hand = BucketedAllReduce(module.module, module.process_group)
         self.learned = self.by_hand.learned
-        self.called = self.averaged = self.reported = False  # since the last backward; by the last backward; in the log
-        self.last, self.clock, self.device = False, self.by_hand.clock, next(module.parameters()).device.type
+        self.called = self.averaged = self.reported = (
+            False  # since the last backward; by the last backward; in the log
+        )
+        self.last, self.clock, self.device = (
+            False,
+            self.by_hand.clock,
+            next(module.parameters()).device.type,
+        )
         module.register_forward_pre_hook(self._note_call)
 
     def _note_call(self, *_: object) -> None:
@@ -128,17 +138,34 @@ class Replicated(Spread):
 
     def _gradients(self) -> dict[str, tuple[int, int] | None]:
         """Of each weight that learns: which gradient it has, and how often that was written."""
-        learning = ((name, weight.grad) for name, weight in self.inner.named_parameters() if weight.requires_grad)
-        return {name: None if gradient is None else (id(gradient), gradient._version) for name, gradient in learning}
+        learning = (
+            (name, weight.grad)
+            for name, weight in self.inner.named_parameters()
+            if weight.requires_grad
+        )
+        return {
+            name: None if gradient is None else (id(gradient), gradient._version)
+            for name, gradient in learning
+        }
 
     def _require_gradients(self, before: dict[str, tuple[int, int] | None]) -> None:
         """Raises ModelError for weights that this backward has not reached: DDP would leave others unaveraged, and say so a step later."""
         after = self._gradients()
-        without = [name.replace("_orig_mod.", "").removeprefix("model.") for name, now in after.items() if now == before[name]]
-        if 0 < len(without) < len(after):  # none has one where they step within backward, or nothing was learned
+        without = [
+            name.replace("_orig_mod.", "").removeprefix("model.")
+            for name, now in after.items()
+            if now == before[name]
+        ]
+        if (
+            0 < len(without) < len(after)
+        ):  # none has one where they step within backward, or nothing was learned
             more = f" and {len(without) - 3} more" if len(without) > 3 else ""
             fix = "set strategy.find_unused_parameters: true, or leave them out with model.freeze"
-            raise ModelError(f"no gradient reaches {', '.join(without[:3])}{more}, and DDP waits for it", where="model", fix=fix)
+            raise ModelError(
+                f"no gradient reaches {', '.join(without[:3])}{more}, and DDP waits for it",
+                where="model",
+                fix=fix,
+            )
 
     def exposed_communication(self) -> float:
         # On a CPU a compressor waits within backward.
@@ -215,10 +242,17 @@ class BucketedAllReduce(Spread):
     `experts`: that group for experts which are cut over data ranks."""
 
     def __init__(
-        self, module: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET, experts: dist.ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int = BUCKET,
+        experts: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(module)
-        self.groups, self.bucket_bytes = (group, group if experts is None else experts), bucket_bytes
+        self.groups, self.bucket_bytes = (
+            (group, group if experts is None else experts),
+            bucket_bytes,
+        )
         self.clock, self.learned = Clock(), learning(module)
 
     @contextlib.contextmanager
@@ -232,7 +266,10 @@ class BucketedAllReduce(Spread):
 
         A gradient that only other ranks have counts as zero here and is made; one that no rank has stays None.
         """
-        trainable = [p for p in self.module.parameters() if p.requires_grad or id(p) in self.learned]  # frozen since, with a gradient
+        # Frozen since, with a gradient.
+        trainable = [
+            p for p in self.module.parameters() if p.requires_grad or id(p) in self.learned
+        ]
         apart = [p for p in trainable if self.groups[0] is not self.groups[1] and of_experts(p)]
         rest = [p for p in trainable if not any(p is other for other in apart)]
         for parameters, group in zip((rest, apart), self.groups, strict=True):
@@ -260,7 +297,9 @@ class _Bucket:
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters = parameters
-        parts = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in parameters]
+        parts = [
+            torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in parameters
+        ]
         self.sizes, self.shapes = [part.numel() for part in parts], [part.shape for part in parts]
         self.lacks_gradient = any(parameter.grad is None for parameter in parameters)
         has = parts[0].new_ones(len(parameters))
@@ -274,8 +313,12 @@ class _Bucket:
         assert self.work is not None
         self.work.wait()
         *parts, has = self.flat.split([*self.sizes, len(self.parameters)])
-        ranks_with_gradient = has.tolist() if self.lacks_gradient else [ranks] * len(self.parameters)
-        for index, (parameter, part, shape) in enumerate(zip(self.parameters, parts, self.shapes, strict=True)):
+        ranks_with_gradient = (
+            has.tolist() if self.lacks_gradient else [ranks] * len(self.parameters)
+        )
+        for index, (parameter, part, shape) in enumerate(
+            zip(self.parameters, parts, self.shapes, strict=True)
+        ):
             if parameter.grad is None:
                 if ranks_with_gradient[index] == 0:
                     continue
@@ -310,7 +353,9 @@ class Clock:
     def __init__(self) -> None:
         self.last = 0.0
         self.began: torch.cuda.Event | float | None = None
-        self.under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=MOST_UNDER_WAY)
+        self.under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(
+            maxlen=MOST_UNDER_WAY
+        )
 
     @contextlib.contextmanager
     def measure(self, device: str) -> Iterator[None]:

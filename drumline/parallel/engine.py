@@ -38,13 +38,17 @@ class Engine(Protocol):
     def begin_step(self, lr: float) -> None:
         """The learning rate of the step that begins, for an engine whose weights are updated in backward; others have it by `step`."""
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
+    def forward_backward(
+        self, micro_batches: list[Any], objective: Any, denominator: float
+    ) -> DeviceSums:
         """Accumulate the gradients of Σ loss / denominator over all samples of all ranks. Returns the sums, `loss` among them."""
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         """The sums without gradients; the model is left in training mode."""
 
-    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+    def infer(
+        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+    ) -> list[torch.Tensor]:
         """What `read(outputs, batch)` gives for each micro-batch, without gradients; the model is left in training mode.
 
         The same on all ranks that share the samples. All ranks come with as many micro-batches. `adapter` False: without LoRA's product,
@@ -102,7 +106,8 @@ class OpenEngine(Engine, Protocol):
     """An engine that a loop of the user's own drives: it calls the model, and comes with a loss for each micro-batch."""
 
     model: nn.Module
-    named: dict[str, nn.Parameter]  # as the optimizer has them, whatever a forward puts in their place
+    # As the optimizer has them, whatever a forward puts in their place.
+    named: dict[str, nn.Parameter]
     learned: set[str]  # the names of those that learned when the model was spread
     max_grad_norm: float | None
     optimizer: torch.optim.Optimizer
@@ -163,24 +168,40 @@ class CompositeEngine:
         """`engines`: by role, `policy` among them. `rates`: learning rate of a role as a part of the policy's, where it is another."""
         self.engines, self.rates = engines, rates
         self.policy = engines[POLICY]
-        self.infer, self.whole_weights, self.unsharded_model = self.policy.infer, self.policy.whole_weights, self.policy.unsharded_model
+        self.infer, self.whole_weights, self.unsharded_model = (
+            self.policy.infer,
+            self.policy.whole_weights,
+            self.policy.unsharded_model,
+        )
 
     def begin_step(self, lr: float) -> None:
         for role, engine in self.engines.items():
             engine.begin_step(lr * self.rates.get(role, 1.0))
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
+    def forward_backward(
+        self, micro_batches: list[Any], objective: Any, denominator: float
+    ) -> DeviceSums:
         assert objective.keys() == self.engines.keys(), "each trainable model has an objective"
-        return _added(engine.forward_backward(micro_batches, objective[role], denominator) for role, engine in self.engines.items())
+        return _added(
+            engine.forward_backward(micro_batches, objective[role], denominator)
+            for role, engine in self.engines.items()
+        )
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         if not isinstance(objective, Mapping):
             return self.policy.evaluate(micro_batches, objective)
         batches = list(micro_batches)
-        return _added(self.engines[role].evaluate(batches, wanted) for role, wanted in objective.items())
+        return _added(
+            self.engines[role].evaluate(batches, wanted) for role, wanted in objective.items()
+        )
 
     def grad_norm(self) -> torch.Tensor:
-        return torch.stack([engine.grad_norm() for engine in self.engines.values()]).square().sum().sqrt()
+        return (
+            torch.stack([engine.grad_norm() for engine in self.engines.values()])
+            .square()
+            .sum()
+            .sqrt()
+        )
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         for role, engine in self.engines.items():
@@ -197,15 +218,25 @@ class CompositeEngine:
         }
 
     def state(self) -> dict[str, Any]:
-        return self.policy.state() | {"roles": {role: engine.state() for role, engine in self.engines.items() if role != POLICY}}
+        return self.policy.state() | {
+            "roles": {
+                role: engine.state() for role, engine in self.engines.items() if role != POLICY
+            }
+        }
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         for role, engine in self.engines.items():
-            own = state if role == POLICY else {**state.get("roles", {}).get(role, {}), "step": state["step"]}
+            own = (
+                state
+                if role == POLICY
+                else {**state.get("roles", {}).get(role, {}), "step": state["step"]}
+            )
             engine.load_state(own, of_role(tensors, role))
 
     def memory_stats(self) -> MemoryStats:
-        return sum((engine.memory_stats() for engine in self.engines.values()), MemoryStats(0, 0, 0))
+        return sum(
+            (engine.memory_stats() for engine in self.engines.values()), MemoryStats(0, 0, 0)
+        )
 
     def exposed_communication(self) -> float | None:
         waits = [engine.exposed_communication() for engine in self.engines.values()]
@@ -216,7 +247,11 @@ def of_role(named: Mapping[str, T], role: str) -> dict[str, T]:
     """The tensors of a role, under the names that its own engine has for them."""
     if role == POLICY:
         return {name: value for name, value in named.items() if "/" not in name}
-    return {name.removeprefix(f"{role}/"): value for name, value in named.items() if name.startswith(f"{role}/")}
+    return {
+        name.removeprefix(f"{role}/"): value
+        for name, value in named.items()
+        if name.startswith(f"{role}/")
+    }
 
 
 def _added(parts: Iterable[dict[str, N]]) -> dict[str, N]:

@@ -24,10 +24,14 @@ from drumline.vendor.torch import all_to_all_single_autograd
 def apply_expert_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut all experts of a model over the data ranks of `mesh` (one dimension), in place."""
     for name in expert_modules(model):
-        apply_experts(model.get_submodule(name), mesh, shares_tokens=False, averaged_over=mesh.size())
+        apply_experts(
+            model.get_submodule(name), mesh, shares_tokens=False, averaged_over=mesh.size()
+        )
 
 
-def apply_experts(module: Any, mesh: DeviceMesh, shares_tokens: bool, averaged_over: int = 1) -> None:
+def apply_experts(
+    module: Any, mesh: DeviceMesh, shares_tokens: bool, averaged_over: int = 1
+) -> None:
     """Each rank of `mesh` (one dimension) holds as many of the module's experts. `shares_tokens`: all ranks have the same. `averaged_over`:
     what gradients are divided by: those of data ranks are averaged, and an expert's is the sum over the ranks that send to it."""
     inner, experts = module.forward, module.num_experts // mesh.size()
@@ -46,7 +50,8 @@ def apply_experts(module: Any, mesh: DeviceMesh, shares_tokens: bool, averaged_o
 
     def run(rows_SD: Tensor, expert_S: Tensor) -> Tensor:
         """float[S, D]: what this rank's experts, by their numbers here, make of a row each."""
-        made = rows_SD if len(rows_SD) else rows_SD.new_zeros(1, rows_SD.shape[1])  # weights take part in any case
+        # Weights take part in any case.
+        made = rows_SD if len(rows_SD) else rows_SD.new_zeros(1, rows_SD.shape[1])
         chosen_S1 = expert_S[:, None] if len(rows_SD) else expert_S.new_zeros(1, 1)
         out: Tensor = compute(made, chosen_S1, made.new_ones(chosen_S1.shape))
         return out[: len(rows_SD)]
@@ -69,7 +74,9 @@ def of_experts(parameter: Any) -> bool:
 def load_of(chosen_Nk: Tensor, experts: int) -> Tensor:
     """int64[E]: choices of each expert."""
     flat = chosen_Nk.flatten()
-    return torch.zeros(experts, dtype=flat.dtype, device=flat.device).index_add_(0, flat, torch.ones_like(flat))
+    return torch.zeros(experts, dtype=flat.dtype, device=flat.device).index_add_(
+        0, flat, torch.ones_like(flat)
+    )
 
 
 class _Experts(NamedTuple):
@@ -79,7 +86,9 @@ class _Experts(NamedTuple):
     mesh: DeviceMesh
     number: int
 
-    def exchanged(self, hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor, load_E: Tensor) -> Tensor:
+    def exchanged(
+        self, hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor, load_E: Tensor
+    ) -> Tensor:
         """Choices in the order of their experts are in that of the ranks: no rank needs to be told which row is whose."""
         group, ranks, choices = self.mesh.get_group(), self.mesh.size(), chosen_Nk.shape[1]
         order = chosen_Nk.flatten().argsort(stable=True)
@@ -99,20 +108,35 @@ class _Experts(NamedTuple):
         back[order] = torch.arange(len(order), device=order.device)
         return (made[back].unflatten(0, chosen_Nk.shape) * weights_Nk[..., None]).sum(1)
 
-    def of_shared(self, hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor, _load: Tensor) -> Tensor:
+    def of_shared(
+        self, hidden_ND: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor, _load: Tensor
+    ) -> Tensor:
         """The sums over ranks are the whole; what each gives back to tokens and weights is added up."""
         hidden_ND, weights_Nk = (
-            DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+            DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(
+                grad_placements=[Partial()]
+            )
             for x in (hidden_ND, weights_Nk)
         )
         # The host waits for the number of this rank's choices, which decides how many rows its experts compute.
-        token_S, choice_S = (chosen_Nk // self.number == self.mesh.get_local_rank()).nonzero(as_tuple=True)
-        made_SD = self.run(hidden_ND[token_S], chosen_Nk[token_S, choice_S] % self.number) * weights_Nk[token_S, choice_S, None]
+        token_S, choice_S = (chosen_Nk // self.number == self.mesh.get_local_rank()).nonzero(
+            as_tuple=True
+        )
+        made_SD = (
+            self.run(hidden_ND[token_S], chosen_Nk[token_S, choice_S] % self.number)
+            * weights_Nk[token_S, choice_S, None]
+        )
         part_ND = torch.zeros_like(hidden_ND).index_add(0, token_S, made_SD.to(hidden_ND.dtype))
-        return DTensor.from_local(part_ND, self.mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+        return (
+            DTensor.from_local(part_ND, self.mesh, [Partial()], run_check=False)
+            .redistribute(placements=[Replicate()])
+            .to_local()
+        )
 
 
-def with_weights(module: nn.Module, forward: Callable[..., Any], change: Callable[[Any], Tensor]) -> Callable[..., Any]:
+def with_weights(
+    module: nn.Module, forward: Callable[..., Any], change: Callable[[Any], Tensor]
+) -> Callable[..., Any]:
     """`forward` as it is with `change(weight)` in the place of each of the module's own weights.
 
     They are taken from the module at each call: FSDP2 puts others there for as long as a forward runs.

@@ -24,13 +24,24 @@ def apply_fp8(model: nn.Module, plan: Plan) -> None:
 
     if plan.device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         raise NO_FP8.error(f"{torch.cuda.get_device_name()} has no fp8")
-    inner = {id(module) for block in blocks(model) for module in block.modules() if type(module) is nn.Linear}
+    inner = {
+        id(module)
+        for block in blocks(model)
+        for module in block.modules()
+        if type(module) is nn.Linear
+    }
 
     def chosen(module: nn.Module, _: str) -> bool:
-        return id(module) in inner and isinstance(module, nn.Linear) and not any(side % MULTIPLE for side in module.weight.shape)
+        return (
+            id(module) in inner
+            and isinstance(module, nn.Linear)
+            and not any(side % MULTIPLE for side in module.weight.shape)
+        )
 
     if not any(chosen(module, "") for module in model.modules()):
-        raise NO_FP8.error(f"no linear layer in the blocks of {type(model).__name__} has sides that are multiples of {MULTIPLE}")
+        raise NO_FP8.error(
+            f"no linear layer in the blocks of {type(model).__name__} has sides that are multiples of {MULTIPLE}"
+        )
     recipe = replace(
         Float8LinearConfig.from_recipe_name(options.scaling),
         emulate=plan.device == "cpu",

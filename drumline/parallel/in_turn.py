@@ -13,7 +13,8 @@ from drumline.parallel.muon import Joined
 from drumline.parallel.norms import Squares, add_squares, cut_alike, local
 from drumline.parallel.optimizer import take_step
 
-Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]  # the optimizer of some parameters, with its state
+# The optimizer of some parameters, with its state.
+Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 class InBackward(Joined):
@@ -21,7 +22,11 @@ class InBackward(Joined):
     at a time. `squares`: what the gradient norm is made of, until `step`."""
 
     def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
-        self.own = {parameter: build({name: parameter}) for name, parameter in named.items() if parameter.requires_grad}
+        self.own = {
+            parameter: build({name: parameter})
+            for name, parameter in named.items()
+            if parameter.requires_grad
+        }
         super().__init__(*self.own.values())
         self.squares: Squares = {}
         for parameter in self.own:
@@ -58,12 +63,19 @@ class OnHost(Joined):
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        return {parameter: optimizer.state[host] for parameter, (host, optimizer) in self.own.items()}
+        return {
+            parameter: optimizer.state[host] for parameter, (host, optimizer) in self.own.items()
+        }
 
     @property
     def copies(self) -> list[torch.Tensor]:
         """Weights and gradients on the host."""
-        return [tensor for host, _ in self.own.values() for tensor in (host, host.grad) if tensor is not None]
+        return [
+            tensor
+            for host, _ in self.own.values()
+            for tensor in (host, host.grad)
+            if tensor is not None
+        ]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -79,7 +91,14 @@ class OnHost(Joined):
             if parameter.grad is not None:
                 assert host.grad is not None
                 local(host.grad).copy_(local(parameter.grad), non_blocking=True)
-                arrived.append((parameter, host, optimizer, torch.cuda.current_stream().record_event() if parameter.is_cuda else None))
+                arrived.append(
+                    (
+                        parameter,
+                        host,
+                        optimizer,
+                        torch.cuda.current_stream().record_event() if parameter.is_cuda else None,
+                    )
+                )
         # Read once the gradients are on their way: the device has work while the host finds out.
         if passed_over is not None and passed_over.read():
             return
@@ -97,4 +116,6 @@ class OnHost(Joined):
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, page-locked where there is a GPU; of a DTensor this rank's part, as one cut alike."""
     part = local(tensor.detach())
-    return cut_alike(torch.empty_like(part, device="cpu", pin_memory=part.is_cuda).copy_(part), tensor)
+    return cut_alike(
+        torch.empty_like(part, device="cpu", pin_memory=part.is_cuda).copy_(part), tensor
+    )

@@ -49,19 +49,25 @@ class Muon(torch.optim.Optimizer):
     found_inf: torch.Tensor | None = None
 
     def __init__(self, groups: list[dict[str, Any]], options: OptimizerConfig) -> None:
-        super().__init__(groups, {"lr": options.lr, "momentum": options.momentum, "weight_decay": 0.0})
+        super().__init__(
+            groups, {"lr": options.lr, "momentum": options.momentum, "weight_decay": 0.0}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             decay = group["lr"] * group["weight_decay"]
             masks: dict[torch.device, _Mask] = {}
-            for together in _rounds([parameter for parameter in group["params"] if parameter.grad is not None]):
+            for together in _rounds(
+                [parameter for parameter in group["params"] if parameter.grad is not None]
+            ):
                 device = local(together[0]).device
                 if device not in masks:
                     masks[device] = _Mask.make(self.found_inf, device, decay)
                 mask = masks[device]
-                means = [self._averaged(parameter, group["momentum"], mask) for parameter in together]
+                means = [
+                    self._averaged(parameter, group["momentum"], mask) for parameter in together
+                ]
                 updates = _orthogonal(means, together[0])
                 for parameter, update in zip(together, updates, strict=True):
                     rate = group["lr"] * 0.2 * math.sqrt(max(parameter.shape))
@@ -87,7 +93,11 @@ def _cuts(parameter: torch.Tensor) -> list[tuple[int, int]]:
     if not isinstance(parameter, DTensor):
         return []
     placed: list[tuple[int, Any]] = list(enumerate(parameter.placements))
-    return [(i, placement.dim) for i, placement in placed if parameter.device_mesh.size(i) > 1 and not placement.is_replicate()]
+    return [
+        (i, placement.dim)
+        for i, placement in placed
+        if parameter.device_mesh.size(i) > 1 and not placement.is_replicate()
+    ]
 
 
 def _rounds(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -97,7 +107,11 @@ def _rounds(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         alike.setdefault((parameter.shape, *_cuts(parameter)), []).append(parameter)
     for (_, *cuts), same in alike.items():
         first = same[0]
-        most = first.device_mesh.size(cuts[0][0]) if len(cuts) == 1 and isinstance(first, DTensor) else 1
+        most = (
+            first.device_mesh.size(cuts[0][0])
+            if len(cuts) == 1 and isinstance(first, DTensor)
+            else 1
+        )
         yield from (same[start : start + most] for start in range(0, len(same), most))
 
 
@@ -109,11 +123,17 @@ def _orthogonal(parts: list[torch.Tensor], like: torch.Tensor) -> list[torch.Ten
     assert isinstance(like, DTensor)
     if len(cuts) == 1:
         return _by_owners(parts, like, *cuts[0])
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        like.shape, like.device_mesh, like.placements
+    )
     own = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
     mesh, size, stride = like.device_mesh, like.shape, like.stride()
-    placed = [DTensor.from_local(part, mesh, like.placements, run_check=False, shape=size, stride=stride) for part in parts]
-    whole = [orthogonalise(matrix.full_tensor(), COEFFICIENTS, STEPS, EPSILON) for matrix in placed]  # on the mesh's device
+    placed = [
+        DTensor.from_local(part, mesh, like.placements, run_check=False, shape=size, stride=stride)
+        for part in parts
+    ]
+    # On the mesh's device.
+    whole = [orthogonalise(matrix.full_tensor(), COEFFICIENTS, STEPS, EPSILON) for matrix in placed]
     return [matrix[own].to(part.device) for matrix, part in zip(whole, parts, strict=True)]
 
 
@@ -126,20 +146,33 @@ def _by_owners(parts: list[torch.Tensor], like: DTensor, axis: int, dim: int) ->
     sent = parts[0].new_zeros(len(parts), each, columns)
     for filled, part in zip(sent, parts, strict=True):
         filled[:here] = part.T if dim else part
-    to_owners, from_owners = [int(r < len(parts)) for r in range(ranks)], [int(rank < len(parts))] * ranks
+    to_owners, from_owners = (
+        [int(r < len(parts)) for r in range(ranks)],
+        [int(rank < len(parts))] * ranks,
+    )
     arrived = sent.new_empty(sum(from_owners), each, columns)
     _exchange(arrived, sent, from_owners, to_owners, group)
     if len(arrived):
         whole = arrived.view(-1, columns)
-        matrix = orthogonalise(whole[:rows].T if dim else whole[:rows], COEFFICIENTS, STEPS, EPSILON)
+        matrix = orthogonalise(
+            whole[:rows].T if dim else whole[:rows], COEFFICIENTS, STEPS, EPSILON
+        )
         whole[:rows] = matrix.T if dim else matrix
     _exchange(sent, arrived, to_owners, from_owners, group)
     return [filled[:here].T if dim else filled[:here] for filled in sent]
 
 
-def _exchange(out: torch.Tensor, given: torch.Tensor, out_sizes: list[int], sizes: list[int], group: dist.ProcessGroup) -> None:
+def _exchange(
+    out: torch.Tensor,
+    given: torch.Tensor,
+    out_sizes: list[int],
+    sizes: list[int],
+    group: dist.ProcessGroup,
+) -> None:
     """An all-to-all of whole rows; as bytes, since gloo has none of bf16."""
-    dist.all_to_all_single(out.view(torch.uint8), given.view(torch.uint8), out_sizes, sizes, group=group)
+    dist.all_to_all_single(
+        out.view(torch.uint8), given.view(torch.uint8), out_sizes, sizes, group=group
+    )
 
 
 class Joined:

@@ -26,10 +26,23 @@ from drumline.models.freeze import learning
 from drumline.models.head import ForwardWithObjective
 from drumline.models.kernels import apply_liger
 from drumline.models.packed import scales_of
-from drumline.models.shards import Values, all_tensors, canonical_tensors, extra_states, set_extra_states, tied_names
+from drumline.models.shards import (
+    Values,
+    all_tensors,
+    canonical_tensors,
+    extra_states,
+    set_extra_states,
+    tied_names,
+)
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
-from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated
+from drumline.parallel.data_parallel import (
+    BucketedAllReduce,
+    Replicated,
+    Sharded,
+    Spread,
+    Unreplicated,
+)
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.parallel.experts import apply_expert_parallelism
 from drumline.parallel.fp8 import apply_fp8, gathered_scales
@@ -87,7 +100,9 @@ def prepare(
     spreads = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
     whole = device_mesh(plan.mesh, plan.device) if spreads else None
     apply_fp8(model, plan)
-    if plan.mesh.tp > 1 and (plan.mesh.pp == 1 or tensor_plan(model)):  # a stage may have no layer that is cut
+    if plan.mesh.tp > 1 and (
+        plan.mesh.pp == 1 or tensor_plan(model)
+    ):  # a stage may have no layer that is cut
         assert whole is not None
         apply_tp(model, whole["tp"], plan.stream_parts > 1, plan.activation_checkpointing == "none")
     if plan.mesh.ep > 1:
@@ -110,7 +125,13 @@ def prepare(
 
 
 def spread_over_data(
-    plan: Plan, whole: DeviceMesh | None, model: nn.Module, roots: list[tuple[Any, Any]], module: nn.Module, values: Values, overlaps: bool
+    plan: Plan,
+    whole: DeviceMesh | None,
+    model: nn.Module,
+    roots: list[tuple[Any, Any]],
+    module: nn.Module,
+    values: Values,
+    overlaps: bool,
 ) -> Spread:
     """Data parallelism goes on last, around everything: the strategy's own, or copies of `module`. `roots`: see StrategySpec.spread."""
     own: Spread | None = plan.config.strategy.spread(plan, whole, model, roots, values)
@@ -127,7 +148,9 @@ def spread_over_data(
         experts = whole["replicate"].get_group() if plan.mesh.ep > 1 else None
         return BucketedAllReduce(module, gradient_group(whole), bucket_bytes, experts)
     ddp = apply_ddp(module, options, gradient_group(whole))
-    return Replicated(ddp, compress_ddp(ddp, options.compression, derive(plan.config.run.seed, "compression")))
+    return Replicated(
+        ddp, compress_ddp(ddp, options.compression, derive(plan.config.run.seed, "compression"))
+    )
 
 
 class ForwardEngine:
@@ -135,7 +158,9 @@ class ForwardEngine:
 
     trains = False
 
-    def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext
+    ) -> None:
         """`around`: a context that each forward (and its backward) runs in."""
         self.model, self.spread, self.around = model, spread, around
         self.device = plan.place
@@ -144,7 +169,9 @@ class ForwardEngine:
         self.autocast_dtype = None if casts else LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
         self.statistics = Statistics(self.batch_norms)
-        self.is_whole = isinstance(spread, Unreplicated | Replicated | SharedStep | BucketedAllReduce) and plain_mesh(plan.mesh)
+        self.is_whole = isinstance(
+            spread, Unreplicated | Replicated | SharedStep | BucketedAllReduce
+        ) and plain_mesh(plan.mesh)
         if not self.trains:
             self.model.eval()
         elif not self.model.training:  # a part that was built in eval mode stays in it
@@ -153,7 +180,9 @@ class ForwardEngine:
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         return total(self._evaluated(self.spread.inner, micro_batches, objective))
 
-    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+    def infer(
+        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+    ) -> list[torch.Tensor]:
         kept: list[torch.Tensor] = []
         with adapters.switched(self.model, adapter):
             self._evaluated(self.spread.reads, micro_batches, reader(read, kept))
@@ -205,7 +234,9 @@ class ForwardEngine:
                 if isinstance(self.spread, Sharded):
                     self.spread.reshard()
 
-    def _evaluated(self, module: nn.Module, micro_batches: Iterable[Any], objective: Any) -> list[dict[str, torch.Tensor]]:
+    def _evaluated(
+        self, module: nn.Module, micro_batches: Iterable[Any], objective: Any
+    ) -> list[dict[str, torch.Tensor]]:
         outs = []
         with self.evaluating(), self._autocast():
             for batch in micro_batches:
@@ -232,7 +263,8 @@ class NativeEngine(ForwardEngine):
 
     trains = True
     group: Any = None  # of a pipeline: the process group of the ranks with the other stages
-    counted_elsewhere: frozenset[str] = frozenset()  # tied weights whose gradients count on another of them
+    # Tied weights whose gradients count on another of them.
+    counted_elsewhere: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -246,19 +278,34 @@ class NativeEngine(ForwardEngine):
         super().__init__(plan, model, spread, around)
         self.averaged_over = plan.mesh.data_ranks * plan.mesh.cp
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
-        self.loss_scale = LossScale(plan.config.precision.initial_scale, plan.precision == "fp16", self.device)
+        self.loss_scale = LossScale(
+            plan.config.precision.initial_scale, plan.precision == "fp16", self.device
+        )
         self.named = dict(model.named_parameters())
-        self.learned = {*learning(model)}  # a loop of the user's own may freeze some, and unfreeze others
+        # A loop of the user's own may freeze some, and unfreeze others.
+        self.learned = {*learning(model)}
         self.stepped = spread.stepped(self.named)
         options, own = plan.config.optimizer, make_optimizer and make_optimizer(model)
-        inner = {id(p) for block in blocks(model) for p in block.parameters() if p.ndim == 2} if options.kind == "muon" else set()
-        matrices = frozenset(name for name, parameter in self.named.items() if id(parameter) in inner)
+        inner = (
+            {id(p) for block in blocks(model) for p in block.parameters() if p.ndim == 2}
+            if options.kind == "muon"
+            else set()
+        )
+        matrices = frozenset(
+            name for name, parameter in self.named.items() if id(parameter) in inner
+        )
         seed = plan.config.run.seed
-        low = (lambda groups: LowAdamW(groups, options, plan.config.precision, seed)) if plan.pure else None
+        low = (
+            (lambda groups: LowAdamW(groups, options, plan.config.precision, seed))
+            if plan.pure
+            else None
+        )
         goes = InBackward if options.in_backward else OnHost if options.offload else None
         if own is not None and self.stepped is not self.named:
             what = "it steps the model's own parameters, and shard_optimizer parts of them"
-            raise PlanError(what, where="make_optimizer", fix="use strategy=fsdp2, or leave make_optimizer out")
+            raise PlanError(
+                what, where="make_optimizer", fix="use strategy=fsdp2, or leave make_optimizer out"
+            )
         if goes is None or own is not None:
             self.optimizer: Any = build_optimizer(self.stepped, options, own, matrices, low)
         else:
@@ -268,7 +315,9 @@ class NativeEngine(ForwardEngine):
         self.gathers_fp8 = plan.config.precision.gather == "fp8"
         self.masks = isinstance(self.optimizer, OnHost) or masks(self.optimizer, self.device)
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
+    def forward_backward(
+        self, micro_batches: list[Any], objective: Any, denominator: float
+    ) -> DeviceSums:
         outs = []
         for index, batch in enumerate(micro_batches):
             with self.micro_batch(last=index == len(micro_batches) - 1):
@@ -304,7 +353,11 @@ class NativeEngine(ForwardEngine):
         if isinstance(self.optimizer, InBackward):
             return total_norm(self.optimizer.squares, self.device)
         self.loss_scale.unscale([local(g) for g in self._gradients()])
-        counted = [p.grad for name, p in self.stepped.items() if p.grad is not None and name not in self.counted_elsewhere]
+        counted = [
+            p.grad
+            for name, p in self.stepped.items()
+            if p.grad is not None and name not in self.counted_elsewhere
+        ]
         return global_norm(counted, self.device, self.group)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
@@ -312,7 +365,9 @@ class NativeEngine(ForwardEngine):
         # Where the host has to know, it asks before it clips: the device is clipping while the answer comes.
         late_finite = None if self.masks else LateNumber(finite)
         gradients = [local(g) for g in self._gradients()]
-        if self.max_grad_norm is not None and gradients:  # a pipeline's stage may have nothing trainable
+        if (
+            self.max_grad_norm is not None and gradients
+        ):  # a pipeline's stage may have nothing trainable
             # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded gradients are scaled alike.
             factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
             foreach_mul_(gradients, factor.to(gradients[0]))
@@ -353,7 +408,11 @@ class NativeEngine(ForwardEngine):
         return {name: as_saved(tensor) for name, tensor in self._kept().items()}
 
     def state(self) -> dict[str, Any]:
-        return {"scaler": self.loss_scale.state(), "optimizer": scalars(self.optimizer), "modules": extra_states(self.model)}
+        return {
+            "scaler": self.loss_scale.state(),
+            "optimizer": scalars(self.optimizer),
+            "modules": extra_states(self.model),
+        }
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         # The tensors are the engine's own, and filled; but for what is quantised or in bf16, whose copies they are.
@@ -371,8 +430,14 @@ class NativeEngine(ForwardEngine):
             self.spread.compressor.step = state["step"]
 
     def _kept(self) -> dict[str, torch.Tensor]:
-        frozen = {f"model.{n}": p.data for n, p in self.named.items() if n in self.learned and not p.requires_grad}
-        return frozen | canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.stepped)
+        frozen = {
+            f"model.{n}": p.data
+            for n, p in self.named.items()
+            if n in self.learned and not p.requires_grad
+        }
+        return (
+            frozen | canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.stepped)
+        )
 
     def memory_stats(self) -> MemoryStats:
         return MemoryStats.of(

@@ -14,10 +14,15 @@ from drumline.vendor.torch import foreach_mul_, foreach_norm
 # As torch.amp.GradScaler: doubled after so many steps without an overflow, halved at one.
 GROWTH_INTERVAL = 2000
 Place = tuple[dist.ProcessGroup, ...]
-Squares = dict[Place, torch.Tensor]  # by the groups that hold the other parts: the sum of this rank's squares, fp64
+# By the groups that hold the other parts: the sum of this rank's squares, fp64.
+Squares = dict[Place, torch.Tensor]
 
 
-def global_norm(gradients: list[torch.Tensor], device: str | torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def global_norm(
+    gradients: list[torch.Tensor],
+    device: str | torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
     """L2 norm over all entries of all gradients, each counted once: an fp64 scalar on `device`. `group`: ranks that hold other
     layers (pipeline stages).
 
@@ -35,16 +40,23 @@ def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
     for gradient in gradients:
         by_place.setdefault(spread_over(gradient), []).append(local(gradient))
     for groups, parts in by_place.items():
-        here = [part for part in parts if part.numel()]  # a rank may hold none: a head of one row has one shard
+        # A rank may hold none: a head of one row has one shard.
+        here = [part for part in parts if part.numel()]
         if not here and groups not in found:
             found[groups] = torch.zeros((), device=exact_on(parts[0].device), dtype=torch.float64)
-        for dtype in {torch.promote_types(part.dtype, torch.float32) for part in here}:  # fp64 is not narrowed
-            same = [part for part in here if torch.promote_types(part.dtype, torch.float32) == dtype]
+        for dtype in {
+            torch.promote_types(part.dtype, torch.float32) for part in here
+        }:  # fp64 is not narrowed
+            same = [
+                part for part in here if torch.promote_types(part.dtype, torch.float32) == dtype
+            ]
             squares = exact(torch.stack(foreach_norm(same, 2.0, dtype=dtype))).square().sum()
             found[groups] = found[groups] + squares if groups in found else squares
 
 
-def total_norm(found: Squares, device: str | torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def total_norm(
+    found: Squares, device: str | torch.device, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """The norm that squares make over all ranks, which have the same places; see global_norm."""
     total = torch.zeros((), device=exact_on(device), dtype=torch.float64)
     for groups, here in found.items():
@@ -77,7 +89,11 @@ def spread_over(tensor: torch.Tensor) -> Place:
     mesh = tensor.device_mesh
     for placement in tensor.placements:
         assert not placement.is_partial(), "a gradient must be reduced before it is measured"
-    return tuple(mesh.get_group(i) for i, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(i) > 1)
+    return tuple(
+        mesh.get_group(i)
+        for i, placement in enumerate(tensor.placements)
+        if not placement.is_replicate() and mesh.size(i) > 1
+    )
 
 
 class LossScale:

@@ -34,7 +34,11 @@ class ActivationOffload:
         self.stay = len(found) - 2  # from this block on
         for index, block in enumerate(found):
             # What is checkpointed keeps its input outside of the checkpoint.
-            name = "_gradient_checkpointing_func" if getattr(block, "gradient_checkpointing", False) else "forward"
+            name = (
+                "_gradient_checkpointing_func"
+                if getattr(block, "gradient_checkpointing", False)
+                else "forward"
+            )
             setattr(block, name, partial(self.run, index, block, getattr(block, name)))
 
     def run(self, index: int, block: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,12 +54,19 @@ class ActivationOffload:
             # Weights, and what all blocks share: masks, positions. The first tensor is what the block works on.
             shared = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)][1:]
             stays = [*block.parameters(), *shared]
-            run = _Run(self, index, {tensor.untyped_storage()._cdata for tensor in stays if type(tensor) in PLAIN})
+            run = _Run(
+                self,
+                index,
+                {tensor.untyped_storage()._cdata for tensor in stays if type(tensor) in PLAIN},
+            )
             with torch.autograd.graph.saved_tensors_hooks(run.pack, run.unpack):
                 out = inner(*args, **kwargs)
             run.end()
             self.under_way.append(run)
-        hidden = next((leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
+        hidden = next(
+            (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad),
+            None,
+        )
         if before is not None and hidden is not None:
             fetch = before.fetch
             hidden.register_hook(lambda _: fetch())  # its backward begins
@@ -108,18 +119,26 @@ class _Run:
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage() if type(tensor) in PLAIN else None
-        if storage is None or storage.nbytes() < LEAST_MOVED or storage.nbytes() % tensor.element_size():
+        if (
+            storage is None
+            or storage.nbytes() < LEAST_MOVED
+            or storage.nbytes() % tensor.element_size()
+        ):
             return tensor
         if storage._cdata in self.stays or _of_weight(tensor):
             return tensor
         key = storage._cdata, tensor._version  # an operator in place makes another one of it
         if key not in self.moved:
-            bytes_N = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(torch.uint8)
+            bytes_N = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(
+                torch.uint8
+            )
             moved = self.moved[key] = _Moved(bytes_N)
             self.owner.count(storage.nbytes())
             self.owner.moved += storage.nbytes()
             if not isinstance(tensor, FakeTensor):
-                moved.host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.owner.stream is not None)
+                moved.host = torch.empty(
+                    storage.nbytes(), dtype=torch.uint8, pin_memory=self.owner.stream is not None
+                )
                 with self.owner.beside():
                     moved.host.copy_(bytes_N, non_blocking=True)
         return _Saved(self, key, tensor)
@@ -183,4 +202,8 @@ def _of_weight(tensor: Tensor) -> bool:
     """Whether it is the low copy of a weight that autocast keeps until backward, for all who use it."""
     base = tensor._base if tensor._is_view() else tensor
     made: Any = None if base is None else base.grad_fn
-    return made is not None and made.name() == "ToCopyBackward0" and made.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"
+    return (
+        made is not None
+        and made.name() == "ToCopyBackward0"
+        and made.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"
+    )

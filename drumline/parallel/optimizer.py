@@ -20,7 +20,11 @@ from drumline.parallel.norms import local
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Groups = list[dict[str, Any]]
-MEAN_OF, AVERAGED = "z", ("k", "weight_sum", "lr_max")  # what schedulefree keeps besides second moments
+# What schedulefree keeps besides second moments.
+MEAN_OF, AVERAGED = (
+    "z",
+    ("k", "weight_sum", "lr_max"),
+)
 
 
 def new_optimizer(
@@ -39,12 +43,26 @@ def new_optimizer(
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in named.items():
         if parameter.requires_grad:
-            chosen, mesh = options.group_of(name), parameter.device_mesh if isinstance(parameter, DTensor) else None
+            chosen, mesh = (
+                options.group_of(name),
+                parameter.device_mesh if isinstance(parameter, DTensor) else None,
+            )
             usual = options.weight_decay if parameter.ndim >= 2 else 0.0
             decay = usual if chosen is None or chosen.weight_decay is None else chosen.weight_decay
             ratio = 1.0 if chosen is None else chosen.lr_ratio
-            key = (mesh, decay, ratio, name in matrices)  # no more than differ: ZeRO gathers each by itself
-            made = {"params": [], "weight_decay": decay, "lr_ratio": ratio, "matrices": name in matrices}
+            # No more than differ: ZeRO gathers each by itself.
+            key = (
+                mesh,
+                decay,
+                ratio,
+                name in matrices,
+            )
+            made = {
+                "params": [],
+                "weight_decay": decay,
+                "lr_ratio": ratio,
+                "matrices": name in matrices,
+            }
             group = groups.setdefault(key, made)
             group["params"].append(parameter)
     # A pipeline's stage may have nothing trainable, and torch takes no empty list.
@@ -53,12 +71,16 @@ def new_optimizer(
 
 
 def _adamw(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused)
+    return torch.optim.AdamW(
+        groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused
+    )
 
 
 def _sgd(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
     # torch has no fused SGD for parts of tensors.
-    fused = options.fused and not any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+    fused = options.fused and not any(
+        isinstance(parameter, DTensor) for group in groups for parameter in group["params"]
+    )
     return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=fused)
 
 
@@ -72,7 +94,11 @@ def _quantised(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimize
 
 def _muon(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
     rest = [group for group in groups if not group.get("matrices")]
-    made = [Muon([group for group in groups if group.get("matrices")], options)] if len(rest) < len(groups) else []
+    made = (
+        [Muon([group for group in groups if group.get("matrices")], options)]
+        if len(rest) < len(groups)
+        else []
+    )
     parts = [*made, *([_adamw(rest, options)] if rest else [])]
     return parts[0] if len(parts) == 1 else Joined(*parts)  # type: ignore[return-value]
 
@@ -80,7 +106,9 @@ def _muon(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
 def _schedule_free(groups: Groups, options: OptimizerConfig) -> torch.optim.Optimizer:
     from schedulefree import AdamWScheduleFree
 
-    made: torch.optim.Optimizer = AdamWScheduleFree(groups, lr=options.lr, betas=options.betas, eps=options.eps, foreach=False)
+    made: torch.optim.Optimizer = AdamWScheduleFree(
+        groups, lr=options.lr, betas=options.betas, eps=options.eps, foreach=False
+    )
     at_mean(made, False)
     return made
 
@@ -101,7 +129,11 @@ class Lion(torch.optim.Optimizer):
                     state = self.state[parameter]
                     if not state:
                         state["exp_avg"] = torch.zeros_like(parameter)
-                    weight, gradient, mean = local(parameter), local(parameter.grad), local(state["exp_avg"])
+                    weight, gradient, mean = (
+                        local(parameter),
+                        local(parameter.grad),
+                        local(state["exp_avg"]),
+                    )
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                     weight.add_(mean.lerp(gradient, 1 - first).sign_(), alpha=-group["lr"])
                     mean.lerp_(gradient, 1 - second)
@@ -133,7 +165,9 @@ def build_optimizer(
 def take_step(optimizer: torch.optim.Optimizer) -> None:
     """A step; torchao compiles its own, on a GPU: a CPU would compile a minute for each shape."""
     on_cpu = type(optimizer).__module__.startswith("torchao") and all(
-        local(parameter).device.type == "cpu" for group in optimizer.param_groups for parameter in group["params"]
+        local(parameter).device.type == "cpu"
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     )
     with torch.compiler.set_stance("force_eager") if on_cpu else contextlib.nullcontext():
         optimizer.step()
@@ -174,7 +208,10 @@ def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None
     """Let an optimizer make its state as it does (in a `step` at rate zero; None: of zero gradients), and set it back to before any step.
     What is frozen gets none. A zero momentum buffer is what SGD's first step starts from; quantised moments are zero already, and z of a
     schedule-free optimizer begins as the weights."""
-    groups = [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in optimizer.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     set_rate(optimizer, 0.0)
     for group in optimizer.param_groups:
@@ -207,7 +244,9 @@ def at_mean(optimizer: torch.optim.Optimizer, mean: bool) -> bool:
 
 def scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """What a schedule-free optimizer keeps besides tensors, the same in all groups; empty for others."""
-    return {key: optimizer.param_groups[0][key] for key in AVERAGED if key in optimizer.param_groups[0]}
+    return {
+        key: optimizer.param_groups[0][key] for key in AVERAGED if key in optimizer.param_groups[0]
+    }
 
 
 def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
@@ -215,13 +254,19 @@ def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
 
     It is tried: after that setting, a step must be that of a fresh optimizer."""
 
-    kind, own = type(optimizer), {key: value for key, value in vars(optimizer).items() if key != "step"}  # a step that is put over it
+    # A step that is put over it.
+    kind, own = (
+        type(optimizer),
+        {key: value for key, value in vars(optimizer).items() if key != "step"},
+    )
     group = optimizer.defaults | optimizer.param_groups[0]
 
     def stepped(primed: bool) -> tuple[torch.Tensor, dict[str, Any]]:
         parameter = nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
         probe = kind.__new__(kind)  # whatever its constructor takes
-        vars(probe).update(own, state=defaultdict(dict), param_groups=[{**group, "params": [parameter]}])
+        vars(probe).update(
+            own, state=defaultdict(dict), param_groups=[{**group, "params": [parameter]}]
+        )
         if primed:
             make_state(probe)
         parameter.grad = torch.tensor([[0.1, -0.2], [0.3, 0.4]])
@@ -232,16 +277,28 @@ def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
         (one, state), (other, _) = stepped(primed=True), stepped(primed=False)
     except Exception as error:  # whatever a stranger's optimizer raises
         what = f"{kind.__name__} does not step a matrix by itself: {class_and_line(error)}: {first_line(error)}"
-        raise PlanError(what, where="make_optimizer", fix="use one that steps each parameter by its gradient") from error
+        raise PlanError(
+            what, where="make_optimizer", fix="use one that steps each parameter by its gradient"
+        ) from error
     if not torch.equal(one, other):
         what = f"the state of {kind.__name__} does not begin at zero, and a checkpoint is loaded over one that does"
-        raise PlanError(what, where="make_optimizer", fix="use Adam, AdamW, SGD, RMSprop or another whose moments begin at zero")
-    if lost := [slot for slot, value in state.items() if not isinstance(value, torch.Tensor | int | float | None)]:
+        raise PlanError(
+            what,
+            where="make_optimizer",
+            fix="use Adam, AdamW, SGD, RMSprop or another whose moments begin at zero",
+        )
+    if lost := [
+        slot
+        for slot, value in state.items()
+        if not isinstance(value, torch.Tensor | int | float | None)
+    ]:
         what = f"{kind.__name__} keeps a {type(state[lost[0]]).__name__} of each parameter ({lost[0]}), which no checkpoint has"
         raise PlanError(what, where="make_optimizer", fix="use one that keeps tensors and numbers")
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]
+) -> dict[str, torch.Tensor]:
     """`optim.<parameter name>.<slot>` → the optimizer's own tensor, for every parameter that has state; `<slot>.<parameter name>` of a slot
     that is a section by itself. A number as a tensor of it."""
     states, sections = optimizer.state, getattr(optimizer, "sections", ())
@@ -257,12 +314,19 @@ def _as_tensor(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
-def load_numbers(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
+def load_numbers(
+    optimizer: torch.optim.Optimizer,
+    named: dict[str, nn.Parameter],
+    tensors: dict[str, torch.Tensor],
+) -> None:
     """Set the numbers that an optimizer keeps besides tensors to what tensors of them say."""
     for name, parameter in named.items():
         state = optimizer.state.get(parameter, {})
         for slot, value in state.items():
-            if isinstance(value, int | float) and (saved := tensors.get(f"optim.{name}.{slot}")) is not None:
+            if (
+                isinstance(value, int | float)
+                and (saved := tensors.get(f"optim.{name}.{slot}")) is not None
+            ):
                 state[slot] = type(value)(saved.item())
 
 
@@ -283,7 +347,9 @@ def as_saved(tensor: torch.Tensor) -> torch.Tensor:
         part.copy_(whole)
     if isinstance(tensor, DTensor):
         mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
-        return DTensor.from_local(whole, mesh, tensor.placements, run_check=False, shape=shape, stride=stride).cpu()
+        return DTensor.from_local(
+            whole, mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+        ).cpu()
     return whole.cpu()
 
 

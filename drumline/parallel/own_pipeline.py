@@ -43,44 +43,78 @@ def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> Own
     link = Link(model, bounds, whole, values.device)
     if not next(model.parameters()).is_meta:
         model.to(values.device)
-    return native.prepare(plan, model, values, partial(OwnPipeline, link), **{**options, "overlaps": False})
+    return native.prepare(
+        plan, model, values, partial(OwnPipeline, link), **{**options, "overlaps": False}
+    )
 
 
 def stages_of(model: nn.Module) -> dict[str, nn.Module]:
     """The stages of a module by name, in order. Raises PlanError where it names none, or some that cannot be held apart."""
     found = model if isinstance(model, nn.Sequential) else getattr(model, "stages", None)
     if found is None:
-        raise PlanError(f"a pipeline requires the stages of {type(model).__name__}", where="strategy", fix=NAME_THEM)
+        raise PlanError(
+            f"a pipeline requires the stages of {type(model).__name__}",
+            where="strategy",
+            fix=NAME_THEM,
+        )
     names = {module: name for name, module in model.named_modules()}
     stages = {names.get(stage, ""): stage for stage in found}
     if "" in stages or len(stages) != len(list(found)):
-        raise PlanError(f"the stages of {type(model).__name__} are not submodules, each once", where="strategy", fix=NAME_THEM)
+        raise PlanError(
+            f"the stages of {type(model).__name__} are not submodules, each once",
+            where="strategy",
+            fix=NAME_THEM,
+        )
     owners: dict[nn.Parameter, list[str]] = {parameter: [] for parameter in model.parameters()}
     for name, stage in stages.items():
         for parameter in stage.parameters():
             owners[parameter].append(name)
     for name, parameter in model.named_parameters():
         if len(owners[parameter]) != 1:
-            what = f"shared by stages {' and '.join(owners[parameter])}" if owners[parameter] else "in none of the stages"
-            raise PlanError(f"{name} is {what}", where="strategy", fix="put each weight into one stage, or use ddp, fsdp2 or zero3")
+            what = (
+                f"shared by stages {' and '.join(owners[parameter])}"
+                if owners[parameter]
+                else "in none of the stages"
+            )
+            raise PlanError(
+                f"{name} is {what}",
+                where="strategy",
+                fix="put each weight into one stage, or use ddp, fsdp2 or zero3",
+            )
     if batch_norms(model):
-        what = "batch norms agree on their statistics over all ranks, and stages have different ones"
-        raise PlanError(what, where="strategy", fix="use a norm without statistics, or ddp, fsdp2 or zero3")
+        what = (
+            "batch norms agree on their statistics over all ranks, and stages have different ones"
+        )
+        raise PlanError(
+            what, where="strategy", fix="use a norm without statistics, or ddp, fsdp2 or zero3"
+        )
     if own := [type(module).__name__ for module in model.modules() if has_extra_state(module)]:
         what = f"get_extra_state of {own[0]} is saved by the first rank alone, and stages lie on others"
-        raise PlanError(what, where="strategy", fix="keep it in buffers, or use ddp, fsdp2 or zero3")
+        raise PlanError(
+            what, where="strategy", fix="keep it in buffers, or use ddp, fsdp2 or zero3"
+        )
     return stages
 
 
 def cut(model: nn.Module, ranks: int) -> list[Range]:
     """Stages [first, stop) of each rank, as equal in parameters as can be, none without. Raises PlanError as `stages_of`, and for few."""
     stages = [*stages_of(model).values()]
-    starts = [0, *[index for index, stage in enumerate(stages) if next(stage.parameters(), None) is not None][1:]]
+    starts = [
+        0,
+        *[
+            index
+            for index, stage in enumerate(stages)
+            if next(stage.parameters(), None) is not None
+        ][1:],
+    ]
     if len(starts) < ranks:
         what = f"{len(starts)} stages with weights cannot be cut over {ranks} ranks"
         raise PlanError(what, where="strategy", fix=f"at most pp={len(starts)}, or more stages")
     ends = [*starts, len(stages)]
-    sizes = [float(sum(p.numel() for stage in stages[a:b] for p in stage.parameters())) for a, b in pairwise(ends)]
+    sizes = [
+        float(sum(p.numel() for stage in stages[a:b] for p in stage.parameters()))
+        for a, b in pairwise(ends)
+    ]
     parts = balance(lambda i, j: Cost(sum(sizes[i:j]), int(sum(sizes[i:j]))), len(starts), ranks)
     return [(ends[i], ends[j]) for i, j in parts]
 
@@ -88,7 +122,9 @@ def cut(model: nn.Module, ranks: int) -> list[Range]:
 class Link:
     """What a rank's forwards receive and send. `calls`: (received, sent) of the forwards whose backward is still to come."""
 
-    def __init__(self, model: nn.Module, bounds: list[Range], whole: DeviceMesh, device: str) -> None:
+    def __init__(
+        self, model: nn.Module, bounds: list[Range], whole: DeviceMesh, device: str
+    ) -> None:
         """Replaces in `model` the stages of other ranks, and its forward. Collective."""
         pp = whole["pp"]
         self.rank, self.ranks, self.device = pp.get_local_rank(), pp.size(), device
@@ -103,10 +139,18 @@ class Link:
         stages = stages_of(model)
         for index, name in enumerate(stages):
             if not self.first <= index < self.stop:
-                run = self.receive if index == self.first - 1 else self.send if index == self.stop else partial(self._zeros, index)
+                run = (
+                    self.receive
+                    if index == self.first - 1
+                    else self.send
+                    if index == self.stop
+                    else partial(self._zeros, index)
+                )
                 model.set_submodule(name, Absent(run=run))
         kept = {*model.modules()}
-        model._drumline_blocks = [b for b in blocks(model) if b in kept] or [*stages.values()][self.first : self.stop]  # type: ignore[assignment]
+        model._drumline_blocks = [b for b in blocks(model) if b in kept] or [*stages.values()][
+            self.first : self.stop
+        ]  # type: ignore[assignment]
         model.forward = partial(self._forward, model.forward)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +190,11 @@ class Link:
         torch.autograd.backward(sent, gradients)
         for received, _ in calls:
             if received is not None:
-                self._start(torch.zeros_like(received) if received.grad is None else received.grad, self.back, self.rank - 1)
+                self._start(
+                    torch.zeros_like(received) if received.grad is None else received.grad,
+                    self.back,
+                    self.rank - 1,
+                )
 
     def _start(self, tensor: torch.Tensor, group: Any, to: int) -> None:
         self.works.append((dist.isend(tensor, group=group, group_dst=to), tensor))
@@ -161,7 +209,12 @@ class Link:
 def _without_memory(model: nn.Module) -> nn.Module:
     """A copy on the meta device; what is not one stays as it is."""
     tensors = chain(model.parameters(), model.buffers())
-    empty = {id(t): nn.Parameter(t.detach().to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta") for t in tensors}
+    empty = {
+        id(t): nn.Parameter(t.detach().to("meta"), t.requires_grad)
+        if isinstance(t, nn.Parameter)
+        else t.to("meta")
+        for t in tensors
+    }
     return copy.deepcopy(model, empty)
 
 
@@ -170,14 +223,24 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     leaves: list[torch.Tensor] = []
     name = type(model).__name__
 
-    def followed(index: int, forward: Callable[..., Any], given: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+    def followed(
+        index: int, forward: Callable[..., Any], given: torch.Tensor, *more: Any, **named: Any
+    ) -> torch.Tensor:
         follows = len(leaves) == index and (not leaves or given is leaves[-1])
-        if not follows or any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((more, named))):
+        if not follows or any(
+            isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((more, named))
+        ):
             what = f"stage {index} of {name} is not called once, with what the stage before it has returned alone"
-            raise PlanError(what, where="strategy", fix="put what lies between two stages into one of them")
+            raise PlanError(
+                what, where="strategy", fix="put what lies between two stages into one of them"
+            )
         out = forward(given, *more, **named)
         if not (isinstance(out, torch.Tensor) and out.is_floating_point()):
-            raise PlanError(f"stage {index} of {name} does not return one floating-point tensor", where="strategy", fix=NAME_THEM)
+            raise PlanError(
+                f"stage {index} of {name} does not return one floating-point tensor",
+                where="strategy",
+                fix=NAME_THEM,
+            )
         leaves.append(out.detach().requires_grad_())
         return leaves[-1]
 
@@ -187,18 +250,33 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         for index, stage in enumerate(stages):
             stage.forward = partial(followed, index, own[index])
         with torch.enable_grad(), torch.device("meta"):
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda t: t.detach().to("meta"), (args, kwargs)
+            )
             out = model(*args, **kwargs)
-            ends = [t.sum() for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
-            around = [g is not None for g in torch.autograd.grad(ends, leaves[:-1], allow_unused=True)] if ends and leaves[1:] else []
+            ends = [
+                t.sum() for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad
+            ]
+            around = (
+                [g is not None for g in torch.autograd.grad(ends, leaves[:-1], allow_unused=True)]
+                if ends and leaves[1:]
+                else []
+            )
     except (RuntimeError, TypeError, NotImplementedError) as error:
         first = str(error).strip().partition("\n")[0]
-        raise PlanError(f"{name} does not run without memory, so its stages' shapes are not known: {first}", where="strategy") from error
+        raise PlanError(
+            f"{name} does not run without memory, so its stages' shapes are not known: {first}",
+            where="strategy",
+        ) from error
     finally:
         for stage, forward in zip(stages, own, strict=True):
             stage.forward = forward
     if len(leaves) != len(stages) or any(around):
-        what = f"what {name} returns " + ("does not come from its last stage alone" if any(around) else "does not come through its stages")
+        what = f"what {name} returns " + (
+            "does not come from its last stage alone"
+            if any(around)
+            else "does not come through its stages"
+        )
         raise PlanError(what, where="strategy", fix=NAME_THEM)
     return leaves
 
@@ -206,11 +284,21 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 class OwnPipeline(PartOfPipeline, NativeEngine):
     """Engine over a rank's stages of any module."""
 
-    def __init__(self, link: Link, plan: Plan, model: nn.Module, *args: Any, **options: Any) -> None:
+    def __init__(
+        self, link: Link, plan: Plan, model: nn.Module, *args: Any, **options: Any
+    ) -> None:
         super().__init__(plan, model, *args, **options)
         assert plan.pipeline is not None
-        self.link, self.rank, self.ranks, self.group, self.place = link, link.rank, link.ranks, link.onward, torch.device(link.device)
-        self.in_flight = {"1f1b": self.ranks - self.rank, "model_parallel": 1}.get(plan.pipeline.schedule)
+        self.link, self.rank, self.ranks, self.group, self.place = (
+            link,
+            link.rank,
+            link.ranks,
+            link.onward,
+            torch.device(link.device),
+        )
+        self.in_flight = {"1f1b": self.ranks - self.rank, "model_parallel": 1}.get(
+            plan.pipeline.schedule
+        )
         self.is_last = self.rank == self.ranks - 1
         self.queue: deque[list[Any]] = deque()
 
@@ -233,16 +321,31 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
         if len(self.queue) == self.in_flight:
             self.link.go_back(self.queue.popleft())
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
-        return self._counted(super().forward_backward(micro_batches, objective, denominator), torch.full_like)
+    def forward_backward(
+        self, micro_batches: list[Any], objective: Any, denominator: float
+    ) -> DeviceSums:
+        return self._counted(
+            super().forward_backward(micro_batches, objective, denominator), torch.full_like
+        )
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         return self._counted(super().evaluate(micro_batches, objective), lambda _, value: value)
 
-    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+    def infer(
+        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+    ) -> list[torch.Tensor]:
         found = super().infer(micro_batches, read, adapter)
-        return [self._from(self.ranks - 1, tensor if self.is_last else None, tensor.shape, tensor.dtype) for tensor in found]
+        return [
+            self._from(self.ranks - 1, tensor if self.is_last else None, tensor.shape, tensor.dtype)
+            for tensor in found
+        ]
 
     def _counted(self, sums: dict[str, Any], full: Callable[[Any, float], Any]) -> dict[str, Any]:
         """Sums of zeros are not those of the samples: nothing, and −∞ for a key `max_…`."""
-        return sums if self.is_last else {n: full(v, -float("inf") if n.startswith("max_") else 0.0) for n, v in sums.items()}
+        return (
+            sums
+            if self.is_last
+            else {
+                n: full(v, -float("inf") if n.startswith("max_") else 0.0) for n, v in sums.items()
+            }
+        )

@@ -58,7 +58,9 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     if not next(model_part.parameters()).is_meta:
         model_part.to(values.device)
     if plan.mesh.tp > 1:
-        apply_tp(model_part, whole["tp"], plan.stream_parts > 1, plan.activation_checkpointing == "none")
+        apply_tp(
+            model_part, whole["tp"], plan.stream_parts > 1, plan.activation_checkpointing == "none"
+        )
     if plan.mesh.ep > 1:
         apply_expert_parallelism(model_part, whole["ep"])
     apply_memory(model_part, plan)
@@ -66,7 +68,9 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     stages = [StageWithObjective(model_part, cuts, layers[index], dtype) for index in mine]
     roots = [(stage, stage.model) for stage in stages]
     spread = spread_over_data(plan, whole, model_part, roots, model_part, values, overlaps=False)
-    return engine(plan, model_part, spread, stages, cuts, whole["pp"], torch.device(values.device), shared)
+    return engine(
+        plan, model_part, spread, stages, cuts, whole["pp"], torch.device(values.device), shared
+    )
 
 
 class StageWithObjective(Stage):
@@ -86,7 +90,9 @@ class StageWithObjective(Stage):
         self.splits_backward = False
         self.outs: list[dict[str, torch.Tensor]] = []
 
-    def begin(self, micro_batches: list[Any], objective: Any, scale: float | torch.Tensor | None) -> None:
+    def begin(
+        self, micro_batches: list[Any], objective: Any, scale: float | torch.Tensor | None
+    ) -> None:
         """`scale`: what the loss is multiplied by before backward; None without gradients."""
         self.micro_batches, self.objective, self.scale = iter(micro_batches), objective, scale
 
@@ -108,25 +114,40 @@ class StageWithObjective(Stage):
     def _loss_at_once(self, out: Any, batch: Any) -> torch.Tensor:
         """The objective's backward right behind its forward, for a schedule that goes through a stage's graph twice: the chunked
         cross-entropy makes its gradients in forward and gives them away once."""
-        values = {name: value for name in ("hidden_BTD", "logits_BTV", "logits_BC") if (value := getattr(out, name)) is not None}
+        values = {
+            name: value
+            for name in ("hidden_BTD", "logits_BTV", "logits_BC")
+            if (value := getattr(out, name)) is not None
+        }
         leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
         loss = self._loss(replace(out, **leaves), batch)
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
-        return _Known.apply(loss.detach(), [leaf.grad for leaf in leaves.values()], *values.values())
+        return _Known.apply(
+            loss.detach(), [leaf.grad for leaf in leaves.values()], *values.values()
+        )
 
 
 class _Known(torch.autograd.Function):
     """A loss whose gradient is known already."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor | None], *values: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor | None], *values: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(*gradients)
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
-        return None, None, *(gradient if gradient is None else gradient * grad_loss for gradient in ctx.saved_tensors)
+        return (
+            None,
+            None,
+            *(
+                gradient if gradient is None else gradient * grad_loss
+                for gradient in ctx.saved_tensors
+            ),
+        )
 
 
 class PartOfPipeline(ForwardEngine):
@@ -141,7 +162,9 @@ class PartOfPipeline(ForwardEngine):
         self._come_together()
         mine = all_tensors(self.model)
         tied = tied_names(self.model)
-        forms_of_mine = {name: (tensor.shape, tensor.dtype, tied.get(name, [])) for name, tensor in mine.items()}
+        forms_of_mine = {
+            name: (tensor.shape, tensor.dtype, tied.get(name, [])) for name, tensor in mine.items()
+        }
         of_ranks: list[Any] = [None] * self.ranks
         dist.all_gather_object(of_ranks, forms_of_mine, group=self.group)
         counted: set[str] = set()
@@ -150,13 +173,24 @@ class PartOfPipeline(ForwardEngine):
                 if name in counted:  # both ends hold tied weights
                     continue
                 counted.update((name, *aliases))
-                full = self._from(rank, whole(name, mine[name], self.place) if rank == self.rank else None, shape, dtype)
+                full = self._from(
+                    rank,
+                    whole(name, mine[name], self.place) if rank == self.rank else None,
+                    shape,
+                    dtype,
+                )
                 for each in (name, *aliases):
                     yield each, full
 
-    def _from(self, rank: int, mine: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def _from(
+        self, rank: int, mine: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor:
         """A tensor that one rank of the pipeline has, on all of them."""
-        full = torch.empty(shape, dtype=dtype, device=self.place) if mine is None else mine.contiguous()
+        full = (
+            torch.empty(shape, dtype=dtype, device=self.place)
+            if mine is None
+            else mine.contiguous()
+        )
         dist.broadcast(full, group=self.group, group_src=rank)
         return full
 
@@ -195,11 +229,25 @@ class ForwardPipeline(PartOfPipeline):
                 for stage in self.stages:
                     received = None
                     if not stage.is_first:
-                        received = torch.empty(*batch.input_ids_BT.shape, self.cuts.width, dtype=self.dtype, device=self.place)
-                        dist.recv(received, group=self.group, group_src=(self.rank - 1) % self.ranks)
+                        received = torch.empty(
+                            *batch.input_ids_BT.shape,
+                            self.cuts.width,
+                            dtype=self.dtype,
+                            device=self.place,
+                        )
+                        dist.recv(
+                            received, group=self.group, group_src=(self.rank - 1) % self.ranks
+                        )
                     out = stage(received)
                     if not stage.is_last:
-                        sends.append((dist.isend(out, group=self.group, group_dst=(self.rank + 1) % self.ranks), out))
+                        sends.append(
+                            (
+                                dist.isend(
+                                    out, group=self.group, group_dst=(self.rank + 1) % self.ranks
+                                ),
+                                out,
+                            )
+                        )
             for work, _ in sends:
                 work.wait()
         last = self.stages[-1]
@@ -207,7 +255,9 @@ class ForwardPipeline(PartOfPipeline):
         last.outs.clear()
         return sums
 
-    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+    def infer(
+        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+    ) -> list[torch.Tensor]:
         kept: list[torch.Tensor] = []
         with contextlib.ExitStack() as stack:
             for stage in self.stages:
@@ -215,7 +265,10 @@ class ForwardPipeline(PartOfPipeline):
             self.evaluate(micro_batches, reader(read, kept))
         forms = self._of_last([(tensor.shape, tensor.dtype) for tensor in kept])
         last = self.rank == self.ranks - 1
-        return [self._from(self.ranks - 1, kept[i] if last else None, *form) for i, form in enumerate(forms)]
+        return [
+            self._from(self.ranks - 1, kept[i] if last else None, *form)
+            for i, form in enumerate(forms)
+        ]
 
     def _of_last(self, mine: Any) -> Any:
         """What the rank of the last stage has, on all ranks of the pipeline."""
@@ -257,11 +310,19 @@ class LeanStage(pipelining.PipelineStage):
         _move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         _move(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
         for tensor in _move(self.args_recv_info[bwd_chunk_id], torch.device("meta")):
-            if full_backward:  # the graph of a loss, which the schedule keeps to the end of the step, holds it
+            if (
+                full_backward
+            ):  # the graph of a loss, which the schedule keeps to the end of the step, holds it
                 tensor.untyped_storage().resize_(0)
 
 
@@ -283,7 +344,11 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         """`parts`: as of ForwardPipeline."""
         super().__init__(plan, *parts)
         assert plan.pipeline is not None
-        self.shared = [name for name in self.shared if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad]
+        self.shared = [
+            name
+            for name in self.shared
+            if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad
+        ]
         self.counted_elsewhere = frozenset(self.shared if self.rank else ())
         self.at_once = 1 if plan.pipeline.schedule == "model_parallel" else plan.batch.accumulation
         for stage in self.stages:
@@ -291,7 +356,9 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         # torch's schedule over this rank's stages, with all shapes given: it needs no trial run, and no messages to agree on them.
         B, T = plan.batch.micro_batch * plan.batch.rows_per_sample, plan.config.data.max_length
         ids = torch.empty(B, T, dtype=torch.int64, device="meta")
-        hidden = torch.empty(B, T, self.cuts.width, dtype=self.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(
+            B, T, self.cuts.width, dtype=self.dtype, device="meta", requires_grad=True
+        )
         loss = torch.empty(1, device="meta", requires_grad=True)
         made = [
             LeanStage(
@@ -308,11 +375,20 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         kind = SCHEDULES[plan.pipeline.schedule]
         interleaves = plan.pipeline.schedule in ("interleaved", "zero_bubble")
         # The loss is a sum and scaled already.
-        self.schedule = kind(made if interleaves else made[0], self.at_once, loss_fn=lambda out, _target: out.sum(), scale_grads=False)
-        self.sums: DeviceSums | None = None  # what stages before the last one return, once they know the names
+        self.schedule = kind(
+            made if interleaves else made[0],
+            self.at_once,
+            loss_fn=lambda out, _target: out.sum(),
+            scale_grads=False,
+        )
+        self.sums: DeviceSums | None = (
+            None  # what stages before the last one return, once they know the names
+        )
         self._train(True)
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
+    def forward_backward(
+        self, micro_batches: list[Any], objective: Any, denominator: float
+    ) -> DeviceSums:
         scale = self.loss_scale.scale(self.averaged_over / denominator)
         self._at_mean(False)
         with self.spread.micro_batch(last=True):
@@ -332,8 +408,14 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         found = added(last.outs)
         last.outs.clear()
         if self.sums is None:
-            none = {name: -math.inf if name.startswith("max_") else 0.0 for name in self._of_last(list(found))}
-            self.sums = {name: torch.tensor(value, dtype=torch.float64).to(self.place) for name, value in none.items()}
+            none = {
+                name: -math.inf if name.startswith("max_") else 0.0
+                for name in self._of_last(list(found))
+            }
+            self.sums = {
+                name: torch.tensor(value, dtype=torch.float64).to(self.place)
+                for name, value in none.items()
+            }
         return found if last.is_last else self.sums
 
     def _add_up_shared(self) -> None:

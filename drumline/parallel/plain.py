@@ -40,9 +40,17 @@ class Plain(nn.Module):
             out = made.loss_sum, made.sums
         if before is not None:
             self.names_changed = False
-            after, same = buffer_versions(self.model), lambda one, other: one[0] is other[0] and one[1] == other[1]
-            if changed := [name for name in after if not same(after[name], before.get(name, (None, 0)))]:
-                logger.warning("forward changes %s: what is kept there follows from how the global batch is cut", ", ".join(changed))
+            after, same = (
+                buffer_versions(self.model),
+                lambda one, other: one[0] is other[0] and one[1] == other[1],
+            )
+            if changed := [
+                name for name in after if not same(after[name], before.get(name, (None, 0)))
+            ]:
+                logger.warning(
+                    "forward changes %s: what is kept there follows from how the global batch is cut",
+                    ", ".join(changed),
+                )
         return out
 
 
@@ -59,6 +67,14 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 def buffer_versions(model: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
     """Each buffer, but those of batch norms, and how often it was written."""
-    owners = ((path, module) for path, module in model.named_modules() if not isinstance(module, BatchNorm))
-    buffers = ((f"{path}.{name}" if path else name, b) for path, module in owners for name, b in module.named_buffers(recurse=False))
+    owners = (
+        (path, module)
+        for path, module in model.named_modules()
+        if not isinstance(module, BatchNorm)
+    )
+    buffers = (
+        (f"{path}.{name}" if path else name, b)
+        for path, module in owners
+        for name, b in module.named_buffers(recurse=False)
+    )
     return {name: (buffer, buffer._version) for name, buffer in buffers}

@@ -29,7 +29,10 @@ class SharedStep(Spread):
         super().__init__(module)
         self.whole, self.over, self.clock = whole, whole["replicate"], Clock()
         trainable = [p for p in module.parameters() if p.requires_grad]
-        self.buckets = [Bucket([Rows.of(p, self.over) for p in bucket], self.over) for bucket in buckets(trainable, bucket_bytes)]
+        self.buckets = [
+            Bucket([Rows.of(p, self.over) for p in bucket], self.over)
+            for bucket in buckets(trainable, bucket_bytes)
+        ]
         self.mine = {id(p): nn.Parameter(self._placed(p, local(p.detach()))) for p in trainable}
 
     def stepped(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -45,7 +48,9 @@ class SharedStep(Spread):
                 for bucket in self.buckets:
                     for rows in bucket.rows:
                         grad = rows.parameter.grad
-                        self.mine[id(rows.parameter)].grad = None if grad is None else self._placed(rows.parameter, local(grad))
+                        self.mine[id(rows.parameter)].grad = (
+                            None if grad is None else self._placed(rows.parameter, local(grad))
+                        )
 
     def after_step(self) -> None:
         with torch.no_grad():
@@ -68,7 +73,14 @@ class SharedStep(Spread):
                 placements = [StridedShard(0, split_factor=tp.size())]
             placements.append(cut)
         part = here[rows.first : rows.first + rows.number]
-        return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+        return DTensor.from_local(
+            part,
+            mesh,
+            placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,12 @@ class Bucket:
     """Some parameters, whose rows travel at once: for each data rank its rows end to end, filled up to the same size."""
 
     def __init__(self, rows: list[Rows], over: DeviceMesh) -> None:
-        self.rows, self.group, self.ranks, self.rank = rows, over.get_group(), over.size(), over.get_local_rank()
+        self.rows, self.group, self.ranks, self.rank = (
+            rows,
+            over.get_group(),
+            over.size(),
+            over.get_local_rank(),
+        )
         self.size = sum(each.entries for each in rows)
 
     def average(self) -> None:
@@ -139,8 +156,13 @@ def _fill(flat_RN: Tensor, whole: Tensor, each: int, back: bool = False) -> None
     """Put `each` rows of a tensor into each row of `flat_RN`; `back`: the other way. The last ones may have fewer."""
     if whole.numel():
         filled = whole.shape[0] // each
-        parts = [(flat_RN[:filled], whole[: filled * each]), (flat_RN[filled : filled + 1], whole[filled * each :])]
+        parts = [
+            (flat_RN[:filled], whole[: filled * each]),
+            (flat_RN[filled : filled + 1], whole[filled * each :]),
+        ]
         for flat, part in parts:
             if len(part):
                 flat = flat[:, : part.numel() // len(flat)]
-                (part if back else flat).copy_(flat.reshape(part.shape) if back else part.reshape(flat.shape))
+                (part if back else flat).copy_(
+                    flat.reshape(part.shape) if back else part.reshape(flat.shape)
+                )

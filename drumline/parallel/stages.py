@@ -55,14 +55,20 @@ def find_cuts(model: Any) -> Cuts:
 
     def trial(small: Any, ids_BT: torch.Tensor) -> tuple[Cuts, bool]:
         cuts = look(small, ids_BT)
-        return cuts, stages_make_the_whole(small, cuts, tuple((i, i + 1) for i in range(cuts.number)), 2, ids_BT)
+        return cuts, stages_make_the_whole(
+            small, cuts, tuple((i, i + 1) for i in range(cuts.number)), 2, ids_BT
+        )
 
     cuts, whole = try_small(model, "cpu", trial, layers=TRIAL_BLOCKS)
     if not whole:
         raise NO_STAGES.error(f"stages of {type(model).__name__} do not make the whole model")
     blocks = block_list(model)
     assert blocks is not None, "its copy has them"
-    after = (*cuts.after, *([VALUE] if hasattr(model, VALUE) else []))  # the copy, of a class of transformers, has none
+    # The copy, of a class of transformers, has none.
+    after = (
+        *cuts.after,
+        *([VALUE] if hasattr(model, VALUE) else []),
+    )
     return replace(cuts, number=len(blocks[1]), after=after, splits=can_split(model))
 
 
@@ -80,10 +86,16 @@ def look(model: Any, ids_BT: torch.Tensor) -> Cuts:
     def note(*event: str) -> Any:
         return lambda *_: ran.append(event)  # type: ignore[arg-type]
 
-    hooks = [blocks[0].register_forward_pre_hook(note("first", "")), blocks[-1].register_forward_hook(note("last", ""))]
+    hooks = [
+        blocks[0].register_forward_pre_hook(note("first", "")),
+        blocks[-1].register_forward_hook(note("last", "")),
+    ]
     hooks.append(blocks[-1].register_forward_hook(lambda _module, _inputs, out: made.append(out)))
     for n, module in outside.items():
-        hooks += [module.register_forward_pre_hook(note("begin", n)), module.register_forward_hook(note("end", n))]
+        hooks += [
+            module.register_forward_pre_hook(note("begin", n)),
+            module.register_forward_hook(note("end", n)),
+        ]
     try:
         model(input_ids=ids_BT, use_cache=False)
     finally:
@@ -92,9 +104,13 @@ def look(model: Any, ids_BT: torch.Tensor) -> Cuts:
     if ran.count(("first", "")) != 1 or ran.count(("last", "")) != 1:
         raise NO_STAGES.error(f"{name} runs its blocks more than once")
     first, last = ran.index(("first", "")), ran.index(("last", ""))
-    before = tuple(n for n in outside if ("end", n) in ran[:first] and ("begin", n) not in ran[first:])
+    before = tuple(
+        n for n in outside if ("end", n) in ran[:first] and ("begin", n) not in ran[first:]
+    )
     after = tuple(n for n in outside if ("end", n) not in ran[:last])
-    between = sorted(set(outside) - set(before) - set(after)) or [n for n in after if ("begin", n) in ran[:last]]
+    between = sorted(set(outside) - set(before) - set(after)) or [
+        n for n in after if ("begin", n) in ran[:last]
+    ]
     if between:
         raise NO_STAGES.error(f"{name} uses {between[0]} between its blocks")
     out = made[0]
@@ -106,7 +122,9 @@ class Absent(nn.Module):
     """In the place of a module of another stage: it gives `run(first input)`, or its first input itself. `block`: whose plain attributes
     it has, since trunks read them (`attention_type`). `returns`: see Cuts."""
 
-    def __init__(self, block: nn.Module | None = None, returns: int = 0, run: Run | None = None) -> None:
+    def __init__(
+        self, block: nn.Module | None = None, returns: int = 0, run: Run | None = None
+    ) -> None:
         super().__init__()
         self.returns, self.run = returns, run
         for name, value in vars(block).items() if block is not None else ():
@@ -121,13 +139,20 @@ class Absent(nn.Module):
 
 def zeros_of(absent: nn.Embedding | nn.Linear, dtype: torch.dtype) -> Run:
     """A function of zeros in the shape that an embedding (or its projection) gives; on a later stage they are replaced in turn."""
-    stop, width = (None, absent.embedding_dim) if isinstance(absent, nn.Embedding) else (-1, absent.out_features)
+    stop, width = (
+        (None, absent.embedding_dim)
+        if isinstance(absent, nn.Embedding)
+        else (-1, absent.out_features)
+    )
     return lambda given: torch.zeros(*given.shape[:stop], width, dtype=dtype, device=given.device)
 
 
 def tied(model: Any, cuts: Cuts) -> list[str]:
     """Names of the weights that both ends hold."""
-    first, last = ({id(p) for name in names for p in model.get_submodule(name).parameters()} for names in (cuts.before, cuts.after))
+    first, last = (
+        {id(p) for name in names for p in model.get_submodule(name).parameters()}
+        for names in (cuts.before, cuts.after)
+    )
     return [name for name, parameter in model.named_parameters() if id(parameter) in first & last]
 
 
@@ -137,7 +162,9 @@ def part(model: Any, cuts: Cuts, ranges: list[Range], dtype: torch.dtype = torch
     `dtype`: what hidden states travel in."""
     own = {block for first, stop in ranges for block in range(first, stop)}
     ends = dict.fromkeys(cuts.before, 0 in own) | dict.fromkeys(cuts.after, cuts.number - 1 in own)
-    needed = {id(p) for name, here in ends.items() if here for p in model.get_submodule(name).parameters()}
+    needed = {
+        id(p) for name, here in ends.items() if here for p in model.get_submodule(name).parameters()
+    }
     lacks: dict[str, nn.Module] = {}
     for name, here in ends.items():
         module = model.get_submodule(name)
@@ -154,7 +181,11 @@ def part(model: Any, cuts: Cuts, ranges: list[Range], dtype: torch.dtype = torch
             makes = name in cuts.before and isinstance(base, nn.Embedding | nn.Linear)
             lacks[name] = Absent(run=zeros_of(base, dtype) if makes else None)
     blocks = model.get_submodule(cuts.blocks)
-    lacks |= {f"{cuts.blocks}.{i}": Absent(block, cuts.returns) for i, block in enumerate(blocks) if i not in own}
+    lacks |= {
+        f"{cuts.blocks}.{i}": Absent(block, cuts.returns)
+        for i, block in enumerate(blocks)
+        if i not in own
+    }
     return _with(model, lacks)
 
 
@@ -177,7 +208,9 @@ def _with(model: Any, replaced: dict[str, nn.Module]) -> Any:
 class Stage(nn.Module):
     """Blocks [first, stop) of a model, with what comes before the first or after the last. `model`: the whole, or a rank's part."""
 
-    def __init__(self, model: Any, cuts: Cuts, bounds: Range, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, model: Any, cuts: Cuts, bounds: Range, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         first, stop = bounds
         self.is_first, self.is_last = first == 0, stop == cuts.number
@@ -185,7 +218,9 @@ class Stage(nn.Module):
         blocks = model.get_submodule(cuts.blocks)
         edges: dict[str, nn.Module] = {}
         if not self.is_first:
-            edges[f"{cuts.blocks}.{first - 1}"] = Absent(blocks[first - 1], cuts.returns, self._enter)
+            edges[f"{cuts.blocks}.{first - 1}"] = Absent(
+                blocks[first - 1], cuts.returns, self._enter
+            )
         if not self.is_last:
             edges[f"{cuts.blocks}.{stop}"] = Absent(blocks[stop], cuts.returns, self._leave)
         self.model = _with(part(model, cuts, [bounds], dtype), edges)
@@ -214,7 +249,9 @@ class Stage(nn.Module):
         return hidden_BTD
 
 
-def stages_make_the_whole(model: Any, cuts: Cuts, ranges: tuple[Range, ...], ranks: int, ids_BT: torch.Tensor) -> bool:
+def stages_make_the_whole(
+    model: Any, cuts: Cuts, ranges: tuple[Range, ...], ranks: int, ids_BT: torch.Tensor
+) -> bool:
     """Whether stages, each of its rank's part, give the model's own logits one after another. Raises PlanError where they do not run."""
     parts = [part(model, cuts, list(ranges[rank::ranks])) for rank in range(ranks)]
     stages = [Stage(parts[index % ranks], cuts, bounds) for index, bounds in enumerate(ranges)]

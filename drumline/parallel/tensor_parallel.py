@@ -20,18 +20,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from drumline.core.facts import ROWS_CUT, TP_STYLES
 from drumline.dist.mesh import first_row
 from drumline.errors import PlanError
-from drumline.models.blocks import blocks_in_a_row, cut_layers, regions, tensor_plan, vocabulary, whole_layer
+from drumline.models.blocks import (
+    blocks_in_a_row,
+    cut_layers,
+    regions,
+    tensor_plan,
+    vocabulary,
+    whole_layer,
+)
 from drumline.models.cut_trial import weights_on_parts
 from drumline.parallel.experts import apply_experts, with_weights
 from drumline.parallel.norms import local
 
 
-def apply_tp(model: Any, mesh: DeviceMesh, sequence_parallel: bool = False, keeps_parts: bool = True) -> None:
+def apply_tp(
+    model: Any, mesh: DeviceMesh, sequence_parallel: bool = False, keeps_parts: bool = True
+) -> None:
     """Cut the model over `mesh` (one dimension) in place. All ranks hold the same weights before, or meta tensors; LoRA may be in place.
     `keeps_parts`: with sequence parallelism, what a region gathers is gathered again for its backward (nothing recomputes blocks). A
     compiled region keeps it whole.
@@ -41,7 +57,9 @@ def apply_tp(model: Any, mesh: DeviceMesh, sequence_parallel: bool = False, keep
     plan = tensor_plan(model)
     if not plan or not TP_STYLES.issuperset(plan.values()):
         unknown = ", ".join(sorted({*plan.values()} - TP_STYLES))
-        what = f"{type(model).__name__} " + (f"is cut in ways not known here: {unknown}" if plan else "has no tensor-parallel plan")
+        what = f"{type(model).__name__} " + (
+            f"is cut in ways not known here: {unknown}" if plan else "has no tensor-parallel plan"
+        )
         raise PlanError(what, where="strategy.tp", fix="use strategy=fsdp2")
     embedding, head = vocabulary(model)
     if embedding is not None:
@@ -58,20 +76,41 @@ def apply_tp(model: Any, mesh: DeviceMesh, sequence_parallel: bool = False, keep
 
 def _require_untied(model: Any, names: list[str]) -> None:
     """Raises PlanError for a weight that a module to be cut shares with another: each would get a part of its own, and train it alone."""
-    ends = {id(weight) for layer in vocabulary(model) if layer is not None for weight in layer.parameters()}  # which are tied again
-    places = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    # Which are tied again.
+    ends = {
+        id(weight)
+        for layer in vocabulary(model)
+        if layer is not None
+        for weight in layer.parameters()
+    }
+    places = Counter(
+        id(weight) for module in model.modules() for weight in module._parameters.values()
+    )
     for name in names:
         for own, weight in model.get_submodule(name).named_parameters(name):
             if places[id(weight)] > 1 and id(weight) not in ends:
-                raise PlanError(f"{own} is also another module's weight", where="tp_plan", fix="leave both out of it, or use fsdp2")
+                raise PlanError(
+                    f"{own} is also another module's weight",
+                    where="tp_plan",
+                    fix="leave both out of it, or use fsdp2",
+                )
 
 
-def _moved(x: Tensor, mesh: DeviceMesh, lies: Placement, after: Placement, back: Placement | None = None, shape: Any = None) -> Tensor:
+def _moved(
+    x: Tensor,
+    mesh: DeviceMesh,
+    lies: Placement,
+    after: Placement,
+    back: Placement | None = None,
+    shape: Any = None,
+) -> Tensor:
     """A tensor that `lies` on the ranks in one way, in another; its gradient goes the opposite way. `back`: how that comes, if not as what
     is returned lies. `shape`: of the whole, where parts may differ."""
     stride = None if shape is None else torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(x, mesh, [lies], run_check=False, shape=shape, stride=stride)
-    moved: Tensor = placed.redistribute(placements=[after]).to_local(grad_placements=None if back is None else [back])
+    moved: Tensor = placed.redistribute(placements=[after]).to_local(
+        grad_placements=None if back is None else [back]
+    )
     return moved
 
 
@@ -104,7 +143,9 @@ class _Parts:
 
     def __init__(self, part: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
         self.part, self.gather = part.detach(), gather
-        self.storage: Any = None  # of the gathered tensor, while it runs: autograd keeps this object
+        self.storage: Any = (
+            None  # of the gathered tensor, while it runs: autograd keeps this object
+        )
         self.kept = self.left = 0
         self.again: Tensor | None = None
 
@@ -167,8 +208,13 @@ def _cut_stream(model: nn.Module, stream: Stream) -> None:
     for name, block in row.items():
         for module in block.modules():
             # Also the experts' router, and factors of LoRA.
-            if any(p is not None and p.requires_grad and not isinstance(p, DTensor) for p in module._parameters.values()):
-                module.forward = with_weights(module, module.forward, _with_options(_summed, stream.mesh))
+            if any(
+                p is not None and p.requires_grad and not isinstance(p, DTensor)
+                for p in module._parameters.values()
+            ):
+                module.forward = with_weights(
+                    module, module.forward, _with_options(_summed, stream.mesh)
+                )
         path, _, number = name.rpartition(".")
         if f"{path}.{int(number) - 1}" not in row:
             block.register_forward_pre_hook(partial(_enter, stream), with_kwargs=True)
@@ -176,19 +222,29 @@ def _cut_stream(model: nn.Module, stream: Stream) -> None:
             block.register_forward_hook(partial(_leave, stream))
 
 
-def _enter(stream: Stream, _block: Any, given: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _enter(
+    stream: Stream, _block: Any, given: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if given:
         return (stream.cut(given[0]), *given[1:]), options
     return given, {**options, "hidden_states": stream.cut(options["hidden_states"])}
 
 
 def _leave(stream: Stream, _block: Any, _given: Any, result: Any) -> Any:
-    return (stream.gathered(result[0]), *result[1:]) if isinstance(result, tuple) else stream.gathered(result)
+    return (
+        (stream.gathered(result[0]), *result[1:])
+        if isinstance(result, tuple)
+        else stream.gathered(result)
+    )
 
 
 def _summed(mesh: DeviceMesh, weight: Tensor) -> Tensor:
     """A weight that each rank uses on tokens or heads of its own, so that its gradient is the sum over ranks."""
-    return weight if isinstance(weight, DTensor) else _moved(weight, mesh, Replicate(), Replicate(), Partial())
+    return (
+        weight
+        if isinstance(weight, DTensor)
+        else _moved(weight, mesh, Replicate(), Replicate(), Partial())
+    )
 
 
 def _cut(module: nn.Module, style: str, mesh: DeviceMesh, stream: Stream | None) -> None:
@@ -202,7 +258,11 @@ def _cut(module: nn.Module, style: str, mesh: DeviceMesh, stream: Stream | None)
         for layer in cut_layers(module, style):
             by_rows, transposed = style in ROWS_CUT, _transposed(layer)
             if not (isinstance(layer, nn.Linear) or transposed):
-                raise PlanError(f"{type(layer).__name__} is no linear layer", where="tp_plan", fix="cut linear layers alone")
+                raise PlanError(
+                    f"{type(layer).__name__} is no linear layer",
+                    where="tp_plan",
+                    fix="cut linear layers alone",
+                )
             _place(layer, "weight", mesh, Shard(int(by_rows == transposed)))
             if by_rows and layer.bias is not None:
                 _place(layer, "bias", mesh, Shard(0))
@@ -241,7 +301,9 @@ def _by_rows(layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x:
     return _moved(out, mesh, Shard(out.ndim - 1), Replicate(), Partial() if stream else None, shape)
 
 
-def _by_columns(layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x: Tensor) -> Tensor:
+def _by_columns(
+    layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x: Tensor
+) -> Tensor:
     """This rank's columns of the weight times its part of the inputs, added up over the ranks; with a stream, of this rank's tokens."""
     matrix = _matrix(layer)
     if style != "rowwise" and stream is None:

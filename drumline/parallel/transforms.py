@@ -16,7 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from drumline.core.config import CompileConfig
 from drumline.core.plan import Plan
@@ -41,7 +45,13 @@ ATTENTION = {
     )
     if hasattr(_ATEN, name)
 }
-KERNELS = ("torch_attn", "flash_attn", "flash_attn_3", "drumline")  # of variable lengths, by the libraries of their operations
+# Of variable lengths, by the libraries of their operations.
+KERNELS = (
+    "torch_attn",
+    "flash_attn",
+    "flash_attn_3",
+    "drumline",
+)
 PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 WRITTEN = {_ATEN.mm.out, _ATEN.addmm.out}  # as compiled code calls them
 
@@ -62,18 +72,29 @@ def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> No
 
 def batch_norms(model: nn.Module) -> list[BatchNorm]:
     """The batch norms that keep running statistics."""
-    return [module for module in model.modules() if isinstance(module, BatchNorm) and module.running_mean is not None]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, BatchNorm) and module.running_mean is not None
+    ]
 
 
 def agree_on_statistics(norms: list[BatchNorm]) -> None:
     """Average the running statistics of batch norms over all ranks, so that all evaluate and save the same. Collective."""
     if not norms or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+    buffers = [
+        buffer
+        for norm in norms
+        for buffer in (norm.running_mean, norm.running_var)
+        if buffer is not None
+    ]
     flat = torch.cat([buffer.double().flatten() for buffer in buffers])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+    for buffer, mean in zip(
+        buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True
+    ):
         buffer.copy_(mean.view_as(buffer))
 
 
@@ -93,14 +114,21 @@ class Statistics:
     def settle(self, finite: torch.Tensor) -> None:
         """At the end of a step: as they were, but where `finite`, a bool scalar, holds."""
         for buffers, before in zip(self._buffers(), self.before or (), strict=False):
-            kept = torch.where(finite.to(before.device), _end_to_end(buffers), before).split([buffer.numel() for buffer in buffers])
-            foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(kept, buffers, strict=True)])
+            kept = torch.where(finite.to(before.device), _end_to_end(buffers), before).split(
+                [buffer.numel() for buffer in buffers]
+            )
+            foreach_copy_(
+                buffers, [part.view_as(buffer) for part, buffer in zip(kept, buffers, strict=True)]
+            )
         self.before = None
 
     def _buffers(self) -> list[list[torch.Tensor]]:
         """By type: counts are no floats."""
         buffers = [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)]
-        return [[buffer for buffer in buffers if buffer.dtype == dtype] for dtype in dict.fromkeys(buffer.dtype for buffer in buffers)]
+        return [
+            [buffer for buffer in buffers if buffer.dtype == dtype]
+            for dtype in dict.fromkeys(buffer.dtype for buffer in buffers)
+        ]
 
 
 def _end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -116,10 +144,18 @@ class OnCPU(BatchNorm):
         """float[N, C, …] → the same, normalised by channel. In training by the mean and variance over all ranks of the group."""
         if not self.training:
             return super().forward(input)
-        output, mean_C, variance_C, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.process_group)
-        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+        output, mean_C, variance_C, count = _Normalise.apply(
+            input, self.weight, self.bias, self.eps, self.process_group
+        )
+        if (
+            self.running_mean is not None
+            and self.running_var is not None
+            and self.num_batches_tracked is not None
+        ):
             self.num_batches_tracked += 1
-            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            factor = (
+                1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            )
             self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), factor)
             unbiased_C = variance_C * (count / (count - 1).clamp_min(1))
             self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), factor)
@@ -131,13 +167,21 @@ class OnCPU(BatchNorm):
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight_C: Any, bias_C: Any, eps: float, group: Any) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight_C: Any, bias_C: Any, eps: float, group: Any
+    ) -> tuple[torch.Tensor, ...]:
         precise = torch.promote_types(input.dtype, torch.float32)
         x_CM = input.transpose(0, 1).flatten(1).to(precise)
         mine = torch.zeros(3, x_CM.shape[0], dtype=precise)
         if x_CM.numel():
             mean_C = x_CM.mean(1)
-            mine = torch.stack([torch.full_like(mean_C, x_CM.shape[1]), mean_C, (x_CM - mean_C[:, None]).square().sum(1)])
+            mine = torch.stack(
+                [
+                    torch.full_like(mean_C, x_CM.shape[1]),
+                    mean_C,
+                    (x_CM - mean_C[:, None]).square().sum(1),
+                ]
+            )
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, mine, group=group)
         # Counts, means and squared distances of parts make those of the whole (Chan et al. 1979).
@@ -167,13 +211,24 @@ class _Normalise(torch.autograd.Function):
         factor_C = scale_C if weight_C is None else scale_C * weight_C
         grad_input_CM = (grad_CM - mean_CM - normal_CM * slope_CM) * factor_C[:, None]
         wanted = [needed and weight_C is not None for needed in ctx.needs_input_grad[1:3]]
-        return _back(grad_input_CM, grad), grad_weight_C if wanted[0] else None, grad_bias_C if wanted[1] else None, None, None
+        return (
+            _back(grad_input_CM, grad),
+            grad_weight_C if wanted[0] else None,
+            grad_bias_C if wanted[1] else None,
+            None,
+            None,
+        )
 
 
 def _back(x_CM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """float[C, N·…] in the shape and type of float[N, C, …]. A copy, also where N is 1: an activation behind may work in place."""
     swapped = like.transpose(0, 1)
-    return x_CM.to(like.dtype).view(swapped.shape).transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return (
+        x_CM.to(like.dtype)
+        .view(swapped.shape)
+        .transpose(0, 1)
+        .clone(memory_format=torch.contiguous_format)
+    )
 
 
 def apply_memory(model: Any, plan: Plan) -> None:
@@ -186,18 +241,25 @@ def apply_memory(model: Any, plan: Plan) -> None:
         ActivationOffload(model, plan.device)
 
 
-def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective", "full"], number: int | None = None) -> None:
+def apply_activation_checkpointing(
+    model: Any, kind: Literal["none", "selective", "full"], number: int | None = None
+) -> None:
     """full: keep the input of each block, compute the rest again in backward (Chen et al. 2016). RNG is replayed, so dropout agrees.
     selective: keep more, see `selective`. `number`: of the first so many blocks; None: of all."""
     if kind == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": selective} if kind == "selective" else {})
+    options: dict[str, Any] = {"use_reentrant": False} | (
+        {"context_fn": selective} if kind == "selective" else {}
+    )
     if recomputed_by_blocks(model):
         for block in blocks(model)[:number]:
             block.forward = functools.partial(checkpoint, block.forward, **options)
         return
     # Older transformers know it by the other name alone.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable(options)
     for block in blocks(model)[number:] if number is not None else ():
         block.gradient_checkpointing = False  # type: ignore[assignment]
@@ -213,7 +275,9 @@ def apply_mlp_chunks(model: nn.Module, tokens: int) -> None:
         part.forward = functools.partial(_in_chunks, part.forward, tokens)  # type: ignore[union-attr]
 
 
-def _in_chunks(inner: Any, tokens: int, hidden_BTD: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _in_chunks(
+    inner: Any, tokens: int, hidden_BTD: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     """`args`, `kwargs`: what else it takes, such as Bloom's residual; of what has the same tokens each chunk gets its own."""
     rows, length = hidden_BTD.shape[:2]
     width = max(1, tokens // rows)
@@ -222,7 +286,9 @@ def _in_chunks(inner: Any, tokens: int, hidden_BTD: torch.Tensor, *args: Any, **
 
     def chunk(start: int) -> torch.Tensor:
         def own(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[:, start : start + width] if tensor.shape[:2] == (rows, length) else tensor
+            return (
+                tensor[:, start : start + width] if tensor.shape[:2] == (rows, length) else tensor
+            )
 
         given, named = tree_map_only(torch.Tensor, own, ((hidden_BTD, *args), kwargs))
         return checkpoint(inner, *given, use_reentrant=False, **named)
@@ -234,7 +300,9 @@ def recomputed_by_blocks(model: Any) -> bool:
     """Whether blocks are computed again one by one, not as the model's own class has it. Raises PlanError where neither can be."""
     by_blocks = not hasattr(model, "supports_gradient_checkpointing") and bool(blocks(model))
     if by_blocks and batch_norms(model):
-        raise NO_RECOMPUTING.error("it runs a block twice, and a batch norm would count its samples twice")
+        raise NO_RECOMPUTING.error(
+            "it runs a block twice, and a batch norm would count its samples twice"
+        )
     if not by_blocks and not getattr(model, "supports_gradient_checkpointing", False):
         raise NO_RECOMPUTING.error(f"{type(model).__name__} has no activation checkpointing")
     return by_blocks
@@ -251,8 +319,16 @@ def selective() -> tuple[Any, Any]:
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         if operation in PRODUCTS:
             seen[context.is_recompute] += 1
-            return CheckpointPolicy.MUST_SAVE if seen[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if operation in ATTENTION or operation.namespace in KERNELS else CheckpointPolicy.PREFER_RECOMPUTE
+            return (
+                CheckpointPolicy.MUST_SAVE
+                if seen[context.is_recompute] % 2
+                else CheckpointPolicy.PREFER_RECOMPUTE
+            )
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if operation in ATTENTION or operation.namespace in KERNELS
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     kept: deque[torch.Tensor] = deque()
     first, again = create_selective_checkpoint_contexts(policy)
@@ -292,7 +368,8 @@ def apply_compile(model: nn.Module, options: CompileConfig) -> None:
     """torch.compile each block in place (names of parameters stay): equal blocks share one compilation. And what the cross-entropy does
     with logits."""
     if options.loss and not hasattr(losses._sums, "_torchdynamo_orig_callable"):
-        losses._sums = torch.compile(losses._sums, dynamic=True)  # the last chunk of a batch is shorter
+        # The last chunk of a batch is shorter.
+        losses._sums = torch.compile(losses._sums, dynamic=True)
     if not options.enabled:
         return
     for block in blocks(model) or [model]:
@@ -339,7 +416,9 @@ def gathered_in(plan: Plan, plain: bool = False) -> torch.dtype | None:
     return None if low is None else DTYPES[low]
 
 
-def apply_ddp(module: nn.Module, options: CopyOptions, group: dist.ProcessGroup) -> DistributedDataParallel:
+def apply_ddp(
+    module: nn.Module, options: CopyOptions, group: dist.ProcessGroup
+) -> DistributedDataParallel:
     """Replicate: gradients are averaged over the ranks of `group` while backward still runs (Li et al. 2020)."""
     # Named only where it is switched off: torch 2.13 warns about the name, and older ones know no other.
     buffers: dict[str, Any] = {} if options.broadcast_buffers else {"broadcast_buffers": False}
@@ -363,7 +442,9 @@ def _lay_out_buckets(ddp: DistributedDataParallel) -> None:
     zeros, last parameter first, as in a step."""
     parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
     with torch.enable_grad():
-        nothing = torch.stack([(parameter.flatten()[:1].float() * 0).sum() for parameter in parameters]).sum()
+        nothing = torch.stack(
+            [(parameter.flatten()[:1].float() * 0).sum() for parameter in parameters]
+        ).sum()
     ddp.reducer.prepare_for_forward()
     ddp.reducer.prepare_for_backward([])
     nothing.backward()

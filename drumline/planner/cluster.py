@@ -10,7 +10,16 @@ from typing import Literal
 from drumline.core.cluster import ClusterConfig
 from drumline.core.config import Config
 from drumline.hardware import catalog
-from drumline.hardware.cluster import Calibration, Cluster, DeviceSpec, Link, calibration_for, hardware, is_processor, read_calibration
+from drumline.hardware.cluster import (
+    Calibration,
+    Cluster,
+    DeviceSpec,
+    Link,
+    calibration_for,
+    hardware,
+    is_processor,
+    read_calibration,
+)
 from drumline.hardware.detect import Machine
 
 # FLOP of fp32 in a cycle of one core: two fused multiply-adds on eight numbers each (AVX2: Intel's and AMD's optimisation manuals).
@@ -21,7 +30,12 @@ STAND_IN = "3090"
 MANY_NODES = 64  # from here on networks have switches over switches, which many hosts share
 
 
-def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
+def cluster_of(
+    described: ClusterConfig | None,
+    machine: Machine,
+    processes: int,
+    calibration: Calibration | None = None,
+) -> Cluster:
     """The cluster of the YAML. `processes`: ranks of this machine, where it is the one to plan for; `calibration`: of this machine. A
     calibration counts where the device is the one that is here, on any number of hosts; a file that the YAML names goes before it. Raises
     EnvironmentFault where that file is damaged or missing."""
@@ -29,11 +43,20 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
         return found(machine, processes, calibration)
     ranks = described.per_node or processes
     spec, base = described.spec(), found(machine, ranks, calibration)
-    if spec is None and described.device is not None and base.device.kind == "cuda":  # a CPU is meant, and here are GPUs
+    if (
+        spec is None and described.device is not None and base.device.kind == "cuda"
+    ):  # a CPU is meant, and here are GPUs
         spec = processor(machine, ranks)
     own = described.device in described.devices
-    if spec is not None and own and spec.name == base.device.name:  # the device that is here, in the user's words
-        base = replace(base, device=spec, intra=described.link(spec.intra), host_link=described.link(spec.host_link))
+    if (
+        spec is not None and own and spec.name == base.device.name
+    ):  # the device that is here, in the user's words
+        base = replace(
+            base,
+            device=spec,
+            intra=described.link(spec.intra),
+            host_link=described.link(spec.host_link),
+        )
     elif spec is not None and spec.name != base.device.name:
         taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or "")) if not own else None
         notes = (f"cluster.device {described.device}: taken for {taken}",) if taken else ()
@@ -44,10 +67,18 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
     if named is not None:
         measured = named.shared(ranks) if base.device.kind == "cpu" else named
     else:  # of this machine, which has measured its own link alone
-        measured = base.calibration if described.intra is None else replace(base.calibration, collectives={})
+        measured = (
+            base.calibration
+            if described.intra is None
+            else replace(base.calibration, collectives={})
+        )
     per_node = described.per_node or base.per_node
     host = int(described.host_memory_gb * catalog.GIGA) if described.host_memory_gb else None
-    device = base.device if host is None or base.device.kind != "cpu" else replace(base.device, memory_bytes=host // per_node)
+    device = (
+        base.device
+        if host is None or base.device.kind != "cpu"
+        else replace(base.device, memory_bytes=host // per_node)
+    )
     host = host or base.host_memory_bytes
     is_assumed = host is None
     if host is None:
@@ -75,21 +106,32 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
     )
 
 
-def _named(described: ClusterConfig, device: DeviceSpec, machine: Machine) -> tuple[Calibration | None, tuple[str, ...]]:
+def _named(
+    described: ClusterConfig, device: DeviceSpec, machine: Machine
+) -> tuple[Calibration | None, tuple[str, ...]]:
     """The calibration of the file that the YAML names, and a note where that is of another device. None without a file, and for rates of a
     CPU where there are GPUs, or the other way round: these say nothing."""
     if described.calibration is None:
         return None, ()
     named = read_calibration(Path(described.calibration))
-    where, of_processor = f"cluster.calibration is of {named.hardware}", is_processor(named.hardware)
+    where, of_processor = (
+        f"cluster.calibration is of {named.hardware}",
+        is_processor(named.hardware),
+    )
     if of_processor != (device.kind == "cpu"):
-        return None, (f"{where}, which is {'no GPU' if of_processor else 'no CPU'}: it is not used for {device.name}",)
+        return None, (
+            f"{where}, which is {'no GPU' if of_processor else 'no CPU'}: it is not used for {device.name}",
+        )
     if of_processor:  # `cpu` names no model
         same = described.device is not None or named.hardware == hardware(machine)
     else:
         known = catalog.by_driver(named.hardware, device.memory_bytes)
-        same = described.device in described.devices or device.name == (known.name if known else named.hardware)
-    return named, () if same else (f"{where}, and used for {'this machine' if of_processor else device.name}",)
+        same = described.device in described.devices or device.name == (
+            known.name if known else named.hardware
+        )
+    return named, () if same else (
+        f"{where}, and used for {'this machine' if of_processor else device.name}",
+    )
 
 
 def usual_inter(intra: str, per_node: int) -> Link:
@@ -97,7 +139,9 @@ def usual_inter(intra: str, per_node: int) -> Link:
     return ClusterConfig().link(catalog.usual_network(intra, per_node)[0])
 
 
-def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"], world: int) -> tuple[Cluster, list[str]]:
+def cluster_here(
+    config: Config, machine: Machine, device: Literal["cpu", "cuda"], world: int
+) -> tuple[Cluster, list[str]]:
     """The devices that `world` processes have: the YAML's where it describes these, else those found; and a line where it does not.
     `device`: what the run computes on, which may be the CPU of a host with GPUs."""
     if device != machine.device:
@@ -108,9 +152,20 @@ def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"
     here = cluster_of(None, machine, share, measured)
     per_node = next(n for n in range(min(here.per_node, share), 0, -1) if world % n == 0)
     # The first `world` devices, or as many such hosts as they need.
-    here = replace(here, per_node=per_node, nodes=world // per_node, inter=usual_inter(here.intra.name, per_node))
-    if described.world_size == world and described.device.kind == here.device.kind and described.device.name == here.device.name:
-        return described, list(network_assumed(config.cluster, described.nodes, described.inter.name))
+    here = replace(
+        here,
+        per_node=per_node,
+        nodes=world // per_node,
+        inter=usual_inter(here.intra.name, per_node),
+    )
+    if (
+        described.world_size == world
+        and described.device.kind == here.device.kind
+        and described.device.name == here.device.name
+    ):
+        return described, list(
+            network_assumed(config.cluster, described.nodes, described.inter.name)
+        )
     other = f"the cluster of the YAML ({described.world_size} × {described.device.name}) is not the one here ({world} × {here.device.name})"
     lines = [f"strategy auto: {other}, which was planned for"] if config.cluster else []
     return here, [*lines, *network_assumed(None, here.nodes, here.inter.name)]
@@ -131,7 +186,9 @@ def network_assumed(described: ClusterConfig | None, nodes: int, network: str) -
             usual += ", as hosts of eight such devices have"
         notes.append(f"{usual}; set what there is, such as cluster.inter=400Gb or 8x400Gb")
     if nodes >= MANY_NODES and described.pod is None:
-        notes.append(f"cluster.pod is not set: no link between {nodes} hosts is taken to be congested; see cluster.oversubscription")
+        notes.append(
+            f"cluster.pod is not set: no link between {nodes} hosts is taken to be congested; see cluster.oversubscription"
+        )
     return tuple(notes)
 
 
@@ -141,27 +198,68 @@ def found(machine: Machine, processes: int, calibration: Calibration | None = No
     measured, notes = calibration or Calibration(), tuple[str, ...]()
     if machine.devices:
         used = machine.devices[:processes]
-        first, names = min(used, key=lambda device: device.memory_bytes), dict.fromkeys(device.name for device in used)
+        first, names = (
+            min(used, key=lambda device: device.memory_bytes),
+            dict.fromkeys(device.name for device in used),
+        )
         if len(names) > 1:
-            notes = (f"there are GPUs of several kinds ({', '.join(names)}): planned as if all were {first.name}, of the least memory",)
+            notes = (
+                f"there are GPUs of several kinds ({', '.join(names)}): planned as if all were {first.name}, of the least memory",
+            )
         if first.name != used[0].name:  # whose calibration it is
             measured = Calibration()
         known = catalog.by_driver(first.name, first.memory_bytes) or catalog.DEVICES.get(first.name)
         if known is None and not measured.matmul:
-            notes += (f"{first.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it",)
-        spec = replace(known or catalog.DEVICES[STAND_IN], name=known.name if known else first.name, memory_bytes=first.memory_bytes)
+            notes += (
+                f"{first.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it",
+            )
+        spec = replace(
+            known or catalog.DEVICES[STAND_IN],
+            name=known.name if known else first.name,
+            memory_bytes=first.memory_bytes,
+        )
         if "PCIE" in first.name.upper():  # drivers write both: A100-PCIE-40GB, H100 PCIe
             spec = replace(spec, intra=spec.host_link)
         per_node = len(used)
     else:
-        spec, per_node, measured = processor(machine, processes), processes, measured.shared(processes)
-    intra, host_link, network = catalog.LINKS[spec.intra], catalog.LINKS[spec.host_link], usual_inter(spec.intra, per_node)
+        spec, per_node, measured = (
+            processor(machine, processes),
+            processes,
+            measured.shared(processes),
+        )
+    intra, host_link, network = (
+        catalog.LINKS[spec.intra],
+        catalog.LINKS[spec.host_link],
+        usual_inter(spec.intra, per_node),
+    )
     nodes, host = -(-processes // per_node), machine.memory_bytes
-    return Cluster(spec, per_node, nodes, intra, network, host_link, host, found=True, calibration=measured, notes=notes)
+    return Cluster(
+        spec,
+        per_node,
+        nodes,
+        intra,
+        network,
+        host_link,
+        host,
+        found=True,
+        calibration=measured,
+        notes=notes,
+    )
 
 
 def processor(machine: Machine, processes: int) -> DeviceSpec:
     """The part of this machine's cores and memory that each of `processes` ranks has."""
-    flops = dict.fromkeys(("fp32", "bf16", "fp16"), FLOP_PER_CYCLE * CLOCK * machine.cores / processes)
+    flops = dict.fromkeys(
+        ("fp32", "bf16", "fp16"), FLOP_PER_CYCLE * CLOCK * machine.cores / processes
+    )
     memory, source = machine.memory_bytes // processes, "AVX2 at 2.5 GHz, one channel of DDR4-3200"
-    return DeviceSpec("cpu", "cpu", memory, CHANNEL / processes, flops, source, intra="loopback", host_link="loopback")
+    return DeviceSpec(
+        "cpu",
+        "cpu",
+        memory,
+        CHANNEL / processes,
+        flops,
+        source,
+        intra="loopback",
+        host_link="loopback",
+    )

@@ -62,13 +62,30 @@ def plan(options: Options) -> int:
     if options.devices:
         print(json.dumps(catalog(), indent=2)) if options.as_json else table.show_devices(console)
         return 0
-    alone = {"--max-seq or --max-batch": options.most, "--what-if": options.what_if, "--mtbf-hours": options.flags.mtbf_hours}
-    shown = {"--explain": options.explain, "--figure": options.figure, "--probe": options.probe, "--trace": options.trace}
+    alone = {
+        "--max-seq or --max-batch": options.most,
+        "--what-if": options.what_if,
+        "--mtbf-hours": options.flags.mtbf_hours,
+    }
+    shown = {
+        "--explain": options.explain,
+        "--figure": options.figure,
+        "--probe": options.probe,
+        "--trace": options.trace,
+    }
     single, beside = ([name for name, value in flags.items() if value] for flags in (alone, shown))
     if len(single) > 1 or (single and beside):  # one would be ignored
-        raise UserError(f"{' and '.join([*single, *beside])} are questions of their own", where="drumline plan", fix="ask one at a time")
+        raise UserError(
+            f"{' and '.join([*single, *beside])} are questions of their own",
+            where="drumline plan",
+            fix="ask one at a time",
+        )
     if options.tokens is not None and not options.tokens <= MOST_TOKENS:
-        raise UserError(f"{options.tokens} given, {MOST_TOKENS:g} or less is wanted", where="--tokens", fix="such as 1e9")
+        raise UserError(
+            f"{options.tokens} given, {MOST_TOKENS:g} or less is wanted",
+            where="--tokens",
+            fix="such as 1e9",
+        )
     hosts = None if options.what_if is None else table.parse_what_if(options.what_if)
     loaded = load_with_flags(options.config, options.overrides, options.flags)
     with bars(aside) as on_progress:
@@ -113,7 +130,11 @@ def _traced(answer: Answer, policy: Found, on_progress: OnProgress) -> Answer:
         on_progress("tracing activations of the best", number, total)
         config = best.layout.config.model_copy(update={"model": policy.model})
         found = trace(config, policy.path, best.layout, question.facts)
-        made.append(replace(best, estimate=estimate(best.layout, question.facts, question.cluster, found)) if found else best)
+        made.append(
+            replace(best, estimate=estimate(best.layout, question.facts, question.cluster, found))
+            if found
+            else best
+        )
         on_progress("tracing activations of the best", number + 1, total)
     return ranked_anew(answer, ((c.name, c) for c in (*made, *answer.ranked[TRACED:])), {})
 
@@ -126,7 +147,14 @@ def _without_adapter(loaded: Loaded, question: Question) -> Question:
     return ask(replace(loaded, config=whole), lambda *_: None).question
 
 
-def _answer(answer: Answer, plain: Callable[[], Question], loaded: Loaded, options: Options, console: Console, aside: Console) -> None:
+def _answer(
+    answer: Answer,
+    plain: Callable[[], Question],
+    loaded: Loaded,
+    options: Options,
+    console: Console,
+    aside: Console,
+) -> None:
     """Show an answer as the options request it."""
     changes: tuple[Change, ...] = ()
     if not answer.ranked:
@@ -140,9 +168,16 @@ def _answer(answer: Answer, plain: Callable[[], Question], loaded: Loaded, optio
         aside.print(f"drew {options.figure}", markup=False, soft_wrap=True)
     if options.explain is not None:
         if options.as_json:
-            print(json.dumps(candidate(answer.question, pick(answer, options.explain)[0], options.tokens), indent=2))
+            print(
+                json.dumps(
+                    candidate(answer.question, pick(answer, options.explain)[0], options.tokens),
+                    indent=2,
+                )
+            )
         else:
-            console.print(explain(answer, options.explain, options.tokens), markup=False, soft_wrap=True)
+            console.print(
+                explain(answer, options.explain, options.tokens), markup=False, soft_wrap=True
+            )
         return
     with line_if_slow(aside, "looking for the longest rows of the best plans"):
         adapted = by_adapter(answer, plain())
@@ -153,12 +188,20 @@ def _answer(answer: Answer, plain: Callable[[], Question], loaded: Loaded, optio
             console.print(f"{line}\n", soft_wrap=True, markup=False)
         show_probes(answer.probes, console)
         if options.everything or not answer.ranked:
-            table.show(answer, console, changes, adapted, top=options.top or LONG, tokens=options.tokens)
+            table.show(
+                answer, console, changes, adapted, top=options.top or LONG, tokens=options.tokens
+            )
         else:
-            table.show_short(answer, console, adapted, top=options.top or SHORT, tokens=options.tokens)
+            table.show_short(
+                answer, console, adapted, top=options.top or SHORT, tokens=options.tokens
+            )
         if answer.ranked:
             config = None if loaded.path == Path(FLAGS) else loaded.path
             given = in_turn(list(options.flags.overrides()), options.overrides)
-            console.print(to_use(answer.question.config, answer.ranked[0], config, given), soft_wrap=True, markup=False)
+            console.print(
+                to_use(answer.question.config, answer.ranked[0], config, given),
+                soft_wrap=True,
+                markup=False,
+            )
     if not answer.ranked:
         raise refusal(answer, changes)

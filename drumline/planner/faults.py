@@ -41,13 +41,24 @@ class Level:
         if self.stall >= 2 * self.mtbf:
             return self.mtbf
         part = math.sqrt(self.stall / (2 * self.mtbf))
-        return max(math.sqrt(2 * self.stall * self.mtbf) * (1 + part / 3 + part**2 / 9) - self.stall, self.lag - self.stall, step)
+        return max(
+            math.sqrt(2 * self.stall * self.mtbf) * (1 + part / 3 + part**2 / 9) - self.stall,
+            self.lag - self.stall,
+            step,
+        )
 
     def goodput(self, interval: float) -> float:
         """The expected part of the time that is training, for a save after each `interval` seconds of it. A fault while a save is under way
         goes back to the one before, so on average it costs `lag` seconds more."""
-        restart, segment = (self.restart + self.lag) / self.mtbf, (interval + self.stall) / self.mtbf
-        return interval / (self.mtbf * math.exp(restart) * math.expm1(segment)) if restart + segment < 500 else 0.0
+        restart, segment = (
+            (self.restart + self.lag) / self.mtbf,
+            (interval + self.stall) / self.mtbf,
+        )
+        return (
+            interval / (self.mtbf * math.exp(restart) * math.expm1(segment))
+            if restart + segment < 500
+            else 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -80,11 +91,17 @@ class Campaign:
     def goodput(self, every: int | None = None) -> float:
         """The expected part of the time that is training, with a host at hand for each one lost. `every`: steps; None: the best."""
         found = self.disk.goodput((every or self.every) * self.step)
-        return found * self.memory.goodput((self.in_memory_every or 1) * self.step) if self.memory else found
+        return (
+            found * self.memory.goodput((self.in_memory_every or 1) * self.step)
+            if self.memory
+            else found
+        )
 
     def available(self, spares: int) -> float:
         """The part of the time in which no more hosts are in repair than there are spare ones: as many as Poisson says."""
-        return sum(_poisson(self.hosts_lost * self.repair_hours, number) for number in range(spares + 1))
+        return sum(
+            _poisson(self.hosts_lost * self.repair_hours, number) for number in range(spares + 1)
+        )
 
     @cached_property
     def spares(self) -> int:
@@ -104,18 +121,30 @@ class Campaign:
 
 def _poisson(mean: float, number: int) -> float:
     """The probability of this number where `mean` are expected."""
-    return math.exp(number * math.log(mean) - mean - math.lgamma(number + 1)) if mean else float(number == 0)
+    return (
+        math.exp(number * math.log(mean) - mean - math.lgamma(number + 1))
+        if mean
+        else float(number == 0)
+    )
 
 
-def campaign(found: Candidate, cluster: Cluster, facts: ModelFacts, devices: int | None = None) -> Campaign:
+def campaign(
+    found: Candidate, cluster: Cluster, facts: ModelFacts, devices: int | None = None
+) -> Campaign:
     """The campaign of a plan. `devices`: on another number of them, each with as much to do and to save. Without checkpoint.asynchronous
     the writing of a checkpoint holds the steps up."""
     config, world = found.config.checkpoint, found.devices
     state = checkpoint_bytes(found.layout, facts)
     kept = state / world
-    copied = kept / cluster.device.bandwidth if cluster.device.kind == "cpu" else cluster.host_seconds("to_host", kept)
+    copied = (
+        kept / cluster.device.bandwidth
+        if cluster.device.kind == "cpu"
+        else cluster.host_seconds("to_host", kept)
+    )
     hosts = -(-world // cluster.per_node)
-    written, read = (cluster.disk_seconds(direction, state / hosts) for direction in ("write", "read"))
+    written, read = (
+        cluster.disk_seconds(direction, state / hosts) for direction in ("write", "read")
+    )
     devices = devices or world
     hosts = -(-devices // cluster.per_node)
     notice = NOTICE_HOST if hosts > 1 else NOTICE_RANK
@@ -126,4 +155,12 @@ def campaign(found: Candidate, cluster: Cluster, facts: ModelFacts, devices: int
     if config.in_memory_every is not None:
         memory = Level(copied, 0.0, restart, mtbf / (1 - HOST_LOST))
         disk = replace(disk, mtbf=mtbf / HOST_LOST)
-    return Campaign(devices, hosts, found.estimate.seconds.total, disk, memory, HOST_LOST * 3600 / mtbf, cluster.repair_hours)
+    return Campaign(
+        devices,
+        hosts,
+        found.estimate.seconds.total,
+        disk,
+        memory,
+        HOST_LOST * 3600 / mtbf,
+        cluster.repair_hours,
+    )

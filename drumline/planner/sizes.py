@@ -28,7 +28,8 @@ from drumline.planner.derived import NO_SIZES, of_family, with_lora
 
 PACKAGE = Path(drumline.__file__).parent
 COUNTED_BY = ("core/facts.py", "models/*.py")  # whose code decides the sizes
-SHIPPED = PACKAGE / "models" / "known_sizes.txt"  # by scripts/known_sizes.py: transformers' version, then a line of name and sizes each
+# By scripts/known_sizes.py: transformers' version, then a line of name and sizes each.
+SHIPPED = PACKAGE / "models" / "known_sizes.txt"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,12 @@ class Found:
 
 
 def sizes_of(
-    found: Found, length: int, head: Head, labels: Sequence[str] = (), adapter: Adapter | None = None, frozen: Sequence[str] = ()
+    found: Found,
+    length: int,
+    head: Head,
+    labels: Sequence[str] = (),
+    adapter: Adapter | None = None,
+    frozen: Sequence[str] = (),
 ) -> ModelFacts:
     """`models.load.facts` of a model, kept on disk by all that they depend on. `length`: tokens of a row, of images their side. What is
     damaged there, or of other versions, is counted anew. Raises ModelError."""
@@ -74,9 +80,17 @@ def sizes_of(
         from drumline.models.classes import with_classes
         from drumline.models.load import facts
 
-        return length, facts(with_classes(deepcopy(found.hf_config), head, tuple(labels)), length, adapter, head, frozen)
+        return length, facts(
+            with_classes(deepcopy(found.hf_config), head, tuple(labels)),
+            length,
+            adapter,
+            head,
+            frozen,
+        )
 
-    counted_at, sizes = count() if key is None else kept(cache_dir() / "facts" / f"{key}.json", _read, count, _text)
+    counted_at, sizes = (
+        count() if key is None else kept(cache_dir() / "facts" / f"{key}.json", _read, count, _text)
+    )
     return sizes if counted_at == length else with_length(sizes, counted_at, length)
 
 
@@ -93,7 +107,15 @@ def _key(found: Found, head: Head, how: list[Any]) -> str | None:
     sources = sorted(file for pattern in COUNTED_BY for file in PACKAGE.glob(pattern))
     code = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
     versions = [drumline.__version__, code, *map(_version, ("torch", "transformers", "peft"))]
-    changes_nothing = {"id", "revision", "tokenizer", "new_tokens", "vocabulary_multiple", "chat_template", "freeze"}
+    changes_nothing = {
+        "id",
+        "revision",
+        "tokenizer",
+        "new_tokens",
+        "vocabulary_multiple",
+        "chat_template",
+        "freeze",
+    }
     model = found.model.model_dump(mode="json", exclude=changes_nothing)
     made: list[Any] = [versions, config, model, head, how]
     if found.model.may_grow:
@@ -109,7 +131,11 @@ def _derived(found: Found, length: int) -> ModelFacts | None:
     if values is None or version != _version("transformers"):
         return None
     bodies = {name: body for name, _, body in (line.partition(" ") for line in lines)}
-    known = [(KNOWN[name].values, body) for name, body in bodies.items() if KNOWN[name].values["model_type"] == values.get("model_type")]
+    known = [
+        (KNOWN[name].values, body)
+        for name, body in bodies.items()
+        if KNOWN[name].values["model_type"] == values.get("model_type")
+    ]
     if (same := next((body for config, body in known if config == values), None)) is not None:
         counted_at, facts = parse(same)
         return with_length(facts, counted_at, length)
@@ -124,7 +150,9 @@ def _values(found: Found) -> dict[str, Any] | None:
         return None
     if model.trust_remote_code or (found.path is not None and model.config):
         return None
-    if found.path is None:  # of these keys each is one that the class of the config must know, and only it knows which it does
+    if (
+        found.path is None
+    ):  # of these keys each is one that the class of the config must know, and only it knows which it does
         values = {**(full_config(model.shape) if model.shape else {}), **model.config}
         return None if NO_SIZES & {*values} - {"model_type"} else values
     if not (file := Path(found.path) / "config.json").is_file():
@@ -160,8 +188,19 @@ def dump(length: int, facts: ModelFacts) -> str:
     """The length, the number of each block's kind, and the sizes with one block of each kind, as JSON."""
     kinds = list(dict.fromkeys(facts.block_weights))
     blocks = [kinds.index(block) for block in facts.block_weights]
-    values = _adapter().dump_python(replace(facts, block_weights=tuple(kinds)), mode="json", exclude_defaults=True)
-    return json.dumps([length, blocks, {key: sorted(value) if key in ("classes", "tp_styles") else value for key, value in values.items()}])
+    values = _adapter().dump_python(
+        replace(facts, block_weights=tuple(kinds)), mode="json", exclude_defaults=True
+    )
+    return json.dumps(
+        [
+            length,
+            blocks,
+            {
+                key: sorted(value) if key in ("classes", "tp_styles") else value
+                for key, value in values.items()
+            },
+        ]
+    )
 
 
 def parse(body: str) -> tuple[int, ModelFacts]:

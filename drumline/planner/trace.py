@@ -52,7 +52,14 @@ from drumline.parallel.transforms import DTYPES
 from drumline.planner.cost.activations import by_kind, mixed
 from drumline.strategies.build import keep_frozen_low
 from drumline.telemetry.memory_tracker import LiveBytes, plain_parts
-from drumline.vendor.torch import FakeStore, FakeTensorMode, TorchDispatchMode, current_graph_task_id, local_scalar_dense, to_copy
+from drumline.vendor.torch import (
+    FakeStore,
+    FakeTensorMode,
+    TorchDispatchMode,
+    current_graph_task_id,
+    local_scalar_dense,
+    to_copy,
+)
 
 logger = logging.getLogger(__name__)
 VERSION = 6  # part of the name of what is stored: raise it when a trace would come out otherwise than before
@@ -62,7 +69,9 @@ _ATEN = torch.ops.aten
 Tags = dict[int, weakref.ref[torch.UntypedStorage]]
 
 
-def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFacts) -> Activations | None:
+def trace(
+    config: Config, model_path: str | None, layout: Layout, facts: ModelFacts
+) -> Activations | None:
     """Bytes besides weights, gradients and moments while a micro-batch of `layout` runs: traced without memory at two numbers of layers,
     extended along a line, and kept on disk. On the CPU whatever the device: bf16 by the CPU's autocast, attention by its flash kernel, as
     a GPU's saves its result and one number a row. FSDP2 and ZeRO are traced as one process with weights in the type they are gathered
@@ -73,23 +82,43 @@ def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFa
     try:
         question = question_of(config, model_path, layout, facts)
         stored = cache_dir() / "traces" / f"{_key(question)}.json"
-        return kept(stored, Activations.model_validate_json, lambda: _activations(question, layout), Activations.model_dump_json)
+        return kept(
+            stored,
+            Activations.model_validate_json,
+            lambda: _activations(question, layout),
+            Activations.model_dump_json,
+        )
     except (Untraceable, DrumlineError) as reason:
         logger.warning("%s is not traced, its activations are by formula: %s", facts.name, reason)
         return None
 
 
-def question_of(config: Config, model_path: str | None, layout: Layout, facts: ModelFacts) -> dict[str, Any]:
+def question_of(
+    config: Config, model_path: str | None, layout: Layout, facts: ModelFacts
+) -> dict[str, Any]:
     """All that a trace depends on, as JSON. `layers`: the two numbers of layers."""
     if facts.vision_language or (config.memory.activation_offload and layout.device == "cpu"):
-        raise Untraceable("it sees images of many sizes" if facts.vision_language else "what is offloaded stays in the same memory")
+        raise Untraceable(
+            "it sees images of many sizes"
+            if facts.vision_language
+            else "what is offloaded stays in the same memory"
+        )
     if layout.engine == "pipeline" and layout.mesh.tp * layout.mesh.cp > 1:
         raise Untraceable("its pipeline's stages are cut")
-    plain: dict[str, Any] = {"strategy": make(StrategySpec, "single"), "compile": CompileConfig(), "memory": layout.config.memory}
+    plain: dict[str, Any] = {
+        "strategy": make(StrategySpec, "single"),
+        "compile": CompileConfig(),
+        "memory": layout.config.memory,
+    }
     if isinstance(config.adapter, LoRAConfig):
         plain["adapter"] = config.adapter.model_copy(update={"quantize": "none"})
-    if config.compile.enabled and choice_of(layout, facts).kernel == "masked" and not facts.keeps_scores:
-        plain["model"] = config.model.model_copy(update={"attention": "sdpa"})  # as it is where nothing is compiled
+    if (
+        config.compile.enabled
+        and choice_of(layout, facts).kernel == "masked"
+        and not facts.keeps_scores
+    ):
+        # As it is where nothing is compiled.
+        plain["model"] = config.model.model_copy(update={"attention": "sdpa"})
     plan = Plan(
         config=config.model_copy(update=plain),
         run_dir="",
@@ -104,23 +133,45 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         batch=layout.batch,
         stream_parts=layout.stream_parts,
         lr=0.0,
-        data=DataPlan(train_cache="", labels=("0", "1")) if config.head in ("text", "image") else None,
+        data=DataPlan(train_cache="", labels=("0", "1"))
+        if config.head in ("text", "image")
+        else None,
         model_path=model_path,
         bidirectional=facts.bidirectional,
         first_position=facts.first_position or 0,
         predicted=Predicted(),
     )
     all_low = layout.pure or (layout.engine == "deepspeed" and plan.precision != "fp32")
-    low = plan.precision if all_low else config.strategy.gathered_in(plan.precision, config.images_alone)
+    low = (
+        plan.precision
+        if all_low
+        else config.strategy.gathered_in(plan.precision, config.images_alone)
+    )
     hf_config = load_config(model_path, config.model)
-    made = {"plan": json.loads(plan.model_dump_json()), "rows": layout.rows, "length": layout.length, "dtype": low}
+    made = {
+        "plan": json.loads(plan.model_dump_json()),
+        "rows": layout.rows,
+        "length": layout.length,
+        "dtype": low,
+    }
     made["model"] = hf_config.to_dict()
-    return made | {"layers": _layers(getattr(hf_config.get_text_config(), "layer_types", None) or [], facts.layers)}
+    return made | {
+        "layers": _layers(
+            getattr(hf_config.get_text_config(), "layer_types", None) or [], facts.layers
+        )
+    }
 
 
 def _layers(kinds: list[str], layers: int) -> tuple[int, int]:
     """Two numbers of layers whose difference has the kinds of layers in the model's own proportion."""
-    period = next((p for p in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i % p] for i in range(len(kinds)))), 1)
+    period = next(
+        (
+            p
+            for p in range(1, len(kinds) + 1)
+            if all(kinds[i] == kinds[i % p] for i in range(len(kinds)))
+        ),
+        1,
+    )
     if period > LONGEST_PATTERN:
         raise Untraceable("its layers do not repeat")
     few = 2 if period == 1 and layers >= 4 else period
@@ -132,9 +183,20 @@ def _layers(kinds: list[str], layers: int) -> tuple[int, int]:
 def _key(question: dict[str, Any]) -> str:
     """The key of a question by its content, without paths on disk and without what does not change the training step."""
     config = question["plan"]["config"]
-    matters = {name: config[name] for name in ("model", "adapter", "algorithm", "precision", "memory")}
-    plan = {**question["plan"], "config": {**matters, "packing": config["data"]["packing"]}, "model_path": None, "batch": None}
-    versions = [VERSION, drumline.__version__, *(metadata.version(name) for name in ("torch", "transformers"))]
+    matters = {
+        name: config[name] for name in ("model", "adapter", "algorithm", "precision", "memory")
+    }
+    plan = {
+        **question["plan"],
+        "config": {**matters, "packing": config["data"]["packing"]},
+        "model_path": None,
+        "batch": None,
+    }
+    versions = [
+        VERSION,
+        drumline.__version__,
+        *(metadata.version(name) for name in ("torch", "transformers")),
+    ]
     text = json.dumps({**question, "plan": plan, "versions": versions}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -170,14 +232,23 @@ def traces(question: dict[str, Any]) -> Iterator[Traced]:
     """The traces at each of the question's numbers of layers."""
     plan = Plan.model_validate(question["plan"])
     for layers in question["layers"]:
-        fewer = plan.config.model.model_copy(update={"config": {**plan.config.model.config, "num_hidden_layers": layers}})
+        fewer = plan.config.model.model_copy(
+            update={"config": {**plan.config.model.config, "num_hidden_layers": layers}}
+        )
         config = plan.config.model_copy(update={"model": fewer})
-        yield run(plan.model_copy(update={"config": config}), question["rows"], question["length"], question["dtype"])
+        yield run(
+            plan.model_copy(update={"config": config}),
+            question["rows"],
+            question["length"],
+            question["dtype"],
+        )
 
 
 def in_child(question: dict[str, Any]) -> list[Traced]:
     """The traces, made in a process of their own: this one may be a rank of a real process group."""
-    code, out, err = run_module("drumline.planner.trace", json.dumps(question, default=str), CHILD_SECONDS)
+    code, out, err = run_module(
+        "drumline.planner.trace", json.dumps(question, default=str), CHILD_SECONDS
+    )
     if code is None:
         raise Untraceable(f"no answer within {CHILD_SECONDS} s")
     last = (out.strip().splitlines() or [""])[-1]
@@ -188,9 +259,15 @@ def in_child(question: dict[str, Any]) -> list[Traced]:
 
 def _child() -> None:
     """Trace as rank 0 of a process group that sends nothing: the question on stdin, the answer the last line of stdout."""
-    context_parallel._same_in_parts = lambda *_: True  # a proof needs ranks that answer; a run makes it
+    # A proof needs ranks that answer; a run makes it.
+    context_parallel._same_in_parts = lambda *_: True
     question = json.load(sys.stdin)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=Plan.model_validate(question["plan"]).mesh.world_size)
+    dist.init_process_group(
+        "fake",
+        store=FakeStore(),
+        rank=0,
+        world_size=Plan.model_validate(question["plan"]).mesh.world_size,
+    )
     try:
         print(json.dumps([asdict(traced) for traced in traces(question)]))
     except Untraceable as reason:
@@ -206,12 +283,30 @@ class _FixedScalars(TorchDispatchMode):
         super().__init__()
         self.yes = yes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is local_scalar_dense.default:
-            return self.yes if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            return (
+                self.yes
+                if args[0].dtype == torch.bool
+                else 1.0
+                if args[0].is_floating_point()
+                else 1
+            )
         if func is _ATEN.nonzero.default:
-            return torch.empty((args[0].numel(), args[0].ndim), dtype=torch.int64, device=args[0].device)
-        if func is _ATEN.index.Tensor and [i.dtype for i in args[1] if i is not None] == [torch.bool] and args[1][0] is not None:
+            return torch.empty(
+                (args[0].numel(), args[0].ndim), dtype=torch.int64, device=args[0].device
+            )
+        if (
+            func is _ATEN.index.Tensor
+            and [i.dtype for i in args[1] if i is not None] == [torch.bool]
+            and args[1][0] is not None
+        ):
             return args[0].new_empty((args[1][0].numel(), *args[0].shape[args[1][0].ndim :]))
         return func(*args, **(kwargs or {}))
 
@@ -234,7 +329,9 @@ class Watch(LiveBytes):
         for parameter in model.parameters():
             self._weights |= self._keys(parameter.data)
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p: self._tag(p.grad, self._gradients))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: self._tag(p.grad, self._gradients)
+                )
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._begins, index), with_kwargs=True)
         blocks[-1].register_forward_hook(self._ends)
@@ -260,9 +357,19 @@ class Watch(LiveBytes):
     def activations(self) -> int:
         return self.current - self.base - self._bytes(self._gradients) - self.copies
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in (to_copy.default, _ATEN.to.dtype) and isinstance(result, torch.Tensor) and self._keys(args[0]) & self._weights:
+        if (
+            func in (to_copy.default, _ATEN.to.dtype)
+            and isinstance(result, torch.Tensor)
+            and self._keys(args[0]) & self._weights
+        ):
             self._tag(result, self._copies)
         return result
 
@@ -276,17 +383,29 @@ class Watch(LiveBytes):
 
     def _bytes(self, table: Tags) -> int:
         """The bytes of the storages that still exist (another may have come to the same address)."""
-        return sum(self._sizes.get(key, 0) for key, reference in table.items() if self._references.get(key) is reference)
+        return sum(
+            self._sizes.get(key, 0)
+            for key, reference in table.items()
+            if self._references.get(key) is reference
+        )
 
     def _note(self) -> None:
         super()._note()
         self.peaks_at[self.place] = max(self.peaks_at.get(self.place, 0), self.activations)
 
-    def _begins(self, index: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._passes(str(index), args[0] if args else kwargs.get("hidden_states"), f"-{index - 1}" if index else "-ahead")
+    def _begins(
+        self, index: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._passes(
+            str(index),
+            args[0] if args else kwargs.get("hidden_states"),
+            f"-{index - 1}" if index else "-ahead",
+        )
 
     def _ends(self, _module: Any, _args: Any, output: Any) -> None:
-        self._passes("behind", output[0] if isinstance(output, tuple) else output, f"-{len(self.blocks) - 1}")
+        self._passes(
+            "behind", output[0] if isinstance(output, tuple) else output, f"-{len(self.blocks) - 1}"
+        )
 
     def _passes(self, place: str, hidden: Any, back: str) -> None:
         """`hidden` goes into a place; its gradient goes into `back`."""
@@ -318,7 +437,13 @@ class Traced:
 class _Engine(NativeEngine):
     """A native engine without an optimizer: nothing steps."""
 
-    def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Callable[[], Any] = contextlib.nullcontext) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        spread: Spread,
+        around: Callable[[], Any] = contextlib.nullcontext,
+    ) -> None:
         super(NativeEngine, self).__init__(plan, model, spread, around)
         self.optimizer = None
         self.model.train()
@@ -328,7 +453,13 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
     """Trace a micro-batch of `rows` × `length`. `plan`: of one data rank, on the CPU. `dtype` (bf16): weights lie in that type, as FSDP2
     gathers them and DeepSpeed keeps them, and there is no autocast. Raises Untraceable."""
     config = plan.config
-    model, _ = lay_out(plan.model_path, config.model.model_copy(update={"init": "random"}), 0, head=config.head, labels=plan.labels)
+    model, _ = lay_out(
+        plan.model_path,
+        config.model.model_copy(update={"init": "random"}),
+        0,
+        head=config.head,
+        labels=plan.labels,
+    )
     if config.head != "image":
         attend_by_documents(model, plan, on_host=True)
     freeze(model, config.model.freeze)
@@ -342,11 +473,23 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
         raise Untraceable("it cannot be laid out without weights")
     # The objective's trials of a small copy run for real; from `fill` on nothing does.
     with contextlib.ExitStack() as stack:
-        values = _FakeValues(Loaded(), "cpu", 0, stack=stack, packs=config.packs, dtype=DTYPES[dtype] if dtype else None)
+        values = _FakeValues(
+            Loaded(),
+            "cpu",
+            0,
+            stack=stack,
+            packs=config.packs,
+            dtype=DTYPES[dtype] if dtype else None,
+        )
         engine = prepare(plan, model, values, _Engine)
         engine.autocast_dtype = None if dtype else engine.autocast_dtype
-        batch = config.algorithm.traced_batch(plan, rows, length, int(getattr(model.config, "num_channels", 3)))
-        watch, objective = Watch(engine.model, list(found[1])), policy_objective(config.algorithm.build())
+        batch = config.algorithm.traced_batch(
+            plan, rows, length, int(getattr(model.config, "num_channels", 3))
+        )
+        watch, objective = (
+            Watch(engine.model, list(found[1])),
+            policy_objective(config.algorithm.build()),
+        )
         try:
             with watch, engine.micro_batch(last=True):
                 with engine._autocast():
@@ -356,7 +499,14 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
                 loss_sum.backward()
         except Exception as error:
             raise Untraceable(f"{class_and_line(error)}: {first_line(error)}") from error
-    return Traced(len(found[1]), watch.saved_at, watch.peaks_at, watch.copies_at_loss, copies_kept, watch.peak - watch.base)
+    return Traced(
+        len(found[1]),
+        watch.saved_at,
+        watch.peaks_at,
+        watch.copies_at_loss,
+        copies_kept,
+        watch.peak - watch.base,
+    )
 
 
 @dataclass(frozen=True)
@@ -367,7 +517,9 @@ class _FakeValues(Values):
     packs: bool = False
     dtype: torch.dtype | None = None  # of parameters; None: as they are
 
-    def fill(self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None) -> None:
+    def fill(
+        self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None
+    ) -> None:
         from drumline.vendor.transformers import masking_utils
 
         # Where packs hold several documents, attention gets a mask; otherwise transformers finds none needed, as it does in a run. If it
@@ -377,7 +529,11 @@ class _FakeValues(Values):
         self.stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self.stack.enter_context(_FixedScalars(not self.packs))
         made: dict[int, torch.Tensor] = {}  # tied ones stay tied
-        tables = [table for owner in (model.modules() if owners is None else owners) for table in (owner._parameters, owner._buffers)]
+        tables = [
+            table
+            for owner in (model.modules() if owners is None else owners)
+            for table in (owner._parameters, owner._buffers)
+        ]
         for table in tables:
             for name, tensor in table.items():
                 if tensor is not None and tensor.is_meta:
@@ -389,10 +545,23 @@ class _FakeValues(Values):
 def _empty(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A fake one like it; a parameter in `dtype`."""
     part = local(tensor.detach())
-    fake = torch.empty(part.shape, dtype=(dtype if isinstance(tensor, nn.Parameter) else None) or part.dtype)
+    fake = torch.empty(
+        part.shape, dtype=(dtype if isinstance(tensor, nn.Parameter) else None) or part.dtype
+    )
     if isinstance(tensor, DTensor):
-        fake = DTensor.from_local(fake, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
-    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        fake = DTensor.from_local(
+            fake,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return (
+        nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else fake
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 
 from drumline.core.output import lossy, say
@@ -69,7 +76,9 @@ def bars(console: Console) -> Iterator[OnProgress]:
         yield line
         return
     # What is long gives way: at a width of 80 the phase is cut, and numbers and times are whole.
-    phase = TextColumn("{task.description}", table_column=Column(ratio=2, no_wrap=True, overflow="ellipsis"))
+    phase = TextColumn(
+        "{task.description}", table_column=Column(ratio=2, no_wrap=True, overflow="ellipsis")
+    )
     columns = (
         phase,
         BarColumn(None, table_column=Column(ratio=1)),
@@ -89,4 +98,6 @@ def bars(console: Console) -> Iterator[OnProgress]:
         yield bar
         for task in progress.tasks:
             if task.total is None:  # its end was not known before it was over
-                progress.update(task.id, total=max(1, task.completed), completed=max(1, task.completed))
+                progress.update(
+                    task.id, total=max(1, task.completed), completed=max(1, task.completed)
+                )

@@ -27,12 +27,30 @@ from drumline.report.sections import short
 SURE = 0.05  # of Welch's test: a difference that is less likely by chance counts
 ROUNDING = 1e-5  # relative; what tests of parity hold losses of two strategies to
 ABSENT = "–"  # of a key that a run does not have
-MOST_NAME, MOST_WORD = 36, 14  # columns that a name, and a word of another cell, are not broken in: together they fit a width of 80
+# Columns that a name, and a word of another cell, are not broken in: together they fit a width of 80.
+MOST_NAME, MOST_WORD = (
+    36,
+    14,
+)
 HELD_OUT = "held out: "  # begins the names of curves that few steps have
 LAST = 0.1  # part of the common steps whose mean a curve is judged by
 # Words in a curve's name that say which way is better. Those of UNKNOWN say that nothing does.
-LOWER, UNKNOWN = {"loss", "perplexity", "kl", "error", "failed"}, {"rejected", "std", "stderr", "coefficient"}
-HIGHER = {"accuracy", "exact", "reward", "tokens/s", "samples/s", "utilisation", "chosen", "margin", "f1", "ended"}
+LOWER, UNKNOWN = (
+    {"loss", "perplexity", "kl", "error", "failed"},
+    {"rejected", "std", "stderr", "coefficient"},
+)
+HIGHER = {
+    "accuracy",
+    "exact",
+    "reward",
+    "tokens/s",
+    "samples/s",
+    "utilisation",
+    "chosen",
+    "margin",
+    "f1",
+    "ended",
+}
 
 
 @dataclass(frozen=True)
@@ -62,12 +80,22 @@ class Verdict:
         if self.better == 0:
             return "–"
         if math.isnan(ahead):
-            lost = [name for name, side in zip("AB", self.values, strict=True) if any(map(math.isnan, side))]
-            return "neither has a number" if len(lost) == 2 else f"{'B' if lost == ['A'] else 'A'}: {lost[0]} has no number"
+            lost = [
+                name
+                for name, side in zip("AB", self.values, strict=True)
+                if any(map(math.isnan, side))
+            ]
+            return (
+                "neither has a number"
+                if len(lost) == 2
+                else f"{'B' if lost == ['A'] else 'A'}: {lost[0]} has no number"
+            )
         if self.p is None and self.differs_by_rounding:
             return "alike"
         name = "B" if ahead > 0 else "A"
-        return f"{name} ahead, untested" if self.p is None else name if self.p < SURE else "not shown"
+        return (
+            f"{name} ahead, untested" if self.p is None else name if self.p < SURE else "not shown"
+        )
 
 
 def compare(folders: list[Path]) -> None:
@@ -75,8 +103,18 @@ def compare(folders: list[Path]) -> None:
     a, b = sides(folders)
     console = Console(highlight=False)
     for name, side in (("A", a), ("B", b)):
-        names = ", ".join(short_names(side)[:6]) + (f", … {len(side)} in all" if len(side) > 6 else "")
-        console.print(Text(printable(redact(f"{name}  {names}  ({'one run' if len(side) == 1 else f'{len(side)} runs'})"))))
+        names = ", ".join(short_names(side)[:6]) + (
+            f", … {len(side)} in all" if len(side) > 6 else ""
+        )
+        console.print(
+            Text(
+                printable(
+                    redact(
+                        f"{name}  {names}  ({'one run' if len(side) == 1 else f'{len(side)} runs'})"
+                    )
+                )
+            )
+        )
     notes(f"{run.name}: {problem}" for run in (*a, *b) for problem in run.problems)
     keys = _differences(a, b)
     console.print(_table(["key", "A", "B"], keys) if keys else "\nno key of the config differs\n")
@@ -90,9 +128,19 @@ def compare(folders: list[Path]) -> None:
     known = {each.name for each in verdicts}
     lost = (name for name in a[0].traces if name.startswith(HELD_OUT) and name not in known)
     apart = [name for name in lost if all(name in run.curves for run in (*a, *b))]
-    notes([f"not compared, as no step after the first has them in all runs: {', '.join(apart)}"] * bool(apart))
+    notes(
+        [f"not compared, as no step after the first has them in all runs: {', '.join(apart)}"]
+        * bool(apart)
+    )
     rows = [
-        (each.name, *map(_mean, each.values), _change(each), "" if each.p is None else f"{each.p:.2g}", each.winner) for each in verdicts
+        (
+            each.name,
+            *map(_mean, each.values),
+            _change(each),
+            "" if each.p is None else f"{each.p:.2g}",
+            each.winner,
+        )
+        for each in verdicts
     ]
     console.print(_table(["curve", "A", "B", "B − A", "p", "better"], rows))
     seeds = [len(_by_seed(side, [0.0] * len(side))) for side in (a, b)]
@@ -109,17 +157,31 @@ def sides(folders: list[Path]) -> tuple[list[RunFacts], list[RunFacts]]:
     for run in runs:
         alike.setdefault(run.group, []).append(run)
     if len(alike) != 2:
-        what = "all of them are one run, or differ in run.seed only" if len(alike) == 1 else f"they make {len(alike)} groups by their keys"
-        raise UserError(what, where="drumline compare", fix="name two different runs, or two folders of runs: drumline compare A B")
+        what = (
+            "all of them are one run, or differ in run.seed only"
+            if len(alike) == 1
+            else f"they make {len(alike)} groups by their keys"
+        )
+        raise UserError(
+            what,
+            where="drumline compare",
+            fix="name two different runs, or two folders of runs: drumline compare A B",
+        )
     one, other = alike.values()
     return one, other
 
 
 def _runs(folder: Path) -> list[RunFacts]:
     if not folder.is_dir():
-        raise UserError("there is no such folder", where=str(folder), fix="name a run, or a folder of runs")
+        raise UserError(
+            "there is no such folder", where=str(folder), fix="name a run, or a folder of runs"
+        )
     inside = sorted(path.parent for path in folder.glob("*/plan.json"))
-    return [RunFacts(folder)] if (folder / "plan.json").exists() or not inside else [RunFacts(each) for each in inside]
+    return (
+        [RunFacts(folder)]
+        if (folder / "plan.json").exists() or not inside
+        else [RunFacts(each) for each in inside]
+    )
 
 
 def _differences(a: list[RunFacts], b: list[RunFacts]) -> list[tuple[str, str, str]]:
@@ -150,7 +212,8 @@ def _section_apart(key: str, a: list[RunFacts], b: list[RunFacts]) -> str | None
         section = ".".join(names[:length])
         kind = f"{section}.kind"
         kinds_differ = _values(kind, a) != _values(kind, b)
-        is_unset = any(section in run.config for run in (*a, *b))  # there it is null or empty, and has no keys
+        # There it is null or empty, and has no keys.
+        is_unset = any(section in run.config for run in (*a, *b))
         if (kinds_differ and (is_lonely or key == kind)) or (is_unset and is_lonely):
             return section
     if is_lonely and any(other.startswith(f"{key}.") for run in (*a, *b) for other in run.config):
@@ -171,7 +234,11 @@ def _whole(section: str, side: list[RunFacts], other: list[RunFacts]) -> str:
         parts = [] if kind is None else [str(kind)]
         for key, value in run.config.items():
             name = key.removeprefix(f"{section}.")
-            if name not in (key, "kind") and key not in known and (name not in defaults or defaults[name] != value):
+            if (
+                name not in (key, "kind")
+                and key not in known
+                and (name not in defaults or defaults[name] != value)
+            ):
                 parts.append(f"{name} {short(value)}")
         is_there = any(key.startswith(f"{section}.") for key in run.config)
         found.add(", ".join(parts) or ("defaults" if is_there else ABSENT))
@@ -180,7 +247,9 @@ def _whole(section: str, side: list[RunFacts], other: list[RunFacts]) -> str:
 
 def _defaults(section: str, kind: Any) -> dict[str, Any]:
     """Dotted key → default in a section of this kind; none where the section has keys without a default, or its kind is not known here."""
-    models = [model for model in models_at(tuple(section.split("."))) if kind_of(model) in (None, kind)]
+    models = [
+        model for model in models_at(tuple(section.split("."))) if kind_of(model) in (None, kind)
+    ]
     if len(models) != 1:
         return {}
     try:
@@ -193,19 +262,32 @@ def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[Verdict], int]:
     """Of each curve that all runs have, and the last step that all have."""
     runs = [*a, *b]
     # A run may have had no loss that is a number; what else has none was not measured.
-    names = [name for name in runs[0].traces if all(name in (run.traces if name == "loss" else run.curves) for run in runs)]
+    names = [
+        name
+        for name in runs[0].traces
+        if all(name in (run.traces if name == "loss" else run.curves) for run in runs)
+    ]
     last = min((run.reached for run in runs if run.reached), default=0)
     verdicts = []
     for name in names:
         traces = [run.traces[name] for run in runs]
-        if name.startswith(HELD_OUT):  # of a step before the others', or before training, it says nothing of which is better
+        if name.startswith(
+            HELD_OUT
+        ):  # of a step before the others', or before training, it says nothing of which is better
             shared = set.intersection(*({step for step, _ in trace} for trace in traces)) - {0}
             traces = [[point for point in trace if point[0] in shared] for trace in traces]
         values = [_final(trace, last) for trace in traces]
         if None not in values:
             known = [value for value in values if value is not None]
             one, other = known[: len(a)], known[len(a) :]
-            verdicts.append(Verdict(name, (one, other), _direction(name, runs[0]), welch(_by_seed(a, one), _by_seed(b, other))))
+            verdicts.append(
+                Verdict(
+                    name,
+                    (one, other),
+                    _direction(name, runs[0]),
+                    welch(_by_seed(a, one), _by_seed(b, other)),
+                )
+            )
     return verdicts, last
 
 
@@ -247,15 +329,21 @@ def welch(one: list[float], other: list[float]) -> float | None:
     from mpmath import betainc  # sympy's, which torch brings
 
     square = (statistics.fmean(one) - statistics.fmean(other)) ** 2 / spread
-    freedom = spread**2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (one, other), strict=True))
+    freedom = spread**2 / sum(
+        part**2 / (len(side) - 1) for part, side in zip(parts, (one, other), strict=True)
+    )
     return float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + square), regularized=True))
 
 
 def _mean(values: list[float]) -> str:
     found = [value for value in values if not math.isnan(value)]
     if len(found) < len(values):
-        return "no number" + (f" in {len(values) - len(found)} of {len(values)}" if len(values) > 1 else "")
-    return f"{statistics.fmean(values):.5g}" + (f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else "")
+        return "no number" + (
+            f" in {len(values) - len(found)} of {len(values)}" if len(values) > 1 else ""
+        )
+    return f"{statistics.fmean(values):.5g}" + (
+        f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    )
 
 
 def _change(verdict: Verdict) -> str:
@@ -270,7 +358,11 @@ def _method(a: int, b: int, curves: int) -> str:
     if min(a, b) < 2:
         less = "A" if a < 2 else "B"
         return f"no test is possible: {less} has one seed. Two seeds or more of each side (run.seed=1, …) tell a difference from chance."
-    each = f"{curves} curves are each tested by itself: of twenty, one is below by chance." if curves > 1 else ""
+    each = (
+        f"{curves} curves are each tested by itself: of twenty, one is below by chance."
+        if curves > 1
+        else ""
+    )
     return f"p: Welch's t-test, two-sided, n = {a} and {b} seeds. “not shown”: p ≥ {SURE}. {each}"
 
 
@@ -281,7 +373,9 @@ def _table(headers: list[str], rows: Sequence[tuple[str, ...]]) -> Table:
     for place, header in enumerate(headers):
         column = " ".join([header, *(row[place] for row in cells)])
         longest = max(map(len, column.split()))
-        table.add_column(header, overflow="fold", min_width=min(longest, MOST_NAME if place == 0 else MOST_WORD))
+        table.add_column(
+            header, overflow="fold", min_width=min(longest, MOST_NAME if place == 0 else MOST_WORD)
+        )
     for row in cells:
         table.add_row(*map(Text, row))
     return table

@@ -20,7 +20,11 @@ def binned(points: Points, most: int) -> dict[str, Any]:
     """At most `most` points as {x, y}: where there are more, y is the mean of a bin, at its last step, beside the bin's `low` and `high`.
     `size`: points of a bin; `of`: how many there were."""
     if len(points) <= most:
-        return {"x": [step for step, _ in points], "y": [_short(value) for _, value in points], "of": len(points)}
+        return {
+            "x": [step for step, _ in points],
+            "y": [_short(value) for _, value in points],
+            "of": len(points),
+        }
     size = -(-len(points) // most)
     bins = [points[start : start + size] for start in range(0, len(points), size)]
     return {
@@ -38,7 +42,15 @@ def band(repeated: list[Points], most: int) -> dict[str, Any]:
     common = sorted(set.intersection(*({step for step, _ in points} for points in repeated)))
     values = [dict(points) for points in repeated]
     size = max(1, -(-len(common) // most))
-    made: dict[str, Any] = {"x": [], "y": [], "low": [], "high": [], "of": len(common), "size": size, "seeds": len(repeated)}
+    made: dict[str, Any] = {
+        "x": [],
+        "y": [],
+        "low": [],
+        "high": [],
+        "of": len(common),
+        "size": size,
+        "seeds": len(repeated),
+    }
     for start in range(0, len(common), size):
         steps = common[start : start + size]
         means = [statistics.fmean(run[step] for step in steps) for run in values]
@@ -65,12 +77,22 @@ def charts(runs: list[RunFacts], names: list[str]) -> list[dict[str, Any]]:
     together = groups(runs)
     found = dict.fromkeys(name for run in runs for name in run.curves)
     if len(runs) == 1:  # what several sets of evaluation have in common is one chart, a line a set
-        sets = {name: whole for name in found if "/" in name and (whole := f"{HELD_OUT}{name.rpartition('/')[2]}") in found}
-        return [_of_sets(name, runs[0], [each for each in sets if sets[each] == name]) for name in found if name not in sets]
+        sets = {
+            name: whole
+            for name in found
+            if "/" in name and (whole := f"{HELD_OUT}{name.rpartition('/')[2]}") in found
+        }
+        return [
+            _of_sets(name, runs[0], [each for each in sets if sets[each] == name])
+            for name in found
+            if name not in sets
+        ]
     return [_chart(name, runs, names, together) for name in found]
 
 
-def _chart(name: str, runs: list[RunFacts], names: list[str], together: list[list[int]]) -> dict[str, Any]:
+def _chart(
+    name: str, runs: list[RunFacts], names: list[str], together: list[list[int]]
+) -> dict[str, Any]:
     having = sum(name in run.curves for run in runs)
     most = max(FEWEST, min(MOST_POINTS, MOST_IN_ALL // max(1, having)))
     series: list[dict[str, Any]] = []
@@ -79,11 +101,34 @@ def _chart(name: str, runs: list[RunFacts], names: list[str], together: list[lis
         repeated = len(points) > 1 and (mean := band([*points.values()], most))["x"]
         crowded = len(together) > MOST_BANDS
         if repeated:
-            shown = {key: value for key, value in mean.items() if not crowded or key not in ("low", "high")}
-            series.append({"name": f"{names[next(iter(points))]} and {len(points) - 1} more", "color": color, **shown})
+            shown = {
+                key: value
+                for key, value in mean.items()
+                if not crowded or key not in ("low", "high")
+            }
+            series.append(
+                {
+                    "name": f"{names[next(iter(points))]} and {len(points) - 1} more",
+                    "color": color,
+                    **shown,
+                }
+            )
         for place, each in () if repeated and crowded else points.items():
-            series.append({"name": names[place], "color": color, "member": bool(repeated), **binned(each, most)})
-    return {"kind": "lines", "title": name, "series": series, "note": _note(series), "marks": _marks(runs[0]) if len(runs) == 1 else []}
+            series.append(
+                {
+                    "name": names[place],
+                    "color": color,
+                    "member": bool(repeated),
+                    **binned(each, most),
+                }
+            )
+    return {
+        "kind": "lines",
+        "title": name,
+        "series": series,
+        "note": _note(series),
+        "marks": _marks(runs[0]) if len(runs) == 1 else [],
+    }
 
 
 def _of_sets(name: str, run: RunFacts, sets: list[str]) -> dict[str, Any]:
@@ -91,26 +136,43 @@ def _of_sets(name: str, run: RunFacts, sets: list[str]) -> dict[str, Any]:
     chart = _chart(name, [run], ["all sets" if sets else run.name], [[0]])
     for color, each in enumerate(sets, 1):
         label = each.removeprefix(HELD_OUT).rpartition("/")[0]
-        chart["series"].append({"name": label, "color": color, "member": False, **binned(run.curves[each], MOST_POINTS)})
+        chart["series"].append(
+            {
+                "name": label,
+                "color": color,
+                "member": False,
+                **binned(run.curves[each], MOST_POINTS),
+            }
+        )
     return chart
 
 
 def _marks(run: RunFacts) -> list[dict[str, Any]]:
     """Steps after which the run was started again."""
-    return [{"x": event.get("step"), "text": "restart"} for event in run.of("fault") if event.get("action") in ("restart", "replan")]
+    return [
+        {"x": event.get("step"), "text": "restart"}
+        for event in run.of("fault")
+        if event.get("action") in ("restart", "replan")
+    ]
 
 
 def _note(series: list[dict[str, Any]]) -> str:
     """What the eye cannot see of the drawing."""
     parts = []
     if seeds := sorted({each["seeds"] for each in series if "seeds" in each}):
-        spread = " ± one standard deviation" if any("low" in each for each in series if "seeds" in each) else ""
+        spread = (
+            " ± one standard deviation"
+            if any("low" in each for each in series if "seeds" in each)
+            else ""
+        )
         parts.append(f"mean{spread} of {' or '.join(map(str, seeds))} seeds")
     thinned = [each for each in series if each.get("size", 1) > 1 and "seeds" not in each]
     if thinned:
         one = max(thinned, key=lambda each: each["of"])
         limits = ", the band from the least to the most of each" if len(series) == 1 else ""
-        parts.append(f"{one['of']:,} points drawn as {len(one['x']):,} means of {one['size']}{limits}")
+        parts.append(
+            f"{one['of']:,} points drawn as {len(one['x']):,} means of {one['size']}{limits}"
+        )
     return "; ".join(parts)
 
 

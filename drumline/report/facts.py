@@ -21,9 +21,25 @@ from drumline.telemetry.damage import MOST
 from drumline.telemetry.truth import Comparison
 
 # Of a step, in the order of the page; what an algorithm has besides comes after the losses.
-RATES = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens/s", "mfu": "model FLOPs utilisation"}
+RATES = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_s": "tokens/s",
+    "mfu": "model FLOPs utilisation",
+}
 SAMPLES_PER_S = "samples/s"
-NOT_CURVES = {"tokens", "samples", "samples_per_s", "seconds", "data_s", "compute_s", "comm_s", "sent_bytes", "epoch", *RATES}
+NOT_CURVES = {
+    "tokens",
+    "samples",
+    "samples_per_s",
+    "seconds",
+    "data_s",
+    "compute_s",
+    "comm_s",
+    "sent_bytes",
+    "epoch",
+    *RATES,
+}
 NOT_SCORES = {"samples", "seconds"}
 ROLLOUT = {
     "reward": "reward",
@@ -33,7 +49,16 @@ ROLLOUT = {
 }
 GROUPS_ALIKE = "share of groups whose rewards do not differ"
 # The order of curves; "" stands for what an algorithm has besides.
-ORDER = ("loss", "held out", "reward", *ROLLOUT.values(), GROUPS_ALIKE, "", *RATES.values(), SAMPLES_PER_S)
+ORDER = (
+    "loss",
+    "held out",
+    "reward",
+    *ROLLOUT.values(),
+    GROUPS_ALIKE,
+    "",
+    *RATES.values(),
+    SAMPLES_PER_S,
+)
 APART = ("run.seed", "run.dir", "data.cache_dir")  # runs that differ in these alone are repetitions
 Points = list[tuple[int, float]]
 Trace = list[tuple[int, float | None]]  # None: no finite number
@@ -41,7 +66,8 @@ Trace = list[tuple[int, float | None]]  # None: no finite number
 
 def number(value: Any) -> float | None:
     """A finite number, else None."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST  # no NaN passes, either
+    # No NaN passes, either.
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
     return float(value) if fits else None
 
 
@@ -51,13 +77,21 @@ def mapping(value: Any) -> dict[str, Any]:
 
 def numbers(value: Any) -> dict[str, float]:
     """The finite numbers of a dictionary."""
-    return {str(key): found for key, each in mapping(value).items() if (found := number(each)) is not None}
+    return {
+        str(key): found
+        for key, each in mapping(value).items()
+        if (found := number(each)) is not None
+    }
 
 
 def named(event: dict[str, Any]) -> dict[str, float | None]:
     """What an event adds to curves, by the name that users read; None: no finite number, which events have as null or a text."""
     found = {key: number(value) for key, value in event.items() if key not in ("t", "step")}
-    found = {key: value for key, value in found.items() if value is not None or event[key] in (None, "inf", "-inf")}
+    found = {
+        key: value
+        for key, value in found.items()
+        if value is not None or event[key] in (None, "inf", "-inf")
+    }
     if event["kind"] == "step":
         return _step_curves(found)
     if event["kind"] == "eval":
@@ -94,7 +128,11 @@ def _rollout_curves(values: dict[str, float | None]) -> dict[str, float | None]:
             curves[ROLLOUT.get(key, key.replace("/", ": "))] = value
     differ = values.get("groups_differ")
     has_reward = values.get("reward") is not None
-    if differ is not None and has_reward and events.has_groups(values.get("prompts"), values.get("episodes")):
+    if (
+        differ is not None
+        and has_reward
+        and events.has_groups(values.get("prompts"), values.get("episodes"))
+    ):
         curves[GROUPS_ALIKE] = 1 - differ
     return curves
 
@@ -140,16 +178,26 @@ class RunFacts:
         self.folder, self.name = folder, folder.resolve().name
         if not (folder / "events.jsonl").is_file() and not (folder / "plan.json").is_file():
             fix = "name the folder of a run; `drumline ps` lists them"
-            raise UserError("is no run folder: there is neither events.jsonl nor plan.json", where=str(folder), fix=fix)
+            raise UserError(
+                "is no run folder: there is neither events.jsonl nor plan.json",
+                where=str(folder),
+                fix=fix,
+            )
         self.problems: list[str] = []
         self.plan = self._object("plan.json")
         self.config = flat(mapping(self.plan.get("config")))
         lines = events.examined(folder / "events.jsonl")
-        self.events: list[dict[str, Any]] = [event.values() for _, event, _ in lines if event and event.t]
+        self.events: list[dict[str, Any]] = [
+            event.values() for _, event, _ in lines if event and event.t
+        ]
         if damaged := sum(not (sound and event and event.t) for _, event, sound in lines):
-            self.problems.append(f"{damaged:,} of {len(lines):,} lines of events.jsonl could not be read, or not whole; that is left out")
+            self.problems.append(
+                f"{damaged:,} of {len(lines):,} lines of events.jsonl could not be read, or not whole; that is left out"
+            )
         if not (folder / "events.jsonl").is_file():
-            self.problems.append("there is no events.jsonl: the run never started, or the file was removed")
+            self.problems.append(
+                "there is no events.jsonl: the run never started, or the file was removed"
+            )
         elif not self.of("step"):
             self.problems.append("the run never finished a step")
 
@@ -185,7 +233,10 @@ class RunFacts:
     @cached_property
     def curves(self) -> dict[str, Points]:
         """The traces that have numbers, and these alone."""
-        found = {name: [(step, value) for step, value in trace if value is not None] for name, trace in self.traces.items()}
+        found = {
+            name: [(step, value) for step, value in trace if value is not None]
+            for name, trace in self.traces.items()
+        }
         return {name: points for name, points in found.items() if points}
 
     @property
@@ -208,21 +259,38 @@ class RunFacts:
     @property
     def status(self) -> str:
         """finished, preempted, stopped, failed, or started; planned where it never was."""
-        ends = [event for event in self.events if event["kind"] in ("run_end", "fault", "step", "run_start")]
+        ends = [
+            event
+            for event in self.events
+            if event["kind"] in ("run_end", "fault", "step", "run_start")
+        ]
         if not ends:
             return "planned"
-        return str(ends[-1].get("status")) if ends[-1]["kind"] == "run_end" else "failed" if ends[-1]["kind"] == "fault" else "started"
+        return (
+            str(ends[-1].get("status"))
+            if ends[-1]["kind"] == "run_end"
+            else "failed"
+            if ends[-1]["kind"] == "fault"
+            else "started"
+        )
 
     @cached_property
     def group(self) -> str:
         """What runs have in common that differ in their seed alone; each without a plan is by itself."""
         rest = {key: value for key, value in self.config.items() if key not in APART}
-        return repr(sorted(rest.items(), key=lambda item: item[0])) if self.config else str(self.folder)
+        return (
+            repr(sorted(rest.items(), key=lambda item: item[0]))
+            if self.config
+            else str(self.folder)
+        )
 
     @property
     def before(self) -> int:
         """Steps that were done in another folder, which this run goes on from."""
-        first = next((event for event in self.events if event["kind"] in ("restore", "step")), {"kind": "none"})
+        first = next(
+            (event for event in self.events if event["kind"] in ("restore", "step")),
+            {"kind": "none"},
+        )
         return int(first["step"]) if first["kind"] == "restore" else 0
 
     @property
@@ -243,14 +311,25 @@ class RunFacts:
     @property
     def phases(self) -> dict[str, list[float]]:
         """Phase → seconds of each rank: the newest measurement of each attempt, added up where they had as many ranks as the last."""
-        found = [[mapping(event.get("phases")) for event in attempt.events if event["kind"] == "measured"] for attempt in self.attempts]
+        found = [
+            [
+                mapping(event.get("phases"))
+                for event in attempt.events
+                if event["kind"] == "measured"
+            ]
+            for attempt in self.attempts
+        ]
         newest = [each[-1] for each in found if each and each[-1]]
         made: dict[str, list[float]] = {}
         for phases in newest:
             for phase, ranks in phases.items():
                 seconds = [number(each) or 0.0 for each in ranks] if isinstance(ranks, list) else []
                 before = made.get(phase, [])
-                made[phase] = [a + b for a, b in zip(before, seconds, strict=True)] if len(before) == len(seconds) else seconds
+                made[phase] = (
+                    [a + b for a, b in zip(before, seconds, strict=True)]
+                    if len(before) == len(seconds)
+                    else seconds
+                )
         return made
 
     @property
@@ -263,8 +342,13 @@ class RunFacts:
         try:
             estimate = Estimate.model_validate(mapping(self.plan.get("predicted")).get("estimate"))
             names = Measurement.model_fields.keys() & measured[-1].keys()
-            return compare(estimate, Measurement.model_validate({name: measured[-1][name] for name in names}))
-        except (ValueError, LookupError):  # pydantic's; nothing was measured; a category of another version
+            return compare(
+                estimate, Measurement.model_validate({name: measured[-1][name] for name in names})
+            )
+        except (
+            ValueError,
+            LookupError,
+        ):  # pydantic's; nothing was measured; a category of another version
             return []
 
     @cached_property
@@ -273,14 +357,24 @@ class RunFacts:
         there: dict[int, dict[str, Any]] = {}
         for step, folder in numbered(self.folder / "checkpoints", "step-").items():
             try:
-                there[step] = mapping(read_object(folder / "manifest.json", UserError, numbers=False).get("manifest"))
+                there[step] = mapping(
+                    read_object(folder / "manifest.json", UserError, numbers=False).get("manifest")
+                )
             except DrumlineError:
                 there[step] = {}
         saves = {event["step"]: event for event in self.of("save")}
         rows = []
         for at in sorted(saves.keys() | there.keys()):
             metric = number(there.get(at, {}).get("metric"))
-            rows.append({**saves.get(at, {}), "step": at, "metric": metric, "there": at in there, "whole": bool(there.get(at))})
+            rows.append(
+                {
+                    **saves.get(at, {}),
+                    "step": at,
+                    "metric": metric,
+                    "there": at in there,
+                    "whole": bool(there.get(at)),
+                }
+            )
         return rows
 
     @property
@@ -327,7 +421,12 @@ class RunFacts:
 def differences(runs: list[RunFacts]) -> list[str]:
     """Keys of the config whose values are not alike in all runs; places that hold no values are left out."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    return [key for key in keys if key not in APART[1:] and len({repr(run.config.get(key)) for run in runs if run.config}) > 1]
+    return [
+        key
+        for key in keys
+        if key not in APART[1:]
+        and len({repr(run.config.get(key)) for run in runs if run.config}) > 1
+    ]
 
 
 def short_names(runs: list[RunFacts]) -> list[str]:

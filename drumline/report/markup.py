@@ -38,7 +38,13 @@ def text(value: Any) -> Html:
         return value
     if value is None:
         return Html('<span class="none">–</span>')
-    shown = f"{value:,.5g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+    shown = (
+        f"{value:,.5g}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if type(value) is int
+        else str(value)
+    )
     if len(shown) > MOST_TEXT:
         shown = f"{shown[:MOST_TEXT]} … ({len(shown) - MOST_TEXT:,} more characters)"
     return Html(html.escape(redact(shown)))
@@ -75,7 +81,13 @@ def table(headers: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: A
     right = [name if name == "number" else None for name in classes]
     head = tag(
         "thead",
-        tag("tr", *(tag("th", each, scope="col", class_=side) for each, side in zip(headers, right or [None] * len(headers), strict=True))),
+        tag(
+            "tr",
+            *(
+                tag("th", each, scope="col", class_=side)
+                for each, side in zip(headers, right or [None] * len(headers), strict=True)
+            ),
+        ),
     )
     return tag("div", tag("table", head, tag("tbody", *made), **attributes), class_="wide")
 
@@ -100,7 +112,13 @@ def _class_of_column(cells: Iterable[Any]) -> str | None:
 def facts(pairs: Iterable[tuple[str, Any]]) -> Html:
     """Names and values below each other; those without a value are left out."""
     return tag(
-        "dl", *(join((tag("dt", name), tag("dd", value))) for name, value in pairs if value not in (None, "", [], {})), class_="facts"
+        "dl",
+        *(
+            join((tag("dt", name), tag("dd", value)))
+            for name, value in pairs
+            if value not in (None, "", [], {})
+        ),
+        class_="facts",
     )
 
 

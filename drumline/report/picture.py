@@ -13,7 +13,19 @@ from drumline.report.facts import RunFacts, short_names
 
 MOST_CHARTS = 6
 CJK = re.compile(r"CJK|WenQuanYi|Source Han|PingFang|Heiti|Hiragino|Arial Unicode")
-COLORS = ("#3b6fb6", "#d9793b", "#3f8f6b", "#b5485d", "#7a62a8", "#8a6d3b", "#5b8fa8", "#a85b8f", "#6b7a3f", "#555555")  # of page.js, too
+# Of page.js, too.
+COLORS = (
+    "#3b6fb6",
+    "#d9793b",
+    "#3f8f6b",
+    "#b5485d",
+    "#7a62a8",
+    "#8a6d3b",
+    "#5b8fa8",
+    "#a85b8f",
+    "#6b7a3f",
+    "#555555",
+)
 
 
 def draw(runs: list[RunFacts], path: Path) -> bool:
@@ -64,6 +76,10 @@ def _line(axes: Any, each: dict[str, Any]) -> None:
     color = COLORS[each["color"] % len(COLORS)]
     marker = "o" if len(each["x"]) < 30 else None
     label = _shown(each["name"]).lstrip("_").replace("$", r"\$")
-    axes.plot(each["x"], each["y"], color=color, linewidth=1.4, marker=marker, markersize=3, label=label)
+    axes.plot(
+        each["x"], each["y"], color=color, linewidth=1.4, marker=marker, markersize=3, label=label
+    )
     if "low" in each:
-        axes.fill_between(each["x"], each["low"], each["high"], color=color, alpha=0.18, linewidth=0)
+        axes.fill_between(
+            each["x"], each["low"], each["high"], color=color, alpha=0.18, linewidth=0
+        )

@@ -34,7 +34,10 @@ def spark(values: list[float]) -> str:
     """The last 24 values as a line of blocks, the lowest at the bottom."""
     shown = values[-24:]
     low, high = min(shown), max(shown)
-    return "".join(SPARKS[int((v - low) / (high - low) * (len(SPARKS) - 1))] if high > low else SPARKS[0] for v in shown)
+    return "".join(
+        SPARKS[int((v - low) / (high - low) * (len(SPARKS) - 1))] if high > low else SPARKS[0]
+        for v in shown
+    )
 
 
 def trend(values: list[float]) -> str:
@@ -61,7 +64,9 @@ def failed(failures: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
 class Progress:
     """A consumer of events; use it as a context manager. `on_event` may be called from another thread."""
 
-    def __init__(self, console: Console, past: Iterable[events.Event] = (), waits: Waits | None = None) -> None:
+    def __init__(
+        self, console: Console, past: Iterable[events.Event] = (), waits: Waits | None = None
+    ) -> None:
         """`past`: events of the run before this process, so that a resumed run knows its first evaluation."""
         self.console, self.waits = console, waits or Waits()
         self.start: events.RunStart | None = None
@@ -83,7 +88,11 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal and not self.console.is_dumb_terminal:
-            self.live = Live(console=self.console, refresh_per_second=REFRESH_PER_SECOND, get_renderable=self.render)
+            self.live = Live(
+                console=self.console,
+                refresh_per_second=REFRESH_PER_SECOND,
+                get_renderable=self.render,
+            )
             self.live.__enter__()
         return self
 
@@ -104,10 +113,18 @@ class Progress:
                 if handler is not None:
                     handler(event)
                 return
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # of what lies inside of its lists and dictionaries
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ):  # of what lies inside of its lists and dictionaries
             handler = handler or self._print
         if handler is not None:
-            self._print(f"{event.kind}: not shown, for it is damaged or of another version", "yellow")
+            self._print(
+                f"{event.kind}: not shown, for it is damaged or of another version", "yellow"
+            )
 
     def _print(self, line: str, style: str = "") -> None:
         # Files and pipes get one line an event; a terminal breaks long ones between words.
@@ -148,7 +165,9 @@ class Progress:
 
     def _on_eval(self, event: events.Eval) -> None:
         self.evals.append(event)
-        self._print(f"held out, step {event.step}: {_metrics(event)}  ({event.samples} samples)", "cyan")
+        self._print(
+            f"held out, step {event.step}: {_metrics(event)}  ({event.samples} samples)", "cyan"
+        )
         self._print_all(failed(event.reward_failures or {}))
 
     def _on_samples(self, event: watched.Samples) -> None:
@@ -178,13 +197,19 @@ class Progress:
         self._print_all(failed(event.failures))
         for name, value in event.rewards.items():
             if value is None and name not in event.failures:
-                self._print(f"reward {name} applied to no episode: it returned None for each", "yellow")
+                self._print(
+                    f"reward {name} applied to no episode: it returned None for each", "yellow"
+                )
         if event.left_out:
-            self._print(f"no reward applies to {event.left_out} of {event.episodes} episodes, which are left out")
+            self._print(
+                f"no reward applies to {event.left_out} of {event.episodes} episodes, which are left out"
+            )
 
     def _on_reference(self, event: events.Reference) -> None:
         if not event.found:
-            self._print(f"reference: {event.pairs} pairs of {event.data} scored in {event.seconds:.1f} s")
+            self._print(
+                f"reference: {event.pairs} pairs of {event.data} scored in {event.seconds:.1f} s"
+            )
 
     def _on_measured(self, event: events.Measured) -> None:
         memory, seconds = event.metrics.get("memory"), event.metrics.get("seconds", {})
@@ -194,7 +219,10 @@ class Progress:
         off = f"off by more than 15%: {', '.join(event.warned)}" if event.warned else "as planned"
         step = f" · step {seconds['total']:.3g} s" if "total" in seconds else ""
         check = f"drumline plan --check {shlex.quote(self._run_dir())}"
-        self._print(f"measured: peak {size(memory['peak'])} a rank{step} · {off} ({check})", "yellow" if event.warned else "")
+        self._print(
+            f"measured: peak {size(memory['peak'])} a rank{step} · {off} ({check})",
+            "yellow" if event.warned else "",
+        )
 
     def _on_profile(self, event: events.Profiled) -> None:
         self.profile = event
@@ -202,11 +230,18 @@ class Progress:
             self._print(line)
 
     def _operators(self, event: events.Profiled) -> list[str]:
-        steps = f"step {event.step}" if event.steps == 1 else f"steps {event.step} to {event.step + event.steps - 1}"
-        lines = [f"profile of rank {event.rank}, {steps}: {event.trace} · snapshot of memory: {event.snapshot}"]
+        steps = (
+            f"step {event.step}"
+            if event.steps == 1
+            else f"steps {event.step} to {event.step + event.steps - 1}"
+        )
+        lines = [
+            f"profile of rank {event.rank}, {steps}: {event.trace} · snapshot of memory: {event.snapshot}"
+        ]
         lines += [f"  {'operator':<44} {'calls':>7} {'seconds':>9} {'share':>6}"]
         return lines + [
-            f"  {each['name'][:44]:<44} {each['calls']:>7,} {each['seconds']:>9.3g} {each['share']:>6.1%}" for each in event.operators
+            f"  {each['name'][:44]:<44} {each['calls']:>7,} {each['seconds']:>9.3g} {each['share']:>6.1%}"
+            for each in event.operators
         ]
 
     def _on_save(self, event: events.Save) -> None:
@@ -214,7 +249,9 @@ class Progress:
             rest = "" if event.path else " — the run goes on"
             self._print(f"checkpoint of step {event.step}: {event.error}{rest}", "yellow")
         elif self.live is None:
-            self._print(f"checkpoint of step {event.step}: {size(event.bytes)} in {event.seconds:.1f} s")
+            self._print(
+                f"checkpoint of step {event.step}: {size(event.bytes)} in {event.seconds:.1f} s"
+            )
         if event.path:
             self.save = event
 
@@ -247,7 +284,10 @@ class Progress:
 
     def _on_weights_differ(self, event: watched.WeightsDiffer) -> None:
         since = "" if event.agreed is None else f"; they agreed after step {event.agreed}"
-        self._print(f"step {event.step}: the weights of {watched.ranks_named(event.ranks)} differ{since}", "bold red")
+        self._print(
+            f"step {event.step}: the weights of {watched.ranks_named(event.ranks)} differ{since}",
+            "bold red",
+        )
 
     def _on_straggler(self, event: watched.Straggler) -> None:
         self._print(
@@ -277,35 +317,61 @@ class Progress:
         assert self.end is not None
         run_dir = self._run_dir()
         spent, run = self.end.goodput, shlex.quote(run_dir)
-        productive = f", {spent['productive'] / spent['elapsed']:.0%} of it in training steps" if spent.get("productive") else ""
+        productive = (
+            f", {spent['productive'] / spent['elapsed']:.0%} of it in training steps"
+            if spent.get("productive")
+            else ""
+        )
         # A rank knows the seconds of its own start alone.
-        restarts = f"after {self.restarts} restart{'s' * (self.restarts > 1)}; since the last one " if self.restarts else "in "
-        lines = ["", f"finished {self.end.step} steps {restarts}{duration(spent.get('elapsed', 0))}{productive}"]
+        restarts = (
+            f"after {self.restarts} restart{'s' * (self.restarts > 1)}; since the last one "
+            if self.restarts
+            else "in "
+        )
+        lines = [
+            "",
+            f"finished {self.end.step} steps {restarts}{duration(spent.get('elapsed', 0))}{productive}",
+        ]
         losses = list(self.losses.values())
         if len(losses) >= 2 * MEAN_STEPS:
             first, last = _mean(losses[:MEAN_STEPS]), _mean(losses[-MEAN_STEPS:])
-            lines.append(f"  training loss {first:.4f} → {last:.4f}  (means of the first and last {MEAN_STEPS} steps)")
+            lines.append(
+                f"  training loss {first:.4f} → {last:.4f}  (means of the first and last {MEAN_STEPS} steps)"
+            )
         if len(self.rewards) > 1:
             lines.append(
                 f"  reward  {_number(self.rewards[0], '.4f')} → {_number(self.rewards[-1], '.4f')}  (the first and the last rollout)"
             )
         if len(self.evals) > 1:
             before, after = self.evals[0], self.evals[-1]
-            both = [(name, before.metrics[name], value) for name, value in after.metrics.items() if name in before.metrics]
+            both = [
+                (name, before.metrics[name], value)
+                for name, value in after.metrics.items()
+                if name in before.metrics
+            ]
             width = max([15, *(len(name) for name, _, _ in both)])
-            lines += [f"  held-out {name:<{width}} {_score(name, one, '.4f')} → {_score(name, other, '.4f')}" for name, one, other in both]
+            lines += [
+                f"  held-out {name:<{width}} {_score(name, one, '.4f')} → {_score(name, other, '.4f')}"
+                for name, one, other in both
+            ]
         if self.end.why:
             lines.append(f"  ended early: {self.end.why}")
         if isinstance(self.end.kwh, float):
-            lines.append(f"  energy  {self.end.kwh:.3g} kWh of {'this start' if self.restarts else 'the run'}")
+            lines.append(
+                f"  energy  {self.end.kwh:.3g} kWh of {'this start' if self.restarts else 'the run'}"
+            )
         if self.sent:
-            lines.append(f"  sent    {size(_mean(self.sent))} a rank and step, mean of {len(self.sent)} steps")
+            lines.append(
+                f"  sent    {size(_mean(self.sent))} a rank and step, mean of {len(self.sent)} steps"
+            )
         if self.profile:
             lines += self._operators(self.profile)
         if self.export and self.export.error:
             lines.append("  model   not exported: the note says why, and how to get it")
         elif self.export:
-            lines.append(f"  model   {self.export.path}  (load it with transformers' from_pretrained)")
+            lines.append(
+                f"  model   {self.export.path}  (load it with transformers' from_pretrained)"
+            )
         lines += [f"  events  {run_dir}/events.jsonl", "next:"]
         if Path(run_dir, "tensorboard").is_dir():
             lines.append(f"  tensorboard --logdir {run}/tensorboard")
@@ -328,23 +394,45 @@ class Progress:
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True, justify="right")
         times = f"{duration(time.time() - self.began)} · ETA {self._eta()}"
-        bar.add_row(Text(f"step {step}/{steps}", style="bold"), ProgressBar(total=steps, completed=step), Text(times, style="cyan"))
+        bar.add_row(
+            Text(f"step {step}/{steps}", style="bold"),
+            ProgressBar(total=steps, completed=step),
+            Text(times, style="cyan"),
+        )
         parts: list[RenderableType] = [bar]
         if self.step:
             parts.append(self._table(self.step))
         if waiting := self._waiting(step, steps):
             parts.append(waiting)
-        title = _text(f"drumline · {self.start.run_dir}", style="bold", overflow="ellipsis", no_wrap=True)
-        return Panel(Group(*parts), title=title, title_align="left", border_style="dim", width=width)
+        title = _text(
+            f"drumline · {self.start.run_dir}", style="bold", overflow="ellipsis", no_wrap=True
+        )
+        return Panel(
+            Group(*parts), title=title, title_align="left", border_style="dim", width=width
+        )
 
     def _table(self, now: events.Step) -> Table:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         if losses := list(self.losses.values()):
-            mean = f"mean of {MEAN_STEPS} {_mean(losses[-MEAN_STEPS:]):.4f}" if len(losses) >= MEAN_STEPS else ""
-            table.add_row("loss", Text("  ".join(filter(None, [f"{losses[-1]:.4f} {trend(losses)}", mean, spark(losses)])), style="green"))
+            mean = (
+                f"mean of {MEAN_STEPS} {_mean(losses[-MEAN_STEPS:]):.4f}"
+                if len(losses) >= MEAN_STEPS
+                else ""
+            )
+            table.add_row(
+                "loss",
+                Text(
+                    "  ".join(
+                        filter(None, [f"{losses[-1]:.4f} {trend(losses)}", mean, spark(losses)])
+                    ),
+                    style="green",
+                ),
+            )
         if self.evals:
-            table.add_row("held out", _text(f"{_metrics(self.evals[-1])} (step {self.evals[-1].step})"))
+            table.add_row(
+                "held out", _text(f"{_metrics(self.evals[-1])} (step {self.evals[-1].step})")
+            )
         mfu = f" · MFU {now.mfu:.1%}" if now.mfu else ""
         samples = f" · {now.samples_per_s:.2f} samples/s" if now.tokens != now.samples else ""
         table.add_row("speed", f"{_speed(now)}{samples}{mfu}")
@@ -357,16 +445,28 @@ class Progress:
         table.add_row("memory", self._memory())
         if self.save:
             ago, blocked = duration(time.time() - self.save.t), self.save.blocked_seconds
-            table.add_row("saved", f"step {self.save.step}, {ago} ago, {size(self.save.bytes)}, training waited {blocked:.2f} s")
+            table.add_row(
+                "saved",
+                f"step {self.save.step}, {ago} ago, {size(self.save.bytes)}, training waited {blocked:.2f} s",
+            )
         return table
 
     def _waiting(self, step: int, steps: int) -> Text | None:
         """A line on what the run does between steps; None while steps go on."""
         if self.fault:
             then = "starting again …" if self.fault.action == "restart" else self.fault.action
-            return _text(f"rank {self.fault.rank}: {self.fault.error} after step {self.fault.step} — {then}", style="bold red")
-        late = self.step is not None and time.time() - self.step.t > 1 + 3 * _mean([*self.recent] or [0.0])
-        if (not self.step or step == steps or late) and not self.end and (line := self.waits.line()) is not None:
+            return _text(
+                f"rank {self.fault.rank}: {self.fault.error} after step {self.fault.step} — {then}",
+                style="bold red",
+            )
+        late = self.step is not None and time.time() - self.step.t > 1 + 3 * _mean(
+            [*self.recent] or [0.0]
+        )
+        if (
+            (not self.step or step == steps or late)
+            and not self.end
+            and (line := self.waits.line()) is not None
+        ):
             return Text(line, style="dim")
         if not self.step:
             return Text("loading the model; the first step comes next", style="dim")
@@ -376,7 +476,11 @@ class Progress:
 
     def _eta(self) -> str:
         steps, times = self._steps(), list(self.recent)
-        return duration((steps - self.step.step) * _mean(times)) if steps and times and self.step else "–"
+        return (
+            duration((steps - self.step.step) * _mean(times))
+            if steps and times and self.step
+            else "–"
+        )
 
     def _steps(self) -> int | None:
         return self.start.steps if self.start else None
@@ -426,10 +530,18 @@ def _score(name: str, value: Any, form: str = ".4g") -> str:
 
 def _number(value: Any, form: str = ".4g") -> str:
     """A number of an event as text: null is NaN there, and inf a string."""
-    return "NaN" if value is None else format(value, form) if isinstance(value, float | int) else str(value)
+    return (
+        "NaN"
+        if value is None
+        else format(value, form)
+        if isinstance(value, float | int)
+        else str(value)
+    )
 
 
 def _speed(step: events.Step) -> str:
     """Of a module of the user's own a sample may be all there is to count."""
     one_each = step.tokens == step.samples
-    return f"{step.samples_per_s:.4g} samples/s" if one_each else f"{step.tokens_per_s:,.0f} tokens/s"
+    return (
+        f"{step.samples_per_s:.4g} samples/s" if one_each else f"{step.tokens_per_s:,.0f} tokens/s"
+    )

@@ -11,7 +11,16 @@ from drumline.core.config import Config
 from drumline.core.explain import flow
 from drumline.core.section import Section
 from drumline.errors import DrumlineError
-from drumline.report.facts import RATES, SAMPLES_PER_S, RunFacts, Trace, differences, mapping, number, numbers
+from drumline.report.facts import (
+    RATES,
+    SAMPLES_PER_S,
+    RunFacts,
+    Trace,
+    differences,
+    mapping,
+    number,
+    numbers,
+)
 from drumline.report.markup import Html, Keyed, facts, join, seconds_of, table, tag, text
 from drumline.telemetry.events import has_groups
 from drumline.telemetry.truth import Comparison
@@ -30,7 +39,9 @@ class Drawings:
     def add(self, kind: str, title: str, note: str = "", **drawing: Any) -> Html:
         """The place where draw.js draws it: lines (`series`, `marks`), bars (`rows`, `series`) or heat (`rows`, `values`)."""
         self.made.append({"kind": kind, "title": title, **drawing})
-        place = tag("div", class_="chart", data_chart=len(self.made) - 1, role="img", aria_label=title)
+        place = tag(
+            "div", class_="chart", data_chart=len(self.made) - 1, role="img", aria_label=title
+        )
         return tag("figure", tag("figcaption", title, tag("small", note) if note else ""), place)
 
 
@@ -43,27 +54,54 @@ def summary(runs: list[RunFacts], names: list[str]) -> Html:
         plan = runs[0].last("run_start").get("plan_line")
         tiles = tag("div", *map(_tile, _key_numbers(runs[0]).items()), class_="tiles")
         failure = runs[0].failure
-        shown_failure = tag("div", facts(list(failure.items())), class_="failure") if failure else ""
+        shown_failure = (
+            tag("div", facts(list(failure.items())), class_="failure") if failure else ""
+        )
         known = join((tag("p", plan, class_="plan") if plan else "", tiles, shown_failure))
     else:
         keys = differences(runs)
         rows = []
         for run, name in zip(runs, names, strict=True):
-            rows.append([name, *_key_numbers(run).values(), *(short(run.config.get(key)) for key in keys[:MOST_COLUMNS])])
+            rows.append(
+                [
+                    name,
+                    *_key_numbers(run).values(),
+                    *(short(run.config.get(key)) for key in keys[:MOST_COLUMNS]),
+                ]
+            )
         headers = ["run", *_key_numbers(runs[0]), *keys[:MOST_COLUMNS]]
-        left = f"{len(keys) - MOST_COLUMNS} more keys differ: see “Configuration”." if len(keys) > MOST_COLUMNS else ""
-        known = join((table(headers, rows, class_="sortable"), tag("p", left, class_="note") if left else ""))
+        left = (
+            f"{len(keys) - MOST_COLUMNS} more keys differ: see “Configuration”."
+            if len(keys) > MOST_COLUMNS
+            else ""
+        )
+        known = join(
+            (table(headers, rows, class_="sortable"), tag("p", left, class_="note") if left else "")
+        )
     of: dict[str, list[str]] = {}  # remark → the runs that it is true of
     for run, name in zip(runs, names, strict=True):
         for remark in _remarks(run):
             of.setdefault(remark, []).append(name)
-    remarks = [each if len(those) == len(runs) else f"{', '.join(those)}: {each}" for each, those in of.items()]
-    return join((known, tag("ul", *(tag("li", each) for each in remarks), class_="remarks") if remarks else ""))
+    remarks = [
+        each if len(those) == len(runs) else f"{', '.join(those)}: {each}"
+        for each, those in of.items()
+    ]
+    return join(
+        (
+            known,
+            tag("ul", *(tag("li", each) for each in remarks), class_="remarks") if remarks else "",
+        )
+    )
 
 
 def _tile(item: tuple[str, Any]) -> Html:
     name, value = item
-    return tag("div", tag("span", name), tag("strong", value, class_=f"status {value}" if name == "status" else None), class_="tile")
+    return tag(
+        "div",
+        tag("span", name),
+        tag("strong", value, class_=f"status {value}" if name == "status" else None),
+        class_="tile",
+    )
 
 
 def _key_numbers(run: RunFacts) -> dict[str, Any]:
@@ -74,7 +112,9 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
     peaks = [row for row in run.comparisons if row.category == "peak"]
     return {
         "status": run.status,
-        "steps": Keyed(f"{run.reached:,} of {text(run.last('run_start').get('steps') or '?')}", run.reached),
+        "steps": Keyed(
+            f"{run.reached:,} of {text(run.last('run_start').get('steps') or '?')}", run.reached
+        ),
         "training": _first_and_last(learned, run.traces.get(learned, [])),
         "held out": _first_and_last(str(metric), run.traces.get(f"held out: {metric}", [])),
         "speed, median": _speed(run),
@@ -98,10 +138,17 @@ def _speed(run: RunFacts) -> str | None:
 
 def _first_and_last(name: str, trace: Trace) -> str | None:
     """Sorted by the last."""
-    found, last = [value for _, value in trace if value is not None], trace[-1][1] if trace else None
+    found, last = (
+        [value for _, value in trace if value is not None],
+        trace[-1][1] if trace else None,
+    )
     if not found:
         return None
-    return f"{name} {found[0]:.4g} → no number" if last is None else Keyed(f"{name} {found[0]:.4g} → {last:.4g}", last)
+    return (
+        f"{name} {found[0]:.4g} → no number"
+        if last is None
+        else Keyed(f"{name} {found[0]:.4g} → {last:.4g}", last)
+    )
 
 
 def _peak(row: Comparison) -> str:
@@ -111,19 +158,32 @@ def _peak(row: Comparison) -> str:
 def _remarks(run: RunFacts) -> list[str]:
     """Lines that a reader must not miss."""
     start, lines = run.last("run_start"), [*run.problems]
-    lines += [f"not finite at {len(found)} steps, first at step {found[0]['step']}" for found in [run.of("nonfinite")] if found]
+    lines += [
+        f"not finite at {len(found)} steps, first at step {found[0]['step']}"
+        for found in [run.of("nonfinite")]
+        if found
+    ]
     lines += _never_differed(run)
     lines += _without_reward(run)
     lines += _left_out(run)
     lines += [f"the loss jumped at step {event.get('step')}" for event in run.of("spike")[:3]]
-    lines += [f"rank {event.get('rank')} held up the others from step {event.get('step')}" for event in run.of("straggler")[:3]]
+    lines += [
+        f"rank {event.get('rank')} held up the others from step {event.get('step')}"
+        for event in run.of("straggler")[:3]
+    ]
     lines += [
         f"the weights of {ranks_named(event.get('ranks') or [])} differed at step {event.get('step')}"
         for event in run.of("weights_differ")[:3]
     ]
-    lines += [f"a checkpoint of step {event.get('step')} failed: {event['error']}" for event in run.of("save") if event.get("error")][:3]
+    lines += [
+        f"a checkpoint of step {event.get('step')} failed: {event['error']}"
+        for event in run.of("save")
+        if event.get("error")
+    ][:3]
     warnings = run.last("measured").get("warnings")
-    lines += [f"the plan was off: {line}" for line in warnings] if isinstance(warnings, list) else []
+    lines += (
+        [f"the plan was off: {line}" for line in warnings] if isinstance(warnings, list) else []
+    )
     for name in ("unadapted", "left_out"):
         found = start.get(name)
         if isinstance(found, list):
@@ -133,14 +193,18 @@ def _remarks(run: RunFacts) -> list[str]:
 
 def _never_differed(run: RunFacts) -> list[str]:
     """Return the line of a run that learned nothing, since no group of completions had rewards that differ."""
-    if run.config.get("algorithm.kind") == "ppo":  # it learns from values, whatever the others of a group got
+    if (
+        run.config.get("algorithm.kind") == "ppo"
+    ):  # it learns from values, whatever the others of a group got
         return []
     differ = []
     for event in run.of("rollout"):
         share = number(event.get("groups_differ"))
         if event.get("reward") is None:  # older runs have a share of 0 there
             continue
-        if share is not None and has_groups(number(event.get("prompts")), number(event.get("episodes"))):
+        if share is not None and has_groups(
+            number(event.get("prompts")), number(event.get("episodes"))
+        ):
             differ.append(share)
     if not differ or any(differ):
         return []
@@ -173,7 +237,9 @@ def short(value: Any) -> str:
 
 def _set(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: made for key, inner in value.items() if (made := _set(inner)) not in (None, {})}
+        return {
+            key: made for key, inner in value.items() if (made := _set(inner)) not in (None, {})
+        }
     return [_set(each) for each in value] if isinstance(value, list) else value
 
 
@@ -189,19 +255,44 @@ def configuration(runs: list[RunFacts], names: list[str]) -> Html | None:
         cells = [tag("td", short(run.config[key]) if key in run.config else None) for run in runs]
         marks = " ".join([*["set"] * (key in given), *["differs"] * (key in differing)])
         name = tag("td", tag("code", key), *[tag("mark", "differs")] * (key in differing))
-        rows.append(tag("tr", name, *cells, class_=marks or None, title=None if key in given else f"default: {short(first)}"))
+        rows.append(
+            tag(
+                "tr",
+                name,
+                *cells,
+                class_=marks or None,
+                title=None if key in given else f"default: {short(first)}",
+            )
+        )
     choices = [("differs", f"differences ({len(differing)})")] * (len(runs) > 1) + [
         ("set", f"not default ({len(given)})"),
         ("", f"all ({len(keys)})"),
     ]
     tools = tag(
         "p",
-        *(tag("button", label, type="button", data_only=kind, class_="only") for kind, label in choices),
-        tag("input", type="search", placeholder="search keys and values", aria_label="search keys and values", data_search="config"),
+        *(
+            tag("button", label, type="button", data_only=kind, class_="only")
+            for kind, label in choices
+        ),
+        tag(
+            "input",
+            type="search",
+            placeholder="search keys and values",
+            aria_label="search keys and values",
+            data_search="config",
+        ),
         class_="tools",
     )
-    head = tag("thead", tag("tr", tag("th", "key"), *(tag("th", name) for name in names[: len(runs)])))
-    return join((tools, tag("div", tag("table", head, tag("tbody", *rows), id="config"), class_="wide"), *(map(_resolved, runs[:1]))))
+    head = tag(
+        "thead", tag("tr", tag("th", "key"), *(tag("th", name) for name in names[: len(runs)]))
+    )
+    return join(
+        (
+            tools,
+            tag("div", tag("table", head, tag("tbody", *rows), id="config"), class_="wide"),
+            *(map(_resolved, runs[:1])),
+        )
+    )
 
 
 def _given(run: RunFacts) -> set[str]:
@@ -210,16 +301,26 @@ def _given(run: RunFacts) -> set[str]:
         config = Config.model_validate(mapping(run.plan.get("config")), context={"trusted": False})
     except (ValueError, DrumlineError):
         return set()
-    return {key for key in run.config if any(key == name or key.startswith(f"{name}.") for name in _changed(config))}
+    return {
+        key
+        for key in run.config
+        if any(key == name or key.startswith(f"{name}.") for name in _changed(config))
+    }
 
 
 def _changed(section: BaseModel, place: str = "") -> list[str]:
     found: list[str] = []
     for name, field in type(section).model_fields.items():
         value: Any = getattr(section, name)
-        default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data=vars(section))
+        default = (
+            None
+            if field.is_required()
+            else field.get_default(call_default_factory=True, validated_data=vars(section))
+        )
         if isinstance(value, Section):
-            found += [f"{place}{name}.kind"] * (not field.is_required() and type(default) is not type(value))
+            found += [f"{place}{name}.kind"] * (
+                not field.is_required() and type(default) is not type(value)
+            )
             found += _changed(value, f"{place}{name}.")
         elif value != default:
             found.append(f"{place}{name}")
@@ -243,9 +344,24 @@ def _resolved(run: RunFacts) -> Html:
     )
     pairs = [(name.replace("_", " "), plan.get(name)) for name in wanted]
     pairs.insert(0, ("strategy", run.last("run_start").get("strategy")))
-    pairs.insert(1, ("mesh", " × ".join(f"{name} {size}" for name, size in mapping(plan.get("mesh")).items())))
-    pairs += [("batch", ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in mapping(plan.get("batch")).items()))]
-    pairs += [(f"data: {name.replace('_', ' ')}", value) for name, value in numbers(data).items() if value]
+    pairs.insert(
+        1,
+        ("mesh", " × ".join(f"{name} {size}" for name, size in mapping(plan.get("mesh")).items())),
+    )
+    pairs += [
+        (
+            "batch",
+            ", ".join(
+                f"{name.replace('_', ' ')} {value}"
+                for name, value in mapping(plan.get("batch")).items()
+            ),
+        )
+    ]
+    pairs += [
+        (f"data: {name.replace('_', ' ')}", value) for name, value in numbers(data).items() if value
+    ]
     why = plan.get("why")
     reasons = tag("ul", *(tag("li", line) for line in why)) if isinstance(why, list) and why else ""
-    return tag("details", tag("summary", "What was resolved, and why"), facts(pairs), reasons, open=True)
+    return tag(
+        "details", tag("summary", "What was resolved, and why"), facts(pairs), reasons, open=True
+    )

@@ -33,7 +33,9 @@ def duration(seconds: float) -> str:
 class Waits:
     """`ranks`: what each does now, as `launchers.stages.stages` has it. `memory`: the file of what runs of a kind took; None: forget."""
 
-    def __init__(self, ranks: Callable[[], list[dict[str, Any]]] = list, memory: Path | None = None) -> None:
+    def __init__(
+        self, ranks: Callable[[], list[dict[str, Any]]] = list, memory: Path | None = None
+    ) -> None:
         self.ranks, self.memory, self.kind = ranks, memory, ""
         self.last: dict[str, float] = {}  # phase → seconds
 
@@ -43,7 +45,11 @@ class Waits:
             self.kind = f"{event.parameters} {event.strategy} {event.world_size} {event.device}"
             self.last = {**self._read().get(self.kind, {}), **self.last}
         elif isinstance(event, events.Started):
-            self.last["startup"] = sum(seconds for part, seconds in event.seconds.items() if part not in ("imports and plan", "first step"))
+            self.last["startup"] = sum(
+                seconds
+                for part, seconds in event.seconds.items()
+                if part not in ("imports and plan", "first step")
+            )
             self.last["compile"] = event.seconds.get("first step", 0.0)
         elif isinstance(event, events.Eval | events.Save | events.Export):
             self.last[{"eval": "eval", "save": "save"}.get(event.kind, "done")] = event.seconds
@@ -51,15 +57,24 @@ class Waits:
     def keep(self) -> None:
         """For the next run of this kind, if the disk takes it."""
         if self.memory is not None and self.kind:
-            kinds = {**{kind: known for kind, known in self._read().items() if kind != self.kind}, self.kind: self.last}
+            kinds = {
+                **{kind: known for kind, known in self._read().items() if kind != self.kind},
+                self.kind: self.last,
+            }
             with suppress(OSError):
                 self.memory.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(self.memory, json.dumps(dict([*kinds.items()][-MOST_KINDS:])), shared=True)
+                write_whole(
+                    self.memory, json.dumps(dict([*kinds.items()][-MOST_KINDS:])), shared=True
+                )
 
     def _read(self) -> dict[str, dict[str, float]]:
         with suppress(OSError, ValueError):
             found = json.loads(self.memory.read_text()) if self.memory is not None else {}
-            return {kind: known for kind, known in found.items() if all(type(each) is float for each in known.values())}
+            return {
+                kind: known
+                for kind, known in found.items()
+                if all(type(each) is float for each in known.values())
+            }
         return {}
 
     def line(self) -> str | None:
@@ -69,7 +84,11 @@ class Waits:
             return None
         one = max(waits, key=lambda each: each["seconds"])
         before = self.last.get(one["phase"])
-        left = "no ETA: it is the first of its kind" if before is None else f"ETA {duration(before - one['seconds'])}, as last time"
+        left = (
+            "no ETA: it is the first of its kind"
+            if before is None
+            else f"ETA {duration(before - one['seconds'])}, as last time"
+        )
         if before is not None and one["seconds"] > before:
             left = f"the last one took {duration(before)}"
         return f"{LABELS[one['phase']]} · {duration(one['seconds'])} · {left}"

@@ -50,7 +50,9 @@ class Live:
         self.lines: deque[str] = deque(maxlen=MOST_LINES)
         self.seconds: dict[int, float] = {}  # of each step, the last word
         self.before: int | None = None  # steps that were done in another folder
-        self.began = self.last = self.idle = 0.0  # unix seconds; seconds between a stop and the next start
+        self.began = self.last = self.idle = (
+            0.0  # unix seconds; seconds between a stop and the next start
+        )
         self.fresh: dict[str, Any] = {}
         self.state: dict[str, Any] = {"status": "planned", "restarts": 0}
 
@@ -63,7 +65,8 @@ class Live:
             self._note(values)
             self.progress.on_event(event)
             self.lines.extend(
-                f"{time.strftime('%H:%M:%S', time.localtime(self.last))}  {line}" for line in self.text.getvalue().splitlines()
+                f"{time.strftime('%H:%M:%S', time.localtime(self.last))}  {line}"
+                for line in self.text.getvalue().splitlines()
             )
             self.text.seek(0)
             self.text.truncate()
@@ -76,22 +79,39 @@ class Live:
             # The time until somebody resumes a run is no loss; the time until a restart is.
             if before and state["status"] != "starting again":
                 self.idle += max(0.0, self.last - before)
-            state |= {"status": "starting", "steps": event.get("steps"), "plan": event.get("plan_line")}
+            state |= {
+                "status": "starting",
+                "steps": event.get("steps"),
+                "plan": event.get("plan_line"),
+            }
         elif kind == "planned":
             memory = mapping(event.get("memory"))
-            state |= {"limit": number(event.get("limit")), "planned": number(memory.get("reserved"))}
+            state |= {
+                "limit": number(event.get("limit")),
+                "planned": number(memory.get("reserved")),
+            }
         elif kind == "restore":
             self.before = event["step"] if self.before is None else self.before
         elif kind == "step":
             self.before = self.before or 0
             self.seconds[event["step"]] = number(event.get("seconds")) or 0.0
-            state |= {"status": "running", "step": event["step"], "memory": event.get("memory_bytes")}
+            state |= {
+                "status": "running",
+                "step": event["step"],
+                "memory": event.get("memory_bytes"),
+            }
             state |= {key: number(event.get(key)) for key in ("loss", "lr", "tokens_per_s")}
             state["speed_unit"] = speed_unit(event)
         elif kind == "fault":
-            state |= {"status": "failed" if str(event.get("action")).startswith("stop") else "starting again"}
+            state |= {
+                "status": "failed"
+                if str(event.get("action")).startswith("stop")
+                else "starting again"
+            }
             state["restarts"] += event.get("action") in ("restart", "replan")
-            self.text.write(f"rank {event.get('rank')}: {event.get('error')} → {event.get('action')}\n")
+            self.text.write(
+                f"rank {event.get('rank')}: {event.get('error')} → {event.get('action')}\n"
+            )
         elif kind == "run_end":
             state["status"] = event.get("status")
         elif kind in ("samples", "completions"):
@@ -101,14 +121,21 @@ class Live:
         """As RunFacts has it, so far."""
         if not self.seconds:
             return None
-        worth = sum(self.seconds.values()) / len(self.seconds) * (max(self.seconds) - (self.before or 0))
+        worth = (
+            sum(self.seconds.values())
+            / len(self.seconds)
+            * (max(self.seconds) - (self.before or 0))
+        )
         spent = self.last - self.began - self.idle
         return min(1.0, worth / spent) if spent > 0 else None
 
     def message(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """What came since the last one."""
         with self.lock:
-            points = {name: binned(each, MOST_POINTS) for name, each in sorted(self.points.items(), key=lambda item: place_of(item[0]))}
+            points = {
+                name: binned(each, MOST_POINTS)
+                for name, each in sorted(self.points.items(), key=lambda item: place_of(item[0]))
+            }
             recent = [*self.seconds.values()][-20:]
             left = (number(self.state.get("steps")) or 0) - (number(self.state.get("step")) or 0)
             eta = left * sum(recent) / len(recent) if recent and left > 0 else None
@@ -135,7 +162,9 @@ class Handler(BaseHTTPRequestHandler):
             cookie = f"{server.cookie}={server.token}; HttpOnly; SameSite=Strict; Path=/"
             self._answer(303, "", ("Location", "/"), ("Set-Cookie", cookie))
         elif server.token and not server.is_token(self._cookie()):
-            self._answer(401, "open the whole address that drumline watch printed, with its token\n")
+            self._answer(
+                401, "open the whole address that drumline watch printed, with its token\n"
+            )
         elif url.path == "/":
             self._answer(200, server.page, kind="text/html")
         elif url.path == "/events":
@@ -148,15 +177,26 @@ class Handler(BaseHTTPRequestHandler):
         pairs = (each.strip().partition("=") for each in self.headers.get("Cookie", "").split(";"))
         return next((value for name, _, value in pairs if name == self.server.cookie), "")
 
-    def _answer(self, code: int, text: str, *headers: tuple[str, str], kind: str = "text/plain") -> None:
+    def _answer(
+        self, code: int, text: str, *headers: tuple[str, str], kind: str = "text/plain"
+    ) -> None:
         content = text.encode(errors="replace")
         self._head(code, kind, ("Content-Length", str(len(content))), *headers)
         self.wfile.write(content)
 
     def _head(self, code: int, kind: str, *headers: tuple[str, str]) -> None:
         self.send_response(code)
-        own = (("Content-Type", f"{kind}; charset=utf-8"), ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"))
-        for name, value in (*own, ("Referrer-Policy", "no-referrer"), ("X-Frame-Options", "DENY"), *headers):
+        own = (
+            ("Content-Type", f"{kind}; charset=utf-8"),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+        )
+        for name, value in (
+            *own,
+            ("Referrer-Policy", "no-referrer"),
+            ("X-Frame-Options", "DENY"),
+            *headers,
+        ):
             self.send_header(name, value)
         self.end_headers()
 
@@ -194,8 +234,16 @@ class Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.folders, self.stages, self.host = folders, stages, host
         super().__init__((host, port), Handler)
-        self.cookie, self.done, self.browsers = f"drumline-{self.server_port}", threading.Event(), threading.Semaphore(MOST_BROWSERS)
-        self.token = "" if ipaddress.ip_address(str(self.server_address[0])).is_loopback else secrets.token_urlsafe(32)
+        self.cookie, self.done, self.browsers = (
+            f"drumline-{self.server_port}",
+            threading.Event(),
+            threading.Semaphore(MOST_BROWSERS),
+        )
+        self.token = (
+            ""
+            if ipaddress.ip_address(str(self.server_address[0])).is_loopback
+            else secrets.token_urlsafe(32)
+        )
         self.page = page(folders)
 
     def is_ours(self, host: str) -> bool:
@@ -206,7 +254,10 @@ class Server(ThreadingHTTPServer):
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return bool(self.token) and name in (socket.gethostname().lower(), socket.getfqdn().lower())
+            return bool(self.token) and name in (
+                socket.gethostname().lower(),
+                socket.getfqdn().lower(),
+            )
         return bool(self.token)
 
     def is_token(self, given: str) -> bool:
@@ -219,7 +270,10 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         """What a person opens."""
         host = socket.gethostname() if self.host in ("0.0.0.0", "::", "") else self.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/" + f"?token={self.token}" * bool(self.token)
+        return (
+            f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
+            + f"?token={self.token}" * bool(self.token)
+        )
 
 
 @contextmanager
@@ -229,10 +283,18 @@ def serving(folders: list[Path], host: str, port: int, stages: Stages) -> Iterat
         server = Server(folders, host, port, stages)
     except (OSError, UnicodeError, ValueError) as error:
         reason = (
-            "the port is held by another process" if getattr(error, "errno", None) == 98 else getattr(error, "strerror", None) or str(error)
+            "the port is held by another process"
+            if getattr(error, "errno", None) == 98
+            else getattr(error, "strerror", None) or str(error)
         )
-        fix = "--port 0 takes a free one" if "port" in reason or "denied" in reason else "name an address of this machine"
-        raise EnvironmentFault(f"cannot listen: {reason}", where=f"{host}:{port}", fix=fix) from None
+        fix = (
+            "--port 0 takes a free one"
+            if "port" in reason or "denied" in reason
+            else "name an address of this machine"
+        )
+        raise EnvironmentFault(
+            f"cannot listen: {reason}", where=f"{host}:{port}", fix=fix
+        ) from None
     thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="watch", daemon=True)
     thread.start()
     try:
@@ -259,7 +321,10 @@ def watch(folders: list[Path], host: str, port: int | None, stages: Stages) -> N
     """Serve until Ctrl-C. Raises UserError for what is no run, EnvironmentFault where it cannot listen."""
     for folder in folders:
         RunFacts(folder)
-    with LauncherSignals() as signals, serving(folders, host, PORT if port is None else port, stages) as url:
+    with (
+        LauncherSignals() as signals,
+        serving(folders, host, PORT if port is None else port, stages) as url,
+    ):
         print(f"watch: {url}", flush=True)
         print("Ctrl-C ends the page; the runs go on", flush=True)
         while not signals.number:
@@ -271,17 +336,43 @@ def page(folders: list[Path]) -> str:
     names = [folder.resolve().name for folder in folders]
     runs = join(_run(place, name) for place, name in enumerate(names))
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
-    theme = tag("button", "Dark", id="theme", type="button"), tag("button", "Log scale", id="log", type="button", aria_pressed="false")
-    head = tag("header", tag("h1", title), tag("div", tag("span", "connecting …", id="connection"), *reversed(theme), class_="tools"))
+    theme = (
+        tag("button", "Dark", id="theme", type="button"),
+        tag("button", "Log scale", id="log", type="button", aria_pressed="false"),
+    )
+    head = tag(
+        "header",
+        tag("h1", title),
+        tag("div", tag("span", "connecting …", id="connection"), *reversed(theme), class_="tools"),
+    )
     curves = tag("section", tag("h2", "Curves"), tag("div", id="curves", class_="grid"))
     body = join((head, tag("main", runs, curves), tag("noscript", "This page needs JavaScript.")))
-    return document(f"{title} · Drumline", body, {"charts": [], "names": names}, asset("draw.js") + asset("watch.js"), connect="'self'")
+    return document(
+        f"{title} · Drumline",
+        body,
+        {"charts": [], "names": names},
+        asset("draw.js") + asset("watch.js"),
+        connect="'self'",
+    )
 
 
 def _run(place: int, name: str) -> Html:
     """What watch.js fills."""
-    parts = [tag("h2", name, " ", tag("span", class_="status")), tag("p", class_="plan"), tag("progress", max=1, value=0)]
+    parts = [
+        tag("h2", name, " ", tag("span", class_="status")),
+        tag("p", class_="plan"),
+        tag("progress", max=1, value=0),
+    ]
     parts += [tag("div", class_="tiles"), tag("div", class_="ranks")]
     folds = (("What happened", "happened"), ("Samples", "samples"), ("Rollouts", "completions"))
-    parts += [tag("details", tag("summary", title), tag("div", class_=kind), open=kind == "happened", hidden=True) for title, kind in folds]
+    parts += [
+        tag(
+            "details",
+            tag("summary", title),
+            tag("div", class_=kind),
+            open=kind == "happened",
+            hidden=True,
+        )
+        for title, kind in folds
+    ]
     return tag("section", *parts, class_="live", data_run=place)

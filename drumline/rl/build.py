@@ -43,7 +43,9 @@ def generator(
             return engine, engine.refresh
         server = VLLMServer(config, tokenizer, seed)
         folder = Path(config.folder) if config.folder is not None else run_dir / "rollout-weights"
-        return server, None if config.weights == "none" else WeightFolder(server.server, folder.absolute(), dtype).refresh
+        return server, None if config.weights == "none" else WeightFolder(
+            server.server, folder.absolute(), dtype
+        ).refresh
     of_kind = ContinuousGenerator if isinstance(config, c.ContinuousGenerator) else HFGenerator
     if unsharded is not None and (of_kind is HFGenerator or autocast is None):
         return of_kind(config, unsharded, tokenizer, seed, autocast), None
@@ -67,5 +69,7 @@ def _with_options(sampling: Any, **options: Any) -> Any:
     made.config = sampling.config.model_copy(update=options)
     if isinstance(sampling, HFGenerator):
         made.sampler = Sampler(made.config.temperature, made.config.top_k, made.config.top_p)
-        made.endings = Endings(sampling.endings.token_ids, made.config.stop, sampling.endings.tokenizer)
+        made.endings = Endings(
+            sampling.endings.token_ids, made.config.stop, sampling.endings.tokenizer
+        )
     return made

@@ -17,7 +17,9 @@ def require_domains(weights: Mapping[str, float], domains: set[str]) -> None:
     """Raises PlanError where the weights name other domains than these."""
     if weights.keys() != domains:
         fix = f"the data has {', '.join(sorted(domains))}"
-        raise PlanError("the shares must name each domain once", where="algorithm.curriculum.weights", fix=fix)
+        raise PlanError(
+            "the shares must name each domain once", where="algorithm.curriculum.weights", fix=fix
+        )
 
 
 class Curriculum:
@@ -26,13 +28,19 @@ class Curriculum:
     What a domain is owed but not given, for prompts are whole, it gets in later rollouts: over many, shares are exact.
     """
 
-    def __init__(self, config: CurriculumConfig, domains: Sequence[str], seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, config: CurriculumConfig, domains: Sequence[str], seed: int, shuffle: bool
+    ) -> None:
         """`domains`: of each sample."""
         self.config = config
         everything = [""] * len(domains) if config.kind == "data" else list(domains)
-        self.members = {name: np.flatnonzero(np.asarray(everything) == name) for name in sorted(set(everything))}
+        self.members = {
+            name: np.flatnonzero(np.asarray(everything) == name) for name in sorted(set(everything))
+        }
         self.orders = {
-            name: GlobalOrder(len(ids), derive(seed, "order", name) if name else derive(seed, "order"), shuffle)
+            name: GlobalOrder(
+                len(ids), derive(seed, "order", name) if name else derive(seed, "order"), shuffle
+            )
             for name, ids in self.members.items()
         }
         self.taken = dict.fromkeys(self.members, 0)
@@ -48,7 +56,9 @@ class Curriculum:
             # Debts of earlier rollouts may round to one too many.
             step = 1 if missing > 0 else -1
             choices = [name for name in numbers if step > 0 or numbers[name] > 0]
-            numbers[max(choices, key=lambda name: (step * (self.owed[name] - numbers[name]), name))] += step
+            numbers[
+                max(choices, key=lambda name: (step * (self.owed[name] - numbers[name]), name))
+            ] += step
         ids: list[int] = []
         for name, number in numbers.items():
             at = self.taken[name]
@@ -64,12 +74,19 @@ class Curriculum:
             weights = dict(self.config.weights)
         elif self.config.kind == "success":
             # Bernoulli variance of the outcome: what a prompt of the domain may teach. An untried domain is as uncertain as can be.
-            weights = {name: rate * (1 - rate) for name in self.members for rate in [self.rates.get(name, 0.5)]}
+            weights = {
+                name: rate * (1 - rate)
+                for name in self.members
+                for rate in [self.rates.get(name, 0.5)]
+            }
         total = sum(weights.values())
         if total == 0:
             weights, total = dict.fromkeys(self.members, 1.0), float(len(self.members))
         floor = self.config.floor if self.config.kind == "success" else 0.0
-        return {name: floor / len(weights) + (1 - floor) * weight / total for name, weight in weights.items()}
+        return {
+            name: floor / len(weights) + (1 - floor) * weight / total
+            for name, weight in weights.items()
+        }
 
     def learn(self, rewards: Mapping[str, Sequence[float]]) -> None:
         """Take note of a rollout: rewards of its episodes by domain."""

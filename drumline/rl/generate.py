@@ -23,7 +23,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from drumline.core import rollouts as c
 from drumline.core.attention import known_padding
@@ -38,7 +45,8 @@ from drumline.vendor.transformers import DynamicLayer, DynamicSlidingWindowLayer
 
 WHERE = "algorithm.generator"
 Weights = Iterator[tuple[str, torch.Tensor]]
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # torch has no arithmetic on uint64; int64 wraps to the same bits
+# Torch has no arithmetic on uint64; int64 wraps to the same bits.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _BITS = 52  # of a uniform number: with a half added it is exact in fp64, and neither 0 nor 1
 
@@ -99,16 +107,22 @@ class Sampler:
         self.warpers: list[Any] = [TopKLogitsWarper(top_k)] if top_k else []
         self.warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
 
-    def choose(self, logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(
+        self, logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores fp32[B, V] whose argmax is the sample, log-probs fp32[B] of those samples)."""
         alive()  # a token is a sign of life
         scores_BV = logits_BV.float() / self.temperature
         kept_BV = scores_BV
         for warper in self.warpers:
             kept_BV = warper(None, kept_BV)
-        noisy_BV = scores_BV if self.greedy else kept_BV + gumbel(seeds_B, positions_B, scores_BV.shape[1])
+        noisy_BV = (
+            scores_BV if self.greedy else kept_BV + gumbel(seeds_B, positions_B, scores_BV.shape[1])
+        )
         chosen_B1 = noisy_BV.argmax(-1, keepdim=True)
-        log_probs_B = (scores_BV.gather(1, chosen_B1) - scores_BV.logsumexp(-1, keepdim=True)).squeeze(1)
+        log_probs_B = (
+            scores_BV.gather(1, chosen_B1) - scores_BV.logsumexp(-1, keepdim=True)
+        ).squeeze(1)
         return noisy_BV, log_probs_B
 
 
@@ -123,7 +137,9 @@ class NoisyLogits(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         position = input_ids.shape[1] - self.prompt_width
-        noisy_BV, log_probs_B = self.sampler.choose(scores, self.seeds_B, torch.full_like(self.seeds_B, position))
+        noisy_BV, log_probs_B = self.sampler.choose(
+            scores, self.seeds_B, torch.full_like(self.seeds_B, position)
+        )
         self.log_probs.append(log_probs_B)
         return noisy_BV
 
@@ -142,7 +158,9 @@ class Endings:
             return True
         if not self.stop:
             return False
-        text = self.tokenizer.decode(tokens[-self.tail :], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            tokens[-self.tail :], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return any(stop in text for stop in self.stop)
 
 
@@ -153,13 +171,22 @@ class AtEndings(StoppingCriteria):
     the end of the last row. `generate` asks the host (`goes_on`) and not the tensor that this returns, for which it would wait.
     """
 
-    def __init__(self, endings: Endings, rows: int, prompt_width: int, most: int, is_late: bool) -> None:
+    def __init__(
+        self, endings: Endings, rows: int, prompt_width: int, most: int, is_late: bool
+    ) -> None:
         """`most`: tokens that a completion may have."""
-        self.endings, self.prompt_width, self.most, self.is_late = endings, prompt_width, most, is_late
+        self.endings, self.prompt_width, self.most, self.is_late = (
+            endings,
+            prompt_width,
+            most,
+            is_late,
+        )
         self.lengths: list[int | None] = [None] * rows
         self.made = 0
         self.seen = 0
-        self.have_ended = torch.zeros(rows, dtype=torch.bool, pin_memory=is_late and torch.cuda.is_available())
+        self.have_ended = torch.zeros(
+            rows, dtype=torch.bool, pin_memory=is_late and torch.cuda.is_available()
+        )
         self.on_their_way: list[TokensOnTheirWay] = []
         self.tails: list[list[int]] = [[] for _ in range(rows)]
 
@@ -226,18 +253,28 @@ class HFGenerator:
     """
 
     def __init__(
-        self, config: c.HFGenerator | c.ContinuousGenerator, model: Any, tokenizer: Any, seed: int, autocast: torch.dtype | None = None
+        self,
+        config: c.HFGenerator | c.ContinuousGenerator,
+        model: Any,
+        tokenizer: Any,
+        seed: int,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.config, self.model, self.seed, self.autocast = config, model, seed, autocast
         self.endings = Endings(end_tokens(model, tokenizer), config.stop, tokenizer)
         self.sampler = Sampler(config.temperature, config.top_k, config.top_p)
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+        self.pad = (
+            tokenizer.pad_token_id
+            if tokenizer.pad_token_id is not None
+            else tokenizer.eos_token_id or 0
+        )
 
     @torch.no_grad()
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
         """Raises DataError for an empty prompt, PlanError for one that leaves too few positions."""
         require_room(requests, self.config.max_new_tokens, positions(self.model))
-        longest_first = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))  # what does not fit in memory fails at once
+        # What does not fit in memory fails at once.
+        longest_first = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))
         done: dict[int, Completion] = {}
         with generating(self.model):
             for start in range(0, len(requests), self.config.batch):
@@ -268,7 +305,10 @@ class HFGenerator:
                 attention_mask=mask_BT,
                 **self._prefix(requests, ids_BT, mask_BT),
                 generation_config=GenerationConfig(
-                    max_new_tokens=self.config.max_new_tokens, do_sample=False, use_cache=True, pad_token_id=self.pad
+                    max_new_tokens=self.config.max_new_tokens,
+                    do_sample=False,
+                    use_cache=True,
+                    pad_token_id=self.pad,
                 ),
                 logits_processor=[noise],
                 stopping_criteria=[ends],
@@ -279,10 +319,14 @@ class HFGenerator:
         lengths = [length or out_BT.shape[1] - width for length in ends.lengths]
         return [
             Completion(tokens[:length], row[:length], ended is not None)
-            for tokens, row, length, ended in zip(out_BT[:, width:].tolist(), log_probs, lengths, ends.lengths, strict=True)
+            for tokens, row, length, ended in zip(
+                out_BT[:, width:].tolist(), log_probs, lengths, ends.lengths, strict=True
+            )
         ]
 
-    def _prefix(self, requests: list[Request], ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, Any]:
+    def _prefix(
+        self, requests: list[Request], ids_BT: torch.Tensor, mask_BT: torch.Tensor
+    ) -> dict[str, Any]:
         """What `generate` need not compute: keys and values of the prompts but for their last tokens, once for all requests of a prompt.
         Nothing, where none is there twice, or a layer keeps anything else."""
         rows: dict[tuple[int, ...], int] = {}
@@ -298,7 +342,12 @@ class HFGenerator:
         first_U = torch.tensor([place_B.index(row) for row in range(len(rows))])
         first_U = copied_to(ids_BT.device, first_U)
         mask_UT = mask_BT[first_U, :-1]
-        inputs = {"input_ids": ids_BT[first_U, :-1], "attention_mask": mask_UT, "past_key_values": cache, "use_cache": True}
+        inputs = {
+            "input_ids": ids_BT[first_U, :-1],
+            "attention_mask": mask_UT,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
         if "position_ids" in inspect.signature(decoder.forward).parameters:
             inputs["position_ids"] = (mask_UT.cumsum(1) - 1).clamp(min=0)
         decoder(**inputs)
@@ -316,13 +365,19 @@ def deal(requests: list[Request], ranks: int) -> list[list[int]]:
     together: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(requests):
         together.setdefault(tuple(request.tokens), []).append(index)
-    parts = list(together.values()) if len(together) % ranks == 0 else [[index] for index in range(len(requests))]
+    parts = (
+        list(together.values())
+        if len(together) % ranks == 0
+        else [[index] for index in range(len(requests))]
+    )
     shares: list[list[int]] = [[] for _ in range(ranks)]
     lightest = [(0, 0, rank) for rank in range(ranks)]
     for part in sorted(parts, key=lambda part: -len(requests[part[0]].tokens)):
         tokens, count, rank = lightest[0]
         shares[rank] += part
-        heapq.heapreplace(lightest, (tokens + len(part) * len(requests[part[0]].tokens), count + len(part), rank))
+        heapq.heapreplace(
+            lightest, (tokens + len(part) * len(requests[part[0]].tokens), count + len(part), rank)
+        )
     return shares
 
 
@@ -335,14 +390,21 @@ class Together:
     """Completions of `requests`, which are the same on all ranks of the run, those that share samples too: each rank samples its share,
     with `aside` in a thread. `result` is collective."""
 
-    def __init__(self, generator: Generator, requests: list[Request], step: int, aside: bool = False) -> None:
+    def __init__(
+        self, generator: Generator, requests: list[Request], step: int, aside: bool = False
+    ) -> None:
         rank, ranks = place()
         self.shares = deal(requests, ranks)
         self._made: Future[list[Completion]] = Future()
         arguments = generator, [requests[i] for i in self.shares[rank]], step
         if aside:
             # A daemon: a run that fails does not wait for completions.
-            Thread(target=on_this_gpu(self._sample), args=arguments, daemon=True, name="drumline-rollout").start()
+            Thread(
+                target=on_this_gpu(self._sample),
+                args=arguments,
+                daemon=True,
+                name="drumline-rollout",
+            ).start()
         else:
             self._sample(*arguments)
 
@@ -392,14 +454,23 @@ class InferenceCopy:
         Raises ModelError, after the last of them, for a name or shape that is not the copy's, and for a weight that did not come.
         """
         misfits, came = [], set()
-        for name, tensor in weights:  # to the end also where one does not fit: the other ranks go on
+        for (
+            name,
+            tensor,
+        ) in weights:  # to the end also where one does not fit: the other ranks go on
             mine = self.tensors.get(name)
             if mine is None or mine.shape != tensor.shape:
-                misfits.append(f"{name} {tuple(tensor.shape)} against {'nothing' if mine is None else tuple(mine.shape)}")
+                misfits.append(
+                    f"{name} {tuple(tensor.shape)} against {'nothing' if mine is None else tuple(mine.shape)}"
+                )
                 continue
             mine.copy_(tensor)
             came.add(mine.data_ptr() if mine.numel() else id(mine))
-        misfits += [f"{name} did not come" for name, t in self.tensors.items() if t.numel() and t.data_ptr() not in came]
+        misfits += [
+            f"{name} did not come"
+            for name, t in self.tensors.items()
+            if t.numel() and t.data_ptr() not in came
+        ]
         if misfits:
             what = f"the weights do not fit the copy that rollouts are sampled from: {misfits[0]} ({len(misfits)} such)"
             raise ModelError(what, where="model")
@@ -421,7 +492,11 @@ def require_room(requests: list[Request], new: int, positions: int | None) -> No
     """Raises DataError for an empty prompt, PlanError where a prompt and `new` tokens are more than the model's positions."""
     for request in requests:
         if not request.tokens:
-            raise DataError(f"prompt {request.key} has no tokens", where="data", fix="a completion goes on from one token at least")
+            raise DataError(
+                f"prompt {request.key} has no tokens",
+                where="data",
+                fix="a completion goes on from one token at least",
+            )
         if positions is not None and (room := positions - len(request.tokens)) < new:
             what = f"a prompt of {len(request.tokens)} tokens and max_new_tokens {new} are more than the model's {positions} positions"
             fix = f"at most {room}, or shorter prompts" if room > 0 else "shorter prompts"
@@ -433,7 +508,11 @@ def generating(model: Any) -> Iterator[None]:
     """Eval mode, a KV cache, and no generation config of the model's own, which would fill in what ours leaves open (a repetition
     penalty, for example, which the log-probs of training do not have). All as it was afterwards."""
     if not hasattr(model, "generate"):
-        raise ModelError(f"{type(model).__name__} does not generate", where="model", fix="rollouts need a causal language model")
+        raise ModelError(
+            f"{type(model).__name__} does not generate",
+            where="model",
+            fix="rollouts need a causal language model",
+        )
     training = [module for module in model.modules() if module.training]
     own, use_cache = model.generation_config, model.config.use_cache
     model.eval()

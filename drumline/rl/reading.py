@@ -32,26 +32,36 @@ class Reading:
     pad: int
     width: int | None
 
-    def micro_batches(self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int) -> tuple[list[EpisodeBatch], int]:
+    def micro_batches(
+        self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int
+    ) -> tuple[list[EpisodeBatch], int]:
         """This rank's part of the episodes `picks` (-1: fillers), and its tokens. The same dealing on every rank."""
         dealt, lengths = self._deal(episodes, picks, accumulation, micro_batch)
         return [self._collate(episodes, rows) for rows in dealt], int(lengths)
 
-    def _deal(self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int) -> tuple[list[list[int]], int]:
+    def _deal(
+        self, episodes: Episodes, picks: list[int], accumulation: int, micro_batch: int
+    ) -> tuple[list[list[int]], int]:
         """Episodes of one prompt go together, as far as whole micro-batches are made of such parts: they run it once (`SharedPrompts`)."""
         of_prompt: dict[bytes, list[int]] = {}
         for pick in picks:
-            of_prompt.setdefault(episodes.prompts[pick].tobytes() if pick >= 0 else b"", []).append(pick)
+            of_prompt.setdefault(episodes.prompts[pick].tobytes() if pick >= 0 else b"", []).append(
+                pick
+            )
         size = math.gcd(micro_batch, *map(len, of_prompt.values()))
         chosen = np.concatenate([np.asarray(each).reshape(-1, size) for each in of_prompt.values()])
         lengths = np.where(chosen >= 0, episodes.lengths[np.maximum(chosen, 0)], 0).sum(1)
-        mine = assign(lengths, self.plan.mesh.data_ranks, accumulation, micro_batch // size)[self.data_rank]
+        mine = assign(lengths, self.plan.mesh.data_ranks, accumulation, micro_batch // size)[
+            self.data_rank
+        ]
         return chosen[mine].reshape(accumulation, micro_batch).tolist(), int(lengths[mine].sum())
 
     def _collate(self, episodes: Episodes, rows: list[int]) -> EpisodeBatch:
         return collate_episodes(episodes, rows, self.pad, self.width).to(self.device)
 
-    def read(self, engine: Engine, episodes: Episodes, read: Read, adapter: bool = True) -> torch.Tensor:
+    def read(
+        self, engine: Engine, episodes: Episodes, read: Read, adapter: bool = True
+    ) -> torch.Tensor:
         """`read(outputs, batch)`, fp32[K, B, T], of all episodes at the tokens of their completions: fp32[K, N, M] on the host, 0
         elsewhere. Collective."""
         micro = self.plan.batch.eval_micro_batch
@@ -67,7 +77,10 @@ class Reading:
                 values_KBT = on_device_KBT.float().cpu()
                 for row, pick in enumerate(rows):
                     if pick >= 0:
-                        start, size = len(episodes.prompts[pick]) - 1, len(episodes.completions[pick])
+                        start, size = (
+                            len(episodes.prompts[pick]) - 1,
+                            len(episodes.completions[pick]),
+                        )
                         whole[:, pick, :size] = values_KBT[:, row, start : start + size]
         return add_up(copied_to(self.device, whole)).cpu()
 
@@ -92,11 +105,18 @@ def scores_after(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
     return outputs.values().roll(-1, dims=1)[None]
 
 
-def last_scores(scores: Callable[[Episodes], torch.Tensor], tail: Sequence[int], width: int | None, episodes: Episodes) -> torch.Tensor:
+def last_scores(
+    scores: Callable[[Episodes], torch.Tensor],
+    tail: Sequence[int],
+    width: int | None,
+    episodes: Episodes,
+) -> torch.Tensor:
     """fp32[N]: the score after the last token of each episode; NaN for one without tokens. `tail`: what the chat template writes from the
     end of an answer on. A reward model is trained on whole conversations, so an episode that ended gets the rest of it, where `width`
     has room."""
-    episodes = Episodes.start(episodes.prompts, [*_closed(episodes, tail, width)], episodes.ended_N.tolist())
+    episodes = Episodes.start(
+        episodes.prompts, [*_closed(episodes, tail, width)], episodes.ended_N.tolist()
+    )
     lengths_N = episodes.mask_NM.sum(1)
     scores_N = scores(episodes)[0].gather(1, (lengths_N - 1).clamp(min=0)[:, None]).squeeze(1)
     return torch.where(lengths_N > 0, scores_N, torch.nan)
@@ -106,7 +126,11 @@ def _closed(episodes: Episodes, tail: Sequence[int], width: int | None) -> Itera
     for prompt, completion in zip(episodes.prompts, episodes.completions, strict=True):
         room = width is None or len(prompt) + len(completion) + len(tail) - 1 <= width
         ended = room and len(completion) and [*completion[-1:]] == [*tail[:1]]
-        yield np.concatenate([completion, np.asarray(tail[1:], completion.dtype)]) if ended else completion
+        yield (
+            np.concatenate([completion, np.asarray(tail[1:], completion.dtype)])
+            if ended
+            else completion
+        )
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ LONGEST_REASON = 200
 FIX = "write module:function or file.py:function, or install the package that has it"
 # The verifiers of these compare boards with ==, and a board consists of tuples, which JSON has made lists.
 TUPLES = ("arc_agi", "rearc")
-Scorer = Callable[[str, str, dict[str, Any]], Any]  # (prompt, completion, meta of the row) → anything; `_answer` makes a number of it
+# (prompt, completion, meta of the row) → anything; `_answer` makes a number of it.
+Scorer = Callable[[str, str, dict[str, Any]], Any]
 
 
 @redacted_streams()
@@ -51,9 +52,21 @@ def main(fd: int) -> None:
         task = channel.receive()
         rewards: dict[int, Reward] = TypeAdapter(dict[int, Reward]).validate_python(task["rewards"])
         base, columns = Path(task["base_dir"]), task["columns"]
-        scorers = {index: scorer(reward, base, f"algorithm.rewards[{index}]", columns) for index, reward in rewards.items()}
+        scorers = {
+            index: scorer(reward, base, f"algorithm.rewards[{index}]", columns)
+            for index, reward in rewards.items()
+        }
     except DrumlineError as error:
-        channel.send({"wrong": {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}})
+        channel.send(
+            {
+                "wrong": {
+                    "kind": type(error).__name__,
+                    "what": error.what,
+                    "where": error.where,
+                    "fix": error.fix,
+                }
+            }
+        )
         return
     channel.send({"ready": True})
     with suppress(EOFError):  # the parent closed its end
@@ -78,7 +91,9 @@ def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
         return {"failure": f"raised {redact(f'{class_and_line(error)}: {error}')}"[:LONGEST_REASON]}
     if abs(value) <= LARGEST:
         return {"value": value}
-    return {"failure": f"returned {value}" + (f", beyond ±{LARGEST:g}" if math.isfinite(value) else "")}
+    return {
+        "failure": f"returned {value}" + (f", beyond ±{LARGEST:g}" if math.isfinite(value) else "")
+    }
 
 
 def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None = None) -> Scorer:
@@ -97,7 +112,9 @@ def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None
     return lambda prompt, completion, meta: float(find(completion) is not None)
 
 
-def _function(reward: FunctionReward, base_dir: Path, where: str, columns: list[str] | None) -> Scorer:
+def _function(
+    reward: FunctionReward, base_dir: Path, where: str, columns: list[str] | None
+) -> Scorer:
     function = find_function(reward.path, "rewards", base_dir, f"{where}.path", "a reward", FIX)
     reward = reward.model_copy(update={"options": reveal(reward.options, f"{where}.options")})
     takes = _takes(function, reward, where, columns)
@@ -109,7 +126,9 @@ def _function(reward: FunctionReward, base_dir: Path, where: str, columns: list[
     return score
 
 
-def _takes(function: Callable[..., Any], reward: FunctionReward, where: str, columns: list[str] | None) -> frozenset[str] | None:
+def _takes(
+    function: Callable[..., Any], reward: FunctionReward, where: str, columns: list[str] | None
+) -> frozenset[str] | None:
     """The names of the columns that may be handed over; None: all. Raises ConfigError where it cannot be called as it will be."""
     where = f"{where}.path"
     if inspect.iscoroutinefunction(function):
@@ -123,7 +142,10 @@ def _takes(function: Callable[..., Any], reward: FunctionReward, where: str, col
     try:
         signature.bind_partial(**given)
         if columns is not None:
-            signature.bind(**{name: None for name in columns if takes_all or name in signature.parameters} | given)
+            signature.bind(
+                **{name: None for name in columns if takes_all or name in signature.parameters}
+                | given
+            )
     except TypeError as error:
         rows = "" if columns is None else f" and the rows' columns ({', '.join(columns) or 'none'})"
         fix = "define it as f(prompt, completion, **columns)"
@@ -154,7 +176,8 @@ def _task(reward: TaskReward) -> Scorer:
         try:
             return verifier.score_answer(answer, entry)
         except Exception:  # noqa: BLE001 — a strange answer makes verifiers raise anything
-            verifier.score_answer(entry["answer"], entry)  # raises as well where the answer is not the cause
+            # Raises as well where the answer is not the cause.
+            verifier.score_answer(entry["answer"], entry)
             return 0.0
 
     return score
@@ -169,14 +192,17 @@ def _tuples(value: Any) -> Any:
 def _math(reward: MathReward) -> Scorer:
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of each call without its own alarm; ours is outside
+    # It warns of each call without its own alarm; ours is outside.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
     @lru_cache(maxsize=1024)
     def gold(answer: str) -> Any:
         """A bare formula is LaTeX only between dollars; without them one number of it would be taken for the whole."""
         bare = not any(sign in answer for sign in ("$", "\\boxed", "\\(", "\\["))
         texts = (f"${answer}$", answer) if bare else (answer, f"${answer}$")
-        parsed = next((found for text in texts if (found := parse(text, parsing_timeout=None))), None)
+        parsed = next(
+            (found for text in texts if (found := parse(text, parsing_timeout=None))), None
+        )
         if not parsed:
             raise ValueError(f"column {reward.column!r} holds no formula: {answer[:60]!r}")
         return parsed

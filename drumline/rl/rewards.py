@@ -31,7 +31,14 @@ from drumline import errors
 from drumline.core import heartbeat
 from drumline.core.process import exit_code, start_module
 from drumline.core.redact import reveal
-from drumline.core.rollouts import FunctionReward, LengthReward, MathReward, ModelReward, Reward, TaskReward
+from drumline.core.rollouts import (
+    FunctionReward,
+    LengthReward,
+    MathReward,
+    ModelReward,
+    Reward,
+    TaskReward,
+)
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import require_package
 from drumline.hardware.detect import usable_cores
@@ -80,9 +87,13 @@ def reward_names(configs: Sequence[Reward]) -> list[str]:
     """What each reward is called in events: its `name`, else its function's or its kind; a second one of the same name is `name.2`."""
     names: list[str] = []
     for config in configs:
-        name = config.name or (config.path.rpartition(":")[2] if isinstance(config, FunctionReward) else config.kind)
+        name = config.name or (
+            config.path.rpartition(":")[2] if isinstance(config, FunctionReward) else config.kind
+        )
         numbered = (f"{name}.{number}" for number in count(2))
-        names.append(name if name not in names else next(free for free in numbered if free not in names))
+        names.append(
+            name if name not in names else next(free for free in numbered if free not in names)
+        )
     return names
 
 
@@ -96,7 +107,9 @@ def require(configs: Sequence[Reward]) -> None:
         reveal(getattr(config, "options", {}), f"{where}.options")
 
 
-def check(configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | None = None) -> None:
+def check(
+    configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | None = None
+) -> None:
     """Raises ConfigError or EnvironmentFault for rewards that `require` lets pass and that cannot be computed, before anything is started
     for training.
 
@@ -104,13 +117,24 @@ def check(configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | 
     """
     for index, config in enumerate(configs):
         where = f"algorithm.rewards[{index}]"
-        if columns is not None and isinstance(config, TaskReward) and not {"task", "entry"} <= set(columns):
+        if (
+            columns is not None
+            and isinstance(config, TaskReward)
+            and not {"task", "entry"} <= set(columns)
+        ):
             fix = "take rows of `kind: tasks`, or another reward"
-            raise ConfigError("a reward of kind task needs prompts of reasoning-gym tasks", where=where, fix=fix)
+            raise ConfigError(
+                "a reward of kind task needs prompts of reasoning-gym tasks", where=where, fix=fix
+            )
         if columns is not None and isinstance(config, MathReward) and config.column not in columns:
             there = ", ".join(sorted(columns)) or "none"
-            raise ConfigError(f"no row has a column {config.column!r}; there are: {there}", where=f"{where}.column")
-    functions: dict[int, Reward] = {index: config for index, config in enumerate(configs) if isinstance(config, FunctionReward)}
+            raise ConfigError(
+                f"no row has a column {config.column!r}; there are: {there}",
+                where=f"{where}.column",
+            )
+    functions: dict[int, Reward] = {
+        index: config for index, config in enumerate(configs) if isinstance(config, FunctionReward)
+    }
     if functions:
         Isolated(functions, base_dir, None if columns is None else sorted(columns)).kill()
 
@@ -118,22 +142,29 @@ def check(configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | 
 class Rewards:
     """The rewards of a run, on one rank. Processes start at once, while the caller goes on; they end with `close`, or with the caller."""
 
-    def __init__(self, configs: Sequence[Reward], base_dir: Path, workers: int | None = None) -> None:
+    def __init__(
+        self, configs: Sequence[Reward], base_dir: Path, workers: int | None = None
+    ) -> None:
         """`base_dir`: folder of the YAML. `workers`: processes; None: one a core that this rank may count its own, at most MOST_WORKERS."""
         require(configs)
         self.configs, self.names, self.base_dir = list(configs), reward_names(configs), base_dir
         self.isolated: dict[int, Reward] = {
-            index: config for index, config in enumerate(configs) if not isinstance(config, LengthReward | ModelReward)
+            index: config
+            for index, config in enumerate(configs)
+            if not isinstance(config, LengthReward | ModelReward)
         }
         # A thread for each worker: it starts the process, sends its requests, and replaces it.
-        processes = workers or max(1, min(MOST_WORKERS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        processes = workers or max(
+            1, min(MOST_WORKERS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        )
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix="reward")
         self._own = threading.local()
         self._workers: set[Isolated] = set()
         self._closed = False
         if self.isolated:
             for _ in range(processes):
-                self._pool.submit(self._worker)  # what goes wrong here goes wrong again, and is raised, in `score`
+                # What goes wrong here goes wrong again, and is raised, in `score`.
+                self._pool.submit(self._worker)
 
     def __enter__(self) -> Rewards:
         return self
@@ -149,14 +180,21 @@ class Rewards:
         for worker in self._workers:
             worker.kill()
 
-    def score(self, items: Sequence[Item], given: Mapping[str, Sequence[float]] | None = None) -> list[Scored]:
+    def score(
+        self, items: Sequence[Item], given: Mapping[str, Sequence[float]] | None = None
+    ) -> list[Scored]:
         """What each item is worth, in their order. `given`: the values of rewards of kind model, by reward name, each as long as `items`.
 
         Raises EnvironmentFault where no process can be started.
         """
-        by_item = [{name: float(values[place]) for name, values in (given or {}).items()} for place in range(len(items))]
+        by_item = [
+            {name: float(values[place]) for name, values in (given or {}).items()}
+            for place in range(len(items))
+        ]
         # A process that is late is killed, and another one started: these are the limits here.
-        granted = 2 * (START_SECONDS + sum(config.timeout_seconds for config in self.isolated.values()))
+        granted = 2 * (
+            START_SECONDS + sum(config.timeout_seconds for config in self.isolated.values())
+        )
         scored = []
         heartbeat.alive(granted)
         for one in self._pool.map(self._scored, items, by_item):
@@ -173,11 +211,17 @@ class Rewards:
             if isinstance(config, LengthReward):
                 parts[name] = overlong(item.tokens, config.free, config.limit)
             elif isinstance(config, ModelReward):
-                parts[name], failure = (given[name], None) if math.isfinite(given[name]) else (math.nan, f"returned {given[name]}")
+                parts[name], failure = (
+                    (given[name], None)
+                    if math.isfinite(given[name])
+                    else (math.nan, f"returned {given[name]}")
+                )
             elif self._closed:
                 raise RuntimeError("the rewards were closed while they were computed")
             else:
-                parts[name], failure = self._worker().score(index, item.prompt, item.completion, item.meta, config.timeout_seconds)
+                parts[name], failure = self._worker().score(
+                    index, item.prompt, item.completion, item.meta, config.timeout_seconds
+                )
             weighted = config.weight * parts[name]
             if failure is None and abs(weighted) > LARGEST:
                 parts[name] = math.nan
@@ -292,7 +336,11 @@ class Isolated:
     """
 
     def __init__(
-        self, rewards: dict[int, Reward], base_dir: Path, columns: list[str] | None = None, start_seconds: float = START_SECONDS
+        self,
+        rewards: dict[int, Reward],
+        base_dir: Path,
+        columns: list[str] | None = None,
+        start_seconds: float = START_SECONDS,
     ) -> None:
         """`columns`: those that rows have, where a function is to be checked against them.
 
@@ -300,15 +348,23 @@ class Isolated:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, LONGEST_ANSWER)
         try:
-            self.process = start_module("drumline.rl.guard", str(os.getpid()), str(theirs.fileno()), keeps=[theirs.fileno()])
+            self.process = start_module(
+                "drumline.rl.guard", str(os.getpid()), str(theirs.fileno()), keeps=[theirs.fileno()]
+            )
         except OSError as error:
             ours.close()
-            raise EnvironmentFault(f"a process for rewards cannot be started: {error.strerror}", where=WHERE) from error
+            raise EnvironmentFault(
+                f"a process for rewards cannot be started: {error.strerror}", where=WHERE
+            ) from error
         finally:
             theirs.close()
         dumped = {index: reward.model_dump(mode="json") for index, reward in rewards.items()}
         try:
-            self._start({"base_dir": str(base_dir), "columns": columns, "rewards": dumped}, rewards, start_seconds)
+            self._start(
+                {"base_dir": str(base_dir), "columns": columns, "rewards": dumped},
+                rewards,
+                start_seconds,
+            )
         except BaseException:
             self.kill()
             raise
@@ -320,11 +376,21 @@ class Isolated:
             reply = self.channel.receive(seconds)
         except TimeoutError:
             paths = ", ".join(getattr(reward, "path", reward.kind) for reward in rewards.values())
-            raise EnvironmentFault(f"importing {paths} takes more than {seconds:g} s", where=WHERE, fix="mend what hangs there") from None
+            raise EnvironmentFault(
+                f"importing {paths} takes more than {seconds:g} s",
+                where=WHERE,
+                fix="mend what hangs there",
+            ) from None
         except (EOFError, OSError, Garbled) as error:
-            how = NOT_ITS_OWN if isinstance(error, Garbled) else ending(exit_code(self.process, END_SECONDS))
+            how = (
+                NOT_ITS_OWN
+                if isinstance(error, Garbled)
+                else ending(exit_code(self.process, END_SECONDS))
+            )
             fix = "look for the reason in the rank's log, or above"
-            raise EnvironmentFault(f"a process for rewards {how} while it started", where=WHERE, fix=fix) from None
+            raise EnvironmentFault(
+                f"a process for rewards {how} while it started", where=WHERE, fix=fix
+            ) from None
         if mistake := reply.get("wrong"):
             kind: type[DrumlineError] = getattr(errors, mistake["kind"])
             raise kind(mistake["what"], where=mistake["where"], fix=mistake["fix"])
@@ -333,11 +399,19 @@ class Isolated:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def score(self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float) -> Rewarded:
+    def score(
+        self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float
+    ) -> Rewarded:
         """One reward of one completion. A process that is late or ends is killed: `alive` is False then."""
         # A reward that writes on the socket does not know it, so an answer can neither be made up nor taken for that of another.
         token = secrets.token_hex(8)
-        request = {"token": token, "index": index, "prompt": prompt, "completion": completion, "meta": meta}
+        request = {
+            "token": token,
+            "index": index,
+            "prompt": prompt,
+            "completion": completion,
+            "meta": meta,
+        }
         try:
             self.channel.send(request, timeout_seconds)
             reply = self.channel.receive(timeout_seconds)
@@ -356,7 +430,8 @@ class Isolated:
 
     def kill(self) -> None:
         """End the process and what its rewards have started, and wait for it."""
-        exit_code(self.process, 1.0 if self.channel.ended else 0.0)  # it may be about to end by itself
+        # It may be about to end by itself.
+        exit_code(self.process, 1.0 if self.channel.ended else 0.0)
         self.process.terminate()
         if exit_code(self.process, END_SECONDS) is None:
             self.process.kill()

@@ -62,7 +62,8 @@ class Sampled:
     """Groups of samples, prompt by prompt."""
 
     samples: list[Sample]
-    parts: dict[str, float]  # mean of each reward's values in the last draw, NaN where there was none
+    # Mean of each reward's values in the last draw, NaN where there was none.
+    parts: dict[str, float]
     failures: dict[str, Counter[str]]  # in the last draw: reward → reason → episodes
     sampler_gap: float | None = None  # of the sampler that drew the last of them, see SamplerCheck
 
@@ -92,7 +93,12 @@ class Drawn:
     """The prompts of a rollout, and their completions, when these are asked for. `sampler_gap`: of the sampler of those that are sampled
     ahead, as it was when they were begun."""
 
-    def __init__(self, ids: list[int], complete: Callable[[], list[Completion]], sampler_gap: float | None = None) -> None:
+    def __init__(
+        self,
+        ids: list[int],
+        complete: Callable[[], list[Completion]],
+        sampler_gap: float | None = None,
+    ) -> None:
         self.ids, self._complete, self.sampler_gap = ids, complete, sampler_gap
 
     @cached_property
@@ -107,7 +113,11 @@ class Drawn:
 
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> Drawn:
-        return cls(state["ids"], lambda: [Completion(*each) for each in state["completions"]], state.get("sampler_gap"))
+        return cls(
+            state["ids"],
+            lambda: [Completion(*each) for each in state["completions"]],
+            state.get("sampler_gap"),
+        )
 
 
 @dataclass
@@ -120,8 +130,10 @@ class Rollouts:
     held_out: Mapping[str, TokenCache]  # by name of the evaluation set
     curriculum: Curriculum
     kl: KLController
-    sample: Callable[[list[Request], int, bool], list[Completion]]  # (requests, step, greedy), collective
-    begin: Callable[[list[Request], int], Together]  # (requests, step), collective: the same while training goes on
+    # (requests, step, greedy), collective.
+    sample: Callable[[list[Request], int, bool], list[Completion]]
+    # (requests, step), collective: the same while training goes on.
+    begin: Callable[[list[Request], int], Together]
     check: SamplerCheck  # which `sample` and `begin` make of the sampler
     rewards: Rewards
     reading: Reading
@@ -140,7 +152,9 @@ class Rollouts:
         if state:
             self.curriculum.load(state["curriculum"])
             self.has_rewards = state.get("has_rewards", True)  # older checkpoints do not say
-            if self.kl.target is not None and self.kl.coefficient and state["kl"]:  # what is fixed is the config's
+            if (
+                self.kl.target is not None and self.kl.coefficient and state["kl"]
+            ):  # what is fixed is the config's
                 self.kl.coefficient = state["kl"]
         assert self.plan.steps is not None
         drawn = Drawn.load(state["ahead"]) if state.get("ahead") else None
@@ -152,11 +166,15 @@ class Rollouts:
             drawn = None
             if self.algorithm.lookahead and following < self.plan.steps:
                 with self._spend("generate"):
-                    drawn = self._draw(self._wanted // self.algorithm.group_size, following, position)
+                    drawn = self._draw(
+                        self._wanted // self.algorithm.group_size, following, position
+                    )
             with self._spend("infer"):
                 episodes, metrics = self._learnable(sampled)
             began = time.time()
-            self._trained = partial(self._report_trained, began, following, sampled, position - begins, metrics)
+            self._trained = partial(
+                self._report_trained, began, following, sampled, position - begins, metrics
+            )
             yield from self._batches(episodes, sampled, step, position, drawn)
             self.report()
             step = following
@@ -167,7 +185,9 @@ class Rollouts:
         if trained is not None:
             trained()
 
-    def _report_trained(self, began: float, step: int, sampled: Sampled, drawn: int, metrics: dict[str, float]) -> None:
+    def _report_trained(
+        self, began: float, step: int, sampled: Sampled, drawn: int, metrics: dict[str, float]
+    ) -> None:
         self.seconds["train"] = time.time() - began
         self._report(step, sampled, drawn, metrics)
 
@@ -188,7 +208,9 @@ class Rollouts:
             return Drawn(repeated, lambda: begun.result, self.check.gap)
         return Drawn(repeated, partial(self.sample, requests, step, False))
 
-    def _batches(self, episodes: Episodes, sampled: Sampled, step: int, position: int, ahead: Drawn | None) -> Iterator[GlobalBatch]:
+    def _batches(
+        self, episodes: Episodes, sampled: Sampled, step: int, position: int, ahead: Drawn | None
+    ) -> Iterator[GlobalBatch]:
         """The optimizer steps of a rollout: passes over all its episodes, shuffled anew. `ahead`: the next rollout."""
         algorithm, batch = self.algorithm, self.plan.batch
         size = batch.global_samples
@@ -202,13 +224,28 @@ class Rollouts:
         if ahead is not None:
             state["ahead"] = ahead.state
         for epoch in range(algorithm.epochs):
-            order = np.random.default_rng(derive(self.plan.config.run.seed, "episodes", step, epoch)).permutation(len(episodes))
+            order = np.random.default_rng(
+                derive(self.plan.config.run.seed, "episodes", step, epoch)
+            ).permutation(len(episodes))
             for number in range(algorithm.minibatches):
                 picks = order[number * size : (number + 1) * size]
-                micro_batches, tokens = self.reading.micro_batches(episodes, picks.tolist(), batch.accumulation, batch.micro_batch)
+                micro_batches, tokens = self.reading.micro_batches(
+                    episodes, picks.tolist(), batch.accumulation, batch.micro_batch
+                )
                 last = epoch == algorithm.epochs - 1 and number == algorithm.minibatches - 1
-                of_all = float(episodes.weight_N[picks].double().sum()), int(episodes.lengths[picks].sum())
-                yield GlobalBatch(list(micro_batches), ids[picks], position, tokens, checkpointable=last, state=state, of_all=of_all)
+                of_all = (
+                    float(episodes.weight_N[picks].double().sum()),
+                    int(episodes.lengths[picks].sum()),
+                )
+                yield GlobalBatch(
+                    list(micro_batches),
+                    ids[picks],
+                    position,
+                    tokens,
+                    checkpointable=last,
+                    state=state,
+                    of_all=of_all,
+                )
 
     def _check_rewards(self, step: int, sampled: Sampled, drawn: int) -> None:
         """Raise TrainingStopped if the run learns nothing because of its rewards.
@@ -262,20 +299,32 @@ class Rollouts:
                 fresh = self._score(self.prompts, ids, completions)
             by_domain: dict[str, list[float]] = {}
             for sample in fresh.samples:
-                by_domain.setdefault(sample.domain, []).extend([] if math.isnan(sample.reward) else [sample.reward])
+                by_domain.setdefault(sample.domain, []).extend(
+                    [] if math.isnan(sample.reward) else [sample.reward]
+                )
             self.curriculum.learn(by_domain)
             position, drawn = position + len(ids) // size, None
             for group, different in enumerate(fresh.differ(size)):
-                (kept if different or algorithm.rounds == 1 else spare).extend(fresh.samples[group * size : (group + 1) * size])
+                (kept if different or algorithm.rounds == 1 else spare).extend(
+                    fresh.samples[group * size : (group + 1) * size]
+                )
             if len(kept) == wanted:
                 break
         return replace(fresh, samples=[*kept, *spare][:wanted], sampler_gap=sampler_gap), position
 
-    def _requests(self, cache: TokenCache, ids: list[int], keys: list[tuple[int, int]]) -> list[Request]:
-        return [Request(cache.segments(prompt)[0][0].tolist(), key) for prompt, key in zip(ids, keys, strict=True)]
+    def _requests(
+        self, cache: TokenCache, ids: list[int], keys: list[tuple[int, int]]
+    ) -> list[Request]:
+        return [
+            Request(cache.segments(prompt)[0][0].tolist(), key)
+            for prompt, key in zip(ids, keys, strict=True)
+        ]
 
     def _score(self, cache: TokenCache, ids: list[int], completions: list[Completion]) -> Sampled:
-        episodes = [(cache.segments(prompt)[0][0].tolist(), each) for prompt, each in zip(ids, completions, strict=True)]
+        episodes = [
+            (cache.segments(prompt)[0][0].tolist(), each)
+            for prompt, each in zip(ids, completions, strict=True)
+        ]
         metas = [cache.meta(prompt) for prompt in ids]
         columns = [{**meta, **meta.get(OWN, {})} for meta in metas]
         items = [
@@ -285,7 +334,11 @@ class Rollouts:
         batch = _episodes(episodes)
         given = {name: read(batch).tolist() for name, read in self.readers.rewards.items()}
         rank, ranks = place()  # each episode is scored once in the world
-        shares = from_all(self.rewards.score(items[rank::ranks], {name: values[rank::ranks] for name, values in given.items()}))
+        shares = from_all(
+            self.rewards.score(
+                items[rank::ranks], {name: values[rank::ranks] for name, values in given.items()}
+            )
+        )
         scored = [shares[index % ranks][index // ranks] for index in range(len(items))]
         penalty = self.algorithm.missing_stop_penalty
         samples = []
@@ -297,7 +350,9 @@ class Rollouts:
         parts = {name: _mean([one.parts[name] for one in scored]) for name in self.rewards.names}
         reasons = {}
         for name in self.rewards.names:
-            reasons[name] = count_reasons(one.failures[name] for one in scored if name in one.failures)
+            reasons[name] = count_reasons(
+                one.failures[name] for one in scored if name in one.failures
+            )
         return Sampled(samples, parts, {name: found for name, found in reasons.items() if found})
 
     def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
@@ -305,14 +360,28 @@ class Rollouts:
         episodes, metrics = _episodes([sample.episode for sample in sampled.samples]), {}
         if self.readers.policy is not None:
             policy = self.readers.policy(episodes)
-            episodes = replace(episodes, log_probs_NM=policy[0], values_NM=policy[1] if len(policy) > 1 else episodes.values_NM)
+            episodes = replace(
+                episodes,
+                log_probs_NM=policy[0],
+                values_NM=policy[1] if len(policy) > 1 else episodes.values_NM,
+            )
         if self.readers.value is not None:
             episodes = replace(episodes, values_NM=self.readers.value(episodes)[0])
         kl_NM = torch.zeros_like(episodes.log_probs_NM)
         if self.readers.reference is not None:
             episodes = replace(episodes, reference_log_probs_NM=self.readers.reference(episodes)[0])
-            kl_NM = divergence(episodes.log_probs_NM, episodes.reference_log_probs_NM, self.algorithm.kl.estimator) * episodes.mask_NM
-            metrics = {"kl": float(kl_NM.sum() / episodes.mask_NM.sum().clamp(min=1)), "kl_coefficient": self.kl.coefficient}
+            kl_NM = (
+                divergence(
+                    episodes.log_probs_NM,
+                    episodes.reference_log_probs_NM,
+                    self.algorithm.kl.estimator,
+                )
+                * episodes.mask_NM
+            )
+            metrics = {
+                "kl": float(kl_NM.sum() / episodes.mask_NM.sum().clamp(min=1)),
+                "kl_coefficient": self.kl.coefficient,
+            }
         rewards_N = torch.tensor(sampled.rewards, dtype=torch.float32)
         episodes = self.algorithm.credited(episodes, rewards_N, kl_NM * self.kl.coefficient)
         if metrics:
@@ -325,10 +394,16 @@ class Rollouts:
         samples, by_set, failures = list[Sample](), dict[str, float](), dict[str, Counter[str]]()
         for name, cache in self.held_out.items():
             ids = list(range(len(cache)))
-            completions = self.sample(self._requests(cache, ids, [(prompt, 0) for prompt in ids]), step, True)
+            completions = self.sample(
+                self._requests(cache, ids, [(prompt, 0) for prompt in ids]), step, True
+            )
             sampled = self._score(cache, ids, completions)
             samples += sampled.samples
-            by_set |= {f"{name}/{key}": value for key, value in _answered(sampled.samples).items()} if name else {}
+            by_set |= (
+                {f"{name}/{key}": value for key, value in _answered(sampled.samples).items()}
+                if name
+                else {}
+            )
             for reward, reasons in sampled.failures.items():
                 failures.setdefault(reward, Counter()).update(reasons)
         return (_answered(samples) | by_set if samples else {}), len(samples), failures
@@ -344,7 +419,14 @@ class Rollouts:
         yield
         self.seconds[kind] = self.seconds.get(kind, 0.0) + time.time() - began
 
-    def _report(self, step: int, sampled: Sampled, drawn: int, metrics: dict[str, float], trained: bool = True) -> None:
+    def _report(
+        self,
+        step: int,
+        sampled: Sampled,
+        drawn: int,
+        metrics: dict[str, float],
+        trained: bool = True,
+    ) -> None:
         """Emit what a rollout was. `trained`: whether steps learned from it."""
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
         drawn_of = Counter(sample.domain for sample in sampled.samples)
@@ -364,12 +446,17 @@ class Rollouts:
             groups_differ=groups_differ,
             left_out=sampled.left_out,
             rewards=sampled.parts,
-            shares={domain: count / len(sampled.samples) for domain, count in sorted(drawn_of.items())},
+            shares={
+                domain: count / len(sampled.samples) for domain, count in sorted(drawn_of.items())
+            },
             failures=sampled.failures,
             sampler_gap=sampled.sampler_gap,
             trained=trained,
             **_lengths(sampled.samples),
-            **{f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")},
+            **{
+                f"{kind}_s": self.seconds.get(kind, 0.0)
+                for kind in ("generate", "reward", "infer", "train")
+            },
             metrics=_means(sampled.samples) | metrics,
         )
         self.emit(made)
@@ -389,7 +476,10 @@ class Rollouts:
 
 
 def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:
-    prompts, completions = [np.asarray(p, np.int64) for p, _ in made], [np.asarray(c.tokens, np.int64) for _, c in made]
+    prompts, completions = (
+        [np.asarray(p, np.int64) for p, _ in made],
+        [np.asarray(c.tokens, np.int64) for _, c in made],
+    )
     episodes = Episodes.start(prompts, completions, [completion.ended for _, completion in made])
     sampler_NM = torch.zeros_like(episodes.log_probs_NM)
     for row, (_, completion) in enumerate(made):
@@ -420,7 +510,10 @@ def _answered(samples: list[Sample]) -> dict[str, float]:
 def _means(samples: list[Sample]) -> dict[str, float]:
     """reward/DOMAIN → mean reward."""
     domains = sorted({sample.domain for sample in samples})
-    return {f"reward/{domain}": _mean([s.reward for s in samples if s.domain == domain]) for domain in domains}
+    return {
+        f"reward/{domain}": _mean([s.reward for s in samples if s.domain == domain])
+        for domain in domains
+    }
 
 
 def _lengths(samples: list[Sample]) -> dict[str, float]:

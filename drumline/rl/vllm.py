@@ -38,7 +38,15 @@ from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.foreign import require_package
-from drumline.rl.generate import WHERE, Completion, Request, Weights, place, request_seed, require_room
+from drumline.rl.generate import (
+    WHERE,
+    Completion,
+    Request,
+    Weights,
+    place,
+    request_seed,
+    require_room,
+)
 
 SHARD_BYTES = 2 * 2**30  # of a file of weights: what rank 0 has in host memory at once
 TOKEN = "token_id:"
@@ -57,14 +65,24 @@ class Server:
         user, at, host = parts.netloc.rpartition("@")
         # http.client takes no user:password in an address, and a line that names the server may not have it.
         self.basic = base64.b64encode(urllib.parse.unquote(user).encode()).decode() if at else None
-        self.url, self.timeout_seconds, self.where = parts._replace(netloc=host).geturl(), timeout_seconds, where
+        self.url, self.timeout_seconds, self.where = (
+            parts._replace(netloc=host).geturl(),
+            timeout_seconds,
+            where,
+        )
         self.found = False
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def request(self, path: str, body: dict[str, Any] | None = None, fixes: dict[int, str] | None = None) -> Any:
+    def request(
+        self, path: str, body: dict[str, Any] | None = None, fixes: dict[int, str] | None = None
+    ) -> Any:
         """The JSON that the server answers to a GET, or to a POST of `body`; None where that is empty. `fixes`: how to mend it, by HTTP
         status."""
-        data, headers = (None, {}) if body is None else (json.dumps(body).encode(), {"Content-Type": "application/json"})
+        data, headers = (
+            (None, {})
+            if body is None
+            else (json.dumps(body).encode(), {"Content-Type": "application/json"})
+        )
         request = urllib.request.Request(self.url + path, data, headers)
         if key := os.environ.get("VLLM_API_KEY"):
             request.add_unredirected_header("Authorization", f"Bearer {key}")
@@ -77,14 +95,23 @@ class Server:
                 text = answer.read()
             return json.loads(text) if text.strip() else None
         except urllib.error.HTTPError as error:
-            raise self.fault(f"{what} was answered {error.code}: {_reason(error)}", (fixes or {}).get(error.code)) from None
+            raise self.fault(
+                f"{what} was answered {error.code}: {_reason(error)}", (fixes or {}).get(error.code)
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             cause = error.reason if isinstance(error, urllib.error.URLError) else error
             if isinstance(cause, TimeoutError):
-                raise self.fault(f"{what} took longer than {self.timeout_seconds:g} s", "raise timeout_seconds") from None
-            raise self.fault(f"{what}: {cause or type(cause).__name__}", "start it with `vllm serve MODEL`, or mend the url") from None
+                raise self.fault(
+                    f"{what} took longer than {self.timeout_seconds:g} s", "raise timeout_seconds"
+                ) from None
+            raise self.fault(
+                f"{what}: {cause or type(cause).__name__}",
+                "start it with `vllm serve MODEL`, or mend the url",
+            ) from None
         except ValueError:
-            raise self.fault(f"{what} was answered with what is no JSON", "is it vLLM that listens there?") from None
+            raise self.fault(
+                f"{what} was answered with what is no JSON", "is it vLLM that listens there?"
+            ) from None
 
     def fault(self, what: str, fix: str | None = None) -> DrumlineError:
         return (DrumlineError if self.found else EnvironmentFault)(what, where=self.where, fix=fix)
@@ -147,20 +174,30 @@ class VLLMServer(VLLMClient):
         """Raises EnvironmentFault where no healthy server answers at `config.url`."""
         assert config.url is not None
         super().__init__(config, tokenizer, seed)
-        self.server = Server(reveal(config.url, f"{WHERE}.url"), config.timeout_seconds, f"{WHERE}.url")
+        self.server = Server(
+            reveal(config.url, f"{WHERE}.url"), config.timeout_seconds, f"{WHERE}.url"
+        )
         self.server.request("/health")
         served = self.server.request("/v1/models")
         try:
-            self.model, self.positions = str(served["data"][0]["id"]), served["data"][0].get("max_model_len")
+            self.model, self.positions = (
+                str(served["data"][0]["id"]),
+                served["data"][0].get("max_model_len"),
+            )
         except (TypeError, KeyError, IndexError):
-            raise self.server.fault("/v1/models does not name a model", "is it vLLM that listens there?") from None
+            raise self.server.fault(
+                "/v1/models does not name a model", "is it vLLM that listens there?"
+            ) from None
         self.server.found, self.probed = True, False
 
     def _generate(self, requests: list[Request], step: int) -> list[Completion]:
         if not self.probed:
             self._require_log_probs(requests[0])
         with ThreadPoolExecutor(self.config.batch) as threads:
-            answers = [threads.submit(self._complete, self._requested(request, step)) for request in requests]
+            answers = [
+                threads.submit(self._complete, self._requested(request, step))
+                for request in requests
+            ]
             try:
                 return [answer.result() for answer in answers]
             except DrumlineError:
@@ -176,12 +213,23 @@ class VLLMServer(VLLMClient):
         try:
             choice = answer["choices"][0]
             tokens = [int(token.removeprefix(TOKEN)) for token in choice["logprobs"]["tokens"]]
-            made = Completion(tokens, [float(p) for p in choice["logprobs"]["token_logprobs"]], choice["finish_reason"] == "stop")
-            whole = made.tokens and len(made.tokens) == len(made.log_probs) and choice["finish_reason"] in ("stop", "length")
+            made = Completion(
+                tokens,
+                [float(p) for p in choice["logprobs"]["token_logprobs"]],
+                choice["finish_reason"] == "stop",
+            )
+            whole = (
+                made.tokens
+                and len(made.tokens) == len(made.log_probs)
+                and choice["finish_reason"] in ("stop", "length")
+            )
         except (TypeError, KeyError, IndexError, ValueError, AttributeError):
             whole = False
         if not whole:
-            raise self.server.fault(f"/v1/completions gave no tokens with log-probs: {str(answer)[:200]}", "it takes vLLM 0.22 or later")
+            raise self.server.fault(
+                f"/v1/completions gave no tokens with log-probs: {str(answer)[:200]}",
+                "it takes vLLM 0.22 or later",
+            )
         return made
 
     def _require_log_probs(self, request: Request) -> None:
@@ -189,7 +237,9 @@ class VLLMServer(VLLMClient):
         is not the kind needed."""
         needed = self.config.temperature != 1
         # Without cuts both are the same; and a greedy choice is no sample, so nothing reads its log-prob.
-        either = self.config.top_k == 1 or (not needed and self.config.top_p == 1 and self.config.top_k == 0)
+        either = self.config.top_k == 1 or (
+            not needed and self.config.top_p == 1 and self.config.top_k == 0
+        )
         if not either and self._gives_processed_log_probs(request) != needed:
             kind = "processed_logprobs" if needed else "raw_logprobs"
             what = f"temperature {self.config.temperature:g} needs log-probs that this server does not give"
@@ -207,7 +257,10 @@ class VLLMServer(VLLMClient):
             own = {"max_tokens": 1, "allowed_token_ids": [token]}
             made = self._complete(self._requested(request, 0) | own)
             if made.tokens != [token]:
-                raise self.server.fault("/v1/completions does not keep to allowed_token_ids", "it takes vLLM 0.22 or later")
+                raise self.server.fault(
+                    "/v1/completions does not keep to allowed_token_ids",
+                    "it takes vLLM 0.22 or later",
+                )
             if made.log_probs[0] < math.log(0.5):
                 return False
         return True
@@ -228,15 +281,22 @@ class WeightFolder:
         failure: DrumlineError | None = None
         folder = self.folder / f"{self.turn % 2}"
         if place()[0] == 0:
-            for number, shard in enumerate(_shards(weights, self.dtype)):  # to the end also where one fails: the other ranks go on
+            for number, shard in enumerate(
+                _shards(weights, self.dtype)
+            ):  # to the end also where one fails: the other ranks go on
                 failure = failure or self._save(shard, folder, number)
             try:
                 if failure is None:
                     unread = f"the server must see {folder} under the same path; {DEV_MODE}"
                     fixes = {404: DEV_MODE, 500: unread, 400: unread}
-                    self.server.request("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fixes)
+                    self.server.request(
+                        "/collective_rpc",
+                        {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+                        fixes,
+                    )
                     self.server.request("/reset_prefix_cache", {}, fixes)
-                    shutil.rmtree(self.folder / f"{(self.turn + 1) % 2}", ignore_errors=True)  # the previous weights: nothing reads them
+                    # The previous weights: nothing reads them.
+                    shutil.rmtree(self.folder / f"{(self.turn + 1) % 2}", ignore_errors=True)
             except DrumlineError as error:
                 failure = error
         else:
@@ -247,18 +307,26 @@ class WeightFolder:
         if failure is not None:
             raise failure
         if any(failed):
-            raise DrumlineError("rank 0 could not hand over the weights; its log has the reason", where=WHERE)
+            raise DrumlineError(
+                "rank 0 could not hand over the weights; its log has the reason", where=WHERE
+            )
 
-    def _save(self, shard: dict[str, torch.Tensor], folder: Path, number: int) -> EnvironmentFault | None:
+    def _save(
+        self, shard: dict[str, torch.Tensor], folder: Path, number: int
+    ) -> EnvironmentFault | None:
         """Why a file of weights cannot be written; None if it is."""
         try:
             if number == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
-            save_file(shard, folder / f"model-{number + 1:05d}.safetensors", metadata={"format": "pt"})
+            save_file(
+                shard, folder / f"model-{number + 1:05d}.safetensors", metadata={"format": "pt"}
+            )
         except (OSError, SafetensorError) as error:
             fix = f"set {WHERE}.folder to a folder with room"
-            return EnvironmentFault(f"weights cannot be written: {error}", where=str(self.folder), fix=fix)
+            return EnvironmentFault(
+                f"weights cannot be written: {error}", where=str(self.folder), fix=fix
+            )
         return None
 
 
@@ -266,7 +334,11 @@ def _shards(weights: Weights, dtype: torch.dtype) -> Iterator[dict[str, torch.Te
     """The weights on the host, in parts of at most SHARD_BYTES, or of one tensor."""
     shard, size = dict[str, torch.Tensor](), 0
     for name, tensor in weights:
-        kept = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True).contiguous()
+        kept = (
+            tensor.detach()
+            .to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
+            .contiguous()
+        )
         if shard and size + kept.nbytes > SHARD_BYTES:
             yield shard
             shard, size = {}, 0
@@ -305,11 +377,16 @@ class VLLMEngine(VLLMClient):
         prompts = [{"prompt_token_ids": request.tokens} for request in requests]
         parameters = [SamplingParams(**self.parameters(request, step)) for request in requests]
         completions = list[Completion]()
-        for made in (output.outputs[0] for output in self.llm.generate(prompts, parameters, use_tqdm=False)):
+        for made in (
+            output.outputs[0] for output in self.llm.generate(prompts, parameters, use_tqdm=False)
+        ):
             tokens = list(made.token_ids)
             if not tokens or made.finish_reason not in ("stop", "length") or made.logprobs is None:
                 raise DrumlineError(f"vLLM gave up a request: {made.finish_reason}", where=WHERE)
-            log_probs = [float(step[token].logprob) for token, step in zip(tokens, made.logprobs, strict=True)]
+            log_probs = [
+                float(step[token].logprob)
+                for token, step in zip(tokens, made.logprobs, strict=True)
+            ]
             completions.append(Completion(tokens, log_probs, made.finish_reason == "stop"))
         return completions
 
@@ -365,7 +442,9 @@ def _engine(
         )
     except (RuntimeError, ValueError, OSError) as error:
         first = str(error).strip().splitlines()[:1]
-        raise EnvironmentFault(f"vLLM does not start: {first[0] if first else type(error).__name__}", where=WHERE) from None
+        raise EnvironmentFault(
+            f"vLLM does not start: {first[0] if first else type(error).__name__}", where=WHERE
+        ) from None
 
 
 def _with_rows(config: Any, rows: int) -> Any:

@@ -40,10 +40,15 @@ frozen_engines: WeakSet[ForwardEngine] = WeakSet()
 def stats_with_frozen(engine: Engine) -> MemoryStats:
     """Bytes that this rank holds of the trainable model, and of the frozen ones beside it."""
     stats = engine.memory_stats()
-    return stats._replace(parameters=stats.parameters + sum(frozen.memory_stats().parameters for frozen in frozen_engines))
+    return stats._replace(
+        parameters=stats.parameters
+        + sum(frozen.memory_stats().parameters for frozen in frozen_engines)
+    )
 
 
-def build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str] = frozenset(), role: str | None = None) -> Engine:
+def build_engine(
+    plan: Plan, device: str, checkpoint_keys: frozenset[str] = frozenset(), role: str | None = None
+) -> Engine:
     """The model on this rank, spread as planned, then filled: each rank reads or draws what it holds. Where other roles are trained
     beside the policy it is a `CompositeEngine` of them.
 
@@ -54,7 +59,9 @@ def build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str] = froz
         chosen = plan.roles[role]
         if chosen.trainable:
             return _trained(plan.of_role(role), device, checkpoint_keys, chosen.head)
-        frozen = _frozen(plan.of_role(role), device, chosen.head, as_deepspeed=plan.engine == "deepspeed")
+        frozen = _frozen(
+            plan.of_role(role), device, chosen.head, as_deepspeed=plan.engine == "deepspeed"
+        )
         frozen_engines.add(frozen)
         return cast(Engine, frozen)
     trainable = {name: chosen for name, chosen in plan.roles.items() if chosen.trainable}
@@ -62,8 +69,13 @@ def build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str] = froz
     policy = _trained(plan, device, frozenset(of_role(names, POLICY)), plan.config.head)
     if not trainable:
         return policy
-    engines = {n: _trained(plan.of_role(n), device, frozenset(of_role(names, n)), chosen.head) for n, chosen in trainable.items()}
-    return CompositeEngine({POLICY: policy, **engines}, {n: chosen.lr_ratio for n, chosen in trainable.items()})
+    engines = {
+        n: _trained(plan.of_role(n), device, frozenset(of_role(names, n)), chosen.head)
+        for n, chosen in trainable.items()
+    }
+    return CompositeEngine(
+        {POLICY: policy, **engines}, {n: chosen.lr_ratio for n, chosen in trainable.items()}
+    )
 
 
 def _trained(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head) -> Engine:
@@ -75,10 +87,16 @@ def _trained(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Hea
     freeze(model, config.model.freeze)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, config.run.seed)
-    if plan.engine != "deepspeed":  # it keeps all weights low, and fp32 values of the trainable ones besides
+    if (
+        plan.engine != "deepspeed"
+    ):  # it keeps all weights low, and fp32 values of the trainable ones besides
         keep_frozen_low(plan, model)
     if isinstance(config.adapter, LoRAConfig) and config.adapter.quantize != "none":
-        pack(model, config.adapter.quantize, gathered_in(plan) or LOW_PRECISION.get(plan.precision, torch.float32))
+        pack(
+            model,
+            config.adapter.quantize,
+            gathered_in(plan) or LOW_PRECISION.get(plan.precision, torch.float32),
+        )
     values = Values(source, device, config.run.seed, checkpoint_keys)
     return config.strategy.prepare(plan, model, values) or _prepared(plan, model, values)
 
@@ -90,7 +108,9 @@ def _prepared(plan: Plan, model: Any, values: Values, trains: bool = True, **opt
 
         if options:
             return own_pipeline.prepare(plan, model, values, **options)
-        return pipeline.prepare(plan, model, values, pipeline.PipelineEngine if trains else pipeline.ForwardPipeline)
+        return pipeline.prepare(
+            plan, model, values, pipeline.PipelineEngine if trains else pipeline.ForwardPipeline
+        )
     return prepare(plan, model, values, NativeEngine if trains else ForwardEngine, **options)
 
 
@@ -121,8 +141,14 @@ def build_module(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or name in unfrozen)
     values = Values(source, device, plan.config.run.seed, checkpoint_keys)
-    options: dict[str, Any] = {"plain": True, "make_optimizer": make_optimizer, "overlaps": overlaps}
-    return plan.config.strategy.prepare(plan, model, values, **options) or _prepared(plan, model, values, **options)
+    options: dict[str, Any] = {
+        "plain": True,
+        "make_optimizer": make_optimizer,
+        "overlaps": overlaps,
+    }
+    return plan.config.strategy.prepare(plan, model, values, **options) or _prepared(
+        plan, model, values, **options
+    )
 
 
 def lay_out_spreadable(
@@ -132,10 +158,14 @@ def lay_out_spreadable(
     requires, ModelError where `build` makes none."""
     schedule = plan.pipeline.schedule if plan.pipeline else ""
     lacks = {
-        "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if not tp_plan else "",
+        "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows"
+        if not tp_plan
+        else "",
         "cp": "context parallelism requires attention that it knows, that of a Hugging Face model",
         "ep": "expert parallelism requires a mixture of experts that it knows, that of a Hugging Face model",
-        "pp": f"schedule {schedule} requires a Hugging Face model" if schedule in ("interleaved", "zero_bubble") else "",
+        "pp": f"schedule {schedule} requires a Hugging Face model"
+        if schedule in ("interleaved", "zero_bubble")
+        else "",
     }
     for degree, what in lacks.items():
         if getattr(plan.mesh, degree) > 1 and what:
@@ -147,11 +177,23 @@ def lay_out_spreadable(
         raise PlanError(what, where="strategy.sequence_parallel", fix="take it out")
     model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)
     deepspeed = plan.engine == "deepspeed"
-    cut = deepspeed or plan.data_parallel == "fsdp2" or plan.config.strategy.optimizer_shards(plan.mesh) > 1
+    cut = (
+        deepspeed
+        or plan.data_parallel == "fsdp2"
+        or plan.config.strategy.optimizer_shards(plan.mesh) > 1
+    )
     require_trainable(model, cut=cut, deepspeed=deepspeed)
     set_blocks(model, units)
-    if unknown := [key for key in tp_plan or () if not any(fnmatchcase(name, key) for name, _ in model.named_modules())]:
-        raise PlanError(f"the model has no module {unknown[0]}", where="tp_plan", fix="name modules as model.named_modules() has them")
+    if unknown := [
+        key
+        for key in tp_plan or ()
+        if not any(fnmatchcase(name, key) for name, _ in model.named_modules())
+    ]:
+        raise PlanError(
+            f"the model has no module {unknown[0]}",
+            where="tp_plan",
+            fix="name modules as model.named_modules() has them",
+        )
     if plan.activation_checkpointing != "none":
         recomputed_by_blocks(model)
     freeze(model, plan.config.model.freeze)
@@ -181,23 +223,34 @@ def _frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardE
         keep_low([model] if casts or pure else blocks(model), dtype, vectors=pure)
         if not (casts or pure):
             give_fp32(model)
-    engine: ForwardEngine = _prepared(plan, model, Values(source, device, plan.config.run.seed), trains=False)
+    engine: ForwardEngine = _prepared(
+        plan, model, Values(source, device, plan.config.run.seed), trains=False
+    )
     if pure:
         engine.autocast_dtype = None
     return engine
 
 
-def _lay_out(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head, draws: bool = True) -> tuple[Any, Source]:
+def _lay_out(
+    plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head, draws: bool = True
+) -> tuple[Any, Source]:
     config = plan.config
     # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
     place = "cpu" if plan.engine == "pipeline" else device
     seed = derive(config.run.seed, "weights")
-    options: dict[str, Any] = {"checkpoint_keys": checkpoint_keys, "head": head, "labels": plan.labels, "draws": draws}
+    options: dict[str, Any] = {
+        "checkpoint_keys": checkpoint_keys,
+        "head": head,
+        "labels": plan.labels,
+        "draws": draws,
+    }
     options["draw_device"] = plan.device
     model, source = lay_out(plan.model_path, config.model, seed, place, **options)
     if head != "image":
         attend_by_documents(model, plan)
-    if head in LM and device != "cpu":  # on a CPU it was tried before the launch; a GPU has kernels of its own
+    if (
+        head in LM and device != "cpu"
+    ):  # on a CPU it was tried before the launch; a GPU has kernels of its own
         require_next_token(model, device, config.packs)
     # On a GPU a call for each document may cost more than the tokens that are spared: nobody has measured it.
     shares = device == "cpu" and head in LM and config.algorithm.shares_prompts

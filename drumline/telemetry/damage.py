@@ -17,11 +17,17 @@ def _float(text: str) -> float | str:
 
 
 def _whole(text: str) -> int | str:
-    return int(text) if len(text) < 19 or (len(text) < MOST_DIGITS and abs(int(text)) < MOST_WHOLE) else text[:MOST_DIGITS]
+    return (
+        int(text)
+        if len(text) < 19 or (len(text) < MOST_DIGITS and abs(int(text)) < MOST_WHOLE)
+        else text[:MOST_DIGITS]
+    )
 
 
 _JSON = json.JSONDecoder(
-    parse_float=_float, parse_int=_whole, parse_constant={"NaN": None, "Infinity": "inf", "-Infinity": "-inf"}.__getitem__
+    parse_float=_float,
+    parse_int=_whole,
+    parse_constant={"NaN": None, "Infinity": "inf", "-Infinity": "-inf"}.__getitem__,
 )
 
 
@@ -50,13 +56,17 @@ def _sound(value: Any, depth: int) -> Any:
 def types_of(cls: type, names: list[str]) -> dict[str, tuple[str, frozenset[type], Any]]:
     """Field of an event → what it is called on disk, the types of plain values that are right for it, and what it declares."""
     kinds = get_type_hints(cls)
-    return {name: (name.removesuffix("_"), _plain_types(kinds[name]), kinds[name]) for name in names}
+    return {
+        name: (name.removesuffix("_"), _plain_types(kinds[name]), kinds[name]) for name in names
+    }
 
 
 def _plain_types(kind: Any) -> frozenset[type]:
     if get_origin(kind) in (Union, UnionType):
         return frozenset[type]().union(*map(_plain_types, get_args(kind)))
-    return frozenset([int, float] if kind is float else [kind] if kind in (int, str, bool, NoneType) else [])
+    return frozenset(
+        [int, float] if kind is float else [kind] if kind in (int, str, bool, NoneType) else []
+    )
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -68,4 +78,8 @@ def fits(value: Any, kind: Any) -> bool:
         return any(fits(value, each) for each in inner)
     if isinstance(value, list):
         return origin is list and all(fits(each, inner[0]) for each in value)
-    return isinstance(value, dict) and origin not in (None, list) and all(fits(each, inner[1]) for each in value.values())
+    return (
+        isinstance(value, dict)
+        and origin not in (None, list)
+        and all(fits(each, inner[1]) for each in value.values())
+    )

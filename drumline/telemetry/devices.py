@@ -28,8 +28,13 @@ class Gpu:
     def __init__(self, uuid: str) -> None:
         self.nvml: Any = importlib.import_module("pynvml")
         self.nvml.nvmlInit()
-        self.handle = self.nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode())
-        self.first = self.read(lambda nvml, handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))  # millijoules since the driver began
+        self.handle = self.nvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{uuid.removeprefix('GPU-')}".encode()
+        )
+        # Millijoules since the driver began.
+        self.first = self.read(
+            lambda nvml, handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        )
 
     def read(self, what: Callable[[Any, Any], float]) -> float:
         """NaN for what this GPU does not have."""
@@ -42,11 +47,21 @@ class Gpu:
         """NAMES, but for the CPU's."""
         return [
             self.read(lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            self.read(lambda nvml, handle: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            self.read(
+                lambda nvml, handle: nvml.nvmlDeviceGetTemperature(
+                    handle, nvml.NVML_TEMPERATURE_GPU
+                )
+            ),
             self.read(lambda nvml, handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
             self.read(lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-            self.read(lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
-            (self.read(lambda nvml, handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) - self.first) / 1000,
+            self.read(
+                lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)
+            ),
+            (
+                self.read(lambda nvml, handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+                - self.first
+            )
+            / 1000,
         ]
 
 
@@ -56,14 +71,20 @@ class Packages:
     def __init__(self, root: Path = POWERCAP) -> None:
         # intel-rapl:0 is a package (of AMD's too), intel-rapl:0:0 a part of it; `psys` has the packages in it.
         zones = [zone for zone in sorted(root.glob("intel-rapl:*")) if zone.name.count(":") == 1]
-        self.zones = {zone: self._read(zone / "energy_uj") for zone in zones if self._text(zone / "name") != "psys"}
+        self.zones = {
+            zone: self._read(zone / "energy_uj")
+            for zone in zones
+            if self._text(zone / "name") != "psys"
+        }
         self.microjoules = 0.0
 
     def joules(self) -> float:
         """Since the begin; NaN where any counter cannot be read: a part would be taken for all."""
         for zone, before in self.zones.items():
             now = self._read(zone / "energy_uj")
-            self.microjoules += now - before + (self._read(zone / "max_energy_range_uj") if now < before else 0.0)
+            self.microjoules += (
+                now - before + (self._read(zone / "max_energy_range_uj") if now < before else 0.0)
+            )
             self.zones[zone] = now
         return self.microjoules / 1e6 if self.zones else math.nan
 
@@ -90,7 +111,9 @@ class Meter:
             return
         if importlib.util.find_spec("pynvml") is None:
             if first_of_host:
-                say("note: no temperature, power and energy of GPUs in events: pip install nvidia-ml-py")
+                say(
+                    "note: no temperature, power and energy of GPUs in events: pip install nvidia-ml-py"
+                )
             return
         try:
             self.gpu = Gpu(uuid)
@@ -109,9 +132,13 @@ class Meter:
     def event(self, step: int, values: list[list[float]], now: bool = False) -> Devices | None:
         """The event of what the ranks read (each of NAMES, by rank); None where that is nothing, or the last one is not PERIOD seconds
         ago."""
-        if (not now and time.monotonic() - self.shown_at < PERIOD) or all(math.isnan(value) for of_name in values for value in of_name):
+        if (not now and time.monotonic() - self.shown_at < PERIOD) or all(
+            math.isnan(value) for of_name in values for value in of_name
+        ):
             return None
         self.shown_at = time.monotonic()
         joules = [value for of_name in values[-2:] for value in of_name if not math.isnan(value)]
-        ranks = [dict[str, Number](zip(NAMES, each, strict=True)) for each in zip(*values, strict=True)]
+        ranks = [
+            dict[str, Number](zip(NAMES, each, strict=True)) for each in zip(*values, strict=True)
+        ]
         return Devices(step=step, ranks=ranks, kwh=sum(joules) / JOULES_PER_KWH if joules else None)

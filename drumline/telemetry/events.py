@@ -28,7 +28,8 @@ MOST_EVENTS = 2**33  # bytes: some ten million steps
 LAST_BYTES = 2**18
 MOST_TIME = 2**40  # unix seconds: what lies above is no time
 KINDS: dict[str, type[Event]] = {}
-Number = float | str | None  # JSON has no NaN, which is null here, and no infinity, which is a string
+# JSON has no NaN, which is null here, and no infinity, which is a string.
+Number = float | str | None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -40,7 +41,8 @@ class Event:
     types: ClassVar[dict[str, tuple[str, frozenset[type], Any]]]  # as `types_of` has them
     on_disk: ClassVar[set[str]]
     t: float = field(default_factory=time.time)  # unix seconds
-    metrics: dict[str, Any] = field(default_factory=dict)  # what this one has besides the fields of its kind
+    # What this one has besides the fields of its kind.
+    metrics: dict[str, Any] = field(default_factory=dict)
 
     def __init_subclass__(cls, kind: str) -> None:
         cls.kind = kind
@@ -55,7 +57,11 @@ class Event:
 
     def values(self) -> dict[str, Any]:
         """The event as it is on disk. A metric that is called like a field is left out."""
-        own = {"t": self.t, "kind": self.kind, **{name.removesuffix("_"): getattr(self, name) for name in self.names()}}
+        own = {
+            "t": self.t,
+            "kind": self.kind,
+            **{name.removesuffix("_"): getattr(self, name) for name in self.names()},
+        }
         return {**own, **{key: value for key, value in self.metrics.items() if key not in own}}
 
     @staticmethod
@@ -67,13 +73,23 @@ class Event:
         for name, (there, plain_types, kind) in cls.types.items():
             value = values.get(there)
             known[name] = value if type(value) in plain_types or fits(value, kind) else None
-        return cls(t=values.get("t", 0.0), metrics={key: value for key, value in values.items() if key not in cls.on_disk}, **known)
+        return cls(
+            t=values.get("t", 0.0),
+            metrics={key: value for key, value in values.items() if key not in cls.on_disk},
+            **known,
+        )
 
     @property
     def whole(self) -> bool:
         """Whether each field that was there from the beginning has a value: one of another version, or a damaged one, may lack some."""
-        needed = (each.name for each in fields(self) if each.default is MISSING and each.default_factory is MISSING)
-        return all(getattr(self, name) is not None or NoneType in self.types[name][1] for name in needed)
+        needed = (
+            each.name
+            for each in fields(self)
+            if each.default is MISSING and each.default_factory is MISSING
+        )
+        return all(
+            getattr(self, name) is not None or NoneType in self.types[name][1] for name in needed
+        )
 
 
 class Unknown(Event, kind=""):
@@ -95,16 +111,19 @@ class RunStart(Event, kind="run_start"):
     writes: bool = False  # the model writes text: `drumline chat RUN` talks to it
     # Large weights that `all-linear` does not adapt or QLoRA does not pack, in words.
     unadapted: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)  # rank 0's host, system and devices, and the versions of what trains
+    # Rank 0's host, system and devices, and the versions of what trains.
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 class Planned(Event, kind="planned"):
     """What was predicted."""
 
-    memory: dict[str, Any]  # bytes by category, on the fullest rank, as core.estimate.Memory has them; `phase`: where its peak lies
+    # Bytes by category, on the fullest rank, as core.estimate.Memory has them; `phase`: where its peak lies.
+    memory: dict[str, Any]
     host: dict[str, int]  # bytes of one host, all its ranks: {load, train, save}
     seconds: dict[str, float]  # of a step, by category, and their `total`
-    traffic: dict[str, float]  # bytes that a rank sends in a step, by kind of collective, and their `total`
+    # Bytes that a rank sends in a step, by kind of collective, and their `total`.
+    traffic: dict[str, float]
     verdict: str  # fits, tight or no
     limit: int | None  # bytes of a device's memory
     calibrated: bool  # seconds are by rates that were measured here
@@ -113,14 +132,18 @@ class Planned(Event, kind="planned"):
 class Measured(Event, kind="measured"):
     """`metrics`: those of a Measurement."""
 
-    off: dict[str, float]  # category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without a prediction
-    warned: list[str]  # categories that are off by more than 15%, of those that count (notes say which do not)
+    # Category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without a prediction.
+    off: dict[str, float]
+    # Categories that are off by more than 15%, of those that count (notes say which do not).
+    warned: list[str]
     warnings: list[str]  # a line for each of them: predicted, measured, by how much
     notes: list[str]  # what could not be measured or compared, and why
 
     def measurement(self) -> Measurement:
         """Raises ValueError for an event of another version."""
-        return Measurement.model_validate({name: self.metrics[name] for name in Measurement.model_fields if name in self.metrics})
+        return Measurement.model_validate(
+            {name: self.metrics[name] for name in Measurement.model_fields if name in self.metrics}
+        )
 
 
 class Step(Event, kind="step"):
@@ -139,11 +162,13 @@ class Step(Event, kind="step"):
     seconds: float  # of the step, waiting for data included
     data_s: float  # seconds waiting for data, mean over ranks
     compute_s: float  # what is left of the seconds, mean over ranks
-    comm_s: float | None  # seconds waiting for other ranks, mean over ranks; null where that is not measured and counts as computing
+    # Seconds waiting for other ranks, mean over ranks; null where that is not measured and counts as computing.
+    comm_s: float | None
     # That a rank sends to others in such a step, mean over ranks: counted at the collectives of one step of each kind, by the ring
     # algorithm's shares (all-reduce of S bytes over n ranks: 2 (n - 1) / n × S); null until one was counted.
     sent_bytes: int | None
-    memory_bytes: list[int]  # of each rank: the allocator's peak on a GPU, the resident set on a CPU
+    # Of each rank: the allocator's peak on a GPU, the resident set on a CPU.
+    memory_bytes: list[int]
     epoch: float  # passes over the training samples so far
 
 
@@ -153,7 +178,9 @@ class Eval(Event, kind="eval"):
     step: int  # steps done before it
     samples: int  # held-out samples, or prompts
     seconds: float  # it took
-    reward_failures: Mapping[str, Mapping[str, int]] | None = None  # reward → reason → held-out answers that it cost; null: none
+    reward_failures: Mapping[str, Mapping[str, int]] | None = (
+        None  # reward → reason → held-out answers that it cost; null: none
+    )
 
 
 def has_groups(prompts: float | None, episodes: float | None) -> bool:
@@ -172,12 +199,16 @@ class Rollout(Event, kind="rollout"):
     reward_std: Number  # standard deviation over its episodes; null if none has a reward
     groups_differ: Number  # part of the groups whose rewards are not all alike; null if no episode has a reward
     left_out: int = 0  # episodes to which no reward applies
-    rewards: Mapping[str, Number]  # reward → mean of its values, without its weight, as last sampled
+    # Reward → mean of its values, without its weight, as last sampled.
+    rewards: Mapping[str, Number]
     shares: dict[str, float]  # domain → part of the episodes
-    failures: Mapping[str, Mapping[str, int]]  # reward → reason → episodes that it cost, as last sampled
+    # Reward → reason → episodes that it cost, as last sampled.
+    failures: Mapping[str, Mapping[str, int]]
     length: float  # mean tokens of a completion
     length_max: float  # tokens of the longest
-    ended: float  # part of the completions that came to their end, and were not cut at max_new_tokens
+    ended: (
+        float  # part of the completions that came to their end, and were not cut at max_new_tokens
+    )
     generate_s: float  # seconds that sampling took on rank 0, waiting for others included
     reward_s: float  # seconds of scoring
     infer_s: float  # seconds for log-probs, values and the reference's
@@ -185,7 +216,9 @@ class Rollout(Event, kind="rollout"):
     # Mean difference of log-probs (nats) between what sampled it and the policy, on a probe after the hand-over of weights; null where
     # the policy itself samples, or a server keeps its own weights.
     sampler_gap: float | None = None
-    trained: bool = True  # whether steps learned from it; where its rewards end the run, `step` is not reached
+    trained: bool = (
+        True  # whether steps learned from it; where its rewards end the run, `step` is not reached
+    )
 
 
 class Save(Event, kind="save"):
@@ -210,7 +243,8 @@ class Reference(Event, kind="reference"):
 class Started(Event, kind="started"):
     """After the first step of a process."""
 
-    seconds: dict[str, float]  # by part: imports and plan (a rank is there before it), processes (joining), model, data, first step
+    # By part: imports and plan (a rank is there before it), processes (joining), model, data, first step.
+    seconds: dict[str, float]
 
 
 class Restore(Event, kind="restore"):
@@ -271,7 +305,9 @@ class Exporting(Event, kind="exporting"):
 class Export(Event, kind="export"):
     path: str | None  # the Hugging Face folder; null where the export failed
     seconds: float  # it took
-    max_logit_difference: Number  # between the trained model and the folder read back; null where the export failed
+    max_logit_difference: (
+        Number  # between the trained model and the folder read back; null where the export failed
+    )
     error: str | None = None  # why it failed, and what to do; the run is finished nevertheless
 
 
@@ -288,9 +324,14 @@ class RunEnd(Event, kind="run_end"):
     status: str  # finished, preempted, stopped or failed
     exit_code: int  # see errors.py
     step: int  # the last one done
-    why: str | None = None  # why it finished before its last step, or the error that ended it, in one line
-    kwh: Number = None  # that the devices took, of this process's start on; null where no counter can be read
-    goodput: dict[str, float]  # seconds of this process by purpose: {elapsed, productive, startup, save, restore, recompute, eval, other}
+    why: str | None = (
+        None  # why it finished before its last step, or the error that ended it, in one line
+    )
+    kwh: Number = (
+        None  # that the devices took, of this process's start on; null where no counter can be read
+    )
+    # Seconds of this process by purpose: {elapsed, productive, startup, save, restore, recompute, eval, other}.
+    goodput: dict[str, float]
 
 
 COUNTED = tuple(each.kind for each in (Step, Eval, Save, Restore, Rollout, Preempt, RunEnd))
@@ -299,7 +340,9 @@ Emit = Callable[[Event], object]
 
 def last_measurement(events: list[Event]) -> Measurement | None:
     """The newest one with memory; None where the run was too short. Raises ValueError for a run of another version."""
-    found = [event for event in events if isinstance(event, Measured) and event.metrics.get("memory")]
+    found = [
+        event for event in events if isinstance(event, Measured) and event.metrics.get("memory")
+    ]
     return found[-1].measurement() if found else None
 
 
@@ -321,7 +364,12 @@ class EventLog:
     def emit(self, event: Event) -> Event:
         """Write one event and return it as it was written: redacted, with NaN as null and inf as a string."""
         values: dict[str, Any] = plain(event.values())
-        self._waiting += json.dumps(values, allow_nan=False, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        self._waiting += (
+            json.dumps(values, allow_nan=False, ensure_ascii=False).encode(
+                errors="backslashreplace"
+            )
+            + b"\n"
+        )
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
@@ -356,10 +404,15 @@ def _parsed(line: str) -> tuple[Event | None, bool]:
     if type(at := values.get("t", 0)) not in (int, float) or not 0 <= at < MOST_TIME:
         return None, False
     counted = values["kind"] in COUNTED
-    if type(step := values.get("step", None if counted else 0)) is not int or step < (0 if counted else -1):  # -1: before the first
+    if type(step := values.get("step", None if counted else 0)) is not int or step < (
+        0 if counted else -1
+    ):  # -1: before the first
         return None, False
     event = Event.of(values)
-    return event, all(getattr(event, name) is not None or values.get(there) is None for name, (there, *_) in event.types.items())
+    return event, all(
+        getattr(event, name) is not None or values.get(there) is None
+        for name, (there, *_) in event.types.items()
+    )
 
 
 def last(path: Path, bytes_: int = LAST_BYTES) -> list[Event]:
@@ -394,7 +447,9 @@ def tail(path: Path, on_event: Emit, offset: int | None = None) -> Iterator[None
         nonlocal rest
         *whole, rest = (rest + piece).split(b"\n")
         for line in whole:
-            if (event := _parsed(line.decode(errors="replace"))[0]) is not None:  # torn by a kill: the next line is whole again
+            if (
+                event := _parsed(line.decode(errors="replace"))[0]
+            ) is not None:  # torn by a kill: the next line is whole again
                 on_event(event)
 
     with following(path, parse, offset):

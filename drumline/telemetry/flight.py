@@ -76,7 +76,9 @@ def _entry(raw: dict[str, Any], inner: str) -> Entry:
 
 def describe(entry: Entry) -> str:
     """all_reduce Float [4, 5] (number 7 of group 0 default_pg) at FILE:LINE in FUNCTION."""
-    shapes = ", ".join(f"{dtype} {size}" for dtype, size in zip(entry["dtypes"], entry["sizes"], strict=False))
+    shapes = ", ".join(
+        f"{dtype} {size}" for dtype, size in zip(entry["dtypes"], entry["sizes"], strict=False)
+    )
     place = f" at {entry['line']}" if entry["line"] else ""
     return f"{entry['op']} {shapes} (number {entry['number']} of group {entry['group']}){place}"
 
@@ -87,7 +89,9 @@ def _form(entry: Entry) -> tuple[Any, ...]:
     return entry["op"], str(entry["sizes"]), str(sorted(set(entry["dtypes"])))
 
 
-def first_difference(by_rank: Mapping[int, Iterable[Entry]], lines: bool = False) -> dict[int, Entry] | None:
+def first_difference(
+    by_rank: Mapping[int, Iterable[Entry]], lines: bool = False
+) -> dict[int, Entry] | None:
     """Rank → entry, of the first collective of a group that its ranks do not begin alike: another operation, shape or type. `lines`: other
     places in the code count as well. None where all that more than one rank has begun agree."""
     groups: dict[str, dict[int, dict[int, Entry]]] = {}
@@ -101,14 +105,20 @@ def first_difference(by_rank: Mapping[int, Iterable[Entry]], lines: bool = False
     return None
 
 
-def blame(found: Mapping[int, Entry], by_rank: Mapping[int, Iterable[Entry]]) -> tuple[list[int], str]:
+def blame(
+    found: Mapping[int, Entry], by_rank: Mapping[int, Iterable[Entry]]
+) -> tuple[list[int], str]:
     """The ranks that differ from most (all of them where there is no majority), or the one that has left a collective out, and a line on
     what each rank has begun. `found`: as `first_difference` gives it."""
     each = "; ".join(f"rank {rank}: {describe(entry)}" for rank, entry in sorted(found.items()))
     what = f"the ranks begin different collectives: {each}"
     for rank, entry in found.items():
         for other, theirs in found.items():
-            after = [e for e in by_rank[other] if e["group"] == theirs["group"] and e["number"] == theirs["number"] + 1]
+            after = [
+                e
+                for e in by_rank[other]
+                if e["group"] == theirs["group"] and e["number"] == theirs["number"] + 1
+            ]
             if _place(entry) != _place(theirs) and after and _place(after[0]) == _place(entry):
                 return [rank], f"rank {rank} {LEFT_OUT}; {what}"
     places = Counter(map(_place, found.values()))

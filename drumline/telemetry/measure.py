@@ -87,12 +87,29 @@ class HostPeak:
 class Measure:
     """One rank's measuring. All ranks call the same methods at the same steps; `traffic` decides which steps are counted."""
 
-    def __init__(self, plan: Plan, memory_stats: Callable[[], MemoryStats], gather: Gather, emit: Emit, traffic: Traffic) -> None:
-        self.plan, self.memory_stats, self.gather, self.emit, self.traffic = plan, memory_stats, gather, emit, traffic
+    def __init__(
+        self,
+        plan: Plan,
+        memory_stats: Callable[[], MemoryStats],
+        gather: Gather,
+        emit: Emit,
+        traffic: Traffic,
+    ) -> None:
+        self.plan, self.memory_stats, self.gather, self.emit, self.traffic = (
+            plan,
+            memory_stats,
+            gather,
+            emit,
+            traffic,
+        )
         self.host = HostPeak()
         self.stats: dict[str, int] = {}  # bytes, of the counted step
-        self.peak = self.reserved = 0  # bytes at the peak of a step: on a CPU of the counted ones, on a GPU of all
-        self.width = 0  # tokens of the widest micro-batch: on a CPU of the counted steps, on a GPU of all
+        self.peak = self.reserved = (
+            0  # bytes at the peak of a step: on a CPU of the counted ones, on a GPU of all
+        )
+        self.width = (
+            0  # tokens of the widest micro-batch: on a CPU of the counted steps, on a GPU of all
+        )
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.reported = False
         self._tracker: LiveBytes | None = None
@@ -106,7 +123,9 @@ class Measure:
         counts, began = self.traffic.due(step), time.time()
         if counts and phase == "clip":
             self.stats = self.memory_stats()._asdict()  # at the end of backward
-        if self.plan.device == "cuda" and phase is None:  # what came between steps is none of theirs: loading, evaluation, rollouts
+        if (
+            self.plan.device == "cuda" and phase is None
+        ):  # what came between steps is none of theirs: loading, evaluation, rollouts
             torch.cuda.reset_peak_memory_stats()
         if counts and self.plan.place == "cpu":
             self._tracker = self._tracker or LiveBytes()
@@ -116,7 +135,9 @@ class Measure:
         if phase == "step":
             self._optimizer = time.time() - began
 
-    def end_step(self, step: int, micro_batches: list[Any], copies: int, whole: bool, **waits: float) -> tuple[int | None, str | None]:
+    def end_step(
+        self, step: int, micro_batches: list[Any], copies: int, whole: bool, **waits: float
+    ) -> tuple[int | None, str | None]:
         """Bytes that the step sent, where that is known, and what `took` will call its seconds. `copies`: bytes of host memory that
         checkpoints are written from; `whole` False: no update was made, of a counted step; `waits`: seconds of waiting for `data` (before
         it) and for other ranks (`communication`, NaN where it is not measured). Collective where the step was counted."""
@@ -171,20 +192,38 @@ class Measure:
 
     def _measurement(self, step: int, final: bool) -> Measurement:
         """What all ranks measured, the same on every rank. Collective."""
-        mine = {name: math.nan if value is None else float(value) for name, value in self._numbers().items()}
+        mine = {
+            name: math.nan if value is None else float(value)
+            for name, value in self._numbers().items()
+        }
         _, values = self.gather({}, *mine.values())
         ranks = dict(zip(mine, values, strict=True))
         seconds = {name: max(ranks[f"{name}_s"]) for name in SECONDS if _known(ranks[f"{name}_s"])}
-        memory = {name: [int(v) for v in ranks[name]] for name in (*STATES, "peak", "reserved") if _known(ranks[name])}
+        memory = {
+            name: [int(v) for v in ranks[name]]
+            for name in (*STATES, "peak", "reserved")
+            if _known(ranks[name])
+        }
         world = self.gather.world_size
-        fullest = max(range(world), key=lambda rank: memory["peak"][rank]) if "peak" in memory else 0
+        fullest = (
+            max(range(world), key=lambda rank: memory["peak"][rank]) if "peak" in memory else 0
+        )
         stages = [self.plan.mesh.place(rank)["pp"] for rank in range(world)]
         alike = [rank for rank in range(world) if stages[rank] == stages[fullest]]
-        hosts = [[r for r in range(world) if ranks["host"][r] == name] for name in sorted(set(ranks["host"]))]
-        phases = {p: max(sum(int(ranks[p][r]) for r in host) for host in hosts) for p in self.host.bytes_ if _known(ranks[p])}
+        hosts = [
+            [r for r in range(world) if ranks["host"][r] == name]
+            for name in sorted(set(ranks["host"]))
+        ]
+        phases = {
+            p: max(sum(int(ranks[p][r]) for r in host) for host in hosts)
+            for p in self.host.bytes_
+            if _known(ranks[p])
+        }
         sent, often = self.traffic.known, self.plan.config.strategy.step_shares()
         batch = self.plan.batch
-        planned_tokens = batch.micro_batch * batch.rows_per_sample * self.plan.config.data.max_length
+        planned_tokens = (
+            batch.micro_batch * batch.rows_per_sample * self.plan.config.data.max_length
+        )
         return Measurement(
             step=step,
             final=final,
@@ -194,23 +233,37 @@ class Measure:
             host=phases,
             ranks_per_host=max(map(len, hosts)),
             seconds=seconds,
-            phases={p: [round(s, 3) for s in ranks[f"in {p}"]] for p in heartbeat.PHASES if _known(ranks[f"in {p}"])},
+            phases={
+                p: [round(s, 3) for s in ranks[f"in {p}"]]
+                for p in heartbeat.PHASES
+                if _known(ranks[f"in {p}"])
+            },
             timed=len(self.seconds["total"]),
-            traffic=sum(part * sent[kind] for kind, part in often.items()) if often.keys() <= sent.keys() else None,
+            traffic=sum(part * sent[kind] for kind, part in often.items())
+            if often.keys() <= sent.keys()
+            else None,
             grows=not plain(self.plan.mesh),
             width=max(ranks["width"]) / planned_tokens if max(ranks["width"]) else 1.0,
         )
 
     def _numbers(self) -> dict[str, float | None]:
         """What this rank measured; None where it is not known."""
-        medians = {name: statistics.median(values) if values else None for name, values in self.seconds.items()}
+        medians = {
+            name: statistics.median(values) if values else None
+            for name, values in self.seconds.items()
+        }
         return {
             **{name: self.stats.get(name) for name in STATES},
             "peak": self.peak or None,
             "reserved": self.reserved or None,
             "width": self.width,
             # A GPU's step is still under way when it returns, so how long its optimizer takes is not seen.
-            **{f"{name}_s": None if name == "optimizer" and self.plan.device == "cuda" else medians.get(name) for name in SECONDS},
+            **{
+                f"{name}_s": None
+                if name == "optimizer" and self.plan.device == "cuda"
+                else medians.get(name)
+                for name in SECONDS
+            },
             **{f"in {phase}": spent for phase, spent in heartbeat.seconds().items()},
             "host": zlib.crc32(socket.gethostname().encode()),
             **{phase: bytes_ or None for phase, bytes_ in self.host.bytes_.items()},

@@ -25,7 +25,13 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from drumline.vendor.torch import FakeTensor, TorchDispatchMode, current_graph_task_id, is_traceable_wrapper_subclass, tree_leaves
+from drumline.vendor.torch import (
+    FakeTensor,
+    TorchDispatchMode,
+    current_graph_task_id,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+)
 
 Phase = Literal["forward", "backward", "clip", "step"]
 
@@ -90,14 +96,22 @@ class LiveBytes(TorchDispatchMode):
             self._settle()
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as the local operators that it is made of
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self._follow(leaf, unknown=True)
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((result, args)):  # arguments again: some operators give them another size
+        for leaf in tree_leaves(
+            (result, args)
+        ):  # arguments again: some operators give them another size
             if isinstance(leaf, torch.Tensor):
                 self._follow(leaf)
         self._note()
@@ -109,7 +123,9 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(part, FakeTensor):
                 counts = self.fake and part.fake_device.type == "cpu"
             else:
-                counts = not self.fake and part.device.type == "cpu" and part.layout is torch.strided
+                counts = (
+                    not self.fake and part.device.type == "cpu" and part.layout is torch.strided
+                )
             if counts:
                 storage = part.untyped_storage()
                 key = id(storage)
@@ -149,12 +165,19 @@ class LiveBytes(TorchDispatchMode):
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors with storages of their own that a tensor is made of: of a DTensor, what this rank holds."""
-    if isinstance(tensor, FakeTensor):  # first, and nothing is called on it that would go through its mode: that takes long
+    if isinstance(
+        tensor, FakeTensor
+    ):  # first, and nothing is called on it that would go through its mode: that takes long
         return [tensor]
     if is_traceable_wrapper_subclass(tensor):
         names, _ = cast(Any, tensor).__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]  # a mesh may be among them
-        return [part for thing in inner if isinstance(thing, torch.Tensor) for part in plain_parts(thing)]
+        return [
+            part
+            for thing in inner
+            if isinstance(thing, torch.Tensor)
+            for part in plain_parts(thing)
+        ]
     return [] if tensor.is_meta else [tensor]
 
 
@@ -167,19 +190,28 @@ class MemoryStats(NamedTuple):
     optimizer: int
 
     @classmethod
-    def of(cls, parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor], optimizer: Iterable[torch.Tensor]) -> MemoryStats:
+    def of(
+        cls,
+        parameters: Iterable[torch.Tensor],
+        gradients: Iterable[torch.Tensor],
+        optimizer: Iterable[torch.Tensor],
+    ) -> MemoryStats:
         """Each storage counts once, under the first name that it has."""
         seen: set[int] = set()
 
         def new(tensors: Iterable[torch.Tensor]) -> int:
             bytes_ = 0
-            for storage in (part.untyped_storage() for tensor in tensors for part in plain_parts(tensor)):
+            for storage in (
+                part.untyped_storage() for tensor in tensors for part in plain_parts(tensor)
+            ):
                 if storage._cdata not in seen:
                     seen.add(storage._cdata)
                     bytes_ += storage.nbytes()
             return bytes_
 
-        return cls(new(parameters), new(gradients), new(tensor for tensor in optimizer if tensor.ndim))
+        return cls(
+            new(parameters), new(gradients), new(tensor for tensor in optimizer if tensor.ndim)
+        )
 
     def __add__(self, other: Any) -> MemoryStats:
         return MemoryStats(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))

@@ -21,8 +21,17 @@ class Profile:
 
     def __init__(self, plan: Plan, rank: int, emit: Emit) -> None:
         wanted = plan.config.run.profile
-        self.steps = range(0) if wanted is None or rank not in wanted.ranks else range(wanted.at - 1, wanted.at - 1 + wanted.steps)
-        self.folder, self.rank, self.emit, self.on_gpu = Path(plan.run_dir) / "profile", rank, emit, plan.device == "cuda"
+        self.steps = (
+            range(0)
+            if wanted is None or rank not in wanted.ranks
+            else range(wanted.at - 1, wanted.at - 1 + wanted.steps)
+        )
+        self.folder, self.rank, self.emit, self.on_gpu = (
+            Path(plan.run_dir) / "profile",
+            rank,
+            emit,
+            plan.device == "cuda",
+        )
         self.profiler: Any = None
 
     def before(self, step: int) -> None:
@@ -34,7 +43,10 @@ class Profile:
             from drumline.vendor.torch import record_memory_history
 
             record_memory_history(max_entries=200_000)
-        self.first, self.profiler = step + 1, profile(activities=kinds, profile_memory=True, acc_events=True)
+        self.first, self.profiler = (
+            step + 1,
+            profile(activities=kinds, profile_memory=True, acc_events=True),
+        )
         self.profiler.start()
 
     def after(self, step: int, last: bool = False) -> None:
@@ -57,7 +69,14 @@ class Profile:
             record_memory_history(enabled=None)
         dearest = operators(done, self.on_gpu)
         self.emit(
-            Profiled(rank=self.rank, step=self.first, steps=step - self.first + 1, trace=str(trace), snapshot=snapshot, operators=dearest)
+            Profiled(
+                rank=self.rank,
+                step=self.first,
+                steps=step - self.first + 1,
+                trace=str(trace),
+                snapshot=snapshot,
+                operators=dearest,
+            )
         )
 
 

@@ -28,17 +28,37 @@ from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step
 from drumline.telemetry.watched import Devices, Samples
 
 # Events that have metrics → the group that they are shown in.
-GROUPS: dict[type[Event], str] = {Step: "train", Eval: "eval", Save: "save", Rollout: "rollout", Devices: "device"}
+GROUPS: dict[type[Event], str] = {
+    Step: "train",
+    Eval: "eval",
+    Save: "save",
+    Rollout: "rollout",
+    Devices: "device",
+}
 # run.report_to → its library, how to install it, and what to check when it does not start.
 LIBRARIES = {
-    "tensorboard": ("tensorboard", "pip install tensorboard", "see whether RUN/tensorboard can be written"),
+    "tensorboard": (
+        "tensorboard",
+        "pip install tensorboard",
+        "see whether RUN/tensorboard can be written",
+    ),
     "wandb": ("wandb", "pip install wandb", "run `wandb login`, set WANDB_MODE=offline"),
-    "mlflow": ("mlflow", "pip install mlflow-skinny sqlalchemy alembic", "see where MLFLOW_TRACKING_URI points"),
+    "mlflow": (
+        "mlflow",
+        "pip install mlflow-skinny sqlalchemy alembic",
+        "see where MLFLOW_TRACKING_URI points",
+    ),
     "trackio": ("trackio", "pip install trackio", "see whether TRACKIO_DIR can be written"),
     "swanlab": ("swanlab", "pip install swanlab", "run `swanlab login`, set SWANLAB_MODE=offline"),
 }
 # Kind of event → the method that gets it as a dictionary, as it is in events.jsonl.
-HOOKS = {"run_start": "on_start", "step": "on_step", "eval": "on_eval", "save": "on_save", "run_end": "on_end"}
+HOOKS = {
+    "run_start": "on_start",
+    "step": "on_step",
+    "eval": "on_eval",
+    "save": "on_save",
+    "run_end": "on_end",
+}
 MOST_RANKS = 8  # with a chart of their own
 MEMORY = "trackers.json"
 SHOWN = ("set", "prompt", "text", "answer")  # columns of a table of samples
@@ -105,10 +125,16 @@ def metrics(event: Event) -> dict[str, float]:
     """The numbers of an event, `t` and `step` left out; the least and the most of the experts' loads; and the memory of the
     ranks, each of a few, or the least and the most."""
     values = event.values()
-    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")}
+    numbers = {
+        k: float(v)
+        for k, v in values.items()
+        if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")
+    }
     if loads := values.get("expert_load"):
         numbers |= {"expert_load/least": float(min(loads)), "expert_load/most": float(max(loads))}
-    by_rank: dict[str, dict[int, float]] = {"memory_bytes": dict(enumerate(map(float, values.get("memory_bytes") or [])))}
+    by_rank: dict[str, dict[int, float]] = {
+        "memory_bytes": dict(enumerate(map(float, values.get("memory_bytes") or [])))
+    }
     for rank, found in enumerate(values.get("ranks") or []):
         for name, value in found.items():
             if isinstance(value, int | float):
@@ -129,15 +155,32 @@ def check_installed(report_to: Sequence[str], base_dir: Path = Path()) -> None:
             continue
         module, command, _ = LIBRARIES[name]
         if find_spec(module) is None:
-            raise EnvironmentFault(f"{name} is not installed", where="run.report_to", fix=f"{command}, or take it out of the list")
+            raise EnvironmentFault(
+                f"{name} is not installed",
+                where="run.report_to",
+                fix=f"{command}, or take it out of the list",
+            )
 
 
 def maker_of(name: str, base_dir: Path) -> Callable[[Run], Tracker]:
     """What opens a tracker: of this module, of an installed package, or `file.py:function` of your own. Raises ConfigError."""
-    own = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio, "swanlab": _swanlab}
+    own = {
+        "tensorboard": _tensorboard,
+        "wandb": _wandb,
+        "mlflow": _mlflow,
+        "trackio": _trackio,
+        "swanlab": _swanlab,
+    }
     if name in own:
         return own[name]
-    return find_function(name, "trackers", base_dir, "run.report_to", "the tracker", "install it, or take it out of the list")
+    return find_function(
+        name,
+        "trackers",
+        base_dir,
+        "run.report_to",
+        "the tracker",
+        "install it, or take it out of the list",
+    )
 
 
 def open_sinks(
@@ -169,7 +212,9 @@ def open_sinks(
             if run.known is None:
                 hint = LIBRARIES[kind][2] if kind in LIBRARIES else "look at its code"
                 fix = f"{hint}, or take {kind} out of the list"
-                raise EnvironmentFault(f"{kind} does not start: {_line(error)}", where="run.report_to", fix=fix) from error
+                raise EnvironmentFault(
+                    f"{kind} does not start: {_line(error)}", where="run.report_to", fix=fix
+                ) from error
             _warn(kind, error)
             tracker = None
         if tracker is not None:
@@ -199,7 +244,10 @@ def find_callbacks(paths: Sequence[str], base_dir: Path) -> list[Any]:
         try:
             made.append(cls())
         except Exception as error:
-            raise ConfigError(f"{path}() raised {class_and_line(error)}: {first_line(error)}", where="run.callbacks") from error
+            raise ConfigError(
+                f"{path}() raised {class_and_line(error)}: {first_line(error)}",
+                where="run.callbacks",
+            ) from error
     return made
 
 
@@ -210,7 +258,11 @@ class Callbacks:
     def __init__(self, paths: Sequence[str], base_dir: Path, rank: int) -> None:
         found = zip(paths, find_callbacks(paths, base_dir), strict=True)
         self.rank = rank
-        self.called = {path: callback for path, callback in found if rank == 0 or getattr(callback, "every_rank", False)}
+        self.called = {
+            path: callback
+            for path, callback in found
+            if rank == 0 or getattr(callback, "every_rank", False)
+        }
 
     def event(self, event: Event) -> None:
         hook = HOOKS.get(event.kind)
@@ -221,7 +273,9 @@ class Callbacks:
                 getattr(callback, hook, lambda values: None)(plain(event.values()))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own code may raise anything, none of it worth the run
                 del self.called[path]
-                say(f"warning: callback {path}.{hook} raised {_line(error)}; it is not called again, the run goes on")
+                say(
+                    f"warning: callback {path}.{hook} raised {_line(error)}; it is not called again, the run goes on"
+                )
 
 
 # -------------------------------------------------------------------------------------------------------- the libraries
@@ -242,7 +296,9 @@ def _tensorboard(run: Run) -> Tracker:
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
         for number, sample in enumerate(samples):
-            writer.add_text(f"samples/{number}", _indented(f"{sample['prompt']}\n\n{sample['text']}"), step)
+            writer.add_text(
+                f"samples/{number}", _indented(f"{sample['prompt']}\n\n{sample['text']}"), step
+            )
         writer.flush()
 
     def rewind(step: int) -> None:
@@ -261,17 +317,32 @@ def _indented(text: str) -> str:
 def _wandb(run: Run) -> Tracker:
     """W&B; offline or online as WANDB_MODE says. Each group has its own step: a save is reported after later steps have been."""
     wandb, own = importlib.import_module("wandb"), run.options
-    about: dict[str, Any] = {"project": run.project("WANDB_PROJECT"), "group": own.group, "tags": own.tags or None, "notes": own.notes}
-    began = wandb.init(name=run.name, dir=str(run.folder), config=run.config, id=run.known, resume="allow", **about)
+    about: dict[str, Any] = {
+        "project": run.project("WANDB_PROJECT"),
+        "group": own.group,
+        "tags": own.tags or None,
+        "notes": own.notes,
+    }
+    began = wandb.init(
+        name=run.name, dir=str(run.folder), config=run.config, id=run.known, resume="allow", **about
+    )
     for group in (*GROUPS.values(), "samples"):
         began.define_metric(f"{group}/step", hidden=True)
         began.define_metric(f"{group}/*", step_metric=f"{group}/step")
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
-        table = wandb.Table(columns=["step", *SHOWN], data=[[step, *(sample[name] for name in SHOWN)] for sample in samples])
+        table = wandb.Table(
+            columns=["step", *SHOWN],
+            data=[[step, *(sample[name] for name in SHOWN)] for sample in samples],
+        )
         began.log({"samples/step": step, "samples/answers": table})
 
-    return Tracker(str(began.id), lambda group, numbers, step: began.log({f"{group}/step": step, **numbers}), began.finish, show=show)
+    return Tracker(
+        str(began.id),
+        lambda group, numbers, step: began.log({f"{group}/step": step, **numbers}),
+        began.finish,
+        show=show,
+    )
 
 
 def _mlflow(run: Run) -> Tracker:
@@ -285,9 +356,13 @@ def _mlflow(run: Run) -> Tracker:
     mlflow.log_dict(run.config, "config.json")
     return Tracker(
         str(began.info.run_id),
-        lambda _, numbers, step: mlflow.log_metrics({_mlflow_name(name): value for name, value in numbers.items()}, step=step),
+        lambda _, numbers, step: mlflow.log_metrics(
+            {_mlflow_name(name): value for name, value in numbers.items()}, step=step
+        ),
         mlflow.end_run,
-        show=lambda samples, step: mlflow.log_dict({"samples": samples}, f"samples/step-{step:08}.json"),
+        show=lambda samples, step: mlflow.log_dict(
+            {"samples": samples}, f"samples/step-{step:08}.json"
+        ),
     )
 
 
@@ -301,27 +376,54 @@ def _trackio(run: Run) -> Tracker:
     """trackio's local store (or a Space, where its own variables name one)."""
     trackio, own = importlib.import_module("trackio"), run.options
     about: dict[str, Any] = {"group": own.group, "resume": "must" if run.known else "never"}
-    config = run.config | {key: value for key, value in (("tags", list(own.tags)), ("notes", own.notes)) if value}
-    began = trackio.init(project=own.project or "drumline", name=run.known or run.name, config=config, **about)
+    config = run.config | {
+        key: value for key, value in (("tags", list(own.tags)), ("notes", own.notes)) if value
+    }
+    began = trackio.init(
+        project=own.project or "drumline", name=run.known or run.name, config=config, **about
+    )
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
-        table = importlib.import_module("pandas").DataFrame([{name: sample[name] for name in SHOWN} for sample in samples])
+        table = importlib.import_module("pandas").DataFrame(
+            [{name: sample[name] for name in SHOWN} for sample in samples]
+        )
         trackio.log({"samples": trackio.Table(dataframe=table)}, step=step)
 
     # Where the store has a run of that name, trackio makes up another one.
-    return Tracker(str(began.name), lambda _, numbers, step: trackio.log(numbers, step=step), trackio.finish, show=show)
+    return Tracker(
+        str(began.name),
+        lambda _, numbers, step: trackio.log(numbers, step=step),
+        trackio.finish,
+        show=show,
+    )
 
 
 def _swanlab(run: Run) -> Tracker:
     """SwanLab; offline, local or online as SWANLAB_MODE says. What is written offline is in RUN/swanlab, a folder for each start, and
     `swanlab sync` puts those of one id together (experimental: uploads have not been tried)."""
     swanlab, own = importlib.import_module("swanlab"), run.options
-    about: dict[str, Any] = {"group": own.group, "tags": list(own.tags) or None, "description": own.notes}
+    about: dict[str, Any] = {
+        "group": own.group,
+        "tags": list(own.tags) or None,
+        "description": own.notes,
+    }
     about |= {"id": run.known, "resume": "allow"} if run.known else {}
     folder, project = str(run.folder / "swanlab"), run.project("SWANLAB_PROJ_NAME")
     began = swanlab.init(project=project, name=run.name, log_dir=folder, config=run.config, **about)
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
-        swanlab.log({"samples": [swanlab.Text(sample["text"], caption=sample["prompt"]) for sample in samples]}, step=step)
+        swanlab.log(
+            {
+                "samples": [
+                    swanlab.Text(sample["text"], caption=sample["prompt"]) for sample in samples
+                ]
+            },
+            step=step,
+        )
 
-    return Tracker(str(began.id), lambda _, numbers, step: swanlab.log(numbers, step=step), swanlab.finish, show=show)
+    return Tracker(
+        str(began.id),
+        lambda _, numbers, step: swanlab.log(numbers, step=step),
+        swanlab.finish,
+        show=show,
+    )

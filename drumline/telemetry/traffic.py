@@ -47,7 +47,13 @@ class CommunicatedBytes(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # compiled code runs compiled under it
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as the collectives and local operators that it is made of
         self.total += _volume(func, args)
@@ -99,7 +105,11 @@ class Traffic:
         kind, due, mode = self.kind(step), self.due(step), self._mode
         self._mode, self.steps = None, self.steps + 1
         if due and whole:
-            self.known[kind] = 0.0 if mode is None else sum_over_ranks([mode.total], self.device)[0] / dist.get_world_size()
+            self.known[kind] = (
+                0.0
+                if mode is None
+                else sum_over_ranks([mode.total], self.device)[0] / dist.get_world_size()
+            )
         if not dist.is_initialized():
             return 0
         return round(self.known[kind]) if kind in self.known and whole else None

@@ -14,7 +14,9 @@ from drumline.core.estimate import Estimate, Frozen
 from drumline.core.explain import size
 
 OFF = 0.15  # of the prediction: beyond it, a category is warned of
-NARROW = 0.75  # of the planned tokens: below it, a peak scaled to them is too rough to be compared with
+NARROW = (
+    0.75  # of the planned tokens: below it, a peak scaled to them is too rough to be compared with
+)
 SMALL = 2**30  # bytes: of less it is bytes that count, no share
 # Of a host's memory, for each rank: the interpreter, the libraries and what malloc keeps back are a few hundred MiB that no plan counts.
 HOST_SLACK = 2**29
@@ -25,7 +27,9 @@ class Measurement(Frozen):
     """What was measured so far; what could not be is left out (of a dict) or null."""
 
     step: int = Field(description="Steps done.")
-    final: bool = Field(description="At the end of the run; before it, as soon as a step was counted and some were timed.")
+    final: bool = Field(
+        description="At the end of the run; before it, as soon as a step was counted and some were timed."
+    )
     by: Literal["allocator", "tracker"] | None = Field(
         description="What saw the peak: torch's allocator on a GPU, over the whole run; on a CPU a tracker of tensors, in one step."
     )
@@ -48,10 +52,16 @@ class Measurement(Frozen):
         description="Phase → seconds of each rank in it since the rank began, by the host's clock: on a GPU, whose work is queued, its time"
         " is in the phase that waits for it. Empty where no launcher watches the ranks.",
     )
-    timed: int = Field(description="Steps that were timed: all but the first two and the counted one.")
-    traffic: float | None = Field(description="Bytes that a rank sends in a step, mean over ranks and over the steps of a long run.")
+    timed: int = Field(
+        description="Steps that were timed: all but the first two and the counted one."
+    )
+    traffic: float | None = Field(
+        description="Bytes that a rank sends in a step, mean over ranks and over the steps of a long run."
+    )
     grows: bool = Field(False, description="What is sent grows with the tokens of a micro-batch.")
-    width: float = Field(description="Tokens of the widest micro-batch where the peak was seen, as a part of those that were planned for.")
+    width: float = Field(
+        description="Tokens of the widest micro-batch where the peak was seen, as a part of those that were planned for."
+    )
 
 
 class Comparison(Frozen):
@@ -62,15 +72,27 @@ class Comparison(Frozen):
     predicted: float
     measured: float
     note: str = ""
-    slack: float = Field(0.0, description="A smaller difference, in the same unit, is nothing to speak of.")
+    slack: float = Field(
+        0.0, description="A smaller difference, in the same unit, is nothing to speak of."
+    )
 
     @property
     def off(self) -> float:
-        return self.measured / self.predicted - 1 if self.predicted else math.inf if self.measured else 0.0
+        return (
+            self.measured / self.predicted - 1
+            if self.predicted
+            else math.inf
+            if self.measured
+            else 0.0
+        )
 
     @property
     def warns(self) -> bool:
-        return not self.note and abs(self.off) > OFF and abs(self.measured - self.predicted) > self.slack
+        return (
+            not self.note
+            and abs(self.off) > OFF
+            and abs(self.measured - self.predicted) > self.slack
+        )
 
     def line(self) -> str:
         """`peak: predicted 1.20 GiB, measured 1.50 GiB, 25% more`"""
@@ -108,21 +130,62 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Comparison]:
     rows = []
     for name, value in measured.memory.items():
         note = "rows were much shorter than planned" if value <= narrow.get(name, -1) else ""
-        rows.append(Comparison(category=name, unit="bytes", predicted=predicted[name], measured=value, note=note, slack=OFF * SMALL))
+        rows.append(
+            Comparison(
+                category=name,
+                unit="bytes",
+                predicted=predicted[name],
+                measured=value,
+                note=note,
+                slack=OFF * SMALL,
+            )
+        )
     slack = float(HOST_SLACK * measured.ranks_per_host)
     for phase, value in measured.host.items():
         planned = getattr(estimate.host, phase)
-        rows.append(Comparison(category=f"host {phase}", unit="bytes", predicted=planned, measured=value, slack=slack))
+        rows.append(
+            Comparison(
+                category=f"host {phase}",
+                unit="bytes",
+                predicted=planned,
+                measured=value,
+                slack=slack,
+            )
+        )
     if measured.traffic is not None:
         less = measured.grows and measured.traffic < estimate.traffic.total
         note = "rows may be shorter than planned, and what is sent grows with them" if less else ""
-        rows.append(Comparison(category="traffic", unit="bytes", predicted=estimate.traffic.total, measured=measured.traffic, note=note))
-    rate = "" if estimate.calibrated else "the rates of this machine are not measured: `drumline calibrate`"
-    parts = {"total": seconds.total - seconds.rollout, "communication": seconds.communication, "optimizer": seconds.optimizer}
+        rows.append(
+            Comparison(
+                category="traffic",
+                unit="bytes",
+                predicted=estimate.traffic.total,
+                measured=measured.traffic,
+                note=note,
+            )
+        )
+    rate = (
+        ""
+        if estimate.calibrated
+        else "the rates of this machine are not measured: `drumline calibrate`"
+    )
+    parts = {
+        "total": seconds.total - seconds.rollout,
+        "communication": seconds.communication,
+        "optimizer": seconds.optimizer,
+    }
     for name in [name for name in parts if name in measured.seconds]:
         note = rate or ("" if name == "total" else "a part of the step's seconds")
         category = "seconds" if name == "total" else f"seconds, {name}"
-        rows.append(Comparison(category=category, unit="s", predicted=parts[name], measured=measured.seconds[name], note=note))
+        rows.append(
+            Comparison(
+                category=category,
+                unit="s",
+                predicted=parts[name],
+                measured=measured.seconds[name],
+                note=note,
+            )
+        )
     return rows
 
 
@@ -132,9 +195,13 @@ def notes(measured: Measurement) -> list[str]:
     if not measured.memory:
         remarks.append("too short to be measured: a step is counted after the first two")
     elif measured.by == "tracker" and measured.width < 1.0:
-        remarks.append(f"the peak was seen at {measured.width:.0%} of the planned tokens of a micro-batch; predicted is scaled to them")
+        remarks.append(
+            f"the peak was seen at {measured.width:.0%} of the planned tokens of a micro-batch; predicted is scaled to them"
+        )
     if measured.memory and not measured.timed:
         remarks.append("too short to be timed: seconds are those of steps after the counted one")
     if measured.by == "tracker" and measured.timed and "counted" in measured.seconds:
-        remarks.append(f"the counted step took {measured.seconds['counted']:.3g} s, the others {measured.seconds['total']:.3g} s")
+        remarks.append(
+            f"the counted step took {measured.seconds['counted']:.3g} s, the others {measured.seconds['total']:.3g} s"
+        )
     return remarks

@@ -43,7 +43,9 @@ class Spike(Event, kind="spike"):
     """A loss far above those before it."""
 
     step: int
-    policy: str  # note, skip (its update was not made) or rollback (it is passed over after going back)
+    policy: (
+        str  # note, skip (its update was not made) or rollback (it is passed over after going back)
+    )
     loss: Number
     mean: float  # of the losses before
     deviation: float  # their standard deviation
@@ -58,7 +60,9 @@ class Straggler(Event, kind="straggler"):
     rank: int
     host: str
     device: str
-    seconds: float  # of a step: its own work, and waiting for its data, without waiting for other ranks
+    seconds: (
+        float  # of a step: its own work, and waiting for its data, without waiting for other ranks
+    )
     median: float  # seconds of the median rank
     lost_tokens_per_s: float  # what the run would gain if it were as fast as the others
 
@@ -71,7 +75,8 @@ def ranks_named(ranks: list[int]) -> str:
 class WeightsDiffer(Event, kind="weights_differ"):
     step: int  # done before they were compared
     ranks: list[int]  # that differ from most; all where there is no majority
-    agreed: int | None  # the last step after which they were the same; null where it was not compared before
+    # The last step after which they were the same; null where it was not compared before.
+    agreed: int | None
 
 
 class Hang(Event, kind="hang"):
@@ -87,7 +92,8 @@ class Hang(Event, kind="hang"):
     limit: float  # seconds that this phase may take
     why: str  # in words
     waits: list[str]  # a line for each rank that waits: in what
-    collective: str | None  # that they wait in: operation, types and shapes, number, group, line of code
+    # That they wait in: operation, types and shapes, number, group, line of code.
+    collective: str | None
     position: int  # where the samples of its step begin in the order of the run
     sample_ids: list[int] | None  # of that step, where a rank could still give them
     stack: list[str]  # the culprit's, innermost first; empty where it could not be had

@@ -10,7 +10,8 @@ class _Called(ModuleType):
     """A room whose name is a verb of `drumline`, too."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return importlib.import_module("drumline.train.run").train(*args, **options)  # a rank imports the room, and not the launcher
+        # A rank imports the room, and not the launcher.
+        return importlib.import_module("drumline.train.run").train(*args, **options)
 
 
 sys.modules[__name__].__class__ = _Called

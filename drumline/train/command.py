@@ -25,7 +25,13 @@ from drumline.launchers.environment import die_with_launchers, first_rank, launc
 from drumline.launchers.lease import Lease
 from drumline.launchers.local import newest_or
 from drumline.launchers.stages import stages
-from drumline.launchers.tasks import become, requeued, require_rendezvous, step_of_allocation, torchrun_of_node
+from drumline.launchers.tasks import (
+    become,
+    requeued,
+    require_rendezvous,
+    step_of_allocation,
+    torchrun_of_node,
+)
 from drumline.report.bars import aside, bars, notes
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
@@ -49,7 +55,9 @@ def train(
 ) -> int:
     """`drumline train`: plan, launch, watch. `everything`: a dry run also prints the keys at their defaults. Returns the exit code."""
     myself = ["drumline", *sys.argv[1:]]
-    if (srun := step_of_allocation()) and _trains_in_tasks(config_path, overrides, resume, accelerate_config):
+    if (srun := step_of_allocation()) and _trains_in_tasks(
+        config_path, overrides, resume, accelerate_config
+    ):
         become([*srun, sys.executable, "-m", *myself])
     die_with_launchers()
     request = requested(config_path, overrides, resume, allow, accelerate_config)
@@ -62,7 +70,11 @@ def train(
             if dry_run and everything:
                 _print_all_keys(made)
             return code
-        return _dry_run(made, everything) if dry_run else launch_ranks(made, display=True, watch=watch)[1]
+        return (
+            _dry_run(made, everything)
+            if dry_run
+            else launch_ranks(made, display=True, watch=watch)[1]
+        )
     if watch:
         fix = "run `drumline watch RUN` in another terminal"
         raise UserError(f"{launched_by()} has started the ranks", where="--watch", fix=fix)
@@ -73,10 +85,14 @@ def train(
     return train_launched(request)
 
 
-def _trains_in_tasks(config_path: Path, overrides: list[str], resume: str | None, accelerate_config: Path | None) -> bool:
+def _trains_in_tasks(
+    config_path: Path, overrides: list[str], resume: str | None, accelerate_config: Path | None
+) -> bool:
     """Whether the tasks of srun are the ranks of a config; else its launcher starts them where it says. A mistake is reported by task 0."""
     try:
-        loaded = reader(config_path)(overrides, _laid_over(accelerate_config), trusted=resume is None)
+        loaded = reader(config_path)(
+            overrides, _laid_over(accelerate_config), trusted=resume is None
+        )
     except UserError:
         return True
     return loaded.config.launch.kind in ("local", "slurm")
@@ -118,7 +134,9 @@ def requested(
             loaded = read(overrides, over, trusted=False)
         if requeued():
             made = loaded.config
-            start = newest_or(start, Path(made.run.dir or default_run_dir(loaded.path)), made.checkpoint.apart)
+            start = newest_or(
+                start, Path(made.run.dir or default_run_dir(loaded.path)), made.checkpoint.apart
+            )
         notes(loaded.notes)
         return Request(loaded, world_size or loaded.config.launch.processes(), start, allow)
 
@@ -148,13 +166,17 @@ def _dry_run(request: Request, everything: bool) -> int:
         plan = make_plan(request, on_progress=on_progress, dry_run=True)
     notes(plan.data.notes if plan.data else ())
     start, plan = resume_from(Path(plan.run_dir), request, plan), as_before(plan, request)
-    print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
+    print(
+        f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines())
+    )
     if everything:
         print(f"\n{to_yaml(plan.config)}", end="")
     else:
         print("\n# What differs from the defaults; --all prints every key.")
         print(write_yaml(changed_values(plan.config)), end="")
-    if launched_by() is None and (submission := plan.config.launch.submission(plan, Path(plan.run_dir) / "plan.json", start)):
+    if launched_by() is None and (
+        submission := plan.config.launch.submission(plan, Path(plan.run_dir) / "plan.json", start)
+    ):
         print(f"\n{submission}", end="")
     return 0
 
@@ -167,7 +189,10 @@ def _print_all_keys(request: Request) -> None:
 
 
 def launch_ranks(
-    request: Request, display: bool, watch: bool = False, change: Callable[[Plan], Plan] = lambda plan: plan
+    request: Request,
+    display: bool,
+    watch: bool = False,
+    change: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> tuple[Path, int]:
     """By our own launcher. `watch`: serve the page of `drumline watch` meanwhile. `change`: of the plan, before anything is written.
     Returns the run folder and the exit code."""
@@ -194,7 +219,11 @@ def launch_ranks(
             launcher.compare(plan, early)
             plan_path, start = claim_run_dir(plan, request)
         past = read(run_dir / "events.jsonl") if display else []
-        on_event = stack.enter_context(Progress(Console(), past, waits(run_dir))).on_event if display else lambda event: None
+        on_event = (
+            stack.enter_context(Progress(Console(), past, waits(run_dir))).on_event
+            if display
+            else lambda event: None
+        )
         code = launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
     if not launcher.elsewhere and (made := at_end(plan)) is not None and display:
         print(f"page: {made}")
@@ -222,9 +251,13 @@ def convert(old: Path | list[str], output: Path | None) -> None:
         with output.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UserError("is there already", where=str(output), fix="choose another name, or remove it") from None
+        raise UserError(
+            "is there already", where=str(output), fix="choose another name, or remove it"
+        ) from None
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", where=str(output), fix="choose another place") from None
+        raise UserError(
+            f"cannot be written: {error.strerror}", where=str(output), fix="choose another place"
+        ) from None
 
 
 def prepare(config_path: Path, overrides: list[str]) -> None:
@@ -245,11 +278,22 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
         policy = Found(config.model, model_path)
         require_adapter(config, policy)
         vision = vision_of(config, model_path, policy.hf_config)
-        data = prepare_data(config, config.model.tokenizer or model_path or "", loaded.base_dir, on_progress, vision, check=True)
+        data = prepare_data(
+            config,
+            config.model.tokenizer or model_path or "",
+            loaded.base_dir,
+            on_progress,
+            vision,
+            check=True,
+        )
     more = (f", {data.images} images" if data.images else "") + " in the first block" * data.stream
-    print(f"train  {data.train_samples} samples, {data.train_tokens} tokens{more}  {data.train_cache}")
+    print(
+        f"train  {data.train_samples} samples, {data.train_tokens} tokens{more}  {data.train_cache}"
+    )
     for name, folder in data.eval_caches.items():
-        print(f"eval   {name + '  ' if name else ''}{len(TokenCache.open(Path(folder)))} samples  {folder}")
+        print(
+            f"eval   {name + '  ' if name else ''}{len(TokenCache.open(Path(folder)))} samples  {folder}"
+        )
     notes(data.notes)
 
 
@@ -260,7 +304,9 @@ def export(run: str, to: Path, which: str, dtype: str, adapter: bool, trust: boo
     from drumline.models.export import export as write
 
     if which not in ("last", "best") and not which.isdecimal():
-        raise UserError(f"no checkpoint {which!r}", where="--which", fix="last, best, or the number of a step")
+        raise UserError(
+            f"no checkpoint {which!r}", where="--which", fix="last, best, or the number of a step"
+        )
     choice = cast(Which, int(which) if which.isdecimal() else which)
     with at_hand(run, choice) as run_dir, bars(Console(stderr=True)) as on_progress:
         result = write(run_dir, to, choice, on_progress, dtype=dtype, adapter=adapter, trust=trust)

@@ -29,7 +29,17 @@ from drumline.launchers import watcher
 from drumline.launchers.environment import expandable_segments, launched_by
 from drumline.launchers.lease import guarded
 from drumline.telemetry import flight
-from drumline.telemetry.events import Emit, Event, EventLog, Export, Exporting, Number, RunEnd, RunStart, read
+from drumline.telemetry.events import (
+    Emit,
+    Event,
+    EventLog,
+    Export,
+    Exporting,
+    Number,
+    RunEnd,
+    RunStart,
+    read,
+)
 from drumline.telemetry.measure import planned
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.telemetry.watched import Devices
@@ -37,7 +47,9 @@ from drumline.train.failure import note, recording, watched
 from drumline.train.state import Goodput
 
 
-def main(arguments: list[str] | None = None, work: Callable[[Plan, str | None], None] | None = None) -> None:
+def main(
+    arguments: list[str] | None = None, work: Callable[[Plan, str | None], None] | None = None
+) -> None:
     """The worker process of our own launcher. `work`: in place of `run`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("plan", type=Path)
@@ -58,16 +70,25 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
     events_path = Path(plan.run_dir) / "events.jsonl"
     with StopFlag() as stop_flag, guarded(Path(plan.run_dir)):
         watch(plan)
-        ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds, plan.config.launch.interface)
+        ranks = start(
+            plan.device,
+            plan.backend,
+            plan.config.launch.timeout_seconds,
+            plan.config.launch.interface,
+        )
         past = read(events_path)
         callbacks = Callbacks(plan.config.run.callbacks, Path(plan.base_dir), ranks.rank)
-        reporter = MainReporter(plan, listener, callbacks) if ranks.rank == 0 else Reporter(callbacks)
+        reporter = (
+            MainReporter(plan, listener, callbacks) if ranks.rank == 0 else Reporter(callbacks)
+        )
         emit = reporter.emit
         goodput = Goodput(started)
         goodput.end_part("processes")
         error: BaseException | None = None
         try:
-            reporter.why = train_on(plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=past, goodput=goodput)
+            reporter.why = train_on(
+                plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=past, goodput=goodput
+            )
             heartbeat.beat("done")
             stop()
             reporter.export()
@@ -82,7 +103,14 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
 
 
 def train_on(
-    plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, stop_flag: StopFlag, past: list[Event], goodput: Goodput
+    plan: Plan,
+    ranks: Ranks,
+    resume: str | None,
+    *,
+    emit: Emit,
+    stop_flag: StopFlag,
+    past: list[Event],
+    goodput: Goodput,
 ) -> str | None:
     """Build and run one plan in the process group that is there. Returns why it ended before its last step, if it did."""
     from drumline.train.build import build
@@ -101,14 +129,20 @@ def train_on(
 
 def watch(plan: Plan) -> None:
     """Have the launcher notice where this rank hangs, or a watcher where the launcher is not ours."""
-    if heartbeat.VARIABLE not in os.environ and (launched_by() or "TORCHELASTIC_ERROR_FILE" in os.environ):
+    if heartbeat.VARIABLE not in os.environ and (
+        launched_by() or "TORCHELASTIC_ERROR_FILE" in os.environ
+    ):
         ranks = Ranks.from_environment()
         watcher.begin(drawn("watch"), ranks.rank, ranks.world_size, Path(plan.run_dir))
     if heartbeat.register(plan.config.health.limits()) is None:
         return
     heartbeat.answer("collectives", flight.recent)
     if plan.config.compile.enabled:
-        from drumline.vendor.torch import on_compile_end, on_compile_start  # torch._dynamo takes a second to import
+        # torch._dynamo takes a second to import.
+        from drumline.vendor.torch import (
+            on_compile_end,
+            on_compile_start,
+        )
 
         on_compile_start(lambda *_: heartbeat.compiling(True))
         on_compile_end(lambda *_: heartbeat.compiling(False))
@@ -135,7 +169,12 @@ def run_start(plan: Plan, resume: str | None) -> RunStart:
 def _environment(plan: Plan) -> dict[str, str]:
     import torch  # it is there by now
 
-    found = {"host": socket.gethostname(), "system": platform.platform(), "python": platform.python_version(), "cores": str(os.cpu_count())}
+    found = {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "cores": str(os.cpu_count()),
+    }
     for name in ("torch", "transformers", "peft", "deepspeed"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
@@ -162,12 +201,25 @@ class Reporter:
 
     def close(self, error: BaseException | None, goodput: Goodput) -> None:
         """The last event of this process: how it ended."""
-        kinds: dict[type, str] = {type(None): "finished", Preempted: "preempted", TrainingStopped: "stopped"}
+        kinds: dict[type, str] = {
+            type(None): "finished",
+            Preempted: "preempted",
+            TrainingStopped: "stopped",
+        }
         status = kinds.get(type(error), "failed")
         code = error.exit_code if isinstance(error, DrumlineError) else int(error is not None)
         if error is not None:
             self.why = _error_line(error)
-        self.emit(RunEnd(status=status, exit_code=code, step=self.last_step, why=self.why, kwh=self.kwh, goodput=goodput.report()))
+        self.emit(
+            RunEnd(
+                status=status,
+                exit_code=code,
+                step=self.last_step,
+                why=self.why,
+                kwh=self.kwh,
+                goodput=goodput.report(),
+            )
+        )
 
 
 def _error_line(error: BaseException) -> str:
@@ -180,13 +232,22 @@ def _error_line(error: BaseException) -> str:
 class MainReporter(Reporter):
     """Gets those of rank 0: for events.jsonl, the trackers of `run.report_to`, callbacks, and a listener."""
 
-    def __init__(self, plan: Plan, listener: Emit | None = None, callbacks: Callbacks | None = None) -> None:
+    def __init__(
+        self, plan: Plan, listener: Emit | None = None, callbacks: Callbacks | None = None
+    ) -> None:
         super().__init__(callbacks)
         run_dir = Path(plan.run_dir)
         self.plan, self.listener = plan, listener
         self.log = EventLog(run_dir / "events.jsonl")
         config = plan.config.model_dump(mode="json")
-        self.sinks = open_sinks(plan.config.run.report_to, run_dir, config, run_dir.name, Path(plan.base_dir), plan.config.run.tracker)
+        self.sinks = open_sinks(
+            plan.config.run.report_to,
+            run_dir,
+            config,
+            run_dir.name,
+            Path(plan.base_dir),
+            plan.config.run.tracker,
+        )
 
     def emit(self, event: Event) -> None:
         event = self.log.emit(event)
@@ -212,7 +273,11 @@ class MainReporter(Reporter):
         except Exception as failure:  # noqa: BLE001 - whatever stops an export, such as a full disk or memory, the run is finished
             error = f"{EXPORT_FAILED}: {_error_line(failure)}; {way_to_export(self.plan)}"
             say(f"note: {error}")
-            self.emit(Export(path=None, seconds=time.time() - began, max_logit_difference=None, error=error))
+            self.emit(
+                Export(
+                    path=None, seconds=time.time() - began, max_logit_difference=None, error=error
+                )
+            )
 
     def _export(self) -> None:
         config = self.plan.config
@@ -226,8 +291,20 @@ class MainReporter(Reporter):
             return
         from drumline.models.export import export
 
-        result = export(run_dir, run_dir / "export", which, adapter=config.checkpoint.export_adapter, trust=config.model.trust_remote_code)
-        self.emit(Export(path=str(result.path), seconds=result.seconds, max_logit_difference=result.max_logit_difference))
+        result = export(
+            run_dir,
+            run_dir / "export",
+            which,
+            adapter=config.checkpoint.export_adapter,
+            trust=config.model.trust_remote_code,
+        )
+        self.emit(
+            Export(
+                path=str(result.path),
+                seconds=result.seconds,
+                max_logit_difference=result.max_logit_difference,
+            )
+        )
 
     def close(self, error: BaseException | None, goodput: Goodput) -> None:
         super().close(error, goodput)
@@ -239,7 +316,10 @@ class MainReporter(Reporter):
         if (url := self.plan.config.checkpoint.url) is not None:
             try:
                 copy_run_files(Store(url), Path(self.plan.run_dir))
-            except (OSError, EnvironmentFault) as failure:  # the run is over, and its own folder has them
+            except (
+                OSError,
+                EnvironmentFault,
+            ) as failure:  # the run is over, and its own folder has them
                 say(f"note: the last events did not reach {url}: {failure}")
 
 

@@ -44,7 +44,10 @@ class OutOfMemory(DrumlineError):
     """A rank ran out of memory; `exhausted` has what was known then."""
 
     def __init__(self, exhausted: Exhausted, advice: str) -> None:
-        super().__init__(f"rank {exhausted.rank} {exhausted.describe()}", fix=None if exhausted.allocated is not None else advice)
+        super().__init__(
+            f"rank {exhausted.rank} {exhausted.describe()}",
+            fix=None if exhausted.allocated is not None else advice,
+        )
         self.exhausted = exhausted
 
 
@@ -66,7 +69,9 @@ class Watched:
         """Bytes at the moment of `error`, as far as they are known."""
         stats = {} if self.engine is None else self.engine.memory_stats()._asdict()
         during = doing(error.__traceback__)
-        known = reported_by_cuda(str(error)) if self.plan.device == "cuda" else self._on_cpu(str(error))
+        known = (
+            reported_by_cuda(str(error)) if self.plan.device == "cuda" else self._on_cpu(str(error))
+        )
         return Exhausted(rank=self.rank, during=during, memory_stats=stats, **known)
 
     def _on_cpu(self, message: str) -> dict[str, int]:
@@ -78,7 +83,10 @@ class Watched:
             soft, _ = resource.getrlimit(limit)
             if soft != resource.RLIM_INFINITY:
                 rooms.append(soft - self.before[count])
-        known = {"allocated": max(0, now["VmHWM"] - self.before["VmRSS"]), "room": max(0, min(rooms))}
+        known = {
+            "allocated": max(0, now["VmHWM"] - self.before["VmRSS"]),
+            "room": max(0, min(rooms)),
+        }
         if requested := re.search(r"allocate (\d+) bytes", message):
             known["requested"] = int(requested[1])
         return known
@@ -93,7 +101,9 @@ def watched(plan: Plan, rank: int) -> Iterator[Watched]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(watch.measured(error), f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        raise OutOfMemory(
+            watch.measured(error), f"{type(error).__name__}: {error}".splitlines()[0]
+        ) from error
 
 
 def let_go(error: BaseException | None) -> None:
@@ -123,8 +133,14 @@ def reported_by_cuda(message: str) -> dict[str, int]:
         "allocated": rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
         "idle": rf"{_SIZE} is reserved by PyTorch but unallocated",
     }
-    values = {name: round(float(m[1]) * UNITS[m[2]]) for name, pattern in found.items() if (m := re.search(pattern, message))}
-    known: dict[str, int] = {name: values[name] for name in ("requested", "allocated") if name in values}
+    values = {
+        name: round(float(m[1]) * UNITS[m[2]])
+        for name, pattern in found.items()
+        if (m := re.search(pattern, message))
+    }
+    known: dict[str, int] = {
+        name: values[name] for name in ("requested", "allocated") if name in values
+    }
     if "allocated" in values and "idle" in values:
         known["reserved"] = values["allocated"] + values["idle"]
         known["room"] = min(known["reserved"] + values.get("free", 0), values.get("allowed", 2**62))
@@ -158,19 +174,40 @@ def note(error: BaseException) -> None:
         message, text, code = error.line(), "", error.rank_code or error.exit_code
         say(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {message}")
     else:
-        message, text, code = f"{class_and_line(error)}: {error}", "".join(traceback.format_exception(error)), 1
+        message, text, code = (
+            f"{class_and_line(error)}: {error}",
+            "".join(traceback.format_exception(error)),
+            1,
+        )
         say(text)
         if dist.is_initialized() and (begun := flight.recent(most=1)):
             more = {"collective": flight.describe(begun[0])}
     if named := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        _write(Path(named), {"message": redact(message), "traceback": redact(text), "time": time.time(), "exit_code": code, **more})
+        _write(
+            Path(named),
+            {
+                "message": redact(message),
+                "traceback": redact(text),
+                "time": time.time(),
+                "exit_code": code,
+                **more,
+            },
+        )
 
 
 def _write(path: Path, noted: dict[str, object]) -> None:
     # The agent reads `message.message` and the call stack; the launcher reads our own part.
-    stack = {"py_callstack": noted["traceback"] or noted["message"], "timestamp": str(int(time.time()))}
+    stack = {
+        "py_callstack": noted["traceback"] or noted["message"],
+        "timestamp": str(int(time.time())),
+    }
     try:  # the agent gives up on a file that is half written
-        write_whole(path, json.dumps({"message": {"message": noted["message"], "extraInfo": stack, "drumline": noted}}))
+        write_whole(
+            path,
+            json.dumps(
+                {"message": {"message": noted["message"], "extraInfo": stack, "drumline": noted}}
+            ),
+        )
     except OSError as full:
         say(f"could not note the failure in {path}: {full}")
 
@@ -183,4 +220,6 @@ def recording() -> Iterator[None]:
             yield
     except Exception as error:  # noqa: BLE001 - the outermost frame of a rank: reported in full, and the exit code is that of a failure
         note(error)
-        leave_process((error.rank_code or error.exit_code) if isinstance(error, DrumlineError) else 1)
+        leave_process(
+            (error.rank_code or error.exit_code) if isinstance(error, DrumlineError) else 1
+        )

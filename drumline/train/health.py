@@ -22,7 +22,9 @@ from drumline.telemetry.watched import Spike, WeightsDiffer
 from drumline.train.state import Flight
 
 FEWEST = 20  # losses that a mean and a deviation are made of
-LEAST_DEVIATION = 0.01  # of the mean: a loss that hardly moves has almost none, and any step would stand out
+LEAST_DEVIATION = (
+    0.01  # of the mean: a loss that hardly moves has almost none, and any step would stand out
+)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ODD = 0x9E3779B97F4A7C15 - 2**64  # of the golden ratio, as SplitMix64 has it
 
@@ -31,7 +33,9 @@ class GoBack(Exception):
     """The run goes on from its newest checkpoint, and passes over the batch that ends at `position`."""
 
     def __init__(self, position: int) -> None:
-        super().__init__(f"back to the newest checkpoint, without the batch that ends at {position}")
+        super().__init__(
+            f"back to the newest checkpoint, without the batch that ends at {position}"
+        )
         self.position = position
 
 
@@ -54,14 +58,20 @@ class Spikes:
         """What a checkpoint has of it: functions that are asked when it is saved."""
         if self.health.on_spike == "none":
             return {}
-        return {"losses": lambda: list(self.losses), "passed_over": lambda: sorted(self.passed_over), "rollbacks": lambda: self.rollbacks}
+        return {
+            "losses": lambda: list(self.losses),
+            "passed_over": lambda: sorted(self.passed_over),
+            "rollbacks": lambda: self.rollbacks,
+        }
 
     def limit(self) -> float | None:
         """The largest loss that is none; None where nothing is watched, or too little is known."""
         if self.health.on_spike == "none" or len(self.losses) < FEWEST:
             return None
         mean = statistics.fmean(self.losses)
-        return mean + self.health.spike_zscore * max(statistics.pstdev(self.losses, mean), LEAST_DEVIATION * abs(mean))
+        return mean + self.health.spike_zscore * max(
+            statistics.pstdev(self.losses, mean), LEAST_DEVIATION * abs(mean)
+        )
 
     def allows(self, flight: Flight, loss_sum: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
         """Whether the update is made, on the device: by policy, and not for a batch that is passed over. Notes the limit in `flight`."""
@@ -81,7 +91,11 @@ class Spikes:
             self.losses.append(flight.loss)
             return 0
         mean, deviation = statistics.fmean(self.losses), statistics.pstdev(self.losses)
-        policy = "skip" if self.health.on_spike == "rollback" and not can_go_back else self.health.on_spike
+        policy = (
+            "skip"
+            if self.health.on_spike == "rollback" and not can_go_back
+            else self.health.on_spike
+        )
         self.emit(
             Spike(
                 step=flight.step, policy=policy, loss=flight.loss, mean=mean, deviation=deviation, limit=flight.limit,
@@ -105,7 +119,12 @@ class Weights:
     """Whether the ranks that should hold the same weights do."""
 
     def __init__(self, plan: Plan, engine: Engine, gather: Gather, emit: Emit) -> None:
-        self.every, self.engine, self.gather, self.emit = plan.config.health.check_weights_every, engine, gather, emit
+        self.every, self.engine, self.gather, self.emit = (
+            plan.config.health.check_weights_every,
+            engine,
+            gather,
+            emit,
+        )
         self.sets = same_weights(plan.config.strategy, plan.mesh) if self.every else []
         self.agreed: int | None = None  # the last step
 
@@ -117,7 +136,9 @@ class Weights:
         if self.every is None or self.agreed == step:
             return
         sums = [int(value) for value in from_all(int(checksum(self.engine)))]
-        differing = sorted(rank for ranks in self.sets for rank in odd_ones({rank: sums[rank] for rank in ranks}))
+        differing = sorted(
+            rank for ranks in self.sets for rank in odd_ones({rank: sums[rank] for rank in ranks})
+        )
         if not differing:
             self.agreed = step
             return
@@ -128,7 +149,11 @@ class Weights:
         what = f"the weights of {who} differ from {copies} after step {step}: they changed {since} by a fault of memory, device or network"
         if self.gather.rank != differing[0]:
             what = f"failed on another rank: {what}"
-        raise DrumlineError(what, where="health.check_weights_every", fix="go on from the newest checkpoint: the ranks agreed on it")
+        raise DrumlineError(
+            what,
+            where="health.check_weights_every",
+            fix="go on from the newest checkpoint: the ranks agreed on it",
+        )
 
 
 def odd_ones(sums: dict[int, int]) -> list[int]:
@@ -168,4 +193,8 @@ class Collectives:
         self.seen |= recorder.newest(recorder.recent(self.seen, most=recorder.RECENT * 5))
         if found := recorder.first_difference(ranks):
             _, what = recorder.blame(found, ranks)
-            raise DrumlineError(what, where="health.check_collectives", fix="make all ranks begin the same ones in the same order")
+            raise DrumlineError(
+                what,
+                where="health.check_collectives",
+                fix="make all ranks begin the same ones in the same order",
+            )

@@ -25,7 +25,11 @@ def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> 
     """What a script ends with that did not catch an error of ours: its line and its exit code."""
     global _before
     if not isinstance(error, DrumlineError):
-        hook, _before = _before, sys.__excepthook__  # the user's hook may call this one, which was there before it
+        # The user's hook may call this one, which was there before it.
+        hook, _before = (
+            _before,
+            sys.__excepthook__,
+        )
         try:
             return hook(kind, error, trace)
         finally:
@@ -44,4 +48,8 @@ def report(error: BaseException) -> None:
 
 def reported_once(error: BaseException) -> AbstractContextManager[None]:
     """Around an error: a mistake in the script is the same on all ranks, and rank 0 reports it; one in the data may be one rank's."""
-    return first_rank_reports() if isinstance(error, UserError) and not isinstance(error, DataError) else nullcontext()
+    return (
+        first_rank_reports()
+        if isinstance(error, UserError) and not isinstance(error, DataError)
+        else nullcontext()
+    )

@@ -53,12 +53,18 @@ def train(make_request: Callable[[int], Request]) -> int:
     return 0
 
 
-def join(make_request: Callable[[int], Request], stack: ExitStack, display: bool) -> tuple[Plan, str | None]:
+def join(
+    make_request: Callable[[int], Request], stack: ExitStack, display: bool
+) -> tuple[Plan, str | None]:
     """The plan and the checkpoint to go on from, the same on all ranks. `stack` gets the lease of the run folder."""
     ranks = Ranks.from_environment()
     # Before the data is prepared: other ranks find rank 0 now, wait for its plan, and notice if it dies meanwhile.
     rendezvous()
-    return _plan(make_request, ranks, stack, display) if ranks.rank == 0 else _plan_from_rank_0(ranks, stack)
+    return (
+        _plan(make_request, ranks, stack, display)
+        if ranks.rank == 0
+        else _plan_from_rank_0(ranks, stack)
+    )
 
 
 def train_rank(plan: Plan, start: str | None, display: bool) -> None:
@@ -80,7 +86,9 @@ def train_rank(plan: Plan, start: str | None, display: bool) -> None:
             at_end(plan)
 
 
-def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack, display: bool) -> tuple[Plan, str | None]:
+def _plan(
+    make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack, display: bool
+) -> tuple[Plan, str | None]:
     """Rank 0's part, outside any collective: it may take as long as the data needs."""
     try:
         request = make_request(ranks.world_size)
@@ -94,22 +102,38 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
         if ranks.attempt:
             _require_no_stop(plan)
         if ranks.attempt or _is_same(run_dir / LAUNCH, mark):
-            request = replace(request, resume=newest_or(request.resume, run_dir, plan.config.checkpoint.apart))
+            request = replace(
+                request, resume=newest_or(request.resume, run_dir, plan.config.checkpoint.apart)
+            )
         plan = as_before(plan, request)
         _, start = claim_run_dir(plan, request)
         write_whole(run_dir / LAUNCH, json.dumps(mark))
         # The other ranks have read neither the YAML nor its secrets.
-        answer = {"plan": plan.model_dump(mode="json"), "resume": start, "lease": lease.token, "secrets": withheld()}
+        answer = {
+            "plan": plan.model_dump(mode="json"),
+            "resume": start,
+            "lease": lease.token,
+            "secrets": withheld(),
+        }
         publish(json.dumps(answer), "plan")
         _require_shared(plan, ranks)
     except (Exception, Interrupted) as error:
-        code = error.exit_code if isinstance(error, DrumlineError) else NOTHING_LOST if isinstance(error, Interrupted) else 1
+        code = (
+            error.exit_code
+            if isinstance(error, DrumlineError)
+            else NOTHING_LOST
+            if isinstance(error, Interrupted)
+            else 1
+        )
         if isinstance(error, DrumlineError):
-            note(error)  # before the others end: some launchers stop the ranks that are left at once
+            # Before the others end: some launchers stop the ranks that are left at once.
+            note(error)
         for name in ("plan", "go"):  # whichever the other ranks wait for
             publish(json.dumps({"exit_code": code}), name)
         if not isinstance(error, Interrupted):
-            with suppress(EnvironmentFault, RuntimeError):  # a rank did not come, or the store was another process's and is gone
+            with suppress(
+                EnvironmentFault, RuntimeError
+            ):  # a rank did not come, or the store was another process's and is gone
                 for rank in range(1, ranks.world_size):
                     receive(f"received-{rank}", RECEIVED_SECONDS)
         raise
@@ -139,7 +163,11 @@ def _require_fresh(run_dir: Path, resume: str | None) -> None:
     """Raises EnvironmentFault where a run that begins would find checkpoints of another one on this host."""
     if resume is None and any((run_dir / "checkpoints").glob("step-*")):
         fix = "add --resume to go on with it, or choose another with run.dir=…"
-        raise EnvironmentFault(f"the run folder is not empty on host {socket.gethostname()}", where=str(run_dir.absolute()), fix=fix)
+        raise EnvironmentFault(
+            f"the run folder is not empty on host {socket.gethostname()}",
+            where=str(run_dir.absolute()),
+            fix=fix,
+        )
 
 
 def _received(name: str, ranks: Ranks) -> dict[str, Any]:
@@ -174,24 +202,40 @@ def _require_as_launched(request: Request, ranks: Ranks) -> None:
     nproc = launch.nproc
     if isinstance(launch, SSHLauncher) and launch.nodes is not None:
         what = f"{launched_by()} has started the ranks, so hosts cannot come and go"
-        raise EnvironmentFault(what, where="launch.nodes", fix="leave launch.nodes out, or start the run by drumline train")
+        raise EnvironmentFault(
+            what,
+            where="launch.nodes",
+            fix="leave launch.nodes out, or start the run by drumline train",
+        )
     # accelerate's own flags go before its file, too: a number that another tool's file has is only what it was last started with.
     if nproc not in (None, ranks.world_size, of_host) and not request.loaded.old:
-        what = f"launch.nproc is {nproc}, but {launched_by()} has started {ranks.world_size} processes"
+        what = (
+            f"launch.nproc is {nproc}, but {launched_by()} has started {ranks.world_size} processes"
+        )
         raise EnvironmentFault(what, where="launch.nproc", fix="leave launch.nproc out")
 
 
 def _require_no_stop(plan: Plan) -> None:
     """Raises TrainingStopped where the start before this one hung, and the config does not want another."""
-    if plan.config.health.on_hang == "stop" and any(isinstance(event, Hang) for event in last(Path(plan.run_dir) / "events.jsonl")[-2:]):
-        raise TrainingStopped("the run hung, and health.on_hang is stop", where=plan.run_dir, fix="go on with --resume")
+    if plan.config.health.on_hang == "stop" and any(
+        isinstance(event, Hang) for event in last(Path(plan.run_dir) / "events.jsonl")[-2:]
+    ):
+        raise TrainingStopped(
+            "the run hung, and health.on_hang is stop",
+            where=plan.run_dir,
+            fix="go on with --resume",
+        )
 
 
 def _mark(request: Request) -> dict[str, Any]:
     """What a restart by torchrun has in common with the start before it. It counts failures only: where a host came or went, the count
     of restarts is what it was."""
     config = hashlib.sha256(to_yaml(request.loaded.config).encode()).hexdigest()
-    return {"config": config, "agent": asdict(process(os.getppid())), "rendezvous": os.environ.get("TORCHELASTIC_RUN_ID", "none")}
+    return {
+        "config": config,
+        "agent": asdict(process(os.getppid())),
+        "rendezvous": os.environ.get("TORCHELASTIC_RUN_ID", "none"),
+    }
 
 
 def _is_same(path: Path, mark: dict[str, Any]) -> bool:
@@ -200,6 +244,10 @@ def _is_same(path: Path, mark: dict[str, Any]) -> bool:
         known = json.loads(path.read_text())
         same_agent = known["agent"] == mark["agent"] and mark["agent"]["boot"] != ""
         same_rendezvous = known["rendezvous"] == mark["rendezvous"] != "none"
-        return launched_by() == "torchrun" and known["config"] == mark["config"] and (same_agent or same_rendezvous)
+        return (
+            launched_by() == "torchrun"
+            and known["config"] == mark["config"]
+            and (same_agent or same_rendezvous)
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False

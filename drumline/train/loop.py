@@ -65,8 +65,12 @@ class Loop:
     step_s: float = 0.0  # that the last flight took on this rank
     metric: float | None = None  # of the weights as they are now; a step makes it unknown
     rollouts: Rollouts | None = None
-    rewind: Callable[[], Iterable[GlobalBatch]] | None = None  # to the newest checkpoint; gives the stream from there on
-    checkpointable: bool = True  # not in the middle of the steps of a rollout, where a run could not go on from
+    rewind: Callable[[], Iterable[GlobalBatch]] | None = (
+        None  # to the newest checkpoint; gives the stream from there on
+    )
+    checkpointable: bool = (
+        True  # not in the middle of the steps of a rollout, where a run could not go on from
+    )
     meter: Meter | None = None
     answers: Answers | None = None
     tasks: Tasks | None = None
@@ -104,7 +108,10 @@ class Loop:
             self.state.evaluated = 0
             if config.eval.at_start:
                 self.evaluate()
-        broken_off = self.state.evaluated >= 0 and due(config.eval.steps, self.state.evaluated, self.state.step)  # by a stop signal
+        # By a stop signal.
+        broken_off = self.state.evaluated >= 0 and due(
+            config.eval.steps, self.state.evaluated, self.state.step
+        )
         if broken_off and self.evaluate() and config.checkpoint.keep_best:
             self.save()
         while True:
@@ -115,7 +122,9 @@ class Loop:
             except GoBack as back:
                 self._go_back(back)
         self.profile.after(self.state.step, last=True)
-        if not config.eval.steps or (self.state.step % config.eval.steps and self.state.evaluated != self.state.step):
+        if not config.eval.steps or (
+            self.state.step % config.eval.steps and self.state.evaluated != self.state.step
+        ):
             self._evaluate_last()
         self._save_last()
         self.measure.finish(self.state.step)
@@ -146,7 +155,9 @@ class Loop:
                 self._report_rollout()
                 break
             drawn = time.time()
-            heartbeat.step(self.state.step, self.state.position, free=self.measure.traffic.due(self.state.step))
+            heartbeat.step(
+                self.state.step, self.state.position, free=self.measure.traffic.due(self.state.step)
+            )
             heartbeat.beat("data")
             batch = next(batches, None)
             if batch is None:
@@ -161,9 +172,15 @@ class Loop:
             if self.checkpointable:
                 self._leave_if_requested()
                 best = due(config.eval.steps, rested, self.state.step) and self.evaluate()
-                if due(config.checkpoint.steps, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
+                if (
+                    due(config.checkpoint.steps, rested, self.state.step)
+                    or (best and config.checkpoint.keep_best)
+                    or self.retries
+                ):
                     self.save()
-                elif self.saver.memory is not None and due(config.checkpoint.in_memory_every, rested, self.state.step):
+                elif self.saver.memory is not None and due(
+                    config.checkpoint.in_memory_every, rested, self.state.step
+                ):
                     self._land()
                     self.timeout.before_long_work(self.state.step)
                     heartbeat.beat("save")
@@ -186,8 +203,14 @@ class Loop:
         with self.goodput.spend("restore"):
             self.stream = self.rewind()
         self.state.spikes = self.spikes.state()  # what has shown since is still known
-        self.saver.saved_step, self.metric, self.landed, self.checkpointable = self.state.step, None, time.time(), True
-        self.weights.agreed = self.state.step  # and not on the weights after it, which are made again
+        self.saver.saved_step, self.metric, self.landed, self.checkpointable = (
+            self.state.step,
+            None,
+            time.time(),
+            True,
+        )
+        # And not on the weights after it, which are made again.
+        self.weights.agreed = self.state.step
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
         """Compute a step, and read the numbers of the one before, which have come to the host by now. Its own are waited for where it is
@@ -199,10 +222,14 @@ class Loop:
         denominator = weight or 1.0
         seed_step(self.plan.config.run.seed, step, *self.plan.mesh.stream(self.gather.rank))
         heartbeat.beat("forward")
-        lr = self.plan.lr * self.plan.config.schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
+        lr = self.plan.lr * self.plan.config.schedule.rate(
+            step, self.plan.steps or 1, self.plan.warmup_steps
+        )
         self.engine.begin_step(lr)
         with self.measure.watch(step):
-            sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
+            sums = self.engine.forward_backward(
+                batch.micro_batches, self.algorithm.objective, denominator
+            )
         waited = self.engine.exposed_communication()
         comm_s = math.nan if waited is None else waited
         logged = (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps
@@ -218,7 +245,17 @@ class Loop:
             gathered = self.gather.start({**sums, SQUARES: grad_norm.square()}, *shared)
         loss = sums["loss"] if self.alone else gathered["loss"]
         ids = batch.sample_ids[batch.sample_ids >= 0]
-        flight = Flight(gathered, step + 1, denominator, batch.position, ids, int(tokens), lr, started - data_s, data_s)
+        flight = Flight(
+            gathered,
+            step + 1,
+            denominator,
+            batch.position,
+            ids,
+            int(tokens),
+            lr,
+            started - data_s,
+            data_s,
+        )
         # A sum in fp64 is finite if both are: one test launches half the kernels of two.
         finite = self.spikes.allows(flight, loss, torch.isfinite(loss + grad_norm))
         with self.measure.watch(step, "step"):
@@ -226,13 +263,19 @@ class Loop:
         heartbeat.beat("collective")
         if not self.alone:
             gathered.fetch(grad_norm)
-        self.state.step, self.state.position, self.state.stream = step + 1, batch.position, batch.state
+        self.state.step, self.state.position, self.state.stream = (
+            step + 1,
+            batch.position,
+            batch.state,
+        )
         self.checkpointable = batch.checkpointable
         self.state.tokens += int(tokens)
         flight.computed = time.time()
         whole = not self.measure.traffic.due(step) or flight.finite
         copies = self.saver.checkpointer.staging.bytes_
-        flight.volume, flight.clock = self.measure.end_step(step, batch.micro_batches, copies, whole, data=data_s, communication=comm_s)
+        flight.volume, flight.clock = self.measure.end_step(
+            step, batch.micro_batches, copies, whole, data=data_s, communication=comm_s
+        )
         flight.logged = logged
         self._land()
         self.flight = flight
@@ -241,7 +284,12 @@ class Loop:
 
     def _of_all(self, batch: GlobalBatch) -> tuple[float, float]:
         """Weight and tokens of a global batch that does not have them."""
-        total, _ = self.gather({"weight": float(sum(b.weight for b in batch.micro_batches)), "tokens": float(batch.tokens)})
+        total, _ = self.gather(
+            {
+                "weight": float(sum(b.weight for b in batch.micro_batches)),
+                "tokens": float(batch.tokens),
+            }
+        )
         return total["weight"], total["tokens"]
 
     def _land(self) -> None:
@@ -255,7 +303,9 @@ class Loop:
         seconds = flight.arrived[2] - max(self.landed, flight.began)
         self.landed, self.step_s = flight.arrived[2], seconds
         self.timeout.after_step(flight.step, step_s)
-        self.goodput.seconds["recompute" if flight.step <= self.seen_step else "productive"] += seconds
+        self.goodput.seconds["recompute" if flight.step <= self.seen_step else "productive"] += (
+            seconds
+        )
         self.measure.took(flight.step, flight.clock, max(0.0, seconds - flight.data_s))
         heartbeat.beat("report")
         if parts := self.goodput.begun():
@@ -266,14 +316,17 @@ class Loop:
         if flight.finite:
             self.metric = None
         skips = self.state.skips
-        judge(flight, self.plan, self.state, self.engine.rescales(), self.emit, "health.on_nan", FIX)
+        judge(
+            flight, self.plan, self.state, self.engine.rescales(), self.emit, "health.on_nan", FIX
+        )
         if flight.finite:
             can_go_back = self.rewind is not None and self.saver.saved_step >= 0
             self.state.skips = self.spikes.judge(flight, skips, can_go_back)
 
     def _log_step(self, flight: Flight, seconds: float) -> None:
         world = self.gather.world_size
-        _, _, data, comm, memory, _, *devices, _ = flight.by_rank  # of the waits the mean is shown (NaN: not measured)
+        # Of the waits the mean is shown (NaN: not measured).
+        _, _, data, comm, memory, _, *devices, _ = flight.by_rank
         if devices and self.meter is not None and (read := self.meter.event(flight.step, devices)):
             self.emit(read)
         rate = flight.tokens / seconds
@@ -287,7 +340,8 @@ class Loop:
             grad_norm=flight.grad_norm,
             tokens=flight.tokens,
             sent_bytes=flight.volume,
-            metrics=self.algorithm.step_metrics(flight.total) | router_metrics(flight.total, flight.denominator),
+            metrics=self.algorithm.step_metrics(flight.total)
+            | router_metrics(flight.total, flight.denominator),
             samples=len(flight.sample_ids),
             tokens_per_s=rate,
             samples_per_s=len(flight.sample_ids) / seconds,
@@ -309,19 +363,38 @@ class Loop:
         self.timeout.before_long_work(step)
         heartbeat.beat("eval")
         with self.goodput.spend("eval"):
-            metrics, samples, failures = self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(step)
-            if self.tasks is not None and (self.tasks.due(self.state.evaluated, step) or self._ends(metrics)):
+            metrics, samples, failures = (
+                self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(step)
+            )
+            if self.tasks is not None and (
+                self.tasks.due(self.state.evaluated, step) or self._ends(metrics)
+            ):
                 self._stop_if_requested()
                 metrics |= self.tasks.score()
         if not metrics:
             return False
         self.state.evaluated = step
-        self.emit(Eval(step=step, samples=samples, seconds=time.time() - started, reward_failures=failures or None, metrics=metrics))
+        self.emit(
+            Eval(
+                step=step,
+                samples=samples,
+                seconds=time.time() - started,
+                reward_failures=failures or None,
+                metrics=metrics,
+            )
+        )
         self.metric, better = judged(metrics, self.plan.config.eval, self.state)
         if self.answers is not None:
             heartbeat.beat("eval")
             with self.goodput.spend("eval"):
-                self.answers.write(step, "before" if step == 0 else "after" if self.stale or step == self.plan.steps else "during")
+                self.answers.write(
+                    step,
+                    "before"
+                    if step == 0
+                    else "after"
+                    if self.stale or step == self.plan.steps
+                    else "during",
+                )
         return better
 
     def _ends(self, metrics: dict[str, float]) -> bool:
@@ -348,12 +421,20 @@ class Loop:
             sums: dict[str, float] = {}
             for batch in batches():
                 self._stop_if_requested()
-                sums = _added(sums, self.engine.evaluate(batch.micro_batches, self.algorithm.eval_objective))
+                sums = _added(
+                    sums, self.engine.evaluate(batch.micro_batches, self.algorithm.eval_objective)
+                )
                 samples += int((batch.sample_ids >= 0).sum())
             total, _ = self.gather(sums)
             whole = _added(whole, total)
-            by_set |= {f"{name}/{key}": value for key, value in self.algorithm.metrics(total).items()} if name else {}
-        return (self.algorithm.metrics(whole) | by_set, samples, {}) if self.held_out else ({}, 0, {})
+            by_set |= (
+                {f"{name}/{key}": value for key, value in self.algorithm.metrics(total).items()}
+                if name
+                else {}
+            )
+        return (
+            (self.algorithm.metrics(whole) | by_set, samples, {}) if self.held_out else ({}, 0, {})
+        )
 
     def save(self) -> None:
         """Hand the state to the checkpointer. `metric` goes with it only if it was measured on these very weights."""
@@ -395,4 +476,9 @@ class Loop:
 
 def _added(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
     """Sums of what was evaluated so far and of `more` batches (of a key `max_…` the largest)."""
-    return {key: max(sums.get(key, value), value) if key.startswith("max_") else sums.get(key, 0.0) + value for key, value in more.items()}
+    return {
+        key: max(sums.get(key, value), value)
+        if key.startswith("max_")
+        else sums.get(key, 0.0) + value
+        for key, value in more.items()
+    }

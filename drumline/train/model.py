@@ -25,14 +25,20 @@ class Model:
         return self.engine.call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if "module" not in vars(self) or (name.startswith("__") and name.endswith("__")):  # what copies and pickles ask for
+        if "module" not in vars(self) or (
+            name.startswith("__") and name.endswith("__")
+        ):  # what copies and pickles ask for
             raise AttributeError(name)
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Parameter) or (isinstance(value, nn.Module) and next(value.parameters(), None) is not None):
+        if isinstance(value, nn.Parameter) or (
+            isinstance(value, nn.Module) and next(value.parameters(), None) is not None
+        ):
             what = f"{name} has weights, and the model is spread already"
-            raise UserError(what, where="session", fix="make it part of the module that build returns")
+            raise UserError(
+                what, where="session", fix="make it part of the module that build returns"
+            )
         setattr(self.module, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -53,6 +59,9 @@ class Model:
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the module alone. Raises UserError where a rank has no whole one."""
         if not self.engine.is_whole:
-            what, fix = "a rank holds a part of the model, and copies no more", "make it a second model of prepare, or use ddp"
+            what, fix = (
+                "a rank holds a part of the model, and copies no more",
+                "make it a second model of prepare, or use ddp",
+            )
             raise UserError(what, where="session", fix=fix)
         return copy.deepcopy(self.module, memo)

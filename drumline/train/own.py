@@ -64,9 +64,16 @@ def plan_of(
     Raises UserError for an option that there is not, ConfigError and PlanError as for a YAML.
     """
     if unknown := options.keys() - OPTIONS.keys():
-        raise UserError(f"no option {min(unknown)!r}", where="session", fix=f"one of {', '.join(sorted(OPTIONS))}")
+        raise UserError(
+            f"no option {min(unknown)!r}",
+            where="session",
+            fix=f"one of {', '.join(sorted(OPTIONS))}",
+        )
     # Without a word about micro-batches a rank takes all of its samples at once.
-    batch = {"global_samples": global_samples, **({"micro_batch": micro_batch} if micro_batch else {"accumulation": 1})}
+    batch = {
+        "global_samples": global_samples,
+        **({"micro_batch": micro_batch} if micro_batch else {"accumulation": 1}),
+    }
     sections: dict[str, dict[str, Any]] = {
         "model": {"id": None, "init": "random"},
         "data": {"train": [{"kind": "file", "path": "session"}], "packing": False},
@@ -80,10 +87,20 @@ def plan_of(
         sections.setdefault(section, {})[key] = value
     sections["strategy"] = dict(strategy) if isinstance(strategy, Mapping) else {"kind": strategy}
     config = validated(Draft("session", sections, {}), [])
-    return resolve(config, run_dir=run_dir, machine=detect(), world_size=world_size, facts=None, model_path=None, data=None)
+    return resolve(
+        config,
+        run_dir=run_dir,
+        machine=detect(),
+        world_size=world_size,
+        facts=None,
+        model_path=None,
+        data=None,
+    )
 
 
-def claim(plan: Plan, resume: bool | str | Path, allow: tuple[str, ...], stack: ExitStack) -> bool | str:
+def claim(
+    plan: Plan, resume: bool | str | Path, allow: tuple[str, ...], stack: ExitStack
+) -> bool | str:
     """On rank 0, for which `stack` gets the folder's lease: make the run folder and write the plan into it. Returns what to go on from: a
     checkpoint, or True for the newest one.
 
@@ -91,8 +108,12 @@ def claim(plan: Plan, resume: bool | str | Path, allow: tuple[str, ...], stack: 
     """
     run_dir = Path(plan.run_dir)
     stack.enter_context(Lease(run_dir))
-    if Ranks.from_environment().attempt > 0 or os.environ.get(ATTEMPT, "0") != "0":  # torchrun or `drumline launch`: once more
-        resume = newest_or(None if isinstance(resume, bool) else str(resume), run_dir, plan.config.checkpoint.apart)
+    if (
+        Ranks.from_environment().attempt > 0 or os.environ.get(ATTEMPT, "0") != "0"
+    ):  # torchrun or `drumline launch`: once more
+        resume = newest_or(
+            None if isinstance(resume, bool) else str(resume), run_dir, plan.config.checkpoint.apart
+        )
     resume = resume == "newest" or (resume if isinstance(resume, bool) else str(resume))
     checkpoints = run_dir / "checkpoints"
     recover(checkpoints)
@@ -113,11 +134,15 @@ def claim(plan: Plan, resume: bool | str | Path, allow: tuple[str, ...], stack: 
         changes, keys = refused(saved, plan.config, allow)
         if keys:
             fix = f"take it back, or accept it with allow={tuple(keys)}"
-            raise CheckpointError(f"the session differs in what the run depends on: {changes}", where=path, fix=fix)
+            raise CheckpointError(
+                f"the session differs in what the run depends on: {changes}", where=path, fix=fix
+            )
         strategy_line = strategy_change(saved, plan.config, path)
         if strategy_line is not None:
             say(f"note: {strategy_line}")
-    with disk_errors("cannot write the run folder", str(run_dir), EnvironmentFault, "choose another run_dir"):
+    with disk_errors(
+        "cannot write the run folder", str(run_dir), EnvironmentFault, "choose another run_dir"
+    ):
         checkpoints.mkdir(parents=True, exist_ok=True)
         plan.save(run_dir / "plan.json")
         link_logs(run_dir)
@@ -130,7 +155,8 @@ class Trained:
 
     engine: OpenEngine
     contexts: ExitStack = field(default_factory=ExitStack)  # of the micro-batch that the loop is in
-    sums: list[torch.Tensor] = field(default_factory=list)  # fp64[2] of each backward: loss sum and weight
+    # Fp64[2] of each backward: loss sum and weight.
+    sums: list[torch.Tensor] = field(default_factory=list)
     stepped: bool = False
     counts: bool = False  # its last step was the first of that global batch, and its weight is counted as tokens
     flight: Flight | None = None  # its last step, where nothing has followed from its numbers yet
@@ -145,15 +171,24 @@ class Trained:
 class Engines:
     """The engines of a session as checkpoints see them: the tensors of a named model lie under NAME/, the optimizers' groups are state."""
 
-    def __init__(self, engines: dict[str, OpenEngine], unfrozen: Mapping[str, frozenset[str]]) -> None:
+    def __init__(
+        self, engines: dict[str, OpenEngine], unfrozen: Mapping[str, frozenset[str]]
+    ) -> None:
         """`unfrozen`: of each model the weights that learn although its `build` has them frozen."""
         self.engines, self.unfrozen = engines, unfrozen
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {_under(name, key): tensor for name, engine in self.engines.items() for key, tensor in engine.tensors().items()}
+        return {
+            _under(name, key): tensor
+            for name, engine in self.engines.items()
+            for key, tensor in engine.tensors().items()
+        }
 
     def state(self) -> dict[str, Any]:
-        named = {name: {**engine.state(), "groups": _groups(engine.optimizer)} for name, engine in self.engines.items()}
+        named = {
+            name: {**engine.state(), "groups": _groups(engine.optimizer)}
+            for name, engine in self.engines.items()
+        }
         for name, engine in self.engines.items():
             if late := {*learning(engine.model)} - engine.learned | self.unfrozen[name]:
                 named[name]["unfrozen"] = sorted(late)
@@ -161,9 +196,21 @@ class Engines:
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         for name, engine in self.engines.items():
-            own, prefix = {**(state if name == MAIN else state["models"][name]), "step": state["step"]}, _under(name, "")
-            engine.load_state(own, {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)})
-            for group, saved in zip(engine.optimizer.param_groups, own.get("groups", ()), strict=False):
+            own, prefix = (
+                {**(state if name == MAIN else state["models"][name]), "step": state["step"]},
+                _under(name, ""),
+            )
+            engine.load_state(
+                own,
+                {
+                    key.removeprefix(prefix): t
+                    for key, t in tensors.items()
+                    if key.startswith(prefix)
+                },
+            )
+            for group, saved in zip(
+                engine.optimizer.param_groups, own.get("groups", ()), strict=False
+            ):
                 for key, value in saved.items():
                     if isinstance(group.get(key), torch.Tensor):
                         group[key].fill_(value)
@@ -174,7 +221,10 @@ class Engines:
 def unfrozen(path: Path | None, names: Iterable[str]) -> dict[str, frozenset[str]]:
     """Of each model in a checkpoint of `Engines` the weights that learned although its `build` had them frozen."""
     state = read_state(path)["engine"] if path else {}
-    return {name: frozenset(state.get("models", {MAIN: state}).get(name, {}).get("unfrozen", ())) for name in names}
+    return {
+        name: frozenset(state.get("models", {MAIN: state}).get(name, {}).get("unfrozen", ()))
+        for name in names
+    }
 
 
 def _under(name: str, key: str) -> str:
@@ -208,13 +258,22 @@ def require_one_model(plan: Plan, models: int) -> None:
         return
     strategy, compression = plan.config.strategy, plan.config.strategy.copies().compression.kind
     reasons = {
-        "ZeRO takes one model: DeepSpeed's engine owns backward and step": plan.engine == "deepspeed",
-        "compression goes with one model: DDP, whose buckets it works on, wants to see each backward": compression != "none",
-        "several models reduce after each micro-batch": getattr(strategy, "sync_each_micro_batch", True) is False,
+        "ZeRO takes one model: DeepSpeed's engine owns backward and step": plan.engine
+        == "deepspeed",
+        "compression goes with one model: DDP, whose buckets it works on, wants to see each backward": compression
+        != "none",
+        "several models reduce after each micro-batch": getattr(
+            strategy, "sync_each_micro_batch", True
+        )
+        is False,
     }
     for reason, holds in reasons.items():
         if holds:
-            raise UserError(reason, where="strategy", fix="use ddp or fsdp2 with their defaults, or one module that holds the models")
+            raise UserError(
+                reason,
+                where="strategy",
+                fix="use ddp or fsdp2 with their defaults, or one module that holds the models",
+            )
 
 
 def makers(pairs: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,11 +289,21 @@ def makers(pairs: Mapping[str, Any]) -> dict[str, Any]:
             closure = inspect.signature(optimizer.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
                 what = f"{type(optimizer).__name__} computes the loss itself, several times a step"
-                raise UserError(what, where="session.prepare", fix="take an optimizer whose step requires no closure")
+                raise UserError(
+                    what,
+                    where="session.prepare",
+                    fix="take an optimizer whose step requires no closure",
+                )
             own = {id(parameter) for parameter in model.parameters()}
-            if foreign := [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]:
+            if foreign := [
+                p for group in optimizer.param_groups for p in group["params"] if id(p) not in own
+            ]:
                 what = f"{type(optimizer).__name__} steps {len(foreign)} parameters that are not the model's, and nothing averages them"
-                raise UserError(what, where="session.prepare", fix="make them part of the module that build returns")
+                raise UserError(
+                    what,
+                    where="session.prepare",
+                    fix="make them part of the module that build returns",
+                )
             return optimizer
 
         return made
@@ -242,17 +311,27 @@ def makers(pairs: Mapping[str, Any]) -> dict[str, Any]:
     for build, make in pairs.values():
         if isinstance(build, nn.Module) or not callable(build):
             fix = "give a class or a function, such as lambda: Net(): it is called where no memory is taken"
-            raise UserError(f"build is a {type(build).__name__} that is made already", where="session.prepare", fix=fix)
+            raise UserError(
+                f"build is a {type(build).__name__} that is made already",
+                where="session.prepare",
+                fix=fix,
+            )
         if not callable(make):
             fix = "give a function: lambda model: torch.optim.AdamW(model.parameters())"
-            raise UserError(f"make_optimizer is a {type(make).__name__} that is made already", where="session.prepare", fix=fix)
+            raise UserError(
+                f"make_optimizer is a {type(make).__name__} that is made already",
+                where="session.prepare",
+                fix=fix,
+            )
     return {name: (build, checked(make)) for name, (build, make) in pairs.items()}
 
 
 _in_turn = False  # while a session steps its optimizers
 
 
-def take_step(engine: OpenEngine, lr: float | None, norm: torch.Tensor, finite: torch.Tensor) -> None:
+def take_step(
+    engine: OpenEngine, lr: float | None, norm: torch.Tensor, finite: torch.Tensor
+) -> None:
     """The engine's step, in which alone the user's optimizer may step."""
     global _in_turn
     _in_turn = True
@@ -265,7 +344,11 @@ def take_step(engine: OpenEngine, lr: float | None, norm: torch.Tensor, finite: 
 def _only_in_turn(*_: object) -> None:
     """Raises UserError for a step that would come beside the session's."""
     if not _in_turn:
-        raise UserError("optimizer.step() is called by s.step()", where="session", fix="leave it out, and optimizer.zero_grad() as well")
+        raise UserError(
+            "optimizer.step() is called by s.step()",
+            where="session",
+            fix="leave it out, and optimizer.zero_grad() as well",
+        )
 
 
 def _no_more_groups(*_: object) -> None:
@@ -284,9 +367,15 @@ def guarded(optimizer: Any) -> Any:
 
 def measured(given: Any) -> tuple[Any, ...]:
     """What `measure` of evaluate returns. Raises UserError for another form."""
-    if isinstance(given, tuple | list) and len(given) in (2, 3) and (len(given) == 2 or isinstance(given[2], Mapping)):
+    if (
+        isinstance(given, tuple | list)
+        and len(given) in (2, 3)
+        and (len(given) == 2 or isinstance(given[2], Mapping))
+    ):
         if taken := {"loss", "weight"}.intersection(given[2] if len(given) == 3 else ()):
-            what = f"measure returns a sum of the name {min(taken)!r}, which the session uses itself"
+            what = (
+                f"measure returns a sum of the name {min(taken)!r}, which the session uses itself"
+            )
             raise UserError(what, where="session.evaluate", fix="give it another name")
         return tuple(given)
     what = f"measure returns {type(given).__name__}, (loss sum, weight) or (loss sum, weight, {{name: sum}}) is wanted"
@@ -297,8 +386,18 @@ def named(models: Mapping[str, Trained], of: str) -> Trained:
     """The model of that name. Raises UserError where there is none."""
     if of not in models:
         known = ", ".join(repr(name) for name in models if name)
-        fix = f"of= one of {known}" if known else "call s.prepare first" if not models else "leave of= out: there is one model"
-        raise UserError(f"no model {of!r}" if of else "which model?" if known else "no model yet", where="session", fix=fix)
+        fix = (
+            f"of= one of {known}"
+            if known
+            else "call s.prepare first"
+            if not models
+            else "leave of= out: there is one model"
+        )
+        raise UserError(
+            f"no model {of!r}" if of else "which model?" if known else "no model yet",
+            where="session",
+            fix=fix,
+        )
     return models[of]
 
 
@@ -320,7 +419,14 @@ def last_step(models: Mapping[str, Trained], what: str) -> Flight:
 
 
 def step_event(
-    step: int, plan: Plan, engine: OpenEngine, scalars: Mapping[str, float], *, seconds: float, tokens: float, **metrics: float
+    step: int,
+    plan: Plan,
+    engine: OpenEngine,
+    scalars: Mapping[str, float],
+    *,
+    seconds: float,
+    tokens: float,
+    **metrics: float,
 ) -> Step:
     """The event of a step that took so many seconds, for so many tokens. `metrics`: loss, grad_norm and epoch."""
     samples = plan.batch.global_samples
@@ -336,10 +442,16 @@ def require_free(inside: bool, left: list[str]) -> None:
     the gradients of these samples, which are taken again, are there already."""
     if inside:
         what = "two loops take batches at once, and each would count its own steps"
-        raise UserError(what, where="session.batches", fix="write one loop, over a dataset that gives the samples of both")
+        raise UserError(
+            what,
+            where="session.batches",
+            fix="write one loop, over a dataset that gives the samples of both",
+        )
     if left:
         what = f"a loop was left in the middle of a global batch, and its gradients{f' of {min(left)}' if min(left) else ''} were not used"
-        raise UserError(what, where="session.batches", fix="leave it where s.step() has returned True")
+        raise UserError(
+            what, where="session.batches", fix="leave it where s.step() has returned True"
+        )
 
 
 def passes(dataset: Any, end: int) -> float:
@@ -353,7 +465,10 @@ def require_json(state: dict[str, Any], drop: bool = False) -> None:
         try:
             json.dumps(keyed({key: value}))
         except (TypeError, ValueError):
-            what, fix = f"s.state[{key!r}] is a {type(value).__name__}, which JSON does not have", "keep a number or a text of it: float(x)"
+            what, fix = (
+                f"s.state[{key!r}] is a {type(value).__name__}, which JSON does not have",
+                "keep a number or a text of it: float(x)",
+            )
             if not drop:
                 raise UserError(what, where="session.save", fix=fix) from None
             say(f"warning: {what}: it is not saved; {fix}")
@@ -364,13 +479,21 @@ def require_more(rows: bool, ended: bool) -> None:
     """Raises UserError for a second loop over a run that a first one has brought to its end: `epochs` and `steps` count the whole run."""
     if ended and not rows:
         what = "the run is at its end: epochs and steps count the whole run, whatever loop takes its batches"
-        raise UserError(what, where="session.batches", fix="write one loop: for batch in s.batches(dataset, collate, epochs=N)")
+        raise UserError(
+            what,
+            where="session.batches",
+            fix="write one loop: for batch in s.batches(dataset, collate, epochs=N)",
+        )
 
 
 def seeded(plan: Plan, name: str) -> Plan:
     """Models of other names are drawn from other seeds."""
     run = plan.config.run.model_copy(update={"seed": derive(plan.config.run.seed, name) % 2**31})
-    return plan.model_copy(update={"config": plan.config.model_copy(update={"run": run})}) if name else plan
+    return (
+        plan.model_copy(update={"config": plan.config.model_copy(update={"run": run})})
+        if name
+        else plan
+    )
 
 
 def require_sum(loss_sum: Any, weight: Any, learns: bool) -> None:
@@ -378,26 +501,56 @@ def require_sum(loss_sum: Any, weight: Any, learns: bool) -> None:
     not read."""
     fix = "call s.backward(losses.sum(), number of samples or tokens)"
     if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
-        shape = f"of shape {list(loss_sum.shape)}" if isinstance(loss_sum, torch.Tensor) else f"a {type(loss_sum).__name__}"
-        raise UserError(f"the loss is {shape}, a tensor of one number is wanted", where="session.backward", fix=fix)
+        shape = (
+            f"of shape {list(loss_sum.shape)}"
+            if isinstance(loss_sum, torch.Tensor)
+            else f"a {type(loss_sum).__name__}"
+        )
+        raise UserError(
+            f"the loss is {shape}, a tensor of one number is wanted",
+            where="session.backward",
+            fix=fix,
+        )
     if learns and not loss_sum.requires_grad:
-        raise UserError("the loss has no gradients", where="session.backward", fix="compute it from the model, outside of torch.no_grad")
-    if not isinstance(weight, torch.Tensor) and not (isinstance(weight, Real) and float(weight) >= 0):
-        raise UserError(f"the weight is {weight!r}, a number of 0 or more is wanted", where="session.backward", fix=fix)
+        raise UserError(
+            "the loss has no gradients",
+            where="session.backward",
+            fix="compute it from the model, outside of torch.no_grad",
+        )
+    if not isinstance(weight, torch.Tensor) and not (
+        isinstance(weight, Real) and float(weight) >= 0
+    ):
+        raise UserError(
+            f"the weight is {weight!r}, a number of 0 or more is wanted",
+            where="session.backward",
+            fix=fix,
+        )
 
 
 def require_rates(max_grad_norm: float | None, lr: float | None) -> None:
     """Raises UserError for what would train uphill, or not at all."""
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UserError(f"max_grad_norm is {max_grad_norm}, a number above 0 is wanted", where="session.step", fix="None clips nothing")
+        raise UserError(
+            f"max_grad_norm is {max_grad_norm}, a number above 0 is wanted",
+            where="session.step",
+            fix="None clips nothing",
+        )
     if lr is not None and not lr >= 0:
-        raise UserError(f"lr is {lr}, a number of 0 or more is wanted", where="session.step", fix="None takes the optimizer's own")
+        raise UserError(
+            f"lr is {lr}, a number of 0 or more is wanted",
+            where="session.step",
+            fix="None takes the optimizer's own",
+        )
 
 
 def counted(every: int) -> int:
     """Raises UserError for what is no number of steps."""
     if not isinstance(every, int) or every < 1:
-        raise UserError(f"every is {every}, a number of steps from 1 on is wanted", where="session.save", fix="None saves at each call")
+        raise UserError(
+            f"every is {every}, a number of steps from 1 on is wanted",
+            where="session.save",
+            fix="None saves at each call",
+        )
     return every
 
 

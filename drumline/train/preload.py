@@ -8,7 +8,12 @@ from drumline.vendor.transformers import import_without_torchao
 
 import_without_torchao()
 
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast  # which bring what other models share with Llama
+# Which bring what other models share with Llama.
+from transformers import (
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.registry import find
@@ -17,6 +22,15 @@ from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.train.build import build
 from drumline.train.failure import watched
 
-__all__ = ["AutoTokenizer", "Callbacks", "LlamaForCausalLM", "PreTrainedTokenizerFast", "build", "open_sinks", "torch", "watched"]
+__all__ = [
+    "AutoTokenizer",
+    "Callbacks",
+    "LlamaForCausalLM",
+    "PreTrainedTokenizerFast",
+    "build",
+    "open_sinks",
+    "torch",
+    "watched",
+]
 
 SPECS = find(AlgorithmSpec, "sft"), find(StrategySpec, "single")  # the first of each imports all

@@ -20,7 +20,14 @@ from drumline.report.bars import OnProgress
 from drumline.telemetry.events import last_measurement, read
 
 STEPS = 5  # two to settle, one that is counted, two that are timed
-SAME = ("max_length", "packing", "workers", "prefetch", "verify")  # keys of `data` that say nothing of which rows there are
+# Keys of `data` that say nothing of which rows there are.
+SAME = (
+    "max_length",
+    "packing",
+    "workers",
+    "prefetch",
+    "verify",
+)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -32,13 +39,24 @@ def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
     train` would raise before it starts.
     """
     require_here(answer.question.cluster)
+    # That would be a pass over all pairs.
     real = (
-        answer.question.data is not None and loaded.config.algorithm.reference_of(loaded.config) != "precomputed"
-    )  # that would be a pass over all pairs
+        answer.question.data is not None
+        and loaded.config.algorithm.reference_of(loaded.config) != "precomputed"
+    )
     with tempfile.TemporaryDirectory(prefix="drumline-probe-") as folder:
         root = Path(folder)
-        rows = None if real else random_rows(loaded.config, answer.ranked[0], root / "rows.jsonl") if answer.ranked else None
-        probes = [_try(c, loaded, root / str(number), rows, on_progress) for number, c in enumerate(best(answer))]
+        rows = (
+            None
+            if real
+            else random_rows(loaded.config, answer.ranked[0], root / "rows.jsonl")
+            if answer.ranked
+            else None
+        )
+        probes = [
+            _try(c, loaded, root / str(number), rows, on_progress)
+            for number, c in enumerate(best(answer))
+        ]
     return corrected_answer(answer, tuple(probes))
 
 
@@ -56,15 +74,22 @@ def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
     def random_text(number: int) -> str:
         return " ".join("".join(draw.choices(LETTERS, k=4)) for _ in range(max(1, number)))
 
-    rows = [config.algorithm.random_row(random_text, length) for _ in range(STEPS * candidate.layout.batch.global_samples)]
+    rows = [
+        config.algorithm.random_row(random_text, length)
+        for _ in range(STEPS * candidate.layout.batch.global_samples)
+    ]
     if None in rows:
         what = f"{config.algorithm.kind} cannot be tried on random words, and its data are not prepared"
-        raise EnvironmentFault(what, where="--probe", fix="prepare them first: drumline prepare CONFIG.yaml")
+        raise EnvironmentFault(
+            what, where="--probe", fix="prepare them first: drumline prepare CONFIG.yaml"
+        )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None, on_progress: OnProgress) -> Probe:
+def _try(
+    candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None, on_progress: OnProgress
+) -> Probe:
     from drumline.launchers.local import launch_trial
     from drumline.train.setup import Request, make_plan
 
@@ -76,7 +101,11 @@ def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None,
     code = launch_trial(plan, run_dir / "plan.json", f"probe {name}", on_progress)
     measured = last_measurement(read(run_dir / "events.jsonl"))
     if code or measured is None:
-        return Probe(name=name, predicted=predicted, failed=f"its first steps failed with exit code {code}, as told above")
+        return Probe(
+            name=name,
+            predicted=predicted,
+            failed=f"its first steps failed with exit code {code}, as told above",
+        )
     return Probe.of(name, predicted, measured)
 
 
@@ -87,12 +116,23 @@ def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
     steps = each * math.ceil(STEPS / each)
     nothing = {"report_to": (), "callbacks": (), "profile": None}
     sections: dict[str, Any] = {
-        "run": config.run.model_copy(update={"dir": str(run_dir), "steps": steps, "log_every": 1, **nothing}),
-        "launch": config.launch.model_copy(update={"nproc": candidate.layout.mesh.world_size, "max_restarts": 0}),
+        "run": config.run.model_copy(
+            update={"dir": str(run_dir), "steps": steps, "log_every": 1, **nothing}
+        ),
+        "launch": config.launch.model_copy(
+            update={"nproc": candidate.layout.mesh.world_size, "max_restarts": 0}
+        ),
         "checkpoint": CheckpointConfig(export="none", asynchronous=False),
-        "eval": EvalConfig(at_start=False, micro_batch=config.eval.micro_batch, metric=config.eval.metric, mode=config.eval.mode),
+        "eval": EvalConfig(
+            at_start=False,
+            micro_batch=config.eval.micro_batch,
+            metric=config.eval.metric,
+            mode=config.eval.mode,
+        ),
     }
     if rows is not None:
         same = {name: getattr(config.data, name) for name in SAME}
-        sections["data"] = DataConfig(train=[FileSource(path=str(rows))], cache_dir=str(run_dir / "cache"), **same)
+        sections["data"] = DataConfig(
+            train=[FileSource(path=str(rows))], cache_dir=str(run_dir / "cache"), **same
+        )
     return config.model_copy(update=sections)

@@ -54,25 +54,40 @@ class Reference:
         data = self.plan.data
         assert data is not None, "workers get plans of prepared data"
         score = self._scores(data)
-        training = with_reference(self.streams.training, score(data.train_cache), self.algorithm.first_batch)
+        training = with_reference(
+            self.streams.training, score(data.train_cache), self.algorithm.first_batch
+        )
 
         def scored(name: str, batches: Batches) -> Batches:
             of_set = score(data.eval_caches[name])
             return lambda: with_reference(batches(), of_set, self.algorithm.first_batch)
 
-        return replace(self.streams, training=training, held_out={name: scored(name, b) for name, b in self.streams.held_out.items()})
+        return replace(
+            self.streams,
+            training=training,
+            held_out={name: scored(name, b) for name, b in self.streams.held_out.items()},
+        )
 
     def _scores(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
         """What scores the pairs of a cache folder."""
         kind = self.plan.config.algorithm.reference_of(self.plan.config)
         if kind == "adapter":
-            return lambda _: lambda batches: self.engine.infer(batches, self.algorithm.score, adapter=False)
+            return lambda _: (
+                lambda batches: self.engine.infer(batches, self.algorithm.score, adapter=False)
+            )
         if kind == "live":
             frozen = build_engine(self.plan, self.device, role="reference")
             return lambda _: lambda batches: frozen.infer(batches, self.algorithm.score)
-        tables = self._tables({"train": data.train_cache, **{f"eval-{name}".rstrip("-"): at for name, at in data.eval_caches.items()}})
+        tables = self._tables(
+            {
+                "train": data.train_cache,
+                **{f"eval-{name}".rstrip("-"): at for name, at in data.eval_caches.items()},
+            }
+        )
         # Of fillers (sample −1) those of the last pair, which weigh nothing.
-        return lambda folder: lambda batches: [tables[folder][batch.samples_P].T.flatten() for batch in batches]
+        return lambda folder: (
+            lambda batches: [tables[folder][batch.samples_P].T.flatten() for batch in batches]
+        )
 
     def _tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
         """fp64[N, R] of each cache: what the R rows of its N samples score (of pairs: chosen, rejected). Collective."""
@@ -86,13 +101,25 @@ class Reference:
             table = read_table(path, (pairs, rows)) if self.ranks.rank == 0 else None
             (found,) = sum_over_ranks([float(table is not None)], self.device)
             if found:
-                tables[folder] = add_up((torch.zeros(pairs, rows, dtype=torch.float64) if table is None else table).to(self.device))
+                tables[folder] = add_up(
+                    (torch.zeros(pairs, rows, dtype=torch.float64) if table is None else table).to(
+                        self.device
+                    )
+                )
             else:
                 scorer = scorer or self._scorer()
                 tables[folder] = self._score(scorer, folder, pairs, rows)
                 if self.ranks.rank == 0:
                     write_table(path, tables[folder].cpu().numpy())
-            self.emit(events.Reference(data=role, pairs=pairs, found=bool(found), path=str(path), seconds=time.time() - began))
+            self.emit(
+                events.Reference(
+                    data=role,
+                    pairs=pairs,
+                    found=bool(found),
+                    path=str(path),
+                    seconds=time.time() - began,
+                )
+            )
         return tables
 
     def _scorer(self) -> Engine:
@@ -112,7 +139,11 @@ class Reference:
                 what = "stopped before the first step, while the reference was scored"
                 raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
             # An adapter that has taken something out of its base layers is part of the model that training starts from.
-            scores = engine.infer(batch.micro_batches, self.algorithm.score, adapter=not self.plan.config.adapter.switches)
+            scores = engine.infer(
+                batch.micro_batches,
+                self.algorithm.score,
+                adapter=not self.plan.config.adapter.switches,
+            )
             for pair, answer in zip(batch.micro_batches, scores, strict=True):
                 real = pair.real_P > 0
                 table[pair.samples_P[real]] = answer.view(rows, -1).T[real]
@@ -121,14 +152,21 @@ class Reference:
         return add_up(table)
 
 
-def with_reference(batches: Iterable[GlobalBatch], score: ScoreBatches, first_batch: Callable[[Any], Any]) -> Iterator[GlobalBatch]:
+def with_reference(
+    batches: Iterable[GlobalBatch], score: ScoreBatches, first_batch: Callable[[Any], Any]
+) -> Iterator[GlobalBatch]:
     """`batches` with the reference's log-probabilities in every micro-batch: `reference_B`, and `first_reference_B` where the first pass is
     about other rows."""
     for batch in batches:
         own, firsts = batch.micro_batches, [first_batch(each) for each in batch.micro_batches]
-        filled = [replace(each, reference_B=scores) for each, scores in zip(own, score(own), strict=True)]
+        filled = [
+            replace(each, reference_B=scores) for each, scores in zip(own, score(own), strict=True)
+        ]
         if any(first is not each for first, each in zip(firsts, own, strict=True)):
-            filled = [replace(each, first_reference_B=scores) for each, scores in zip(filled, score(firsts), strict=True)]
+            filled = [
+                replace(each, first_reference_B=scores)
+                for each, scores in zip(filled, score(firsts), strict=True)
+            ]
         yield replace(batch, micro_batches=filled)
 
 

@@ -28,7 +28,13 @@ from drumline.train.streams import fixed_width
 
 
 def reinforced(
-    plan: Plan, algorithm: RolloutSpec, ranks: Ranks, engine: Engine, state: TrainState, device: str, emit: Emit
+    plan: Plan,
+    algorithm: RolloutSpec,
+    ranks: Ranks,
+    engine: Engine,
+    state: TrainState,
+    device: str,
+    emit: Emit,
 ) -> tuple[Algorithm, Rollouts, Iterator[GlobalBatch]]:
     """The objective, the rollouts, and their stream from `state` on. Collective: models besides the policy are built here."""
     config, data = plan.config, plan.data
@@ -43,18 +49,34 @@ def reinforced(
     check = SamplerCheck(
         config=algorithm.generator,
         read=partial(reading.read, engine, read=read),
-        prompts=probe_prompts(tokenizer, special_ids(tokenizer), ranks.world_size, config.data.max_length, algorithm.generator),
+        prompts=probe_prompts(
+            tokenizer,
+            special_ids(tokenizer),
+            ranks.world_size,
+            config.data.max_length,
+            algorithm.generator,
+        ),
         precision=product_precision(plan),
         is_new=state.step == 0,
         state=state.stream.get("sampler"),
     )
-    sample = Sampling(plan, algorithm.generator, engine, tokenizer, device, ahead=algorithm.lookahead > 0, check=check)
+    sample = Sampling(
+        plan,
+        algorithm.generator,
+        engine,
+        tokenizer,
+        device,
+        ahead=algorithm.lookahead > 0,
+        check=check,
+    )
     rollouts = Rollouts(
         plan=plan,
         algorithm=algorithm,
         prompts=prompts,
         held_out={name: TokenCache.open(folder) for name, folder in data.eval_caches.items()},
-        curriculum=Curriculum(algorithm.curriculum, domains, config.run.seed, config.data.order == "shuffle"),
+        curriculum=Curriculum(
+            algorithm.curriculum, domains, config.run.seed, config.data.order == "shuffle"
+        ),
         kl=objective.kl,
         sample=sample,
         begin=sample.begin,
@@ -76,7 +98,14 @@ def product_precision(plan: Plan) -> str:
     return plan.precision
 
 
-def build_readers(plan: Plan, algorithm: RolloutSpec, engine: Engine, reading: Reading, tail: list[int], device: str) -> Readers:
+def build_readers(
+    plan: Plan,
+    algorithm: RolloutSpec,
+    engine: Engine,
+    reading: Reading,
+    tail: list[int],
+    device: str,
+) -> Readers:
     """What reads numbers of episodes from each model. `tail`: as `last_scores` takes it. Collective: the frozen models are built."""
     log_probs = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature)
     values = algorithm.head == "valued"
@@ -85,19 +114,34 @@ def build_readers(plan: Plan, algorithm: RolloutSpec, engine: Engine, reading: R
     needed = values or referenced or not algorithm.on_policy
     reference = None
     if "reference" in plan.roles:
-        reference = partial(reading.read, build_engine(plan, device, role="reference"), read=log_probs)
+        reference = partial(
+            reading.read, build_engine(plan, device, role="reference"), read=log_probs
+        )
     elif referenced:
         reference = partial(reading.read, engine, read=log_probs, adapter=False)
-    value = partial(reading.read, engine.engines["value"], read=values_of) if isinstance(engine, CompositeEngine) else None
-    of_models = [name for name, reward in zip(reward_names(algorithm.rewards), algorithm.rewards, strict=True) if reward.kind == "model"]
+    value = (
+        partial(reading.read, engine.engines["value"], read=values_of)
+        if isinstance(engine, CompositeEngine)
+        else None
+    )
+    of_models = [
+        name
+        for name, reward in zip(reward_names(algorithm.rewards), algorithm.rewards, strict=True)
+        if reward.kind == "model"
+    ]
     roles = [role for role in plan.roles if role.startswith("reward")]
-    engines = {name: build_engine(plan, device, role=role) for name, role in zip(of_models, roles, strict=True)}
+    engines = {
+        name: build_engine(plan, device, role=role)
+        for name, role in zip(of_models, roles, strict=True)
+    }
     return Readers(
         policy=partial(reading.read, engine, read=both) if needed else None,
         reference=reference,
         value=value,
         rewards={
-            name: partial(last_scores, partial(reading.read, judge, read=scores_after), tail, reading.width)
+            name: partial(
+                last_scores, partial(reading.read, judge, read=scores_after), tail, reading.width
+            )
             for name, judge in engines.items()
         },
     )

@@ -71,10 +71,16 @@ def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice
     if out.killed and plan.device == "cuda":
         host = predicted.host
         needs = f"{size(host.load)} while weights are loaded, {size(host.train)} in training, {size(host.save)} while it saves"
-        return Advice(f"the plan predicted {needs} of host memory, and the host has {size(detect().memory_bytes)}", None, predicted)
+        return Advice(
+            f"the plan predicted {needs} of host memory, and the host has {size(detect().memory_bytes)}",
+            None,
+            predicted,
+        )
     there = limit(out, predicted.memory, predicted.limit)
     device = dataclasses.replace(request.cluster.device, memory_bytes=there)
-    smaller = dataclasses.replace(request, cluster=dataclasses.replace(request.cluster, device=device))
+    smaller = dataclasses.replace(
+        request, cluster=dataclasses.replace(request.cluster, device=device)
+    )
     fitting, leanest = find_fallbacks(smaller, plan, there, predicted.memory.peak, baseline)
     line = verdict(out, (plan.predicted.estimate or predicted).memory)
     if not fitting:
@@ -82,37 +88,58 @@ def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice
     if fitting:
         best = fitting[0]
         needs = size(best.estimate.memory.peak)
-        return Advice(f"{line} — nearest plan that fits: {best.name} ({needs} at its peak)", best, predicted)
+        return Advice(
+            f"{line} — nearest plan that fits: {best.name} ({needs} at its peak)", best, predicted
+        )
     return Advice(line, None, predicted)
 
 
-def _otherwise(request: Question, plan: Plan, baseline: Config, line: str, leanest: Candidate | None) -> tuple[list[Candidate], str]:
+def _otherwise(
+    request: Question, plan: Plan, baseline: Config, line: str, leanest: Candidate | None
+) -> tuple[list[Candidate], str]:
     """Where no fallback fits: what any other strategy offers, or else the smallest change of the work itself."""
     pinned = BatchConfig(global_samples=plan.batch.global_samples)
-    config = plan.config.model_copy(update={"strategy": make(StrategySpec, "auto"), "batch": pinned})
+    config = plan.config.model_copy(
+        update={"strategy": make(StrategySpec, "auto"), "batch": pinned}
+    )
     any_strategy = dataclasses.replace(request, config=config)
-    answer = search(any_strategy, with_room=True)  # after memory ran out once, no plan that may run out of it again
+    # After memory ran out once, no plan that may run out of it again.
+    answer = search(any_strategy, with_room=True)
     if not answer.ranked:
         answer = search(any_strategy)
     if answer.ranked:
         other = answer.ranked[0]
         return [dataclasses.replace(other, name=changed(baseline, other.config))], line
-    least = "" if leanest is None else f": {leanest.name} still needs {size(leanest.estimate.memory.reserved)}"
+    least = (
+        ""
+        if leanest is None
+        else f": {leanest.name} still needs {size(leanest.estimate.memory.reserved)}"
+    )
     changes = nothing_fits(answer)
     change = f"; what would: {changes[0].line()}" if changes else ""
-    return [], f"{line} — nothing that takes the same steps fits into {size(request.cluster.device.memory_bytes)}{least}{change}"
+    return (
+        [],
+        f"{line} — nothing that takes the same steps fits into {size(request.cluster.device.memory_bytes)}{least}{change}",
+    )
 
 
 def batched(plan: Plan) -> Config:
     """A plan's config with its batch written out."""
     b = plan.batch
-    batch = BatchConfig(global_samples=b.global_samples, micro_batch=b.micro_batch, accumulation=b.accumulation)
+    batch = BatchConfig(
+        global_samples=b.global_samples, micro_batch=b.micro_batch, accumulation=b.accumulation
+    )
     return plan.config.model_copy(update={"batch": batch})
 
 
 def _kept(plan: Plan) -> dict[str, Any]:
     """What stays as it is in another plan of the same run: a mix with fewer data ranks scales no rate."""
-    return {"lr": plan.lr, "warmup_steps": plan.warmup_steps, "steps": plan.steps, "base": plan.base}
+    return {
+        "lr": plan.lr,
+        "warmup_steps": plan.warmup_steps,
+        "steps": plan.steps,
+        "base": plan.base,
+    }
 
 
 class Replanner:
@@ -122,7 +149,8 @@ class Replanner:
         self.plan, self.plan_path, self.left = plan, plan_path, MOST_REPLANS
         self.baseline = batched(plan)
         self.batch = plan.config.batch
-        self.micro = self.batch.micro_batch or plan.batch.micro_batch  # that was wanted, and fits as far as is known
+        # That was wanted, and fits as far as is known.
+        self.micro = self.batch.micro_batch or plan.batch.micro_batch
 
     def __call__(self, out: Exhausted, step: int) -> tuple[str, str | None]:
         """(the line, why the run does not go on). None: plan.json holds the next plan. `step`: the last one done."""
@@ -142,14 +170,19 @@ class Replanner:
         old, taken = self.plan, advice.nearest
         # The batch stays as it was set: a resumed run is compared with it, and micro-batches do not change its numbers.
         plan = self._resolved(taken)
-        self.plan = plan.model_copy(update={**_kept(old), "config": plan.config.model_copy(update={"batch": self.batch})})
+        self.plan = plan.model_copy(
+            update={**_kept(old), "config": plan.config.model_copy(update={"batch": self.batch})}
+        )
         self.micro = plan.batch.micro_batch
         kept = self._save()
         event = Replan(
             from_=changed(taken.config, batched(old)),
             to=taken.name,
             why=f"rank {out.rank} {out.describe()}; {verdict(out, advice.predicted.memory)}",
-            predicted_bytes={"from": advice.predicted.memory.peak, "to": taken.estimate.memory.peak},
+            predicted_bytes={
+                "from": advice.predicted.memory.peak,
+                "to": taken.estimate.memory.peak,
+            },
             plan=str(kept),
             step=step,
         )
@@ -157,7 +190,11 @@ class Replanner:
 
     def _save(self) -> Path:
         """Write plan.json. Returns the file of the plan that is left, under the first free name: plan-0.json, plan-1.json, …"""
-        kept = next(path for number in count() if not (path := self.plan_path.with_name(f"plan-{number}.json")).exists())
+        kept = next(
+            path
+            for number in count()
+            if not (path := self.plan_path.with_name(f"plan-{number}.json")).exists()
+        )
         shutil.copyfile(self.plan_path, kept)
         self.plan.save(self.plan_path)
         return kept
@@ -171,14 +208,18 @@ class Replanner:
         plan = self._resized(ranks)
         if plan is None:
             return False
-        self.plan = plan.model_copy(update={**_kept(old), "config": plan.config.model_copy(update={"batch": self.batch})})
+        self.plan = plan.model_copy(
+            update={**_kept(old), "config": plan.config.model_copy(update={"batch": self.batch})}
+        )
         self.baseline = batched(self.plan)
         estimates = {"from": old.predicted.estimate, "to": plan.predicted.estimate}
         event = Replan(
             from_=f"{old.mesh.world_size} ranks, {strategy_name(old)}",
             to=f"{ranks} ranks, {strategy_name(plan)}, accumulation {plan.batch.accumulation}",
             why="hosts came or went",
-            predicted_bytes={name: each.memory.peak for name, each in estimates.items() if each is not None},
+            predicted_bytes={
+                name: each.memory.peak for name, each in estimates.items() if each is not None
+            },
             plan=str(self._save()),
             step=max(furthest_step(Path(old.run_dir)), 0),
         )

@@ -19,7 +19,12 @@ from drumline.launchers.environment import die_with_launchers, expandable_segmen
 from drumline.launchers.tasks import join_tasks
 from drumline.telemetry.events import Eval, Event, Step, read
 
-RETURNED = (0, TrainingStopped.exit_code, Preempted.exit_code)  # ends that leave weights to go on with
+# Ends that leave weights to go on with.
+RETURNED = (
+    0,
+    TrainingStopped.exit_code,
+    Preempted.exit_code,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,11 @@ class Run:
         for event in self._read():
             if isinstance(event, Step | Eval):
                 prefix = "eval/" if isinstance(event, Eval) else ""
-                numbers = {key: value for key, value in event.values().items() if isinstance(value, int | float) and key != "t"}
+                numbers = {
+                    key: value
+                    for key, value in event.values().items()
+                    if isinstance(value, int | float) and key != "t"
+                }
                 found |= {f"{prefix}{key}": float(value) for key, value in numbers.items()}
         return found
 
@@ -92,7 +101,11 @@ def train(
     if callbacks:
         if any(not isinstance(path, str) for path in callbacks):
             fix = "name the class by path: callbacks=['mine.py:MyCallback']"
-            raise ConfigError("ranks are other processes, and get no objects of this one", where="callbacks", fix=fix)
+            raise ConfigError(
+                "ranks are other processes, and get no objects of this one",
+                where="callbacks",
+                fix=fix,
+            )
         changes += overrides_of({"run.callbacks": [*callbacks]})
     changes += ["model.trust_remote_code=true"] * trust_remote_code
     place = None if resume is False else "newest" if resume is True else os.fspath(resume)
@@ -104,7 +117,9 @@ def train(
         run_dir, code = launch_ranks(request(), display)
     if code in RETURNED:
         return Run(run_dir, code)
-    raise (UserError if code == UserError.exit_code else WorkerFailed)(stderr.error or f"{run_dir}: the ranks ended with code {code}")
+    raise (UserError if code == UserError.exit_code else WorkerFailed)(
+        stderr.error or f"{run_dir}: the ranks ended with code {code}"
+    )
 
 
 def _join(request: Callable[..., Request], display: bool) -> Run:

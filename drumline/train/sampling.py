@@ -70,7 +70,11 @@ class Sampling:
             self._aside.wait()  # it samples by the weights that are to change
         unsharded = None if self.ahead else self.engine.unsharded_model()
         if self._generator is None:
-            low, seed, folder = LOW_PRECISION.get(self.plan.precision), self.plan.config.run.seed, Path(self.plan.run_dir)
+            low, seed, folder = (
+                LOW_PRECISION.get(self.plan.precision),
+                self.plan.config.run.seed,
+                Path(self.plan.run_dir),
+            )
             made = generator(
                 self.config,
                 self.tokenizer,
@@ -98,7 +102,14 @@ class Sampling:
         """The whole model on this rank, in the type that it computes in."""
         config = self.plan.config
         seed, dtype = derive(config.run.seed, "weights"), LOW_PRECISION.get(self.plan.precision)
-        model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype, draw_device=self.plan.device)
+        model, source = lay_out(
+            self.plan.model_path,
+            config.model,
+            seed,
+            self.device,
+            dtype,
+            draw_device=self.plan.device,
+        )
         if config.adapter.kind == "lora":
             adapters.inject(model, config.adapter, config.run.seed)
         Values(source, self.device, config.run.seed).fill(model)
@@ -123,14 +134,26 @@ def prompts(plan: Plan) -> list[Prompt]:
     assert plan.data is not None, "the data is prepared"
     config = plan.config
     model = load_config(plan.model_path, config.model).get_text_config()
-    room = getattr(model, "max_position_embeddings", None) or config.data.max_length + most_new(plan)
+    room = getattr(model, "max_position_embeddings", None) or config.data.max_length + most_new(
+        plan
+    )
     found = []
     for name, folder in plan.data.eval_caches.items():
-        fitting = (prompt for prompt in _cut(plan, TokenCache.open(folder), name) if len(prompt.tokens) + most_new(plan) <= room)
+        fitting = (
+            prompt
+            for prompt in _cut(plan, TokenCache.open(folder), name)
+            if len(prompt.tokens) + most_new(plan) <= room
+        )
         chosen = [*islice(fitting, config.eval.samples)]
         if not chosen:
-            what = f"no prompt leaves room for {most_new(plan)} tokens in the model's {room} positions"
-            raise DataError(what, where=f"data.eval.{name}".rstrip("."), fix="lower eval.max_new_tokens, or take eval.samples out")
+            what = (
+                f"no prompt leaves room for {most_new(plan)} tokens in the model's {room} positions"
+            )
+            raise DataError(
+                what,
+                where=f"data.eval.{name}".rstrip("."),
+                fix="lower eval.max_new_tokens, or take eval.samples out",
+            )
         found += chosen
     return found
 
@@ -138,7 +161,11 @@ def prompts(plan: Plan) -> list[Prompt]:
 def most_new(plan: Plan) -> int:
     """Tokens of a sample at most."""
     rollout = plan.config.algorithm.rollout
-    return rollout.generator.max_new_tokens if rollout is not None else plan.config.eval.max_new_tokens or MOST_NEW
+    return (
+        rollout.generator.max_new_tokens
+        if rollout is not None
+        else plan.config.eval.max_new_tokens or MOST_NEW
+    )
 
 
 def of_evaluation(plan: Plan, engine: Engine, tokenizer: Any, device: str) -> Sampling:
@@ -152,7 +179,9 @@ def _cut(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
     for sample in range(min(len(cache), LOOKED_AT)):
         segments = cache.segments(sample)
         for tokens, learn in segments[:1] if algorithm.rows_per_sample > 1 else segments:
-            start, stop = last_answer(learn) if algorithm.rollout is None else (len(tokens), len(tokens))
+            start, stop = (
+                last_answer(learn) if algorithm.rollout is None else (len(tokens), len(tokens))
+            )
             start = start or stop // 2  # all of it is learned: the second half is the answer
             if start:
                 yield Prompt(name, tokens[:start].tolist(), tokens[start:stop].tolist())
@@ -162,7 +191,8 @@ def _cut(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
 class Answers:
     """What the run writes on its prompts, into events."""
 
-    sample: Callable[[list[Request], int, bool], list[Completion]]  # (requests, step, greedy), collective
+    # (requests, step, greedy), collective.
+    sample: Callable[[list[Request], int, bool], list[Completion]]
     prompts: list[Prompt]
     tokenizer: Any
     emit: Emit
@@ -170,7 +200,11 @@ class Answers:
     def write(self, step: int, when: str) -> None:
         """Answer all prompts greedily. Collective."""
         began, decode = time.time(), partial(self.tokenizer.decode, skip_special_tokens=True)
-        done = self.sample([Request(prompt.tokens, (number,)) for number, prompt in enumerate(self.prompts)], step, True)
+        done = self.sample(
+            [Request(prompt.tokens, (number,)) for number, prompt in enumerate(self.prompts)],
+            step,
+            True,
+        )
         shown = [
             {
                 "set": prompt.set,

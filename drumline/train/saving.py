@@ -46,7 +46,8 @@ class Saver:
     failed: int = 0  # in a row
     memory_failed: bool = False  # it is reported once
     metric: float | None = None  # with which the last checkpoint was saved
-    retry_at: float = math.inf  # the step from which on a failed save is tried again; all ranks come to the same
+    # The step from which on a failed save is tried again; all ranks come to the same.
+    retry_at: float = math.inf
 
     def save(self, metric: float | None) -> None:
         """Hand the state to the checkpointer. `metric`: of these very weights. Collective."""
@@ -60,8 +61,19 @@ class Saver:
         assert self.memory is not None, "checkpoint.in_memory_every is set"
         for result in self.memory.keep(self.state.step, self.engine.tensors(), self._dump()):
             if result.error and not self.memory_failed:
-                spent: dict[str, Any] = {"seconds": result.seconds, "blocked_seconds": result.blocked_seconds}
-                self.emit(Save(step=result.step, path=None, bytes=0, error=f"in memory: {result.error}", **spent))
+                spent: dict[str, Any] = {
+                    "seconds": result.seconds,
+                    "blocked_seconds": result.blocked_seconds,
+                }
+                self.emit(
+                    Save(
+                        step=result.step,
+                        path=None,
+                        bytes=0,
+                        error=f"in memory: {result.error}",
+                        **spent,
+                    )
+                )
             self.memory_failed = result.error is not None
 
     def wait(self) -> None:
@@ -87,7 +99,8 @@ class Saver:
             if error is None:
                 self.metric = metric
             else:
-                self.saved_step = -1  # saving again writes both, or says what is wrong with the disk
+                # Saving again writes both, or says what is wrong with the disk.
+                self.saved_step = -1
         while self.saved_step != self.state.step:
             self.save(metric)
             results = self.checkpointer.wait()
@@ -96,7 +109,10 @@ class Saver:
                 began = began or time.monotonic()
                 waited = time.monotonic() - began
                 if self.stop_flag.requested and not hurried:
-                    hurried, limit = True, min(limit, waited + self.plan.config.launch.grace_seconds / 2)
+                    hurried, limit = (
+                        True,
+                        min(limit, waited + self.plan.config.launch.grace_seconds / 2),
+                    )
                 _, (over,) = self.gather({}, float(waited >= limit or results[-1].lasting))
                 if any(over):
                     self._give_up(f"{results[-1].error}; tried for {waited:.0f} s", metric)
@@ -111,7 +127,11 @@ class Saver:
         """Raises Preempted: a signal of this number asked the run to stop, and these very weights are saved."""
         name, step = signal.Signals(number).name, self.state.step
         self.emit(Preempt(step=step, signal=name))
-        raise Preempted(f"{name}: stopped and saved at step {step}", where=self.plan.run_dir, fix=f"go on with {self.resume[0]}")
+        raise Preempted(
+            f"{name}: stopped and saved at step {step}",
+            where=self.plan.run_dir,
+            fix=f"go on with {self.resume[0]}",
+        )
 
     def report(self, results: list[SaveResult]) -> None:
         for result in results:
@@ -126,8 +146,13 @@ class Saver:
                 if self.failed > 1 and not result.begun:
                     continue  # it is reported already
             path = str(result.path) if result.path else None
-            spent: dict[str, Any] = {"seconds": result.seconds, "blocked_seconds": result.blocked_seconds}
-            self.emit(Save(step=result.step, path=path, bytes=result.bytes, error=result.error, **spent))
+            spent: dict[str, Any] = {
+                "seconds": result.seconds,
+                "blocked_seconds": result.blocked_seconds,
+            }
+            self.emit(
+                Save(step=result.step, path=path, bytes=result.bytes, error=result.error, **spent)
+            )
 
     def _dump(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors."""
@@ -148,14 +173,22 @@ class Saver:
     def _give_up(self, error: str, metric: float | None) -> NoReturn:
         """Try the other disk, and leave. Raises NotSaved."""
         newest, named = self.resume
-        what, fix = f"the last checkpoint could not be written: {error}", f"free some space; {newest} goes on from the newest checkpoint"
+        what, fix = (
+            f"the last checkpoint could not be written: {error}",
+            f"free some space; {newest} goes on from the newest checkpoint",
+        )
         folder = fallback_folder(self.plan.config, self.plan.run_dir)
         if folder is not None:
-            result, whole = self.checkpointer.rescue(folder, self.state.step, self.engine.tensors(), self._dump(), metric)
+            result, whole = self.checkpointer.rescue(
+                folder, self.state.step, self.engine.tensors(), self._dump(), metric
+            )
             if result.path is None:
                 what += f"; nor in checkpoint.fallback_dir: {result.error}"
             elif whole:
-                what, fix = f"{what}; it lies in {result.path}", f"free some space, and go on with {named.format(result.path)}"
+                what, fix = (
+                    f"{what}; it lies in {result.path}",
+                    f"free some space, and go on with {named.format(result.path)}",
+                )
             else:
                 what = f"{what}; its weights alone lie in {result.path}"
                 fix = f"free some space, and move that folder to {self.plan.run_dir}/checkpoints to export it"

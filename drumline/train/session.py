@@ -90,13 +90,17 @@ class Session:
         join_tasks()
         ranks = Ranks.from_environment()
         where = str(run_dir or default_run_dir(Path(sys.argv[0] or "session")))
-        self.plan = plan_of(strategy, precision, global_samples, micro_batch, where, ranks.world_size, options)
+        self.plan = plan_of(
+            strategy, precision, global_samples, micro_batch, where, ranks.world_size, options
+        )
         self.resume, self.allow, self.units, self.tp_plan = resume, allow, units, tp_plan
         self.started, self.stack = time.time(), ExitStack()
         self.garbage = GarbageCollection(self.plan.config.run.collect_every)
         self._logged, self._epoch = (0, self.started, 0), 0.0
         self._models: dict[str, Trained] = {}
-        self._now: tuple[int, bool] | None = None  # of the micro-batch that the loop is in: its end's position, whether it is the last
+        self._now: tuple[int, bool] | None = (
+            None  # of the micro-batch that the loop is in: its end's position, whether it is the last
+        )
         self._signal, self._ended = 0, False
         self.metric: float | None = None
 
@@ -107,15 +111,29 @@ class Session:
         plan = self.plan
         if plan.config.run.deterministic:
             deterministic()
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
+            plan.config.precision.tf32
+        )
         self.stop_flag = self.stack.enter_context(StopFlag(alone="RANK" not in os.environ))
-        self.owns = not dist.is_initialized()  # a process group that is there is used, and left as it is
-        self.ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds) if self.owns else Ranks.from_environment()
+        # A process group that is there is used, and left as it is.
+        self.owns = not dist.is_initialized()
+        self.ranks = (
+            start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
+            if self.owns
+            else Ranks.from_environment()
+        )
         sys.excepthook = print_error  # torch has put its own around it, which drops what a hook prints that ends the process
         self.device = f"cuda:{gpu(self.ranks)}" if plan.device == "cuda" else "cpu"
-        self.gather = Gather(self.ranks.rank, self.ranks.world_size, self.device, counts=plan.mesh.counts(self.ranks.rank))
+        self.gather = Gather(
+            self.ranks.rank,
+            self.ranks.world_size,
+            self.device,
+            counts=plan.mesh.counts(self.ranks.rank),
+        )
         try:
-            self.resume = RankGroup.all(error_type=EnvironmentFault).first(lambda: claim(plan, self.resume, self.allow, self.stack))
+            self.resume = RankGroup.all(error_type=EnvironmentFault).first(
+                lambda: claim(plan, self.resume, self.allow, self.stack)
+            )
         except EnvironmentFault:
             self.stack.close()
             if self.owns:
@@ -127,7 +145,9 @@ class Session:
         self.emit(run_start(plan, str(self.resume) if self.resume else None))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         try:
             if error is None and self._models:
                 self._save_last()
@@ -144,27 +164,57 @@ class Session:
             self.reporter.close(error, self.goodput)
             self.stack.close()
 
-    def prepare(self, build: Build | Mapping[str, Pair], make_optimizer: MakeOptimizer | None = None) -> Any:
+    def prepare(
+        self, build: Build | Mapping[str, Pair], make_optimizer: MakeOptimizer | None = None
+    ) -> Any:
         """(model, optimizer) on this rank: `build()` laid out without memory, spread as planned, and filled by parts;
         `make_optimizer(model)`'s optimizer over the parameters that are there then. Of {name: (build, make_optimizer)} two dicts by name.
         With `resume` both are as the checkpoint has them. Collective."""
         pairs = dict(build) if isinstance(build, Mapping) else {MAIN: (build, make_optimizer)}
-        if self._models or not pairs or any(make is None for _, make in pairs.values()) or any("/" in n or "." in n for n in pairs):
-            what = "prepare takes build and make_optimizer, or {name: (build, make_optimizer)}, once"
+        if (
+            self._models
+            or not pairs
+            or any(make is None for _, make in pairs.values())
+            or any("/" in n or "." in n for n in pairs)
+        ):
+            what = (
+                "prepare takes build and make_optimizer, or {name: (build, make_optimizer)}, once"
+            )
             raise UserError(what, where="session.prepare", fix="see docs/session.md")
         pairs = own.makers(pairs)
         require_one_model(self.plan, len(pairs))
         found, memory = None, memory_of(self.plan, self.resume is True)
         if self.resume:
-            found = Start.find(self.plan, "newest" if self.resume is True else str(self.resume), memory)
+            found = Start.find(
+                self.plan, "newest" if self.resume is True else str(self.resume), memory
+            )
         unfrozen = own.unfrozen(found.path if found else None, pairs)
-        options: dict[str, Any] = {"units": self.units, "tp_plan": self.tp_plan, "overlaps": len(pairs) == 1}
+        options: dict[str, Any] = {
+            "units": self.units,
+            "tp_plan": self.tp_plan,
+            "overlaps": len(pairs) == 1,
+        }
         for name, (build_one, make) in pairs.items():
-            options |= {"checkpoint_keys": found.keys_of(name) if found else frozenset(), "unfrozen": unfrozen[name]}
-            self._models[name] = Trained(build_module(own.seeded(self.plan, name), build_one, self.device, make_optimizer=make, **options))
-        self.engines = Engines({name: model.engine for name, model in self._models.items()}, unfrozen)
+            options |= {
+                "checkpoint_keys": found.keys_of(name) if found else frozenset(),
+                "unfrozen": unfrozen[name],
+            }
+            self._models[name] = Trained(
+                build_module(
+                    own.seeded(self.plan, name),
+                    build_one,
+                    self.device,
+                    make_optimizer=make,
+                    **options,
+                )
+            )
+        self.engines = Engines(
+            {name: model.engine for name, model in self._models.items()}, unfrozen
+        )
         for model in self._models.values() if self.is_first else ():
-            for line in batch_norm_why(self.plan.config, self.plan.batch, len(batch_norms(model.engine.model))):
+            for line in batch_norm_why(
+                self.plan.config, self.plan.batch, len(batch_norms(model.engine.model))
+            ):
                 say(f"note: {line}")
         checkpointer = checkpointer_of(self.plan, "min")
         if memory is not None:
@@ -172,11 +222,29 @@ class Session:
         self._state = found.restore(self.engines, self.emit, time.time()) if found else TrainState()  # type: ignore[arg-type]
         self.stack.enter_context(self.garbage)
         self._logged = (self.steps, time.time(), self._state.tokens)
-        saved, again = self.steps if found and found.path and checkpointer.is_kept(found.path) else -1, ("resume=True", "resume={!r}")
-        parts = (self.plan, self.engines, self._state, checkpointer, self.emit, self.gather, self.stop_flag)
+        saved, again = (
+            self.steps if found and found.path and checkpointer.is_kept(found.path) else -1,
+            ("resume=True", "resume={!r}"),
+        )
+        parts = (
+            self.plan,
+            self.engines,
+            self._state,
+            checkpointer,
+            self.emit,
+            self.gather,
+            self.stop_flag,
+        )
         self.saver = Saver(*parts, saved, again, memory)
-        made = {name: (Model(model.engine), own.guarded(model.engine.optimizer)) for name, model in self._models.items()}
-        return made[MAIN] if MAIN in made else ({n: m for n, (m, _) in made.items()}, {n: o for n, (_, o) in made.items()})
+        made = {
+            name: (Model(model.engine), own.guarded(model.engine.optimizer))
+            for name, model in self._models.items()
+        }
+        return (
+            made[MAIN]
+            if MAIN in made
+            else ({n: m for n, (m, _) in made.items()}, {n: o for n, (_, o) in made.items()})
+        )
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
@@ -228,7 +296,13 @@ class Session:
         return {name: model.last.grad_norm for name, model in self._models.items() if model.last}
 
     def batches(
-        self, dataset: Any, collate: Collate = default_collate, *, epochs: int | None = 1, steps: int | None = None, shuffle: bool = True
+        self,
+        dataset: Any,
+        collate: Collate = default_collate,
+        *,
+        epochs: int | None = 1,
+        steps: int | None = None,
+        shuffle: bool = True,
     ) -> Iterator[Any]:
         """`collate(samples)` of each micro-batch of this rank, its tensors on the device, from `position` on.
 
@@ -254,19 +328,27 @@ class Session:
             end = self.position + batch.global_samples
             self._epoch = own.passes(dataset, end)
             for index, samples in enumerate(micro_batches):
-                seed_step(config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank), index)
+                seed_step(
+                    config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank), index
+                )
                 self._now = (end, index == len(micro_batches) - 1)
                 for model in self._models.values():
                     model.contexts.enter_context(model.engine.micro_batch(self._now[1]))
                 try:
-                    yield each_tensor(lambda tensor: tensor.to(self.device, non_blocking=True), collate(samples))
+                    yield each_tensor(
+                        lambda tensor: tensor.to(self.device, non_blocking=True), collate(samples)
+                    )
                 finally:
                     for model in self._models.values():
                         model.contexts.close()
                     last, self._now = self._now[1], None
             if last and (left := self._unused()):
                 what = f"a global batch ended, and its gradients{f' of {min(left)}' if min(left) else ''} were not used"
-                raise UserError(what, where="session.batches", fix="call s.step() after s.backward() in each turn of the loop")
+                raise UserError(
+                    what,
+                    where="session.batches",
+                    fix="call s.step() after s.backward() in each turn of the loop",
+                )
             self._state.step, self._state.position = self.steps + (not self._stepped()), end
             self._stop_if_requested()
         own.require_more(self.position > began, self._ended)
@@ -274,12 +356,19 @@ class Session:
         self._land()
         self._stop_if_requested()
 
-    def backward(self, loss_sum: torch.Tensor, weight: float | torch.Tensor, of: str = MAIN) -> None:
+    def backward(
+        self, loss_sum: torch.Tensor, weight: float | torch.Tensor, of: str = MAIN
+    ) -> None:
         """Accumulate the gradients of the sum of a micro-batch's losses, in the parameters of one model alone. `weight`: what the sum is
         divided by in the end, summed over the global batch: samples, tokens."""
         model = own.named(self._models, of)
         own.require_sum(loss_sum, weight, self.plan.engine != "pipeline")
-        other_grads = [(p, p.grad) for name, other in self._models.items() if name != of for p in other.engine.named.values()]
+        other_grads = [
+            (p, p.grad)
+            for name, other in self._models.items()
+            if name != of
+            for p in other.engine.named.values()
+        ]
         for parameter, _ in other_grads:
             parameter.grad = None
         model.engine.backward(loss_sum, float(self.plan.batch.global_samples))
@@ -287,7 +376,9 @@ class Session:
             parameter.grad = gradient
         model.sums.append(torch.stack([scalar(value, self.device) for value in (loss_sum, weight)]))
 
-    def step(self, max_grad_norm: float | None = None, lr: float | None = None, of: str = MAIN) -> bool:
+    def step(
+        self, max_grad_norm: float | None = None, lr: float | None = None, of: str = MAIN
+    ) -> bool:
         """At the end of a global batch: divide the gradients by its weight, clip them by their global norm, update, and return True. Before
         that False. `lr`: for all groups of the optimizer; None: as they have it. Where loss or gradients are not finite the weights stay,
         as `on_nan` has it. Collective."""
@@ -296,11 +387,17 @@ class Session:
         if not last:
             return False
         if model.stepped or not model.sums:
-            raise UserError("step without a backward before it", where="session.step", fix="call s.backward(loss_sum, weight) first")
+            raise UserError(
+                "step without a backward before it",
+                where="session.step",
+                fix="call s.backward(loss_sum, weight) first",
+            )
         engine = model.engine
         model.contexts.close()
         loss_sum, weight = torch.stack(model.sums).sum(0)
-        total = self.gather.start({"loss": loss_sum, "weight": weight}, float(self.stop_flag.requested))
+        total = self.gather.start(
+            {"loss": loss_sum, "weight": weight}, float(self.stop_flag.requested)
+        )
         whole = total["weight"]
         engine.divide(torch.where(whole > 0, whole, 1.0) / self.plan.batch.global_samples)
         engine.max_grad_norm = max_grad_norm
@@ -335,9 +432,23 @@ class Session:
                 self._state.tokens += model.tokens
                 model.flight = None
                 self._signal = self._signal or int(max(flight.by_rank[0]))
-                judge(flight, self.plan, self._state, model.engine.rescales(), self.emit, "on_nan", FIX)
+                judge(
+                    flight,
+                    self.plan,
+                    self._state,
+                    model.engine.rescales(),
+                    self.emit,
+                    "on_nan",
+                    FIX,
+                )
 
-    def evaluate(self, dataset: Any, collate: Collate, measure: Callable[..., Any], micro_batch: int | None = None) -> dict[str, float]:
+    def evaluate(
+        self,
+        dataset: Any,
+        collate: Collate,
+        measure: Callable[..., Any],
+        micro_batch: int | None = None,
+    ) -> dict[str, float]:
         """Means over a dataset, each sample once over all ranks, without gradients. `measure(batch)` → (loss sum, weight), or with a
         dictionary of further sums behind. The result's `loss` chooses the best checkpoint, where it is saved at this step. Collective."""
         self._require_prepared()
@@ -347,19 +458,31 @@ class Session:
             for model in self._models.values():
                 states.enter_context(model.engine.evaluating())
             drawn = Draws(derive(self.plan.config.run.seed, "held out")).used
-            for samples, counts in held_out(dataset, micro_batch or self.plan.batch.eval_micro_batch, rank, ranks, drawn):
+            for samples, counts in held_out(
+                dataset, micro_batch or self.plan.batch.eval_micro_batch, rank, ranks, drawn
+            ):
                 batch = each_tensor(lambda tensor: tensor.to(self.device), collate(samples))
                 loss_sum, weight, *more = own.measured(measure(batch))
-                for name, value in {"loss": loss_sum, "weight": weight, **(more[0] if more else {})}.items():
+                for name, value in {
+                    "loss": loss_sum,
+                    "weight": weight,
+                    **(more[0] if more else {}),
+                }.items():
                     part = torch.as_tensor(value, device=self.device).double().reshape(()) * counts
                     sums[name] = sums.get(name, torch.zeros_like(part)) + part
         if not sums:
-            raise DataError("the dataset gives no samples", where="session.evaluate", fix="give a list, or one whose iter() starts again")
+            raise DataError(
+                "the dataset gives no samples",
+                where="session.evaluate",
+                fix="give a list, or one whose iter() starts again",
+            )
         total, _ = self.gather.start(sums).read()
         weight = total.pop("weight", 0.0) or 1.0
         means = {name: value / weight for name, value in total.items()}
         self.metric = means.get("loss")
-        self.emit(Eval(step=self.steps, samples=int(weight), seconds=time.time() - began, metrics=means))
+        self.emit(
+            Eval(step=self.steps, samples=int(weight), seconds=time.time() - began, metrics=means)
+        )
         return means
 
     def log(self, **metrics: Any) -> None:
@@ -369,17 +492,34 @@ class Session:
         scalars: dict[str, float] = {}
         for name in self._stepped():
             prefix = f"{name}_" if name else ""
-            scalars |= {f"{prefix}loss": self.losses[name], f"{prefix}grad_norm": self.grad_norms[name]}
+            scalars |= {
+                f"{prefix}loss": self.losses[name],
+                f"{prefix}grad_norm": self.grad_norms[name],
+            }
         scalars |= own.numbers(metrics)
         if self.is_first:
-            say(f"step {self.steps}  " + "  ".join(f"{name} {value:.5g}" for name, value in scalars.items()), sys.stdout)
+            say(
+                f"step {self.steps}  "
+                + "  ".join(f"{name} {value:.5g}" for name, value in scalars.items()),
+                sys.stdout,
+            )
         if not self.losses:
             return
-        now, done = time.time(), (self.steps, self._state.tokens + sum(model.tokens for model in self._models.values()))
+        now, done = (
+            time.time(),
+            (self.steps, self._state.tokens + sum(model.tokens for model in self._models.values())),
+        )
         (steps, began, tokens), self._logged = self._logged, (done[0], now, done[1])
         each, engine = max(1, done[0] - steps), next(iter(self._models.values())).engine
-        metrics_of_step = {"seconds": (now - began) / each, "tokens": (done[1] - tokens) // each, "epoch": self._epoch}
-        metrics_of_step |= {"loss": next(iter(self.losses.values())), "grad_norm": next(iter(self.grad_norms.values()))}
+        metrics_of_step = {
+            "seconds": (now - began) / each,
+            "tokens": (done[1] - tokens) // each,
+            "epoch": self._epoch,
+        }
+        metrics_of_step |= {
+            "loss": next(iter(self.losses.values())),
+            "grad_norm": next(iter(self.grad_norms.values())),
+        }
         self.emit(own.step_event(self.steps, self.plan, engine, scalars, **metrics_of_step))
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -388,12 +528,17 @@ class Session:
         """Save a checkpoint, in the background; with `every` at its multiples alone, and between them in memory as `in_memory_every` has
         it. At the end of the session the last is saved anyway. Collective."""
         self._require_prepared()
-        in_memory, on_disk = self.plan.config.checkpoint.in_memory_every, every is None or self.steps % own.counted(every) == 0
+        in_memory, on_disk = (
+            self.plan.config.checkpoint.in_memory_every,
+            every is None or self.steps % own.counted(every) == 0,
+        )
         if not on_disk and (in_memory is None or self.steps % in_memory):
             return
         if self._unused():
             what = "save in the middle of a global batch"
-            raise UserError(what, where="session.save", fix="call it after the last s.step() of the batch")
+            raise UserError(
+                what, where="session.save", fix="call it after the last s.step() of the batch"
+            )
         self._land()
         own.require_json(self.state)
         if on_disk:
@@ -414,7 +559,9 @@ class Session:
 
     def _require_prepared(self) -> None:
         if not self._models:
-            raise UserError("no model yet", where="session", fix="call s.prepare(build, make_optimizer) first")
+            raise UserError(
+                "no model yet", where="session", fix="call s.prepare(build, make_optimizer) first"
+            )
 
 
 session = Session  # entered by `with`

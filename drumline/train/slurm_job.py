@@ -29,7 +29,13 @@ def main() -> int:
 
             return Replanner(plan, options.plan)
 
-        code = run(plan, options.plan, options.resume, lambda out, step: replanner()(out, step), options.worker)
+        code = run(
+            plan,
+            options.plan,
+            options.resume,
+            lambda out, step: replanner()(out, step),
+            options.worker,
+        )
         at_end(plan)
         return code
     except DrumlineError as error:

@@ -51,7 +51,13 @@ class TrainState:
 
     def dump(self) -> dict[str, Any]:
         """As a checkpoint has it. What of `stream` and `spikes` is a function is asked for now; collective, as a save is."""
-        now = {name: {key: value() if callable(value) else value for key, value in getattr(self, name).items()} for name in LATE}
+        now = {
+            name: {
+                key: value() if callable(value) else value
+                for key, value in getattr(self, name).items()
+            }
+            for name in LATE
+        }
         return {**vars(self), **now, "stream": keyed(now["stream"])}
 
     def __post_init__(self) -> None:
@@ -62,7 +68,9 @@ def keyed(value: Any) -> Any:
     """The same for JSON, which has no keys but texts: a dictionary with numbers as keys is one of pairs."""
     if isinstance(value, list | tuple):
         return [keyed(each) for each in value]
-    if not isinstance(value, dict) or not all(isinstance(key, str | int | float | None) for key in value):
+    if not isinstance(value, dict) or not all(
+        isinstance(key, str | int | float | None) for key in value
+    ):
         return value
     pairs = [[key, keyed(each)] for key, each in value.items()]
     return dict(pairs) if all(isinstance(key, str) for key in value) else {PAIRS: pairs}
@@ -74,7 +82,10 @@ def unkeyed(value: Any) -> Any:
         return [unkeyed(each) for each in value]
     if not isinstance(value, dict):
         return value
-    return {key: unkeyed(each) for key, each in (value[PAIRS] if value.keys() == {PAIRS} else value.items())}
+    return {
+        key: unkeyed(each)
+        for key, each in (value[PAIRS] if value.keys() == {PAIRS} else value.items())
+    }
 
 
 @dataclass
@@ -86,7 +97,8 @@ class Flight:
     step: int  # steps done with it
     denominator: float = 0.0  # of the loss; 0: what the sum `weight` turns out to be
     position: int = 0
-    sample_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # of the global batch, without fillers
+    # Of the global batch, without fillers.
+    sample_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     tokens: int = 0
     lr: float = 0.0
     began: float = 0.0  # unix, with waiting for data
@@ -131,7 +143,9 @@ class Flight:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def judge(flight: Flight, plan: Plan, state: TrainState, rescales: bool, emit: Emit, where: str, fix: str) -> None:
+def judge(
+    flight: Flight, plan: Plan, state: TrainState, rescales: bool, emit: Emit, where: str, fix: str
+) -> None:
     """Count steps in a row that are not finite, which left the weights as they were, each with an event that names its samples.
     `rescales`: fp16's scale may be too large. Raises TrainingStopped by policy."""
     if flight.finite:
@@ -141,19 +155,33 @@ def judge(flight: Flight, plan: Plan, state: TrainState, rescales: bool, emit: E
     rescale = rescales and math.isfinite(loss)
     policy = "rescale" if rescale else health.on_nan
     state.skips += 1
-    emit(Nonfinite(step=flight.step, policy=policy, loss=loss, grad_norm=grad_norm, sample_ids=flight.sample_ids.tolist()))
+    emit(
+        Nonfinite(
+            step=flight.step,
+            policy=policy,
+            loss=loss,
+            grad_norm=grad_norm,
+            sample_ids=flight.sample_ids.tolist(),
+        )
+    )
     if policy == "stop" or state.skips > (MAX_RESCALES if rescale else health.max_skips):
         what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {flight.step}"
-        raise TrainingStopped(what + f" ({state.skips} in a row)" * (policy != "stop"), where=where, fix=fix)
+        raise TrainingStopped(
+            what + f" ({state.skips} in a row)" * (policy != "stop"), where=where, fix=fix
+        )
 
 
-def judged(metrics: dict[str, float], options: EvalConfig, state: TrainState) -> tuple[float | None, bool]:
+def judged(
+    metrics: dict[str, float], options: EvalConfig, state: TrainState
+) -> tuple[float | None, bool]:
     """eval.metric of an evaluation (None: its task was not scored), and whether it is the best so far. Counts for eval.patience. The
     untrained weights are the base line, not a candidate: a run exports something that it trained. Raises ConfigError."""
     name, metric = options.metric, metrics.get(options.metric)
     unscored = name.startswith("tasks/") and not any(each.startswith("tasks/") for each in metrics)
     if metric is None and not unscored:
-        raise ConfigError(f"no metric {name!r}", where="eval.metric", fix=f"one of {', '.join(metrics)}")
+        raise ConfigError(
+            f"no metric {name!r}", where="eval.metric", fix=f"one of {', '.join(metrics)}"
+        )
     if metric is None or state.step == 0:
         return metric, False
 
@@ -225,4 +253,6 @@ class Goodput:
     def report(self) -> dict[str, float]:
         elapsed = time.time() - self.started
         other = max(0.0, elapsed - sum(self.seconds.values()))
-        return {k: round(v, 3) for k, v in {"elapsed": elapsed, **self.seconds, "other": other}.items()}
+        return {
+            k: round(v, 3) for k, v in {"elapsed": elapsed, **self.seconds, "other": other}.items()
+        }

@@ -53,19 +53,38 @@ def open_samples(plan: Plan, folder: str) -> Any:
     if not plan.config.plain:
         return TokenCache.open(Path(folder))
     data, (section, _, name) = plan.config.data, folder.partition("/")
-    return read_samples(data.train if section == "train" else data.eval_sets[name], Path(plan.base_dir), Draws(0).used)
+    return read_samples(
+        data.train if section == "train" else data.eval_sets[name],
+        Path(plan.base_dir),
+        Draws(0).used,
+    )
 
 
 def order_of(plan: Plan, samples: int) -> Order:
     """The order of the training samples, of which there are so many."""
     config, sources = plan.config, plan.data.sources if plan.data else ()
-    seed, shuffle, curriculum = derive(config.run.seed, "order"), config.data.order == "shuffle", config.data.curriculum
+    seed, shuffle, curriculum = (
+        derive(config.run.seed, "order"),
+        config.data.order == "shuffle",
+        config.data.curriculum,
+    )
     if curriculum is None and not config.data.mixed:
         return GlobalOrder(samples, seed, shuffle)
-    parts = [(each.samples or 0, each.per_epoch) for each in sources] if config.data.mixed else [(samples, samples)]
+    parts = (
+        [(each.samples or 0, each.per_epoch) for each in sources]
+        if config.data.mixed
+        else [(samples, samples)]
+    )
     sizes, counts = zip(*parts, strict=True)
     assert sum(sizes) == samples, "the plan is of this cache"
-    return MixedOrder(sizes, counts, seed, shuffle, curriculum.epochs if curriculum else 0, curriculum.reverse if curriculum else False)
+    return MixedOrder(
+        sizes,
+        counts,
+        seed,
+        shuffle,
+        curriculum.epochs if curriculum else 0,
+        curriculum.reverse if curriculum else False,
+    )
 
 
 def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
@@ -77,11 +96,24 @@ def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
         vision = vision_of(config, plan.model_path, load_config(plan.model_path, config.model))
         task = Task(config, config.data.train, root, None, vision)
         maker = Maker(task, config.model.tokenizer or plan.model_path or "", Path(plan.base_dir))
-    seed = derive(config.run.seed, "order") if config.data.order == "shuffle" and curriculum is None else None
+    seed = (
+        derive(config.run.seed, "order")
+        if config.data.order == "shuffle" and curriculum is None
+        else None
+    )
     margin = (config.data.prefetch + 2) * plan.batch.global_samples
     falling = curriculum is not None and curriculum.reverse
     weighted = any(source.weight is not None for source in config.data.train)
-    return Blocks(root, config.data.stream, maker, seed, falling=falling, known=known, margin=margin, weighted=weighted)
+    return Blocks(
+        root,
+        config.data.stream,
+        maker,
+        seed,
+        falling=falling,
+        known=known,
+        margin=margin,
+        weighted=weighted,
+    )
 
 
 class Copies:
@@ -89,7 +121,10 @@ class Copies:
     own: the host is ahead of the device, so a copy runs beside the step before."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
+        self.device, self.stream = (
+            device,
+            torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None,
+        )
 
     def pinned(self, collate: Callable[..., Any]) -> Callable[..., Any]:
         return collate if self.stream is None else lambda *columns: collate(*columns).each(pinned)
@@ -111,7 +146,13 @@ class Copies:
 
 
 def build_streams(
-    plan: Plan, data_rank: int, position: int, device: str, makes: bool = True, known: dict[str, Any] | None = None, step: int = 0
+    plan: Plan,
+    data_rank: int,
+    position: int,
+    device: str,
+    makes: bool = True,
+    known: dict[str, Any] | None = None,
+    step: int = 0,
 ) -> Streams:
     """Training batches go on after `step`, from `position`. `makes`: this rank makes blocks of a stream; `known`: see `Blocks.state`."""
     config, data = plan.config, plan.data
@@ -119,15 +160,33 @@ def build_streams(
     collator, copies = config.algorithm.collator(plan, fixed_width(plan)), Copies(device)
 
     def stream(
-        cache: Any, order: Order, batch: BatchPlan, start: int, stop: int, prefetch: int, of: Literal["batch", "all"]
+        cache: Any,
+        order: Order,
+        batch: BatchPlan,
+        start: int,
+        stop: int,
+        prefetch: int,
+        of: Literal["batch", "all"],
     ) -> BatchStream:
         previous = of if config.algorithm.pairs_with_previous else "none"
         return BatchStream(
-            cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, copies.pinned(collator(cache)), prefetch, previous
+            cache,
+            order,
+            batch,
+            data_rank,
+            plan.mesh.data_ranks,
+            start,
+            stop,
+            copies.pinned(collator(cache)),
+            prefetch,
+            previous,
         )
 
     def on_device(batches: BatchStream) -> Iterable[GlobalBatch]:
-        with batches, closing(batches.cache) if isinstance(batches.cache, Blocks) else nullcontext():
+        with (
+            batches,
+            closing(batches.cache) if isinstance(batches.cache, Blocks) else nullcontext(),
+        ):
             for batch in batches:
                 yield replace(batch, micro_batches=copies.moved(batch.micro_batches))
 
@@ -136,15 +195,27 @@ def build_streams(
         # Stages work side by side on the micro-batches of one draw.
         stages = plan.mesh.pp
         samples = micro * stages * plan.mesh.data_ranks
-        whole = BatchPlan(global_samples=samples, micro_batch=micro, accumulation=stages, eval_micro_batch=micro)
-        return on_device(stream(cache, GlobalOrder(len(cache), 0, shuffle=False), whole, 0, len(cache), 0, "all"))
+        whole = BatchPlan(
+            global_samples=samples, micro_batch=micro, accumulation=stages, eval_micro_batch=micro
+        )
+        return on_device(
+            stream(cache, GlobalOrder(len(cache), 0, shuffle=False), whole, 0, len(cache), 0, "all")
+        )
 
     stop, held_out = total_samples(config, plan.batch, data, step, position), data.eval_caches
-    cache: Any = open_blocks(plan, makes, known or {}) if data.stream else open_samples(plan, data.train_cache)
+    cache: Any = (
+        open_blocks(plan, makes, known or {})
+        if data.stream
+        else open_samples(plan, data.train_cache)
+    )
     order = cache if data.stream else order_of(plan, len(cache))
     training = stream(cache, order, plan.batch, position, stop, config.data.prefetch, "batch")
     heartbeat.answer("samples", lambda: training.ids(heartbeat.position()).tolist())
-    return Streams(on_device(training), {name: partial(once, folder) for name, folder in held_out.items()}, once)
+    return Streams(
+        on_device(training),
+        {name: partial(once, folder) for name, folder in held_out.items()},
+        once,
+    )
 
 
 @dataclass(frozen=True)
@@ -162,15 +233,21 @@ class FirstPass:
         are those of the whole evaluation set, which is gone through twice: how it is cut depends on how many ranks there are."""
         return Streams(
             training=(filled(batch, First(self.numbers(batch)), 0) for batch in streams.training),
-            held_out={name: partial(self._whole, batches) for name, batches in streams.held_out.items()},
+            held_out={
+                name: partial(self._whole, batches) for name, batches in streams.held_out.items()
+            },
             once=lambda folder: self._whole(lambda: streams.once(folder)),
         )
 
     def numbers(self, batch: GlobalBatch) -> torch.Tensor:
         """fp64[N, K]: what `read` gives for the N samples of the global batch, in its order, fillers left out. The same on every rank, and
         on any number of ranks: one rank adds each sample's numbers, the others add zeros."""
-        numbers_of = self.engine.infer([self.algorithm.first_batch(b) for b in batch.micro_batches], self.read)
-        table_GK = torch.zeros(len(batch.sample_ids), numbers_of[0].shape[1], dtype=torch.float64, device=self.device)
+        numbers_of = self.engine.infer(
+            [self.algorithm.first_batch(b) for b in batch.micro_batches], self.read
+        )
+        table_GK = torch.zeros(
+            len(batch.sample_ids), numbers_of[0].shape[1], dtype=torch.float64, device=self.device
+        )
         if self.counts:
             for places, numbers_PK in zip(batch.places, numbers_of, strict=True):
                 table_GK[copied_to(self.device, torch.from_numpy(places))] = numbers_PK.double()

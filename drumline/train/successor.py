@@ -28,14 +28,30 @@ def take_over(known: dict[str, Any]) -> int:
     assert isinstance(launcher, SSHLauncher)
     with ExitStack() as stack:
         hosts = stack.enter_context(succeeding(launcher, known))
-        stack.enter_context(Lease(run_dir, hosts.place, known["token"] if known["shared"] else None, tuple(known["frozen"])))
+        stack.enter_context(
+            Lease(
+                run_dir,
+                hosts.place,
+                known["token"] if known["shared"] else None,
+                tuple(known["frozen"]),
+            )
+        )
         (run_dir / "logs").mkdir(exist_ok=True)
         with (run_dir / "logs" / f"launcher-{known['name']}.log").open("ab") as log:
             for number in (1, 2):
                 os.dup2(log.fileno(), number)
-        why = "the lease of the run folder" if known["shared"] else f"votes of a majority, term {known['term']}"
-        print(f"note: host {known['name']} goes on with the run; its launcher has gone: {known['host']}", file=sys.stderr)
-        event = Takeover(host=known["name"], from_=known["host"], why=why, step=max(furthest_step(run_dir), 0))
+        why = (
+            "the lease of the run folder"
+            if known["shared"]
+            else f"votes of a majority, term {known['term']}"
+        )
+        print(
+            f"note: host {known['name']} goes on with the run; its launcher has gone: {known['host']}",
+            file=sys.stderr,
+        )
+        event = Takeover(
+            host=known["name"], from_=known["host"], why=why, step=max(furthest_step(run_dir), 0)
+        )
         EventLog(run_dir / "events.jsonl").emit(event)
         from drumline.train.replan import Replanner
 

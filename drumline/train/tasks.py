@@ -50,7 +50,11 @@ def manager_of(options: EvalConfig, base_dir: Path) -> tuple[Any, list[str]]:
     named = [task for task in options.tasks if not task.endswith((".yaml", ".yml"))]
     files = [(base_dir / expanded(task)).absolute() for task in options.tasks if task not in named]
     if lost := [file for file in files if not file.is_file()]:
-        raise ConfigError(f"there is no file {lost[0]}", where=WHERE, fix="paths of tasks are relative to the folder of the YAML")
+        raise ConfigError(
+            f"there is no file {lost[0]}",
+            where=WHERE,
+            fix="paths of tasks are relative to the folder of the YAML",
+        )
     manager = TaskManager(include_defaults=bool(named))  # a search through thousands of YAMLs
     if unknown := [task for task in named if not manager.match_tasks([task])]:
         fix = "`lm-eval ls tasks` lists them; one of your own is a path.yaml"
@@ -66,16 +70,32 @@ def require(options: EvalConfig, base_dir: Path) -> None:
         found = manager.load(wanted)
     if options.metric.startswith("tasks/"):
         _, name, metric = (*options.metric.split("/", 2), "")[:3]
-        known = [f"tasks/{task}/{each}" for task, loaded in found["tasks"].items() for each in loaded.aggregation()]
-        if name not in found.get("groups", {}) and f"tasks/{name}/{metric.split(' ')[0]}" not in known:
-            raise ConfigError(f"no task has {options.metric!r}", where="eval.metric", fix=f"one of {', '.join(known)}")
+        known = [
+            f"tasks/{task}/{each}"
+            for task, loaded in found["tasks"].items()
+            for each in loaded.aggregation()
+        ]
+        if (
+            name not in found.get("groups", {})
+            and f"tasks/{name}/{metric.split(' ')[0]}" not in known
+        ):
+            raise ConfigError(
+                f"no task has {options.metric!r}",
+                where="eval.metric",
+                fix=f"one of {', '.join(known)}",
+            )
 
 
 class Tasks:
     """The tasks of a run on one rank. `model`: the whole model with the weights as they are, collective."""
 
     def __init__(self, plan: Plan, model: Callable[[], Any], tokenizer: Any) -> None:
-        self.plan, self.options, self.model, self.tokenizer = plan, plan.config.eval, model, tokenizer
+        self.plan, self.options, self.model, self.tokenizer = (
+            plan,
+            plan.config.eval,
+            model,
+            tokenizer,
+        )
         self.manager, self.wanted = manager_of(self.options, Path(plan.base_dir))
 
     def due(self, before: int, step: int) -> bool:
@@ -108,17 +128,35 @@ class Tasks:
                 alive(math.inf)
                 return super()._model_generate(*arguments, **options)
 
-        alive(math.inf)  # what the harness does before, between and after its calls takes as long as tasks and their rows want
+        # What the harness does before, between and after its calls takes as long as tasks and their rows want.
+        alive(math.inf)
         module = self.model()
         low = LOW_PRECISION.get(self.plan.precision)
         with generating(module):
-            lm = Shared(pretrained=module, tokenizer=self.tokenizer, batch_size=TOGETHER, mixed_precision_dtype=low)
+            lm = Shared(
+                pretrained=module,
+                tokenizer=self.tokenizer,
+                batch_size=TOGETHER,
+                mixed_precision_dtype=low,
+            )
             lm._rank, lm._world_size = place()
-            wanted = {"tasks": self.wanted, "task_manager": self.manager, "limit": self.options.tasks_limit}
+            wanted = {
+                "tasks": self.wanted,
+                "task_manager": self.manager,
+                "limit": self.options.tasks_limit,
+            }
             with harness_errors():
-                found = lm_eval.simple_evaluate(model=lm, bootstrap_iters=0, log_samples=False, **wanted)
-        results = next(each for each in from_all(found and metrics_of(found["results"])) if each is not None)
-        return {f"tasks/{task}/{name}": value for task, metrics in results.items() for name, value in metrics.items()}
+                found = lm_eval.simple_evaluate(
+                    model=lm, bootstrap_iters=0, log_samples=False, **wanted
+                )
+        results = next(
+            each for each in from_all(found and metrics_of(found["results"])) if each is not None
+        )
+        return {
+            f"tasks/{task}/{name}": value
+            for task, metrics in results.items()
+            for name, value in metrics.items()
+        }
 
 
 @contextmanager
@@ -129,4 +167,6 @@ def harness_errors(where: str = WHERE) -> Iterator[None]:
     except DrumlineError:
         raise
     except Exception as error:
-        raise EnvironmentFault(f"lm-eval failed: {type(error).__name__}: {first_line(error)[:300]}", where=where) from error
+        raise EnvironmentFault(
+            f"lm-eval failed: {type(error).__name__}: {first_line(error)[:300]}", where=where
+        ) from error

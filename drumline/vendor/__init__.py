@@ -13,7 +13,9 @@ from typing import Any
 from drumline.errors import EnvironmentFault
 
 
-def names(library: str, oldest: str, newest: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+def names(
+    library: str, oldest: str, newest: str, places: Mapping[str, str]
+) -> Callable[[str], Any]:
     """The `__getattr__` of a file: our name → what stands at its place, `module:name` or the module itself.
 
     `oldest`, `newest`: the versions that all places were found in. Raises EnvironmentFault, which names them, where one is not there;
@@ -32,6 +34,8 @@ def names(library: str, oldest: str, newest: str, places: Mapping[str, str]) -> 
             return found
         except (ImportError, AttributeError):
             what = f"{library} {metadata.version(library)} has no {places[name].replace(':', '.')}; versions {oldest} to {newest} have it"
-            raise EnvironmentFault(what, fix=f"pip install '{library}>={oldest},<={newest}'") from None
+            raise EnvironmentFault(
+                what, fix=f"pip install '{library}>={oldest},<={newest}'"
+            ) from None
 
     return find

@@ -9,6 +9,9 @@ PLACES = {
     "release_groups": "deepspeed.utils.groups:_release_process_group_references",
 }
 MEMBERS = {
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state"),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+        "_hp_optimizer_states_linked",
+        "_lazy_init_hp_params_optimizer_state",
+    ),
 }
 __getattr__ = names("deepspeed", "0.19.8", "0.19.8", PLACES)

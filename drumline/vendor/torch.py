@@ -57,9 +57,18 @@ MEMBERS = {
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": (
         *("_assign_worker_ranks", "_monitor_workers", "_pcontext", "_shutdown", "_start_workers"),
     ),
-    "torch.distributed.pipelining:PipelineStage": ("_create_grad_recv_info", "_setup_forward_recv_info"),
+    "torch.distributed.pipelining:PipelineStage": (
+        "_create_grad_recv_info",
+        "_setup_forward_recv_info",
+    ),
     "torch.distributed.tensor:DTensor": ("_spec",),
-    "torch.nn:Module": ("_apply", "_buffers", "_modules", "_non_persistent_buffers_set", "_parameters"),
+    "torch.nn:Module": (
+        "_apply",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_parameters",
+    ),
     "torch.nn:Parameter": ("_backward_hooks",),
     "torch.nn.modules.batchnorm:_BatchNorm": ("_check_input_dim",),
 }

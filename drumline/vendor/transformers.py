@@ -31,14 +31,21 @@ MEMBERS = {
     "transformers:PreTrainedConfig": ("_attn_implementation",),
     "transformers:GenerationMixin": ("_has_unfinished_sequences",),
     "transformers.modeling_layers:GradientCheckpointingLayer": ("_gradient_checkpointing_func",),
-    "transformers:PreTrainedModel": ("_is_hf_initialized", "_no_split_modules", "_supports_attention_backend", "_tp_plan"),
+    "transformers:PreTrainedModel": (
+        "_is_hf_initialized",
+        "_no_split_modules",
+        "_supports_attention_backend",
+        "_tp_plan",
+    ),
 }
 _is_end_known_to_host: ContextVar[bool] = ContextVar("is_end_known_to_host", default=False)
 __getattr__ = names("transformers", "5.17.0", "5.23.0", PLACES)
 _find = __getattr__
 
 
-def packed_mask(mask_function: Callable[..., Any], positions_BT: Any, documents_BT: Any) -> Callable[..., Any]:
+def packed_mask(
+    mask_function: Callable[..., Any], positions_BT: Any, documents_BT: Any
+) -> Callable[..., Any]:
     """Which tokens may meet where rows hold several documents: those of one document for which `mask_function` holds.
 
     Newer versions call it with places in the document (5.23), older ones with places in the row (5.17), as their models do.
@@ -65,7 +72,9 @@ def import_without_torchao() -> None:
 
 
 def _flatten_tensor_state_dict(state: Any) -> Any:
-    return import_module("torchao.prototype.safetensors.safetensors_support").flatten_tensor_state_dict(state)
+    return import_module(
+        "torchao.prototype.safetensors.safetensors_support"
+    ).flatten_tensor_state_dict(state)
 
 
 @contextmanager

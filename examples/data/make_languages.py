@@ -12,7 +12,17 @@ from pathlib import Path
 
 import yaml
 
-LANGUAGES = ("dutch", "english", "french", "german", "indonesian", "italian", "portuguese", "spanish", "turkish")
+LANGUAGES = (
+    "dutch",
+    "english",
+    "french",
+    "german",
+    "indonesian",
+    "italian",
+    "portuguese",
+    "spanish",
+    "turkish",
+)
 MOST, SHORTEST, LONGEST = 250, 12, 120  # sentences of a language; letters of a sentence
 
 
@@ -27,7 +37,9 @@ def sentences(folder: Path) -> list[str]:
 
 def main() -> None:
     spec = find_spec("chatterbot_corpus")
-    assert spec is not None and spec.origin is not None, "pip install --no-deps chatterbot-corpus==1.3.3"
+    assert spec is not None and spec.origin is not None, (
+        "pip install --no-deps chatterbot-corpus==1.3.3"
+    )
     by_language = {name: sentences(Path(spec.origin).parent / "data" / name) for name in LANGUAGES}
     draw = random.Random(0)
     rows = [
@@ -38,7 +50,9 @@ def main() -> None:
     ]
     draw.shuffle(rows)
     path = Path(__file__).parent / "languages.jsonl"
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

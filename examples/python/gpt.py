@@ -13,14 +13,23 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         qkv = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        mixed = (
+            scaled_dot_product_attention(query, key, value, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, length, width)
+        )
         x = x + self.out(mixed)
         return x + self.mlp(self.norm_2(x))
 
@@ -28,7 +37,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """int[B, T] → float[B, T, V]: logits of the next character. The head is the embedding."""
 
-    def __init__(self, width: int = 64, depth: int = 4, heads: int = 4, vocabulary: int = len(CHARACTERS), length: int = LENGTH) -> None:
+    def __init__(
+        self,
+        width: int = 64,
+        depth: int = 4,
+        heads: int = 4,
+        vocabulary: int = len(CHARACTERS),
+        length: int = LENGTH,
+    ) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
@@ -71,5 +87,7 @@ def collate(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
 def answer_loss(model, batch):
     """Sum of the losses of the answers' characters, and how many these are."""
     ids, targets = batch
-    loss_sum = cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    loss_sum = cross_entropy(
+        model(ids).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
     return loss_sum, (targets != -100).sum()

@@ -13,7 +13,9 @@ NOISE = 16
 
 
 def generator():
-    return nn.Sequential(nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Tanh(), nn.Unflatten(1, (1, 8, 8)))
+    return nn.Sequential(
+        nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Tanh(), nn.Unflatten(1, (1, 8, 8))
+    )
 
 
 def discriminator():
@@ -30,7 +32,9 @@ class Pairs:
         return len(self.images)
 
     def __getitem__(self, index):
-        return self.images[index], torch.randn(NOISE, generator=torch.Generator().manual_seed(index))
+        return self.images[index], torch.randn(
+            NOISE, generator=torch.Generator().manual_seed(index)
+        )
 
 
 def collate(rows):
@@ -44,15 +48,23 @@ def make_optimizer(model):
 def main(strategy="ddp", run_dir="runs/loop_gan", epochs=5, steps=None, **options):
     options = {"global_samples": 64, **options}
     with drumline.session(strategy, run_dir=run_dir, resume=True, **options) as s:
-        models, _ = s.prepare({"g": (generator, make_optimizer), "d": (discriminator, make_optimizer)})
+        models, _ = s.prepare(
+            {"g": (generator, make_optimizer), "d": (discriminator, make_optimizer)}
+        )
         g, d = models["g"], models["d"]
         for images, noise in s.batches(Pairs(), collate, epochs=epochs, steps=steps):
             fakes = g(noise)
             logits = d(torch.cat([images, fakes.detach()]))
-            real = torch.cat([torch.ones(len(images), 1), torch.zeros(len(images), 1)]).to(images.device)
+            real = torch.cat([torch.ones(len(images), 1), torch.zeros(len(images), 1)]).to(
+                images.device
+            )
             s.backward(bce(logits, real, reduction="sum"), len(logits), of="d")
             s.step(of="d")
-            s.backward(bce(d(fakes), torch.ones(len(images), 1, device=images.device), reduction="sum"), len(images), of="g")
+            s.backward(
+                bce(d(fakes), torch.ones(len(images), 1, device=images.device), reduction="sum"),
+                len(images),
+                of="g",
+            )
             if s.step(of="g"):
                 s.log()
                 s.save(every=50)

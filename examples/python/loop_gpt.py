@@ -12,7 +12,11 @@ import drumline
 def make_optimizer(model):
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3, eps=1e-6)
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-3,
+        eps=1e-6,
+    )
 
 
 def rate(step, steps, peak=3e-3):

@@ -13,7 +13,11 @@ def measure(model, batch):
     """Sums over a batch: loss, samples, right answers."""
     images, labels = batch
     logits = model(images)
-    return cross_entropy(logits, labels, reduction="sum"), len(labels), {"accuracy": (logits.argmax(-1) == labels).sum()}
+    return (
+        cross_entropy(logits, labels, reduction="sum"),
+        len(labels),
+        {"accuracy": (logits.argmax(-1) == labels).sum()},
+    )
 
 
 def make_optimizer(model):

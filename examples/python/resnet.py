@@ -12,7 +12,11 @@ class Block(nn.Module):
         self.first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm_1, self.norm_2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
-        self.skip = nn.Identity() if inputs == outputs else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.skip = (
+            nn.Identity()
+            if inputs == outputs
+            else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm_1(self.first(x)).relu()

@@ -31,7 +31,9 @@ class Bytes(torch.utils.data.Dataset[torch.Tensor]):
         return self.bytes_N[index * self.length : (index + 1) * self.length + 1].long()
 
 
-def objective(model: nn.Module, batch_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def objective(
+    model: nn.Module, batch_BT: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     logits_BTV = model(batch_BT[:, :-1]).float()
     log_z_BT = logits_BTV.logsumexp(-1)
     z_loss = Z_LOSS * log_z_BT.square().sum()
@@ -47,10 +49,20 @@ def tokens(batch_BT: torch.Tensor) -> int:
 if __name__ == "__main__":
     source = {"kind": "python", "path": f"{__file__}:Bytes"}
     config = {
-        "model": {"kind": "python", "path": f"{Path(__file__).with_name('gpt.py')}:GPT", "options": {"vocabulary": 256, "length": 128}},
-        "algorithm": {"kind": "python", "path": f"{__file__}:objective", "weight": f"{__file__}:tokens"},
+        "model": {
+            "kind": "python",
+            "path": f"{Path(__file__).with_name('gpt.py')}:GPT",
+            "options": {"vocabulary": 256, "length": 128},
+        },
+        "algorithm": {
+            "kind": "python",
+            "path": f"{__file__}:objective",
+            "weight": f"{__file__}:tokens",
+        },
         "data": {
-            "train": [{**source, "options": {"modules": ["conv", "rnn", "transformer", "activation"]}}],
+            "train": [
+                {**source, "options": {"modules": ["conv", "rnn", "transformer", "activation"]}}
+            ],
             "eval": [{**source, "options": {"modules": ["linear"]}}],
         },
         "batch": {"global_samples": 16, "micro_batch": 8},
@@ -59,4 +71,6 @@ if __name__ == "__main__":
         "run": {"steps": 200},
     }
     run = drumline.train(config, sys.argv[1:], display=True)
-    print(f"held-out loss {run.metrics['eval/loss']:.3f} nats a byte; the weights are in {run.export}")
+    print(
+        f"held-out loss {run.metrics['eval/loss']:.3f} nats a byte; the weights are in {run.export}"
+    )

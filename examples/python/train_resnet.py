@@ -23,4 +23,6 @@ if __name__ == "__main__":
         "run": {"epochs": 5},
     }
     run = drumline.train(config, sys.argv[1:], display=True)
-    print(f"{run.metrics['eval/accuracy']:.1%} of the held-out digits are right; the weights are in {run.export}")
+    print(
+        f"{run.metrics['eval/accuracy']:.1%} of the held-out digits are right; the weights are in {run.export}"
+    )

@@ -13,10 +13,14 @@ from torch.nn.functional import cross_entropy
 import drumline
 
 
-def objective(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def objective(
+    model: nn.Module, batch: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     images_BCHW, labels_B = batch
     logits_BC = model(images_BCHW)
-    return cross_entropy(logits_BC, labels_B, reduction="sum"), {"accuracy": (logits_BC.argmax(1) == labels_B).sum()}
+    return cross_entropy(logits_BC, labels_B, reduction="sum"), {
+        "accuracy": (logits_BC.argmax(1) == labels_B).sum()
+    }
 
 
 if __name__ == "__main__":
@@ -34,4 +38,6 @@ if __name__ == "__main__":
         "run": {"epochs": 5},
     }
     run = drumline.train(config, sys.argv[1:], display=True)
-    print(f"{run.metrics['eval/accuracy']:.1%} of the held-out digits are right; the weights are in {run.export}")
+    print(
+        f"{run.metrics['eval/accuracy']:.1%} of the held-out digits are right; the weights are in {run.export}"
+    )

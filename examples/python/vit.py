@@ -12,13 +12,19 @@ class Block(nn.Module):
         self.heads = heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         qkv = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(batch, length, width)
+        mixed = (
+            scaled_dot_product_attention(query, key, value)
+            .transpose(1, 2)
+            .reshape(batch, length, width)
+        )
         x = x + self.out(mixed)
         return x + self.mlp(self.norm_2(x))
 
@@ -46,7 +52,10 @@ class ViT(nn.Module):
 def digits(held_out: bool = False) -> list[tuple[torch.Tensor, int]]:
     """(float[1, 8, 8], digit): 1437 to learn from, 360 held out."""
     found = load_digits()
-    images, labels = torch.tensor(found.images, dtype=torch.float32)[:, None] / 8 - 1, found.target.tolist()
+    images, labels = (
+        torch.tensor(found.images, dtype=torch.float32)[:, None] / 8 - 1,
+        found.target.tolist(),
+    )
     rows = list(zip(images, labels, strict=True))
     return rows[1437:] if held_out else rows[:1437]
 

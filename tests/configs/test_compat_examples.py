@@ -37,9 +37,14 @@ def test_converted_it_is_the_same_config(path: Path, tmp_path: Path) -> None:
     new.write_text(text)
     data = [ROWS] if path in OVER else []
     mine, theirs = load(new, data), load(path, data)
-    assert mine.config.model_copy(update={"data": None}) == theirs.config.model_copy(update={"data": None})
+    assert mine.config.model_copy(update={"data": None}) == theirs.config.model_copy(
+        update={"data": None}
+    )
     for one, other in zip(mine.config.data.train, theirs.config.data.train, strict=True):
-        paths = [(base / source.model_dump()["path"]).resolve() for base, source in ((mine.base_dir, one), (theirs.base_dir, other))]
+        paths = [
+            (base / source.model_dump()["path"]).resolve()
+            for base, source in ((mine.base_dir, one), (theirs.base_dir, other))
+        ]
         assert paths[0] == paths[1] or data
     assert mine.config.strategy.kind == STRATEGIES[path.stem]
 
@@ -50,7 +55,13 @@ def planned(path: Path, folder: Path, model: Path) -> Path:
     tiny = [f"model.id={model}", "run.steps=2", f"run.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}", "run.report_to=[]",
             "data.workers=1", "data.max_length=96", "checkpoint.export=none", "checkpoint.every=null", "run.device=cpu"]  # fmt: skip
     if path in OVER:
-        own = write_config(folder, model, held_out=0, data={"eval": [], "packing": False}, batch={"global_samples": 4, "micro_batch": 1})
+        own = write_config(
+            folder,
+            model,
+            held_out=0,
+            data={"eval": [], "packing": False},
+            batch={"global_samples": 4, "micro_batch": 1},
+        )
         loaded = load(own, tiny, from_file(path))
     else:
         loaded = load(path, tiny)
@@ -66,7 +77,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_model_dir(root / "model")
     zero = [path for path in EXAMPLES if "zero" in STRATEGIES[path.stem]]
     run_plans([planned(path, root / path.stem, model) for path in EXAMPLES if path not in zero], 2)
-    run_plans([planned(path, root / path.stem, model) for path in zero], 2)  # DeepSpeed wants its own
+    # DeepSpeed wants its own.
+    run_plans([planned(path, root / path.stem, model) for path in zero], 2)
     return root
 
 
@@ -82,7 +94,15 @@ def test_two_ranks_take_two_steps(runs: Path, path: Path) -> None:
 def test_the_old_file_by_the_command_line(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "model")
     path = ROOT / "examples" / "compat" / "hf_nested.yaml"
-    dry = drumline("train", path, f"model.id={model}", f"data.cache_dir={tmp_path / 'cache'}", "--dry-run", "--nproc", "2")
+    dry = drumline(
+        "train",
+        path,
+        f"model.id={model}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "--dry-run",
+        "--nproc",
+        "2",
+    )
     assert dry.code == 0, dry.err
     assert "kind: ddp" in dry.out and "learning rate 1e-05 × 2 = 2e-05" in dry.out
     assert dry.err.count("note: ") == dry.err.count("\nnote: ") + dry.err.startswith("note: ") > 3
@@ -94,7 +114,9 @@ def test_the_old_file_by_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", OVER, ids=lambda p: p.stem)
 def test_dry_run_over_a_config(path: Path, tmp_path: Path) -> None:
-    own = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), batch={"global_samples": 8, "micro_batch": 2})
+    own = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), batch={"global_samples": 8, "micro_batch": 2}
+    )
     asked = Request(load(own, [], from_file(path)), world_size=2)
     plan = make_plan(asked, on_progress=lambda *_: None, dry_run=True)
     assert plan.config.strategy.kind == STRATEGIES[path.stem]

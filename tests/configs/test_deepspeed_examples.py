@@ -19,7 +19,14 @@ FILES = sorted((ROOT / "examples" / "deepspeed").glob("*.json"))
 
 
 def test_there_is_one_for_each_stage_and_offload() -> None:
-    assert {path.stem for path in FILES} >= {"zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"}
+    assert {path.stem for path in FILES} >= {
+        "zero1",
+        "zero2",
+        "zero2_offload",
+        "zero3",
+        "zero3_offload",
+        "zero3_nvme",
+    }
 
 
 def test_dry_run(tmp_path: Path) -> None:
@@ -28,7 +35,9 @@ def test_dry_run(tmp_path: Path) -> None:
         folder = tmp_path / path.stem
         folder.mkdir()
         config = write_config(folder, model, strategy={"kind": path.stem[:5], "config": str(path)})
-        plan = make_plan(Request(load(config, []), world_size=1), on_progress=lambda *_: None, dry_run=True)
+        plan = make_plan(
+            Request(load(config, []), world_size=1), on_progress=lambda *_: None, dry_run=True
+        )
         (line,) = [line for line in explain(plan).splitlines() if line.startswith("DeepSpeed ")]
         made[path.stem] = json.loads(line.partition(" ")[2])
         zero = made[path.stem]["zero_optimization"]

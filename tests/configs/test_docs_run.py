@@ -64,8 +64,13 @@ NAMES = ("mine", "sft", "config", "CONFIG")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What pages take for granted: YAMLs of these names, rows, and a run that has ended."""
     folder = tmp_path_factory.mktemp("docs")
-    text = write_config(folder, tiny_model_dir(folder / "model"), rows=24).read_text().replace(f"dir: {folder}/run", "dir: RUN")
-    text = text.replace("  device: cpu\n", "")  # which the GPUs that pages plan for would contradict
+    text = (
+        write_config(folder, tiny_model_dir(folder / "model"), rows=24)
+        .read_text()
+        .replace(f"dir: {folder}/run", "dir: RUN")
+    )
+    # Which the GPUs that pages plan for would contradict.
+    text = text.replace("  device: cpu\n", "")
     for name in NAMES:
         (folder / f"{name}.yaml").write_text(text.replace("RUN", f"runs/{name}"))
     write_rows(folder / "rows.jsonl", chat_rows(24))
@@ -73,7 +78,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bin").mkdir()
     for name, module in (("drumline", "drumline"), ("python", "")):
         script = folder / "bin" / name
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {f"-m {module}" * bool(module)} "$@"\n')
+        script.write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" {f"-m {module}" * bool(module)} "$@"\n'
+        )
         script.chmod(0o755)
     run(folder, "drumline train mine.yaml --nproc 2")
     shutil.copytree(folder / "runs" / "mine", folder / "kept")
@@ -81,11 +88,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, line: str) -> None:
-    env = {**ENV, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder), "XDG_CACHE_HOME": str(folder / ".cache")}
-    line_of_a_shell = ["bash", "-c", f"{line}; exit $?"]  # which stays: completion is installed for the shell above the command
-    done = subprocess.run(line_of_a_shell, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    env = {
+        **ENV,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "XDG_CACHE_HOME": str(folder / ".cache"),
+    }
+    # Which stays: completion is installed for the shell above the command.
+    line_of_a_shell = [
+        "bash",
+        "-c",
+        f"{line}; exit $?",
+    ]
+    done = subprocess.run(
+        line_of_a_shell,
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     codes = next((codes for begin, codes in CODES.items() if line.startswith(begin)), (0,))
-    assert done.returncode in codes, f"{line}: {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    assert done.returncode in codes, (
+        f"{line}: {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    )
     assert "Traceback" not in done.stderr, line
 
 
@@ -105,14 +132,29 @@ def test_commands_of_a_page(folder: Path, page: str) -> None:
     if not lines:
         pytest.skip("no command of it runs here")
     for line in lines:
-        line = line.replace("RUN", "runs/mine").replace("CONFIG.yaml", "mine.yaml").replace("--rank 3", "--rank 1")
+        line = (
+            line.replace("RUN", "runs/mine")
+            .replace("CONFIG.yaml", "mine.yaml")
+            .replace("--rank 3", "--rank 1")
+        )
         words = shlex.split(line)
-        stem = next((Path(word).stem for word in words if word.endswith(".yaml") and Path(word).stem in NAMES), "mine")
+        stem = next(
+            (
+                Path(word).stem
+                for word in words
+                if word.endswith(".yaml") and Path(word).stem in NAMES
+            ),
+            "mine",
+        )
         for new in ("my-model", "new.yaml", "both.html"):
-            shutil.rmtree(folder / new, ignore_errors=True) if (folder / new).is_dir() else (folder / new).unlink(missing_ok=True)
+            shutil.rmtree(folder / new, ignore_errors=True) if (folder / new).is_dir() else (
+                folder / new
+            ).unlink(missing_ok=True)
         shutil.rmtree(folder / "runs", ignore_errors=True)
         runs = [Path(word).name.replace("*", "0") for word in words if word.startswith("runs/")]
-        for name in dict.fromkeys(["mine", *runs] if words[1] != "train" or "--resume" in words else []):
+        for name in dict.fromkeys(
+            ["mine", *runs] if words[1] != "train" or "--resume" in words else []
+        ):
             shutil.copytree(folder / "kept", folder / "runs" / name)
         if "--resume" in words:
             if stem != "mine":

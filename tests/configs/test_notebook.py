@@ -15,7 +15,10 @@ NOTEBOOK = ROOT / "examples" / "first_run.ipynb"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (find_spec("nbclient") and find_spec("ipykernel")), reason="needs `pip install nbclient ipykernel`")
+@pytest.mark.skipif(
+    not (find_spec("nbclient") and find_spec("ipykernel")),
+    reason="needs `pip install nbclient ipykernel`",
+)
 def test_runs_from_top_to_bottom(tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient
@@ -29,10 +32,22 @@ def test_runs_from_top_to_bottom(tmp_path: Path) -> None:
     }
     NotebookClient(book, timeout=200, kernel_name="python3").execute(cwd=str(tmp_path), env=env)
     printed = [
-        "".join(out.get("text") or out.get("data", {}).get("text/plain", "") for out in cell.get("outputs", [])) for cell in book.cells
+        "".join(
+            out.get("text") or out.get("data", {}).get("text/plain", "")
+            for out in cell.get("outputs", [])
+        )
+        for cell in book.cells
     ]
-    plan, first, last = (printed[i] for i, cell in enumerate(book.cells) if re.search(r"ranked|train\(config\)|resume", cell.source))
-    assert plan.count("tokens/s") == 3 and len(first.splitlines()) == 4 and float(last.splitlines()[-1]) < float(first.split()[1])
+    plan, first, last = (
+        printed[i]
+        for i, cell in enumerate(book.cells)
+        if re.search(r"ranked|train\(config\)|resume", cell.source)
+    )
+    assert (
+        plan.count("tokens/s") == 3
+        and len(first.splitlines()) == 4
+        and float(last.splitlines()[-1]) < float(first.split()[1])
+    )
 
 
 def test_is_kept_without_outputs_and_says_all_in_both_languages() -> None:

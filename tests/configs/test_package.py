@@ -22,7 +22,14 @@ CLEAN = {name: value for name, value in ENV.items() if name != "PYTHONPATH"}
 
 
 def run(*command: object, cwd: Path, **more: str) -> str:
-    done = subprocess.run([*map(str, command)], cwd=cwd, env={**CLEAN, **more}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env={**CLEAN, **more},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -34,14 +41,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, source / name)
-    shutil.copytree(ROOT / "drumline", source / "drumline", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "drumline", source / "drumline", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for kind in ("sdist", "wheel"):
-        run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})", cwd=source)
+        run(
+            sys.executable,
+            "-c",
+            f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})",
+            cwd=source,
+        )
     return out
 
 
 def test_both_have_every_file(built: Path) -> None:
-    here = {str(path.relative_to(ROOT)) for path in (ROOT / "drumline").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    here = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "drumline").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert "drumline/doctor/signatures.yaml" in here
     (wheel,), (archive,) = built.glob("*.whl"), built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as file:
@@ -52,26 +70,60 @@ def test_both_have_every_file(built: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
-def test_what_is_installed_trains_in_an_empty_folder(built: Path, kind: str, tmp_path: Path) -> None:
+def test_what_is_installed_trains_in_an_empty_folder(
+    built: Path, kind: str, tmp_path: Path
+) -> None:
     """A new environment, with what this one has besides drumline: torch alone would take minutes to install again."""
     run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
     python = tmp_path / "env" / "bin" / "python"
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
-    run(python, "-m", "pip", "uninstall", "-q", "-y", "setuptools", cwd=tmp_path)  # Python 3.11 brings one that is too old
+    site = Path(
+        run(
+            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+        ).strip()
+    )
+    # Python 3.11 brings one that is too old.
+    run(python, "-m", "pip", "uninstall", "-q", "-y", "setuptools", cwd=tmp_path)
     # A path in a .pth file: .pth files there, of editable installs, are not read.
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (package,) = built.glob(kind)
     run(
-        python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed", package, cwd=tmp_path
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--ignore-installed",
+        package,
+        cwd=tmp_path,
     )
     folder = tmp_path / "empty"
     folder.mkdir()
     where = run(python, "-c", "import drumline; print(drumline.__file__)", cwd=folder).strip()
     assert Path(where).is_relative_to(tmp_path / "env")
-    config = write_config(folder, tiny_model_dir(folder / "model"), checkpoint={"every": 2, "export": "last"})
+    config = write_config(
+        folder, tiny_model_dir(folder / "model"), checkpoint={"every": 2, "export": "last"}
+    )
     drumline = tmp_path / "env" / "bin" / "drumline"
-    run(drumline, "train", config, "--nproc", "2", cwd=folder, PATH=f"{drumline.parent}:{os.environ['PATH']}")
+    run(
+        drumline,
+        "train",
+        config,
+        "--nproc",
+        "2",
+        cwd=folder,
+        PATH=f"{drumline.parent}:{os.environ['PATH']}",
+    )
     assert len([event for event in events(folder / "run") if event["kind"] == "step"]) == 4
     (folder / "log.txt").write_text("OSError: [Errno 28] No space left on device\n")
-    told = subprocess.run([drumline, "doctor", folder / "log.txt"], env=CLEAN, cwd=folder, capture_output=True, text=True, timeout=60)
+    told = subprocess.run(
+        [drumline, "doctor", folder / "log.txt"],
+        env=CLEAN,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert "disk-full" in told.stdout, "the package has its signatures"

@@ -13,7 +13,11 @@ from torch import nn
 
 STEPS = 3
 # name → (how the net is spread, ranks that share statistics)
-WAYS: dict[str, tuple[str, int | None]] = {"ddp": ("ddp", None), "fsdp2": ("fsdp2", None), "ddp, groups of 2": ("ddp", 2)}
+WAYS: dict[str, tuple[str, int | None]] = {
+    "ddp": ("ddp", None),
+    "fsdp2": ("fsdp2", None),
+    "ddp, groups of 2": ("ddp", 2),
+}
 
 
 def net() -> nn.Sequential:
@@ -28,7 +32,10 @@ def net() -> nn.Sequential:
 def batch(step: int) -> torch.Tensor:
     """float[16, 3, 10, 10], each sample with a mean and spread of its own: parts of it have other statistics than the whole."""
     draw = torch.Generator().manual_seed(step)
-    offset, spread = torch.randn(16, 1, 1, 1, generator=draw), torch.rand(16, 1, 1, 1, generator=draw)
+    offset, spread = (
+        torch.randn(16, 1, 1, 1, generator=draw),
+        torch.rand(16, 1, 1, 1, generator=draw),
+    )
     return 3 * offset + 4 * spread * torch.randn(16, 3, 10, 10, generator=draw)
 
 
@@ -44,7 +51,12 @@ def main(folder: Path) -> None:
     from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
     from drumline.dist.start import start, stop
     from drumline.models.shards import canonical_tensors
-    from drumline.parallel.transforms import agree_on_statistics, apply_ddp, apply_sync_batchnorm, batch_norms
+    from drumline.parallel.transforms import (
+        agree_on_statistics,
+        apply_ddp,
+        apply_sync_batchnorm,
+        batch_norms,
+    )
     from drumline.strategies.fsdp2.transform import apply_fsdp2
     from tests.strategies import DDPStrategy, FSDP2Strategy
 
@@ -75,7 +87,12 @@ def main(folder: Path) -> None:
         agree_on_statistics(batch_norms(model))
         tensors = {n: whole(t) for n, t in canonical_tensors(model).items()}
         model.eval()
-        saved[name] = {"outputs": outputs, "gradients": gradients, "tensors": tensors, "eval": spread(batch(9)).detach()}
+        saved[name] = {
+            "outputs": outputs,
+            "gradients": gradients,
+            "tensors": tensors,
+            "eval": spread(batch(9)).detach(),
+        }
     torch.save(saved, folder / f"{ranks.rank}.pt")
     stop()
 

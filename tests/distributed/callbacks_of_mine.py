@@ -19,7 +19,9 @@ class Noting:
     def _note(self, hook: str, event: dict[str, Any]) -> None:
         random.random(), torch.rand(3), torch.manual_seed(7)
         line = json.dumps([hook, event.get("step"), event.get("loss")])
-        with (Path(os.environ["NOTES"]) / f"{self.name}-{os.environ.get('RANK', '0')}").open("a") as file:
+        with (Path(os.environ["NOTES"]) / f"{self.name}-{os.environ.get('RANK', '0')}").open(
+            "a"
+        ) as file:
             file.write(line + "\n")
 
     def on_start(self, event: dict[str, Any]) -> None:

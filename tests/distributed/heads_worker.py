@@ -22,7 +22,11 @@ def objective(outputs: Any, batch: Any) -> LossOut:
     if outputs.weight_VD is not None or outputs.logits_BTV is not None:
         chosen_BT, entropy_BT = outputs.log_probs(targets_BT, 16, 0.8, entropy=True)
         # Another gradient for each token, of either sign, that hangs on what it is.
-        loss_sum = loss_sum - (uneven_BT * (chosen_BT / 4).exp()).sum() - 0.1 * (entropy_BT * uneven_BT).sum()
+        loss_sum = (
+            loss_sum
+            - (uneven_BT * (chosen_BT / 4).exp()).sum()
+            - 0.1 * (entropy_BT * uneven_BT).sum()
+        )
         sums |= {"chosen": chosen_BT.detach().sum(), "entropy": entropy_BT.detach().sum()}
     if outputs.score is not None:
         values_BT = outputs.values()
@@ -48,10 +52,15 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
     from drumline.strategies.build import build_engine
     from drumline.train.build import build_streams
 
-    text = plan.model_copy(update={"config": plan.config.model_copy(update={"algorithm": make(AlgorithmSpec, "sft")})})
+    text = plan.model_copy(
+        update={"config": plan.config.model_copy(update={"algorithm": make(AlgorithmSpec, "sft")})}
+    )
     streams = build_streams(text, plan.mesh.data_rank(rank), 0, "cpu")
     engine = build_engine(plan, "cpu")
-    told: dict[str, Any] = {"first": {name: t.detach().clone() for name, t in engine.whole_weights()}, "steps": []}
+    told: dict[str, Any] = {
+        "first": {name: t.detach().clone() for name, t in engine.whole_weights()},
+        "steps": [],
+    }
     shared = plan.mesh.world_size / plan.mesh.data_ranks  # so many ranks have each sample
     batches: list[Any] = []
     for step, batch in enumerate(streams.training):
@@ -62,7 +71,9 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
         sums = engine.forward_backward(batches, objective, weight / shared)
         norm = engine.grad_norm()
         engine.step(RATE, norm, torch.isfinite(norm))
-        whole, _ = Gather(rank, plan.mesh.world_size, "cpu", plan.mesh.counts(rank)).start(sums).read()
+        whole, _ = (
+            Gather(rank, plan.mesh.world_size, "cpu", plan.mesh.counts(rank)).start(sums).read()
+        )
         told["steps"].append({**whole, "norm": float(norm)})
     told["weights"] = {name: t.detach().clone() for name, t in engine.whole_weights()}
     told["read"] = {}

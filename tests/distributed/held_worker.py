@@ -22,7 +22,9 @@ def steps(plan: Any) -> dict[str, Any]:
 
     objective, engine = policy_objective(plan.config.algorithm.build()), build_engine(plan, "cpu")
     rows = plan.batch.micro_batch * plan.batch.rows_per_sample
-    batches = [plan.config.algorithm.traced_batch(plan, rows, plan.config.data.max_length, 3)] * plan.batch.accumulation
+    batches = [
+        plan.config.algorithm.traced_batch(plan, rows, plan.config.data.max_length, 3)
+    ] * plan.batch.accumulation
     for _ in range(2):
         engine.forward_backward(batches, objective, 100.0)
         engine.step(1e-3, engine.grad_norm(), torch.tensor(True))
@@ -36,7 +38,14 @@ def steps(plan: Any) -> dict[str, Any]:
         live.phase = "step"
         engine.step(1e-3, norm, torch.isfinite(norm))
     phase = max(live.peaks, key=live.peaks.__getitem__)
-    return {"held": held, "base": live.base, "peak": live.peak, "in": phase, "peaks": live.peaks, "after": live.current}
+    return {
+        "held": held,
+        "base": live.base,
+        "peak": live.peak,
+        "in": phase,
+        "peaks": live.peaks,
+        "after": live.current,
+    }
 
 
 def main(paths: list[str]) -> None:

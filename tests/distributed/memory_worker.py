@@ -34,7 +34,11 @@ def measure(plan: Any, rank: int) -> dict[str, Any]:
         documents = 2 if plan.config.packs else 1
         positions_BT = torch.arange(length // documents).repeat(rows, documents)
         lengths = ((length // documents,) * documents,) * rows
-        known: dict[str, Any] = {"documents": lengths, "bounds_N": bounds(lengths, length), "learned_M": torch.arange(rows * length)}
+        known: dict[str, Any] = {
+            "documents": lengths,
+            "bounds_N": bounds(lengths, length),
+            "learned_M": torch.arange(rows * length),
+        }
         batches.append(TokenBatch(ids_BT, ids_BT.roll(-1, 1), positions_BT, rows * length, **known))
     for _ in range(2):  # DDP lays out its buckets in the first step, DeepSpeed keeps some of it
         engine.forward_backward(batches, objective, 100.0)
@@ -51,7 +55,9 @@ def measure(plan: Any, rank: int) -> dict[str, Any]:
             live.phase = "step"
             engine.step(1e-3, norm, torch.isfinite(norm))
     before = nothing.base
-    peaks = {phase: min(live.peaks[phase] for live in watched) - before for phase in watched[0].peaks}
+    peaks = {
+        phase: min(live.peaks[phase] for live in watched) - before for phase in watched[0].peaks
+    }
     return {"held": list(held), "base": watched[0].base - before, "peaks": peaks}
 
 
@@ -62,7 +68,9 @@ def main(paths: list[str]) -> None:
     share_groups()
     ranks = start("cpu", "gloo", 60.0)
     for path in map(Path, paths):
-        (path.parent / f"held-{ranks.rank}.json").write_text(json.dumps(measure(Plan.load(path), ranks.rank)))
+        (path.parent / f"held-{ranks.rank}.json").write_text(
+            json.dumps(measure(Plan.load(path), ranks.rank))
+        )
     stop()
 
 

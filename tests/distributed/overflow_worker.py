@@ -16,7 +16,9 @@ WAYS: dict[str, Any] = {"ddp": "ddp", "fsdp2": "fsdp2", "tp": "tp"}
 SCALE = 1024.0
 
 
-def judge(how: str, engine: Any, before: dict[str, torch.Tensor], log: list[dict[str, Any]]) -> None:
+def judge(
+    how: str, engine: Any, before: dict[str, torch.Tensor], log: list[dict[str, Any]]
+) -> None:
     """Take the step as the loop does it, and write down what came of it. `before`: this rank's parts of the state."""
     from drumline.parallel.norms import local
 
@@ -24,7 +26,9 @@ def judge(how: str, engine: Any, before: dict[str, torch.Tensor], log: list[dict
     finite = math.isfinite(norm)
     engine.step(1e-2, norm, torch.isfinite(norm))
     still = all(torch.equal(local(t), before[n]) for n, t in engine.tensors().items())
-    log.append({"how": how, "finite": finite, "scale": engine.state()["scaler"]["scale"], "still": still})
+    log.append(
+        {"how": how, "finite": finite, "scale": engine.state()["scaler"]["scale"], "still": still}
+    )
 
 
 def main(model_dir: Path, folder: Path) -> None:
@@ -41,7 +45,9 @@ def main(model_dir: Path, folder: Path) -> None:
     share_groups()
     ranks = start("cpu", "gloo", 60.0)
     ids = torch.randint(3, 300, (1, 24), generator=torch.Generator().manual_seed(0))
-    batch = TokenBatch(ids, torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1), torch.arange(24)[None], 23)
+    batch = TokenBatch(
+        ids, torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1), torch.arange(24)[None], 23
+    )
     objective = NextToken(16, False).objective
 
     def overflowing(outputs: Any, batch: Any) -> Any:
@@ -51,8 +57,13 @@ def main(model_dir: Path, folder: Path) -> None:
 
     found: dict[str, Any] = {}
     for name, strategy in WAYS.items():
-        values = {"data": {"train": [{"kind": "file", "path": "x"}], "packing": False}, "strategy": strategy}
-        config = Config.model_validate(values | {"precision": {"kind": "fp16", "initial_scale": SCALE}})
+        values = {
+            "data": {"train": [{"kind": "file", "path": "x"}], "packing": False},
+            "strategy": strategy,
+        }
+        config = Config.model_validate(
+            values | {"precision": {"kind": "fp16", "initial_scale": SCALE}}
+        )
         mesh = config.strategy.mesh(ranks.world_size)
         plan = Plan(
             config=config, run_dir="r", mesh=mesh, engine="native", device="cpu", backend="gloo", precision="fp16",
@@ -65,12 +76,18 @@ def main(model_dir: Path, folder: Path) -> None:
         log: list[dict[str, Any]] = []
 
         # Tensor-parallel peers have the same samples, and so the same losses.
-        engine.forward_backward([batch, batch], overflowing if ranks.rank == 1 or name == "tp" else objective, 46.0)
+        engine.forward_backward(
+            [batch, batch], overflowing if ranks.rank == 1 or name == "tp" else objective, 46.0
+        )
         judge("a loss", engine, before, log)
         if name != "ddp":
             engine.forward_backward([batch, batch], objective, 46.0)
             if ranks.rank == 1:
-                cut = next(p.grad for p in engine.named.values() if isinstance(p, DTensor) and any(s.is_shard() for s in p.placements))
+                cut = next(
+                    p.grad
+                    for p in engine.named.values()
+                    if isinstance(p, DTensor) and any(s.is_shard() for s in p.placements)
+                )
                 local(cut).view(-1)[0] = float("inf")
             judge("an entry of one shard", engine, before, log)
         engine.forward_backward([batch, batch], objective, 46.0)

@@ -15,7 +15,10 @@ def main() -> None:
     except drumline.errors.DrumlineError as error:
         print(json.dumps({"error": type(error).__name__, "line": error.line()}))
         return
-    said = [{"dir": str(run.dir), "code": run.exit_code, "metrics": run.metrics, "best": str(run.best)} for run in runs]
+    said = [
+        {"dir": str(run.dir), "code": run.exit_code, "metrics": run.metrics, "best": str(run.best)}
+        for run in runs
+    ]
     print(json.dumps(said))
 
 

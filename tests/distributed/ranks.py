@@ -21,7 +21,13 @@ from tests.harness import ENV
 UNCOUNTED = "--uncounted"
 
 
-def run_plans(plans: list[Path], world_size: int, timeout: float | None = None, *, counted: bool | Sequence[Path] = False) -> None:
+def run_plans(
+    plans: list[Path],
+    world_size: int,
+    timeout: float | None = None,
+    *,
+    counted: bool | Sequence[Path] = False,
+) -> None:
     """Train every plan (files, in order) on `world_size` real processes over gloo; one whose run folder has a checkpoint goes on from it.
 
     `counted`: of all, or of these, count the bytes that the third step holds and sends, as a user's run does; that takes as long as the
@@ -29,17 +35,27 @@ def run_plans(plans: list[Path], world_size: int, timeout: float | None = None, 
     """
     first = plans if counted is True else counted or []
     rest = [plan for plan in plans if plan not in first]
-    run_module("tests.distributed.ranks", [*first, UNCOUNTED, *rest], world_size, timeout or 240 + 20 * len(plans))
+    run_module(
+        "tests.distributed.ranks",
+        [*first, UNCOUNTED, *rest],
+        world_size,
+        timeout or 240 + 20 * len(plans),
+    )
 
 
-def run_module(name: str, arguments: Sequence[object], world_size: int, timeout: float = 240) -> None:
+def run_module(
+    name: str, arguments: Sequence[object], world_size: int, timeout: float = 240
+) -> None:
     """`python -m name arguments…` once for each rank, with the variables of a rendezvous.
 
     Raises AssertionError with the failed ranks' output.
     """
     usual = {**ENV, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     usual |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [Forked(name, *arguments, env={**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world_size)]
+    ranks = [
+        Forked(name, *arguments, env={**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world_size)
+    ]
     deadline = time.monotonic() + timeout
     failed = {}
     for number, rank in enumerate(ranks):
@@ -51,7 +67,10 @@ def run_module(name: str, arguments: Sequence[object], world_size: int, timeout:
         if code != 0:
             failed[number] = "ran out of time" if code is None else f"exited with {code}"
     # All of them: most only tell that another rank went away.
-    said = "\n".join(f"rank {number} {how}:\n{''.join(ranks[number].communicate())[-4000:]}" for number, how in failed.items())
+    said = "\n".join(
+        f"rank {number} {how}:\n{''.join(ranks[number].communicate())[-4000:]}"
+        for number, how in failed.items()
+    )
     assert not failed, said
 
 
@@ -94,9 +113,21 @@ def main(arguments: list[str]) -> None:
                 Traffic.FIRST = sys.maxsize
                 continue
             plan = Plan.load(Path(argument))
-            emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else Reporter().emit
+            emit = (
+                EventLog(Path(plan.run_dir) / "events.jsonl").emit
+                if ranks.rank == 0
+                else Reporter().emit
+            )
             resume = "newest" if any((Path(plan.run_dir) / "checkpoints").glob("step-*")) else None
-            train_on(plan, ranks, resume, emit=emit, stop_flag=asked, past=[], goodput=Goodput(time.time()))
+            train_on(
+                plan,
+                ranks,
+                resume,
+                emit=emit,
+                stop_flag=asked,
+                past=[],
+                goodput=Goodput(time.time()),
+            )
     stop()
 
 

@@ -65,22 +65,44 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
     from drumline.train.build import MODEL
     from drumline.train.streams import build_streams
 
-    batches = next(iter(build_streams(plan, plan.mesh.data_rank(rank), 0, "cpu").training)).micro_batches
+    batches = next(
+        iter(build_streams(plan, plan.mesh.data_rank(rank), 0, "cpu").training)
+    ).micro_batches
     objective = NextToken(32, True).objective
     both: Any = build_engine(plan, "cpu")
-    policy, value, reference = both.engines["policy"], both.engines["value"], build_engine(plan, "cpu", role="reference")
-    told: dict[str, Any] = {"first weights": weights(both), "before": answers(both, batches), "reference": answers(reference, batches)}
+    policy, value, reference = (
+        both.engines["policy"],
+        both.engines["value"],
+        build_engine(plan, "cpu", role="reference"),
+    )
+    told: dict[str, Any] = {
+        "first weights": weights(both),
+        "before": answers(both, batches),
+        "reference": answers(reference, batches),
+    }
     told["norm"] = train(both, plan, batches, dict.fromkeys(both.engines, objective))
     if plan.data_parallel in ("local_sgd", "diloco"):
         told["copy"] = copies(policy)
-    told |= {"after": answers(both, batches), "without": answers(both, batches, adapter=False), "value": answers(value, batches)}
+    told |= {
+        "after": answers(both, batches),
+        "without": answers(both, batches, adapter=False),
+        "value": answers(value, batches),
+    }
     told["modes"] = [engine.model.training for engine in (policy, value, reference)]
-    told |= {"weights": weights(both), "value weights": weights(value), "reference weights": weights(reference)}
+    told |= {
+        "weights": weights(both),
+        "value weights": weights(value),
+        "reference weights": weights(reference),
+    }
     told["live"] = [engine.unsharded_model() is not None for engine in (both, value, reference)]
     if "copy" in told:
         policy.forward_backward(batches, objective, 1.0)
         told["copy again"] = copies(policy)
-    told["kept"] = {re.sub(MODEL, "", n): local(t).clone() for n, t in both.tensors().items() if re.search(MODEL, n)}
+    told["kept"] = {
+        re.sub(MODEL, "", n): local(t).clone()
+        for n, t in both.tensors().items()
+        if re.search(MODEL, n)
+    }
     return told
 
 

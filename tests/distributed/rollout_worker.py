@@ -29,16 +29,26 @@ def vllm(model_dir: str, out: str, url: str) -> None:
         for parameter in model.parameters():
             parameter.mul_(1.1)
     config = c.VLLMGenerator(url=url, max_new_tokens=8)
-    made, refresh = generator(config, tiny_tokenizer(), 3, None, lambda: None, run_dir=Path(out).parent)
+    made, refresh = generator(
+        config, tiny_tokenizer(), 3, None, lambda: None, run_dir=Path(out).parent
+    )
     assert refresh is not None
     refresh(model.named_parameters(remove_duplicate=False))
     requests = [Request([5, 6, 7 + index], (index, 0)) for index in range(5)]
-    found: dict[str, object] = {"made": [c.tokens for c in generate_together(made, requests, step=2)]}
+    found: dict[str, object] = {
+        "made": [c.tokens for c in generate_together(made, requests, step=2)]
+    }
     local = HFGenerator(c.HFGenerator(max_new_tokens=8), model, tiny_tokenizer(), 3)
     found["expected"] = [c.tokens for c in local.generate(requests, 2)]
     in_the_way = Path(out).parent / "in-the-way"
     in_the_way.write_text("")
-    _, refresh = generator(config.model_copy(update={"folder": str(in_the_way)}), tiny_tokenizer(), 3, None, lambda: None)
+    _, refresh = generator(
+        config.model_copy(update={"folder": str(in_the_way)}),
+        tiny_tokenizer(),
+        3,
+        None,
+        lambda: None,
+    )
     assert refresh is not None
     try:
         refresh(model.named_parameters())

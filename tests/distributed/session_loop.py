@@ -22,15 +22,31 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def dataset() -> list[tuple[torch.Tensor, int]]:
     draw = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, generator=draw), int(torch.randint(4, (1,), generator=draw))) for _ in range(50)]
+    return [
+        (torch.randn(8, generator=draw), int(torch.randint(4, (1,), generator=draw)))
+        for _ in range(50)
+    ]
 
 
 def collate(rows: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows])
 
 
-def main(strategy: str, run_dir: str, steps: str, dropout: str = "0.1", pause: str = "0", in_memory: str = "0") -> None:
-    options = {"precision": "fp32", "device": "cpu", "global_samples": 8, "micro_batch": 2, "in_memory_every": int(in_memory) or None}
+def main(
+    strategy: str,
+    run_dir: str,
+    steps: str,
+    dropout: str = "0.1",
+    pause: str = "0",
+    in_memory: str = "0",
+) -> None:
+    options = {
+        "precision": "fp32",
+        "device": "cpu",
+        "global_samples": 8,
+        "micro_batch": 2,
+        "in_memory_every": int(in_memory) or None,
+    }
     with drumline.session(strategy, run_dir=run_dir, resume=True, **options) as s:  # type: ignore[arg-type]
         model, optimizer = s.prepare(functools.partial(build, float(dropout)), make_optimizer)
         for inputs, labels in s.batches(dataset(), collate, steps=int(steps)):

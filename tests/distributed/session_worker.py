@@ -18,7 +18,13 @@ from tests.distributed import session_loop
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 STEPS = 4
-OPTIONS: dict[str, Any] = {"precision": "fp32", "device": "cpu", "asynchronous": False, "steps": STEPS, "global_samples": 8}
+OPTIONS: dict[str, Any] = {
+    "precision": "fp32",
+    "device": "cpu",
+    "asynchronous": False,
+    "steps": STEPS,
+    "global_samples": 8,
+}
 
 
 def loops() -> dict[str, Callable[..., object]]:
@@ -37,7 +43,9 @@ def loops() -> dict[str, Callable[..., object]]:
     return {
         "vit": functools.partial(loop_vit.main, build=functools.partial(vit.ViT, 16, 2, 2), **four),
         # Of a batch norm the micro-batch is what it sees: all of the global batch at once.
-        "resnet": functools.partial(loop_resnet.main, build=functools.partial(resnet.ResNet, 4, 1), **OPTIONS),
+        "resnet": functools.partial(
+            loop_resnet.main, build=functools.partial(resnet.ResNet, 4, 1), **OPTIONS
+        ),
         "gpt": functools.partial(loop_gpt.main, build=functools.partial(gpt.GPT, 16, 2, 2), **four),
         "gan": functools.partial(loop_gan.main, **OPTIONS),
         "mlp": mlp,
@@ -46,14 +54,24 @@ def loops() -> dict[str, Callable[..., object]]:
 
 def mlp(strategy: str, run_dir: str) -> None:
     """By stages or by a plan; what it evaluates is real on the last stage alone."""
-    options = {"precision": "fp32", "device": "cpu", "global_samples": 8, "micro_batch": 2, "asynchronous": False}
+    options = {
+        "precision": "fp32",
+        "device": "cpu",
+        "global_samples": 8,
+        "micro_batch": 2,
+        "asynchronous": False,
+    }
     rows = session_loop.dataset()
     plan = {"0": "colwise", "3": "rowwise"}
     with drumline.session(strategy, run_dir=run_dir, tp_plan=plan, **options) as s:  # type: ignore[arg-type]
-        model, _ = s.prepare(functools.partial(session_loop.build, 0.0), session_loop.make_optimizer)
+        model, _ = s.prepare(
+            functools.partial(session_loop.build, 0.0), session_loop.make_optimizer
+        )
 
         def measure(batch: Any) -> tuple[torch.Tensor, int]:
-            return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+            return torch.nn.functional.cross_entropy(
+                model(batch[0]), batch[1], reduction="sum"
+            ), len(batch[1])
 
         for batch in s.batches(rows, session_loop.collate, steps=STEPS):
             s.backward(*measure(batch))

@@ -9,7 +9,10 @@ from torch import nn
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+        self.up, self.down = (
+            nn.Linear(width, 2 * width, bias=False),
+            nn.Linear(2 * width, width, bias=False),
+        )
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(x).tanh()) * scale
@@ -34,16 +37,31 @@ class Staged(nn.Module):
 
 
 def sequence(width: int = 8, dropout: float = 0.0) -> list[nn.Module]:
-    return [nn.Flatten(), nn.Linear(4, width), nn.Dropout(dropout), nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, 2)]
+    return [
+        nn.Flatten(),
+        nn.Linear(4, width),
+        nn.Dropout(dropout),
+        nn.Linear(width, 2 * width),
+        nn.Tanh(),
+        nn.Linear(2 * width, 2),
+    ]
 
 
 def rows(number: int = 20) -> list[tuple[torch.Tensor, int]]:
     draw = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, generator=draw), int(torch.randint(2, (1,), generator=draw))) for _ in range(number)]
+    return [
+        (torch.randn(4, generator=draw), int(torch.randint(2, (1,), generator=draw)))
+        for _ in range(number)
+    ]
 
 
-def objective(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def objective(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     inputs, labels = batch
     out = model(inputs)
     right = (out.argmax(1) == labels).sum()
-    return nn.functional.cross_entropy(out, labels, reduction="sum"), {"right": right, "max_right": right}
+    return nn.functional.cross_entropy(out, labels, reduction="sum"), {
+        "right": right,
+        "max_right": right,
+    }

@@ -30,7 +30,11 @@ def main(how: str) -> None:
     ranks = start("cpu", "gloo", None if how == "phases" else 41.0)
     if how in ("timeouts", "phases"):
         whole = device_mesh(Mesh(tp=2), "cpu")
-        groups = [*(whole[name].get_group() for name in DIMENSIONS), gradient_group(whole), dist.new_group([0, 1])]
+        groups = [
+            *(whole[name].get_group() for name in DIMENSIONS),
+            gradient_group(whole),
+            dist.new_group([0, 1]),
+        ]
         if how == "timeouts":
             print(*(seconds_of(group) for group in groups))
             stop()
@@ -66,7 +70,9 @@ def follow_phases(groups: list[dist.ProcessGroup]) -> None:
     saves = Ranks.all_apart().group
     beside = side_group(dist.group.WORLD)
     config = SimpleNamespace(
-        compile=SimpleNamespace(enabled=False), data=SimpleNamespace(stream=None), run=SimpleNamespace(callbacks=())
+        compile=SimpleNamespace(enabled=False),
+        data=SimpleNamespace(stream=None),
+        run=SimpleNamespace(callbacks=()),
     )
     plan: Any = SimpleNamespace(config=config, predicted=SimpleNamespace(estimate=None))
 
@@ -82,7 +88,8 @@ def follow_phases(groups: list[dist.ProcessGroup]) -> None:
     seen.append(limit())
     timeout.before_long_work(2)
     seen.append(limit())
-    timeout.after_step(2, [1.0, 1.0])  # its numbers arrive late: the evaluation may not be over on all ranks
+    # Its numbers arrive late: the evaluation may not be over on all ranks.
+    timeout.after_step(2, [1.0, 1.0])
     seen.append(limit())
     timeout.after_step(3, [1.0, 1.0])
     seen.append(limit())

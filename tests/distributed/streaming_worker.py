@@ -30,13 +30,24 @@ def main(folder: Path, *names: str) -> None:
 
     ranks = start("cpu", "gloo", 60.0)
     for name in names:
-        options: Any = {"precision": "fp32", "device": "cpu", "global_samples": 8, "asynchronous": False}
-        with drumline.session({"kind": "diloco", **OPTIONS[name]}, run_dir=folder / name.replace(" ", "_"), **options) as s:
+        options: Any = {
+            "precision": "fp32",
+            "device": "cpu",
+            "global_samples": 8,
+            "asynchronous": False,
+        }
+        with drumline.session(
+            {"kind": "diloco", **OPTIONS[name]}, run_dir=folder / name.replace(" ", "_"), **options
+        ) as s:
             model, _ = s.prepare(build, session_loop.make_optimizer)
             weights, batches = [parameter.detach().clone() for parameter in model.parameters()], []
-            for inputs, labels in s.batches(session_loop.dataset(), session_loop.collate, steps=STEPS):
+            for inputs, labels in s.batches(
+                session_loop.dataset(), session_loop.collate, steps=STEPS
+            ):
                 batches.append((inputs, labels))
-                s.backward(nn.functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels))
+                s.backward(
+                    nn.functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
+                )
                 s.step(max_grad_norm=0.1)
             ends = [parameter.detach().clone() for parameter in model.parameters()]
             torch.save((weights, batches, ends), folder / f"{name}-{ranks.rank}.pt")

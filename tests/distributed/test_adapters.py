@@ -39,7 +39,9 @@ KINDS = {
     "dora": Kind({"dora": True, "rslora": True}),
     # Factors of size 1 in place of 0: rounding is larger against the same gradients.
     "pissa": Kind({"init": "pissa"}, 1e-4),
-    "saved and tokens": Kind({"modules_to_save": ["model.norm"], "trainable_tokens": [5, 70, 71], "targets": "attention"}),
+    "saved and tokens": Kind(
+        {"modules_to_save": ["model.norm"], "trainable_tokens": [5, 70, 71], "targets": "attention"}
+    ),
     "two": Kind({"more": MORE, "targets": "attention"}),
     # Tied in the tiny model: of a pipeline both stages hold the weight, and each its own factors.
     "ends": Kind({"targets": ENDS}),
@@ -50,7 +52,9 @@ KINDS = {
     "8bit": Kind({"quantize": "8bit"}),
     "4bit, dora, pissa": Kind({"quantize": "4bit", "dora": True, "init": "pissa"}, 1e-4),
     "4bit, bf16": Kind({"quantize": "4bit"}, 3e-2, {"precision": "bf16"}),
-    "4bit, pure bf16": Kind({"quantize": "4bit"}, 3e-2, {"precision": {"kind": "bf16", "master": "bf16"}}),
+    "4bit, pure bf16": Kind(
+        {"quantize": "4bit"}, 3e-2, {"precision": {"kind": "bf16", "master": "bf16"}}
+    ),
     "dora, pissa, bf16": Kind({"dora": True, "init": "pissa_fast"}, 3e-2, {"precision": "bf16"}),
 }
 SPREADS: dict[str, tuple[int, Any]] = {
@@ -81,15 +85,31 @@ REST = (
     "two",
 )
 PAIRS = [
-    pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if name in OFTEN and kind not in REST else pytest.mark.full)
+    pytest.param(
+        kind,
+        name,
+        id=f"{kind}-{name}",
+        marks=[] if name in OFTEN and kind not in REST else pytest.mark.full,
+    )
     for kind in KINDS
     for name in SPREADS
     if name != "single" and (kind, name) not in REFUSED
 ]
 MOVES = [
-    pytest.param(kind, a, b, id=f"{kind}-{a} to {b}", marks=[] if b == "single" and kind not in REST else pytest.mark.full)
+    pytest.param(
+        kind,
+        a,
+        b,
+        id=f"{kind}-{a} to {b}",
+        marks=[] if b == "single" and kind not in REST else pytest.mark.full,
+    )
     for kind in KINDS
-    for a, b in (("fsdp2 2", "single"), ("single", "zero3 2"), ("zero3 2", "ddp 2"), ("ddp 2", "fsdp2 2"))
+    for a, b in (
+        ("fsdp2 2", "single"),
+        ("single", "zero3 2"),
+        ("zero3 2", "ddp 2"),
+        ("ddp 2", "fsdp2 2"),
+    )
     if not {(kind, a), (kind, b)} & REFUSED
 ]
 
@@ -109,7 +129,15 @@ def plan(root: Path, folder: str, kind: str, spread: str) -> Path:
         "optimizer": {"lr": 3e-3, "eps": 1e-4},
     }
     adapter = {"kind": "lora", "r": 4, **KINDS[kind].adapter}
-    path = write_config(place, root / "model", rows=60, strategy=strategy, adapter=adapter, **base, **KINDS[kind].sections)
+    path = write_config(
+        place,
+        root / "model",
+        rows=60,
+        strategy=strategy,
+        adapter=adapter,
+        **base,
+        **KINDS[kind].sections,
+    )
     request = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=ranks)
     return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
 
@@ -124,14 +152,22 @@ def group(name: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    mine = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
-    asked: list[dict[str, Any]] = [item.callspec.params for item in mine if hasattr(item, "callspec")]
+    mine = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    ]
+    asked: list[dict[str, Any]] = [
+        item.callspec.params for item in mine if hasattr(item, "callspec")
+    ]
     moves = [(p["kind"], p["a"], p["b"]) for p in asked if "a" in p]
     whole = [(p["kind"], name) for p in asked for name in (p.get("name", p.get("a")), "single")]
     root = tmp_path_factory.mktemp("adapters")
     tiny_model_dir(root / "model", hidden=64)
     for each in dict.fromkeys(map(group, SPREADS)):
-        if plans := [plan(root, slug(k, n), k, n) for k, n in dict.fromkeys(whole) if group(n) == each]:
+        if plans := [
+            plan(root, slug(k, n), k, n) for k, n in dict.fromkeys(whole) if group(n) == each
+        ]:
             run_plans(plans, each[0], counted=True)
     for each in dict.fromkeys(map(group, SPREADS)):
         plans = []
@@ -147,7 +183,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def near(mine: list[dict[str, Any]], other: list[dict[str, Any]], kind: str) -> None:
     for key in ("loss", "grad_norm"):
-        assert [e[key] for e in mine] == pytest.approx([e[key] for e in other], rel=KINDS[kind].within), key
+        assert [e[key] for e in mine] == pytest.approx(
+            [e[key] for e in other], rel=KINDS[kind].within
+        ), key
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
@@ -156,18 +194,26 @@ def test_numbers_are_near_and_bytes_as_planned(runs: Path, kind: str, name: str)
     near(mine, other, kind)
     assert mine[-1]["loss"] < mine[0]["loss"]
     made = Plan.load(runs / slug(kind, name) / "run" / "plan.json")
-    facts = models.facts(models.load_config(made.model_path, made.config.model), made.config.data.max_length, made.config.adapter)
+    facts = models.facts(
+        models.load_config(made.model_path, made.config.model),
+        made.config.data.max_length,
+        made.config.adapter,
+    )
     memory = last_measurement(read(runs / slug(kind, name) / "run" / "events.jsonl"))
     assert memory is not None
     states = [state_of(made, facts, stage_of(made, facts, stage)) for stage in range(made.mesh.pp)]
     for part in ("parameters", "optimizer"):
         assert max(memory.by_rank[part]) == max(getattr(state, part) for state in states), part
     if made.data_parallel in ("ddp", "fsdp2") and made.mesh.pp == made.mesh.tp == made.mesh.cp == 1:
-        assert mine[-1]["sent_bytes"] == pytest.approx(flows(made, facts, step=2).traffic().total, rel=1e-6, abs=1)
+        assert mine[-1]["sent_bytes"] == pytest.approx(
+            flows(made, facts, step=2).traffic().total, rel=1e-6, abs=1
+        )
 
 
 @pytest.mark.parametrize(("kind", "a", "b"), MOVES)
 def test_goes_on_under_another(runs: Path, kind: str, a: str, b: str) -> None:
-    mine, other = (events(runs / name / "run", "step") for name in (slug(kind, a, b), slug(kind, "single")))
+    mine, other = (
+        events(runs / name / "run", "step") for name in (slug(kind, a, b), slug(kind, "single"))
+    )
     assert [e["step"] for e in mine] == [3]
     near(mine, other[2:], kind)

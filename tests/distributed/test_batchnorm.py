@@ -40,9 +40,16 @@ def one_process(groups: int) -> dict[str, Any]:
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
-    statistics = {name: torch.stack([b[name].double() for b in buffers]).mean(0) for name in buffers[0]}
+    statistics = {
+        name: torch.stack([b[name].double() for b in buffers]).mean(0) for name in buffers[0]
+    }
     model.load_state_dict(statistics, strict=False)
-    return {"outputs": outputs, "gradients": gradients, "tensors": model.state_dict(), "eval": model.eval()(batch(9)).detach()}
+    return {
+        "outputs": outputs,
+        "gradients": gradients,
+        "tensors": model.state_dict(),
+        "eval": model.eval()(batch(9)).detach(),
+    }
 
 
 def near(got: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -53,14 +60,27 @@ def near(got: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_as_one_batch(ranks: list[dict[str, Any]], way: str) -> None:
     expected = one_process(groups=RANKS // (WAYS[way][1] or RANKS))
     for index, whole in enumerate(expected["outputs"]):
-        assert near(torch.cat([rank[way]["outputs"][index] for rank in ranks]), whole), f"step {index // 2}"
+        assert near(torch.cat([rank[way]["outputs"][index] for rank in ranks]), whole), (
+            f"step {index // 2}"
+        )
     for rank in ranks:
         mine = rank[way]
-        assert all(near(mine["gradients"][name], gradient) for name, gradient in expected["gradients"].items())
-        assert mine["tensors"].keys() == {f"model.{name}" for name in expected["tensors"]}, "canonical, buffers among them"
-        assert all(near(mine["tensors"][f"model.{name}"], value) for name, value in expected["tensors"].items())
+        assert all(
+            near(mine["gradients"][name], gradient)
+            for name, gradient in expected["gradients"].items()
+        )
+        assert mine["tensors"].keys() == {f"model.{name}" for name in expected["tensors"]}, (
+            "canonical, buffers among them"
+        )
+        assert all(
+            near(mine["tensors"][f"model.{name}"], value)
+            for name, value in expected["tensors"].items()
+        )
         assert near(mine["eval"], expected["eval"])
-        assert all(torch.equal(value, ranks[0][way]["tensors"][name]) for name, value in mine["tensors"].items())
+        assert all(
+            torch.equal(value, ranks[0][way]["tensors"][name])
+            for name, value in mine["tensors"].items()
+        )
 
 
 def test_statistics_of_parts_would_differ(ranks: list[dict[str, Any]]) -> None:

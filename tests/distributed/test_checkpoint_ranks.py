@@ -39,9 +39,13 @@ def sharded(fill: bool) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(4, WIDTHS[0])).sum().backward()
     optimizer.step()
-    tensors: dict[str, torch.Tensor] = {f"model.{name}": p.data for name, p in model.named_parameters()}
+    tensors: dict[str, torch.Tensor] = {
+        f"model.{name}": p.data for name, p in model.named_parameters()
+    }
     for name, parameter in model.named_parameters():
-        tensors |= {f"optim.{name}.{slot}": value for slot, value in optimizer.state[parameter].items()}
+        tensors |= {
+            f"optim.{name}.{slot}": value for slot, value in optimizer.state[parameter].items()
+        }
     if not fill:
         for tensor in tensors.values():
             tensor.fill_(-1)
@@ -49,10 +53,14 @@ def sharded(fill: bool) -> dict[str, torch.Tensor]:
 
 
 def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
+    return {
+        name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()
+    }
 
 
-def saved(root: Path, make: Callable[[bool], dict[str, torch.Tensor]], asynchronous: bool) -> SaveResult:
+def saved(
+    root: Path, make: Callable[[bool], dict[str, torch.Tensor]], asynchronous: bool
+) -> SaveResult:
     tensors = make(True)
     checkpointer = Checkpointer(root, 2, True, "min", asynchronous)
     checkpointer.save(5, tensors, {"step": 5}, None)
@@ -74,19 +82,37 @@ def loaded(root: Path, make: Callable[[bool], dict[str, torch.Tensor]]) -> dict[
 @BOTH
 @pytest.mark.parametrize(
     "make, writers, readers",
-    [(plain, TWO, ALONE), (plain, ALONE, TWO), (sharded, TWO, ALONE), (sharded, ALONE, TWO), (sharded, THREE, TWO)],
+    [
+        (plain, TWO, ALONE),
+        (plain, ALONE, TWO),
+        (sharded, TWO, ALONE),
+        (sharded, ALONE, TWO),
+        (sharded, THREE, TWO),
+    ],
 )
 def test_any_number_of_ranks_reads_what_any_other_wrote(
-    tmp_path: Path, make: Callable[[bool], dict[str, torch.Tensor]], writers: int, readers: int, asynchronous: bool
+    tmp_path: Path,
+    make: Callable[[bool], dict[str, torch.Tensor]],
+    writers: int,
+    readers: int,
+    asynchronous: bool,
 ) -> None:
     results = run(writers, saved, tmp_path / "root", make, asynchronous)
     assert [result.error for result in results] == [None] * max(writers, 1)
-    assert {(result.path, result.bytes) for result in results} == {(tmp_path / "root" / "step-00000005", results[0].bytes)}
+    assert {(result.path, result.bytes) for result in results} == {
+        (tmp_path / "root" / "step-00000005", results[0].bytes)
+    }
     expected = {name: tensor.tolist() for name, tensor in make(True).items()}
     for got in run(readers, loaded, tmp_path / "root", make):
         assert got.keys() == expected.keys()
         for name in expected:
-            torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(expected[name]), rtol=1e-6, atol=1e-7, msg=name)
+            torch.testing.assert_close(
+                torch.tensor(got[name]),
+                torch.tensor(expected[name]),
+                rtol=1e-6,
+                atol=1e-7,
+                msg=name,
+            )
 
 
 def test_replicas_are_written_once_and_spread(tmp_path: Path) -> None:
@@ -96,7 +122,9 @@ def test_replicas_are_written_once_and_spread(tmp_path: Path) -> None:
     assert len(index.storage_data) == len(manifest.tensors) == len(content(1))
     first, second = (manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(2))
     assert abs(first - second) < 0.1 * (first + second), (first, second)
-    assert first + second < 1.3 * sum(t.numel() * t.element_size() for t in content(1).values()) + 2048 * len(content(1))
+    assert first + second < 1.3 * sum(
+        t.numel() * t.element_size() for t in content(1).values()
+    ) + 2048 * len(content(1))
 
 
 def stages(root: Path) -> dict[str, int]:
@@ -104,7 +132,9 @@ def stages(root: Path) -> dict[str, int]:
     buffers: list[dict[str, int]] = []
     for step in (1, 2):
         checkpointer.save(step, content(step), {}, None)
-        buffers.append({name: buffer.data_ptr() for name, buffer in checkpointer.staging.buffers.items()})
+        buffers.append(
+            {name: buffer.data_ptr() for name, buffer in checkpointer.staging.buffers.items()}
+        )
     assert all(result.error is None for result in checkpointer.wait())
     assert buffers[0] == buffers[1], "the second save uses the first one's memory again"
     return {name: buffer.nbytes for name, buffer in checkpointer.staging.buffers.items()}
@@ -118,7 +148,11 @@ def test_a_replica_stages_its_share_alone(tmp_path: Path) -> None:
 
 def half_each(root: Path) -> str | None:
     """As a pipeline does: each rank names its own tensors, and some that both hold."""
-    mine = {name: tensor for at, (name, tensor) in enumerate(content(1).items()) if at < 6 or at % 2 == dist.get_rank()}
+    mine = {
+        name: tensor
+        for at, (name, tensor) in enumerate(content(1).items())
+        if at < 6 or at % 2 == dist.get_rank()
+    }
     checkpointer = Checkpointer(root, 2, True, "min", False)
     checkpointer.save(1, mine, {}, None)
     (result,) = checkpointer.wait()
@@ -154,11 +188,17 @@ def in_the_way(root: Path, asynchronous: bool) -> list[SaveResult]:
 
 
 @BOTH
-def test_one_ranks_failure_is_everyones_and_the_next_save_goes(tmp_path: Path, asynchronous: bool) -> None:
+def test_one_ranks_failure_is_everyones_and_the_next_save_goes(
+    tmp_path: Path, asynchronous: bool
+) -> None:
     results = run(TWO, in_the_way, tmp_path, asynchronous)
     for failed, good in results:
         assert failed.path is None and failed.bytes == 0
-        assert failed.error.startswith("rank 1: ") and "__1_0.distcp" in failed.error and "\n" not in failed.error, failed.error
+        assert (
+            failed.error.startswith("rank 1: ")
+            and "__1_0.distcp" in failed.error
+            and "\n" not in failed.error
+        ), failed.error
         assert good.error is None and good.path == tmp_path / "step-00000002"
     assert results[0][0].error == results[1][0].error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002"]
@@ -184,7 +224,9 @@ def test_what_one_rank_finds_all_ranks_know(tmp_path: Path) -> None:
         path.write_bytes(raw)
     one, other = run(TWO, verdicts, tmp_path / "root")
     assert one == other and one[0] == []
-    assert "model.3 has shape [104, 300] in the checkpoint, [104, 301] in this run" in one[1] and one[1].startswith("rank 1: ")
+    assert "model.3 has shape [104, 300] in the checkpoint, [104, 301] in this run" in one[
+        1
+    ] and one[1].startswith("rank 1: ")
 
 
 def leaves_early(root: Path) -> None:

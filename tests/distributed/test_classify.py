@@ -18,19 +18,41 @@ from tests.distributed.test_parity import merge
 from tests.harness import events, labelled_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
-ENCODER = {**SMALL, "vocab_size": 320, "pad_token_id": 0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+ENCODER = {
+    **SMALL,
+    "vocab_size": 320,
+    "pad_token_id": 0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+RESNET = {
+    "model_type": "resnet",
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+    "layer_type": "basic",
+}
 IMAGES = {
     "algorithm": {"kind": "classify", "modality": "image", "image_size": 16},
-    "data": {"train": [{"kind": "digits", "limit": 30}], "eval": [{"kind": "digits", "split": "test", "limit": 11}]},
+    "data": {
+        "train": [{"kind": "digits", "limit": 30}],
+        "eval": [{"kind": "digits", "split": "test", "limit": 11}],
+    },
 }
 
 
 def encoder(kind: str, **config: Any) -> dict[str, Any]:
     """A bias on keys moves all scores of a query alike, which softmax does not see: its gradient is rounding, of which Adam makes steps."""
     keys = [f"{kind}.encoder.layer.{layer}.attention.self.key.bias" for layer in range(4)]
-    return {"model": {"id": None, "config": {"model_type": kind, **ENCODER, **config}, "freeze": keys}}
+    return {
+        "model": {"id": None, "config": {"model_type": kind, **ENCODER, **config}, "freeze": keys}
+    }
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -42,7 +64,16 @@ CASES: dict[str, dict[str, Any]] = {
     "vit": {
         **IMAGES,
         "optimizer": {"lr": 1e-3},
-        "model": {"id": None, "config": {"model_type": "vit", **SMALL, "image_size": 16, "patch_size": 4, "qkv_bias": False}},
+        "model": {
+            "id": None,
+            "config": {
+                "model_type": "vit",
+                **SMALL,
+                "image_size": 16,
+                "patch_size": 4,
+                "qkv_bias": False,
+            },
+        },
     },
 }
 
@@ -59,15 +90,27 @@ WAYS = [
     Way("fsdp2", {"strategy": "fsdp2"}, ("decoder", "bert", "resnet", "vit")),
     Way("zero2", {"strategy": "zero2"}),
     Way("zero3", {"strategy": CUT}),
-    Way("ddp, accumulation", {"strategy": "ddp", "batch": {"micro_batch": 1}}, ("decoder", "bert", "vit")),
+    Way(
+        "ddp, accumulation",
+        {"strategy": "ddp", "batch": {"micro_batch": 1}},
+        ("decoder", "bert", "vit"),
+    ),
     Way("tp", {"strategy": "tp", "batch": {"micro_batch": 8}}, ("decoder",)),
     Way("pp", {"strategy": "pp", "batch": {"micro_batch": 2}}, ("decoder", "bert")),
-    Way("pp, zero bubble", {"strategy": {"kind": "pp", "schedule": "zero_bubble"}, "batch": {"micro_batch": 2}}, ("decoder",)),
+    Way(
+        "pp, zero bubble",
+        {"strategy": {"kind": "pp", "schedule": "zero_bubble"}, "batch": {"micro_batch": 2}},
+        ("decoder",),
+    ),
     Way("fsdp2, LoRA", {"strategy": "fsdp2"}, ("lora",)),
     Way("zero3, LoRA", {"strategy": CUT}, ("lora",)),
     Way("cp", {"strategy": "cp", "batch": {"micro_batch": 8}}, ("decoder", "bert", "roberta")),
     Way("tp, its own plan", {"strategy": "tp", "batch": {"micro_batch": 8}}, ("bert", "roberta")),
-    Way("tp, whole stream", {"strategy": {"kind": "tp", "sequence_parallel": False}, "batch": {"micro_batch": 8}}, ("bert", "decoder")),
+    Way(
+        "tp, whole stream",
+        {"strategy": {"kind": "tp", "sequence_parallel": False}, "batch": {"micro_batch": 8}},
+        ("bert", "decoder"),
+    ),
 ]
 BASE: dict[str, Any] = {
     "algorithm": {"kind": "classify", "label_smoothing": 0.1},
@@ -79,30 +122,51 @@ BASE: dict[str, Any] = {
 }
 ASKED = [(way, case) for way in WAYS for case in way.cases]
 # One case of every other way, in turn; the others are for `--full`.
-KEPT = {(way.name, way.cases[index % len(way.cases)]) for index, way in enumerate(WAYS) if index % 2 == 0}
+KEPT = {
+    (way.name, way.cases[index % len(way.cases)])
+    for index, way in enumerate(WAYS)
+    if index % 2 == 0
+}
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    asked_of = [(way, case) for way, case in ASKED if any(p.get("way") is way and p.get("case") == case for p in chosen)]
+    asked_of = [
+        (way, case)
+        for way, case in ASKED
+        if any(p.get("way") is way and p.get("case") == case for p in chosen)
+    ]
     root = tmp_path_factory.mktemp("classify")
     model = tiny_model_dir(root / "model", layers=4)
     write_rows(root / "train.jsonl", labelled_rows(30))
     write_rows(root / "eval.jsonl", labelled_rows(11, seed=1))
-    texts = {key: [{"kind": "file", "path": str(root / f"{key}.jsonl")}] for key in ("train", "eval")}
+    texts = {
+        key: [{"kind": "file", "path": str(root / f"{key}.jsonl")}] for key in ("train", "eval")
+    }
 
     def plan(name: str, world_size: int, *sections: dict[str, Any]) -> tuple[str, Path]:
         folder = root / name.replace(" ", "_").replace(",", "")
         folder.mkdir()
-        settings = merge({"data": {**texts, "cache_dir": str(root / "cache")}}, BASE, {"model": {"tokenizer": str(model)}}, *sections)
+        settings = merge(
+            {"data": {**texts, "cache_dir": str(root / "cache")}},
+            BASE,
+            {"model": {"tokenizer": str(model)}},
+            *sections,
+        )
         settings["algorithm"].pop("loss_chunk", None)
         path = write_config(folder, model, **settings)
         asked = Request(load(path, []), world_size=world_size)
         made = make_plan(asked, on_progress=lambda *_: None)
         return made.engine, claim_run_dir(made, asked)[0]
 
-    run_plans([plan(case, 1, sections, {"batch": {"micro_batch": 8}})[1] for case, sections in CASES.items()], 1)
+    run_plans(
+        [
+            plan(case, 1, sections, {"batch": {"micro_batch": 8}})[1]
+            for case, sections in CASES.items()
+        ],
+        1,
+    )
     plans = [plan(f"{way.name}-{case}", 2, CASES[case], way.sections) for way, case in asked_of]
     for engine in ("native", "deepspeed", "pipeline"):
         if mine := [path for name, path in plans if name == engine]:
@@ -112,10 +176,18 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("way", "case"),
-    [pytest.param(w, c, id=f"{w.name}-{c}", marks=[] if (w.name, c) in KEPT else [pytest.mark.full]) for w, c in ASKED],
+    [
+        pytest.param(
+            w, c, id=f"{w.name}-{c}", marks=[] if (w.name, c) in KEPT else [pytest.mark.full]
+        )
+        for w, c in ASKED
+    ],
 )
 def test_same_numbers_as_one_process(runs: Path, way: Way, case: str) -> None:
-    mine, reference = runs / f"{way.name}-{case}".replace(" ", "_").replace(",", "") / "run", runs / case / "run"
+    mine, reference = (
+        runs / f"{way.name}-{case}".replace(" ", "_").replace(",", "") / "run",
+        runs / case / "run",
+    )
     apart = difference(mine, reference)
     assert apart.largest <= TOLERANCE, apart
     assert len(events(mine, "step")) == 4

@@ -20,8 +20,15 @@ STEPS = 30
 
 
 def ddp(kind: str = "none", /, **options: Any) -> dict[str, Any]:
-    compression = {name: options.pop(name) for name in ("rank", "ratio", "start_step") if name in options}
-    return {"kind": "ddp", "broadcast_buffers": False, "compression": {"kind": kind, **compression}, **options}
+    compression = {
+        name: options.pop(name) for name in ("rank", "ratio", "start_step") if name in options
+    }
+    return {
+        "kind": "ddp",
+        "broadcast_buffers": False,
+        "compression": {"kind": kind, **compression},
+        **options,
+    }
 
 
 @dataclass(frozen=True)
@@ -43,18 +50,29 @@ RUNS = {
     "fp16 precision": Run(ddp("fp16"), 0.02, (0.5, 0.5), {"precision": "fp16"}),
     "int8": Run(ddp("int8", bucket_cap_mb=0.05), 0.02, (0.25, 0.27)),
     "topk": Run(ddp("topk", ratio=0.1), 0.7, (0.199, 0.201)),
-    "topk, buckets": Run(ddp("topk", ratio=0.1, bucket_cap_mb=0.02, gradient_as_bucket_view=False), 0.7, (0.199, 0.201)),
+    "topk, buckets": Run(
+        ddp("topk", ratio=0.1, bucket_cap_mb=0.02, gradient_as_bucket_view=False),
+        0.7,
+        (0.199, 0.201),
+    ),
     "powersgd": Run(ddp("powersgd", rank=4, bucket_cap_mb=0.02), 0.1, (0.1, 0.35)),
     "powersgd, static graph": Run(
-        ddp("powersgd", rank=4, start_step=3, static_graph=True), 0.1, (0.1, 0.35), {"batch": {"micro_batch": 1}}
+        ddp("powersgd", rank=4, start_step=3, static_graph=True),
+        0.1,
+        (0.1, 0.35),
+        {"batch": {"micro_batch": 1}},
     ),
     "local_sgd": Run({"kind": "local_sgd", "period": 4}, 0.1, (0.0, 1.0)),
     "diloco": Run({"kind": "diloco", "period": 5}, 0.25, (0.0, 1.0)),
     "diloco, 8 bits": Run({"kind": "diloco", "period": 5, "bits": 8}, 0.25, (0.0, 1.0)),
-    "diloco, streamed": Run({"kind": "diloco", "period": 6, "fragments": 3, "bits": 8, "delay": 2}, 0.25, (0.0, 1.0)),
+    "diloco, streamed": Run(
+        {"kind": "diloco", "period": 6, "fragments": 3, "bits": 8, "delay": 2}, 0.25, (0.0, 1.0)
+    ),
     "ddp, sgd": Run(ddp(), sections=SGD),
     "local_sgd of period 1, sgd": Run({"kind": "local_sgd", "period": 1}, sections=SGD),
-    "local_sgd from step 6 on, sgd": Run({"kind": "local_sgd", "period": 100, "start_step": 6}, sections=SGD),
+    "local_sgd from step 6 on, sgd": Run(
+        {"kind": "local_sgd", "period": 100, "start_step": 6}, sections=SGD
+    ),
     "fsdp2": Run({"kind": "fsdp2"}, sections=FOUR),
     "fsdp2 grad-op": Run({"kind": "fsdp2", "reshard_after_forward": False}, sections=FOUR),
     "tp": Run({"kind": "tp"}, sections=FOUR),
@@ -63,9 +81,19 @@ RUNS = {
     "local_sgd of four": Run({"kind": "local_sgd", "period": 3}, sections=FOUR),
     "diloco of four": Run({"kind": "diloco", "period": 3}, sections=FOUR),
     # A fragment is sent after the first step and used after the third.
-    "diloco of four, streamed": Run({"kind": "diloco", "period": 3, "fragments": 2, "bits": 8, "delay": 2}, sections=FOUR),
+    "diloco of four, streamed": Run(
+        {"kind": "diloco", "period": 3, "fragments": 2, "bits": 8, "delay": 2}, sections=FOUR
+    ),
 }
-AGAIN = ("bf16", "topk", "fp16", "fp16 precision", "topk, buckets", "diloco, 8 bits")  # with --full alone
+# With --full alone.
+AGAIN = (
+    "bf16",
+    "topk",
+    "fp16",
+    "fp16 precision",
+    "topk, buckets",
+    "diloco, 8 bits",
+)
 NEAR = [name for name, run in RUNS.items() if run.distance]
 # The first stops after two steps, the second goes on from there.
 RESUMED = [("local_sgd of four", "local_sgd of four"), ("diloco of four", "diloco of four"), ("ddp of four", "diloco of four"),
@@ -84,7 +112,9 @@ def plan(root: Path, name: str, world_size: int, run: Run) -> Path:
     }
     for key, value in run.sections.items():
         sections[key] = {**sections.get(key, {}), **value} if isinstance(value, dict) else value
-    path = write_config(folder, root / "model", rows=60, data={"packing": False}, strategy=run.strategy, **sections)
+    path = write_config(
+        folder, root / "model", rows=60, data={"packing": False}, strategy=run.strategy, **sections
+    )
     request = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=world_size)
     return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
 
@@ -94,14 +124,21 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("compression")
     tiny_model_dir(root / "model")
     left_out = () if request.config.getoption("--full") else AGAIN
-    run_plans([plan(root, name, 2, run) for name, run in RUNS.items() if name not in left_out], 2, counted=True)
+    run_plans(
+        [plan(root, name, 2, run) for name, run in RUNS.items() if name not in left_out],
+        2,
+        counted=True,
+    )
     again = []
     for first, second in RESUMED:
         again.append(plan(root, f"{first} then {second}", 2, RUNS[second]))
         stopped = of(root, first) / "checkpoints" / "step-00000002"
         shutil.copytree(stopped, again[-1].parent / "checkpoints" / stopped.name)
     run_plans(again, 2, counted=True)
-    by_kind = [plan(root, f"{kind} on 4", 4, Run(ddp(kind, bucket_cap_mb=0.02), sections=FOUR)) for kind in ("none", "int8")]
+    by_kind = [
+        plan(root, f"{kind} on 4", 4, Run(ddp(kind, bucket_cap_mb=0.02), sections=FOUR))
+        for kind in ("none", "int8")
+    ]
     run_plans(by_kind, 4, counted=True)
     return root
 
@@ -115,7 +152,9 @@ def figures(root: Path, name: str, field: str, kind: str = "step") -> list[float
 
 
 def parameters(root: Path) -> int:
-    return sum(t.numel() for name, t in weights(of(root, "ddp")).items() if name.startswith("model."))
+    return sum(
+        t.numel() for name, t in weights(of(root, "ddp")).items() if name.startswith("model.")
+    )
 
 
 def marked(name: str) -> Any:
@@ -155,7 +194,12 @@ def test_sends_the_part_it_says(runs: Path, name: str) -> None:
 def test_bytes_follow_the_kind_of_step(runs: Path) -> None:
     """Local SGD sends weights at every fourth step, and its norm at each; PowerSGD begins after three whole ones."""
     sent = figures(runs, "local_sgd", "sent_bytes")
-    assert sent[:2] == [None] * 2 and sent[2] == 8 and sent[3] == 8 + 4 * parameters(runs) and sent[3::4] == [sent[3]] * 7
+    assert (
+        sent[:2] == [None] * 2
+        and sent[2] == 8
+        and sent[3] == 8 + 4 * parameters(runs)
+        and sent[3::4] == [sent[3]] * 7
+    )
     later = figures(runs, "powersgd, static graph", "sent_bytes")
     assert later[2] == 4 * parameters(runs) > 2 * later[3] > 0
 
@@ -172,15 +216,23 @@ def test_goes_on(runs: Path, first: str, second: str) -> None:
     resumed = f"{first} then {second}"
     assert figures(runs, resumed, "step") == [3, 4]
     # What the first had reached is where the second begins: the same batch, the same weights, the same loss.
-    assert figures(runs, resumed, "loss")[0] == pytest.approx(figures(runs, first, "loss")[2], rel=1e-5)
+    assert figures(runs, resumed, "loss")[0] == pytest.approx(
+        figures(runs, first, "loss")[2], rel=1e-5
+    )
     if first == second:
-        assert figures(runs, resumed, "loss") == pytest.approx(figures(runs, first, "loss")[2:], rel=1e-6)
-        assert figures(runs, resumed, "grad_norm") == pytest.approx(figures(runs, first, "grad_norm")[2:], rel=1e-6)
+        assert figures(runs, resumed, "loss") == pytest.approx(
+            figures(runs, first, "loss")[2:], rel=1e-6
+        )
+        assert figures(runs, resumed, "grad_norm") == pytest.approx(
+            figures(runs, first, "grad_norm")[2:], rel=1e-6
+        )
         same_weights(of(runs, resumed), of(runs, first), 1e-6)
     if "streamed" in second:  # to the bit, with a fragment under way where the first stopped
         assert figures(runs, resumed, "loss") == figures(runs, first, "loss")[2:]
         mine, expected = weights(of(runs, resumed)), weights(of(runs, first))
-        assert mine.keys() == expected.keys() and all(torch.equal(mine[name], expected[name]) for name in expected)
+        assert mine.keys() == expected.keys() and all(
+            torch.equal(mine[name], expected[name]) for name in expected
+        )
 
 
 def test_diloco_keeps_its_outer_state_apart(runs: Path) -> None:
@@ -188,9 +240,14 @@ def test_diloco_keeps_its_outer_state_apart(runs: Path) -> None:
     names = set(weights(of(runs, "diloco of four")))
     assert {n.split(".")[0] for n in names} == {"model", "optim", "outer"}
     assert {n for n in names if n.startswith("outer.")} == {
-        f"outer.{n.removeprefix('model.')}.{slot}" for n in names if n.startswith("model.") for slot in ("weight", "momentum")
+        f"outer.{n.removeprefix('model.')}.{slot}"
+        for n in names
+        if n.startswith("model.")
+        for slot in ("weight", "momentum")
     }
-    assert not any(n.startswith("outer.") for n in weights(of(runs, "diloco of four then ddp of four")))
+    assert not any(
+        n.startswith("outer.") for n in weights(of(runs, "diloco of four then ddp of four"))
+    )
     begun = weights(of(runs, "ddp of four then diloco of four"))
     assert any(bool(t.any()) for n, t in begun.items() if n.endswith(".momentum"))
 
@@ -201,7 +258,10 @@ def test_the_outer_step_is_nesterov(runs: Path) -> None:
     after, before = weights(folder), weights_at(folder, 2)
     for name in [n for n in before if n.startswith("model.")]:
         fqn = name.removeprefix("model.")
-        moved, momentum = before[name] - after[f"outer.{fqn}.weight"], after[f"outer.{fqn}.momentum"]
+        moved, momentum = (
+            before[name] - after[f"outer.{fqn}.weight"],
+            after[f"outer.{fqn}.momentum"],
+        )
         torch.testing.assert_close(moved, 0.7 * 1.9 * momentum, rtol=1e-3, atol=1e-6)
 
 
@@ -210,12 +270,20 @@ def weights_at(run: Path, step: int) -> dict[str, torch.Tensor]:
     from drumline.checkpoint.load import load as load_tensors
 
     path = run / "checkpoints" / f"step-{step:08}"
-    tensors = {name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for name, t in check(path, verify=False).tensors.items()}
+    tensors = {
+        name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype))
+        for name, t in check(path, verify=False).tensors.items()
+    }
     load_tensors(path, tensors)
     return tensors
 
 
 def test_int8_on_four_ranks(runs: Path) -> None:
-    assert figures(runs, "int8 on 4", "loss") == pytest.approx(figures(runs, "none on 4", "loss"), rel=2e-3)
-    sent, plain = figures(runs, "int8 on 4", "sent_bytes")[-1], figures(runs, "none on 4", "sent_bytes")[-1]
+    assert figures(runs, "int8 on 4", "loss") == pytest.approx(
+        figures(runs, "none on 4", "loss"), rel=2e-3
+    )
+    sent, plain = (
+        figures(runs, "int8 on 4", "sent_bytes")[-1],
+        figures(runs, "none on 4", "sent_bytes")[-1],
+    )
     assert 0.25 <= sent / plain <= 0.3, "blocks of small buckets are not all full"

@@ -15,15 +15,45 @@ import torch.distributed as dist
 
 from tests.checkpoint_ranks import run
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
 SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 IN_TURN = ["sliding_attention", "full_attention"]
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 KINDS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True},
-    "qwen3, one head of keys": {"model_type": "qwen3", **SIZES, "num_key_value_heads": 1, "head_dim": 16},
+    "llama": {
+        "model_type": "llama",
+        **SIZES,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "qwen3, one head of keys": {
+        "model_type": "qwen3",
+        **SIZES,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    },
     "mistral, window of 5": {"model_type": "mistral", **SIZES, "sliding_window": 5},
-    "gemma3, windows in turn": {"model_type": "gemma3_text", **SIZES, "head_dim": 8, "sliding_window": 4, "layer_types": IN_TURN},
+    "gemma3, windows in turn": {
+        "model_type": "gemma3_text",
+        **SIZES,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "layer_types": IN_TURN,
+    },
     "gpt2": {"model_type": "gpt2", **GPT2},
 }
 RING = ["llama", "qwen3, one head of keys"]
@@ -63,7 +93,9 @@ class Choices:
         return LossOut(loss_sum)
 
 
-def answers(module: Any, batch: Any, around: Any) -> tuple[float, list[bool], dict[str, torch.Tensor]]:
+def answers(
+    module: Any, batch: Any, around: Any
+) -> tuple[float, list[bool], dict[str, torch.Tensor]]:
     """Loss, first choices, and gradients summed over ranks."""
     choices = Choices()
     with around():
@@ -90,7 +122,9 @@ def apart(kind: str, method: str, packed: bool, by_documents: bool = False) -> f
     if by_documents:
         attend_by_documents(parted.model, layout())
     loss, correct, gradients = answers(whole, batch, contextlib.nullcontext)
-    apply_context_parallel(parted, parted.model, init_device_mesh("cpu", (dist.get_world_size(),)), method, packed)
+    apply_context_parallel(
+        parted, parted.model, init_device_mesh("cpu", (dist.get_world_size(),)), method, packed
+    )
     assert parted.sequence is not None
     my_targets = parted.sequence.cut(batch.targets_BT)
     assert torch.equal(
@@ -118,12 +152,23 @@ def cpu_kernel_for_torchs_ring() -> None:
         return [value.to_local() if isinstance(value, DTensor) else value for value in values]
 
     def spread(parts: Any, like: Any) -> Any:
-        return tuple(DTensor.from_local(part, like.device_mesh, like.placements, run_check=False) for part in parts)
+        return tuple(
+            DTensor.from_local(part, like.device_mesh, like.placements, run_check=False)
+            for part in parts
+        )
 
     def forward(_op: Any, args: Any, options: Any) -> Any:
         query, key, value, dropout, causal = here(args)
         out = rings._templated_ring_attention(
-            args[0].device_mesh.get_group(), 2, kernel, query, key, value, is_causal=causal, dropout_p=dropout, **options
+            args[0].device_mesh.get_group(),
+            2,
+            kernel,
+            query,
+            key,
+            value,
+            is_causal=causal,
+            dropout_p=dropout,
+            **options,
         )
         return spread(out, args[0])
 
@@ -140,7 +185,11 @@ def cpu_kernel_for_torchs_ring() -> None:
 
 
 def all_apart(ring: bool) -> dict[str, float]:
-    distances = {f"{kind}, packed {packed}": apart(kind, "ulysses", packed) for kind in KINDS for packed in (True, False)}
+    distances = {
+        f"{kind}, packed {packed}": apart(kind, "ulysses", packed)
+        for kind in KINDS
+        for packed in (True, False)
+    }
     if ring:
         cpu_kernel_for_torchs_ring()
         distances |= {f"{kind}, ring": apart(kind, "ring", packed=False) for kind in RING}
@@ -148,8 +197,17 @@ def all_apart(ring: bool) -> dict[str, float]:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "not go through transformers' attention interface": {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4},
-    "its layers of kind conv mix tokens without attention": {"model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"]},
+    "not go through transformers' attention interface": {
+        "model_type": "bloom",
+        "hidden_size": 32,
+        "n_layer": 1,
+        "n_head": 4,
+    },
+    "its layers of kind conv mix tokens without attention": {
+        "model_type": "lfm2",
+        **SIZES,
+        "layer_types": ["conv", "full_attention"],
+    },
 }
 
 
@@ -166,7 +224,13 @@ def refusals() -> list[str]:
     for config in REFUSED.values():
         model = build_model(None, ModelConfig(id=None, config=config), seed=0)
         with pytest.raises(PlanError) as error:
-            apply_context_parallel(ForwardWithObjective(model), model, init_device_mesh("cpu", (dist.get_world_size(),)), "ulysses", False)
+            apply_context_parallel(
+                ForwardWithObjective(model),
+                model,
+                init_device_mesh("cpu", (dist.get_world_size(),)),
+                "ulysses",
+                False,
+            )
         lines.append(error.value.line())
     return lines
 
@@ -187,7 +251,9 @@ def test_parts_by_documents_compute_what_one_process_does_under_a_mask() -> None
         assert distances and all(distance < 1e-5 for distance in distances.values()), distances
 
 
-@pytest.mark.parametrize(("ranks", "ring"), [(2, False), (4, True)], ids=["2 ranks", "4 ranks, ring too"])
+@pytest.mark.parametrize(
+    ("ranks", "ring"), [(2, False), (4, True)], ids=["2 ranks", "4 ranks, ring too"]
+)
 def test_parts_compute_what_one_process_does(ranks: int, ring: bool) -> None:
     for distances in run(ranks, all_apart, ring, timeout=110):
         assert distances and all(distance < 1e-5 for distance in distances.values()), distances

@@ -55,32 +55,65 @@ def measured(run: Path, step: int) -> dict[str, float]:
 
 
 def test_the_base_model(run: Path, before: dict[str, Any]) -> None:
-    assert before["metrics"] == pytest.approx(measured(run, 0), rel=1e-6) and before["checkpoint"] is None and before["step"] is None
+    assert (
+        before["metrics"] == pytest.approx(measured(run, 0), rel=1e-6)
+        and before["checkpoint"] is None
+        and before["step"] is None
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "step"),
     [
         pytest.param(["strategy=fsdp2"], 4, id="best, under another strategy"),
-        pytest.param(["--checkpoint", "export", "launch.nproc=1"], None, id="export on one process", marks=pytest.mark.full),
-        pytest.param(["--checkpoint", "checkpoints/step-00000002"], 2, id="checkpoint", marks=pytest.mark.full),
+        pytest.param(
+            ["--checkpoint", "export", "launch.nproc=1"],
+            None,
+            id="export on one process",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ["--checkpoint", "checkpoints/step-00000002"],
+            2,
+            id="checkpoint",
+            marks=pytest.mark.full,
+        ),
     ],
 )
-def test_figures_are_those_of_training(config: Path, run: Path, arguments: list[str], step: int | None) -> None:
-    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.name != "eval.json"}
-    given = [str(run / word) if last == "--checkpoint" else word for last, word in zip(["", *arguments], arguments, strict=False)]
+def test_figures_are_those_of_training(
+    config: Path, run: Path, arguments: list[str], step: int | None
+) -> None:
+    before = {
+        path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.name != "eval.json"
+    }
+    given = [
+        str(run / word) if last == "--checkpoint" else word
+        for last, word in zip(["", *arguments], arguments, strict=False)
+    ]
     finished = drumline("eval", config, *given)
     assert finished.code == 0, finished.err
     found = results(config)
-    assert found["metrics"] == pytest.approx(measured(run, step or 4), rel=1e-5) and found["step"] == step
-    assert f"{found['metrics']['loss']:.4f}" in finished.out and f"on {found['samples']} held-out samples" in finished.out
-    assert {path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.name != "eval.json"} == before, "the run is left alone"
+    assert (
+        found["metrics"] == pytest.approx(measured(run, step or 4), rel=1e-5)
+        and found["step"] == step
+    )
+    assert (
+        f"{found['metrics']['loss']:.4f}" in finished.out
+        and f"on {found['samples']} held-out samples" in finished.out
+    )
+    assert {
+        path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.name != "eval.json"
+    } == before, "the run is left alone"
     assert not survivors(str(config))
 
 
 def test_a_model_that_does_not_fit_is_one_line(config: Path, run: Path) -> None:
     finished = drumline("eval", config, "model.config.num_hidden_layers=1", "launch.nproc=1")
-    assert finished.code == 2 and "which this run has no place for" in finished.err and len(finished.error_lines) == 1, finished.err
+    assert (
+        finished.code == 2
+        and "which this run has no place for" in finished.err
+        and len(finished.error_lines) == 1
+    ), finished.err
 
 
 def test_a_metric_without_a_number_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +131,9 @@ def test_bad_input(config: Path, run: Path) -> None:
         answers(config, ["algorithm=pretrain"], None, 3)
 
 
-def test_lm_eval_is_asked_for_by_name_when_it_is_missing(config: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_eval_is_asked_for_by_name_when_it_is_missing(
+    config: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentFault, match=r"lm-eval is missing — pip install lm-eval"):
         harness(run, [], None, ["arc_easy"], None, None)
@@ -107,7 +142,9 @@ def test_lm_eval_is_asked_for_by_name_when_it_is_missing(config: Path, run: Path
 def test_lm_eval_s_model_may_be_a_checkpoint(run: Path) -> None:
     place = newest(run / "checkpoints", verify=False, alone=True).path
     assert place is not None
-    assert isinstance(model_of(place)["pretrained"], torch.nn.Module) and isinstance(model_of(run)["pretrained"], str)
+    assert isinstance(model_of(place)["pretrained"], torch.nn.Module) and isinstance(
+        model_of(run)["pretrained"], str
+    )
 
 
 def test_lm_eval_scores_an_export_and_a_checkpoint(config: Path, run: Path, tmp_path: Path) -> None:
@@ -124,8 +161,20 @@ def test_lm_eval_scores_an_export_and_a_checkpoint(config: Path, run: Path, tmp_
     (run / "hidden").rename(run / "export")
     assert found[0] == found[1] and 0 <= found[0]["acc"] <= 1
     (run / "eval.json").unlink()
-    assert harness(config, [], newest(run / "checkpoints", verify=False, alone=True).path, ["drum_tiny"], 5, tmp_path) == 0
-    assert json.loads((run / "eval.json").read_text())["lm_eval"]["tasks"]["drum_tiny"] == found[0], "into the run of the YAML"
+    assert (
+        harness(
+            config,
+            [],
+            newest(run / "checkpoints", verify=False, alone=True).path,
+            ["drum_tiny"],
+            5,
+            tmp_path,
+        )
+        == 0
+    )
+    assert (
+        json.loads((run / "eval.json").read_text())["lm_eval"]["tasks"]["drum_tiny"] == found[0]
+    ), "into the run of the YAML"
     with pytest.raises(EnvironmentFault, match=r"lm-eval failed: .*nosuch"):
         harness(run, [], None, ["nosuch"], None, None)
 
@@ -154,9 +203,19 @@ def test_what_is_learned_by_heart_is_answered_so(tmp_path: Path) -> None:
     *_, last = events(tmp_path / "run", "eval")
     assert answers(path, [], None, 3) == 0
     found = json.loads((tmp_path / "run" / "eval.json").read_text())["generated"]
-    assert last["exact_match"] == found["metrics"]["exact"] == found["metrics"]["verified"] == found["metrics"]["ended"] == 1.0
-    assert len(found["answers"]) == 3 and all(one["answer"] == one["right"] for one in found["answers"])
-    held_out = f"data.eval=[{{kind: file, path: {write_rows(tmp_path / 'rows.jsonl', chat_rows(3))}}}]"
+    assert (
+        last["exact_match"]
+        == found["metrics"]["exact"]
+        == found["metrics"]["verified"]
+        == found["metrics"]["ended"]
+        == 1.0
+    )
+    assert len(found["answers"]) == 3 and all(
+        one["answer"] == one["right"] for one in found["answers"]
+    )
+    held_out = (
+        f"data.eval=[{{kind: file, path: {write_rows(tmp_path / 'rows.jsonl', chat_rows(3))}}}]"
+    )
     assert answers(path, [held_out], None, 9) == 0
     found = json.loads((tmp_path / "run" / "eval.json").read_text())["generated"]
     assert found["metrics"]["exact"] == 0.0 and "verified" not in found["metrics"]

@@ -16,7 +16,10 @@ from tests.harness import chat_rows, events, losses, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_task
 
 pytestmark = pytest.mark.timeout(600)
-ZERO3 = {"kind": "zero3", "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+ZERO3 = {
+    "kind": "zero3",
+    "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+}
 LORA = {"adapter": {"kind": "lora", "r": 4}, "strategy": "fsdp2"}
 # name → processes, sections of the config
 ROWS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -33,10 +36,20 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "lora alone": (1, {**LORA, "strategy": "single"}),
     "lora": (2, LORA),
 }
-EVAL = {"every": 2, "samples": 3, "max_new_tokens": 5, "metric": "hard/loss", "tasks": ["task.yaml"], "tasks_every": 4, "tasks_limit": 5}
+EVAL = {
+    "every": 2,
+    "samples": 3,
+    "max_new_tokens": 5,
+    "metric": "hard/loss",
+    "tasks": ["task.yaml"],
+    "tasks_every": 4,
+    "tasks_limit": 5,
+}
 
 
-def plan_of(root: Path, model: Path, name: str, world_size: int, goes_on: bool = False, **sections: Any) -> tuple[Path, Plan]:
+def plan_of(
+    root: Path, model: Path, name: str, world_size: int, goes_on: bool = False, **sections: Any
+) -> tuple[Path, Plan]:
     folder = root / name
     folder.mkdir(exist_ok=goes_on)
     path = write_config(
@@ -48,8 +61,15 @@ def plan_of(root: Path, model: Path, name: str, world_size: int, goes_on: bool =
     write_rows(folder / "hard.jsonl", chat_rows(5, seed=7))
     write_rows(folder / "rows.jsonl", [{"question": f"{n}?", "label": n % 2} for n in range(6)])
     (folder / "task.yaml").write_text(tiny_task(folder / "rows.jsonl"))
-    sets = "data.eval={easy: [{kind: file, path: eval.jsonl}], hard: [{kind: file, path: hard.jsonl}]}"
-    request = Request(load(path, [sets]), world_size=world_size, resume="newest" if goes_on else None, allow=("run.steps",))
+    sets = (
+        "data.eval={easy: [{kind: file, path: eval.jsonl}], hard: [{kind: file, path: hard.jsonl}]}"
+    )
+    request = Request(
+        load(path, [sets]),
+        world_size=world_size,
+        resume="newest" if goes_on else None,
+        allow=("run.steps",),
+    )
     plan = make_plan(request, on_progress=lambda *_: None)
     return claim_run_dir(plan, request)[0], plan
 
@@ -58,8 +78,17 @@ def trained(root: Path, rows: dict[str, tuple[int, dict[str, Any]]], tasks: bool
     model = tiny_model_dir(root / "model", layers=2)
     groups: dict[tuple[int, str], list[Path]] = {}
     for name, (world_size, sections) in rows.items():
-        options = {key: value for key, value in EVAL.items() if tasks or not key.startswith("tasks")}
-        path, plan = plan_of(root, model, name, world_size, eval={"every": 2} if name == "plain" else options, **sections)
+        options = {
+            key: value for key, value in EVAL.items() if tasks or not key.startswith("tasks")
+        }
+        path, plan = plan_of(
+            root,
+            model,
+            name,
+            world_size,
+            eval={"every": 2} if name == "plain" else options,
+            **sections,
+        )
         groups.setdefault((world_size, plan.engine), []).append(path)
     for (world_size, _), plans in groups.items():
         run_plans(plans, world_size)
@@ -85,7 +114,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_samples_and_sets_change_no_number(runs: Path) -> None:
     with_all, without = runs / "single" / "run", runs / "plain" / "run"
     assert losses(with_all) == losses(without)
-    assert [e["loss"] for e in events(with_all, "eval")] == [e["loss"] for e in events(without, "eval")]
+    assert [e["loss"] for e in events(with_all, "eval")] == [
+        e["loss"] for e in events(without, "eval")
+    ]
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
@@ -98,7 +129,9 @@ def test_what_is_written_on_held_out_prompts(runs: Path) -> None:
     assert [(e["step"], e["when"]) for e in found] == [(0, "before"), (2, "during"), (4, "after")]
     for event in found:
         assert [s["set"] for s in event["samples"]] == ["easy"] * 3 + ["hard"] * 3
-        assert [(s["prompt"], s["answer"]) for s in event["samples"]] == [(s["prompt"], s["answer"]) for s in found[0]["samples"]]
+        assert [(s["prompt"], s["answer"]) for s in event["samples"]] == [
+            (s["prompt"], s["answer"]) for s in found[0]["samples"]
+        ]
         assert all(s["tokens"] == 5 or s["ended"] for s in event["samples"])
     rows = [row["completion"] for row in chat_rows(6, seed=1)]
     assert all(s["answer"].strip() in " ".join(rows) for s in found[0]["samples"][:3])
@@ -116,7 +149,9 @@ def test_the_same_under_each_strategy(tmp_path: Path) -> None:
     for name in ("ddp", "fsdp2", "tp", "cp", "pp", "zero3"):
         same(root, name, "single")
     same(root, "lora", "lora alone")
-    scored = {e["step"]: e.get("tasks/drum_tiny/acc") for e in events(root / "fsdp2" / "run", "eval")}
+    scored = {
+        e["step"]: e.get("tasks/drum_tiny/acc") for e in events(root / "fsdp2" / "run", "eval")
+    }
     assert scored[2] is None and scored[0] is not None and scored[4] is not None
 
 
@@ -124,14 +159,32 @@ def test_the_same_under_each_strategy(tmp_path: Path) -> None:
 def test_rollouts_have_samples_and_sets(tmp_path: Path) -> None:
     """By the rollouts' own generator, whose copy is the only one."""
     reward = [{"kind": "regex", "pattern": "[aeiou]", "full": False}]
-    grpo = {"kind": "grpo", "group_size": 4, "generator": {"kind": "hf", "max_new_tokens": 6}, "rewards": reward}
+    grpo = {
+        "kind": "grpo",
+        "group_size": 4,
+        "generator": {"kind": "hf", "max_new_tokens": 6},
+        "rewards": reward,
+    }
     options = {"every": 2, "samples": 2, "metric": "hard/reward"}
     model = tiny_model_dir(tmp_path / "model", layers=1)
-    path, _ = plan_of(tmp_path, model, "grpo", 2, strategy="fsdp2", algorithm=grpo, eval=options, batch={"global_samples": 8})
+    path, _ = plan_of(
+        tmp_path,
+        model,
+        "grpo",
+        2,
+        strategy="fsdp2",
+        algorithm=grpo,
+        eval=options,
+        batch={"global_samples": 8},
+    )
     run_plans([path], 2)
     metrics, samples = events(path.parent, "eval")[-1], events(path.parent, "samples")
-    assert {"reward", "easy/reward", "hard/reward", "hard/length"} <= metrics.keys() and metrics["samples"] == 11
-    assert [e["step"] for e in samples] == [0, 2, 4] and [s["set"] for s in samples[0]["samples"]] == ["easy"] * 2 + ["hard"] * 2
+    assert {"reward", "easy/reward", "hard/reward", "hard/length"} <= metrics.keys() and metrics[
+        "samples"
+    ] == 11
+    assert [e["step"] for e in samples] == [0, 2, 4] and [
+        s["set"] for s in samples[0]["samples"]
+    ] == ["easy"] * 2 + ["hard"] * 2
     assert all(s["answer"] is None and s["tokens"] <= 6 for e in samples for s in e["samples"])
 
 
@@ -139,7 +192,11 @@ def test_rollouts_have_samples_and_sets(tmp_path: Path) -> None:
 def test_a_run_that_was_resumed_stops_where_it_would_have(tmp_path: Path) -> None:
     """On two ranks: `min_delta` is out of reach, so the third evaluation ends the run; a checkpoint goes on counting."""
     model = tiny_model_dir(tmp_path / "model", layers=1)
-    sections = {"strategy": "ddp", "eval": {"every": 2, "patience": 2, "min_delta": 50.0}, "schedule": {"kind": "constant"}}
+    sections = {
+        "strategy": "ddp",
+        "eval": {"every": 2, "patience": 2, "min_delta": 50.0},
+        "schedule": {"kind": "constant"},
+    }
     whole, _ = plan_of(tmp_path, model, "whole", 2, **sections, run={"steps": 12})
     first, _ = plan_of(tmp_path, model, "cut", 2, **sections, run={"steps": 4})
     run_plans([whole, first], 2)

@@ -21,7 +21,10 @@ RANKS = 8
 THREE: dict[str, tuple[dict[str, Any], int]] = {
     # strategy, and how many ranks hold each entry
     "ddp 2 x tp 2 x pp 2": ({"kind": "ddp", "tp": 2, "pp": 2}, 2),
-    "fsdp2 2 x tp 2 x pp 2, interleaved": ({"kind": "fsdp2", "tp": 2, "pp": 2, "pipeline": {"schedule": "interleaved"}}, 1),
+    "fsdp2 2 x tp 2 x pp 2, interleaved": (
+        {"kind": "fsdp2", "tp": 2, "pp": 2, "pipeline": {"schedule": "interleaved"}},
+        1,
+    ),
 }
 
 
@@ -38,21 +41,33 @@ def build(plans: list[str], results: Any) -> None:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
             tensors = build_engine(Plan.load(Path(path)), "cpu").tensors()
             local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
-            results.append((path, rank, {name: (tuple(t.shape), local[name].numel()) for name, t in tensors.items()}))
+            results.append(
+                (
+                    path,
+                    rank,
+                    {name: (tuple(t.shape), local[name].numel()) for name, t in tensors.items()},
+                )
+            )
             dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, tuple[tuple[int, ...], int]]]]:
+def held(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, list[dict[str, tuple[tuple[int, ...], int]]]]:
     root = tmp_path_factory.mktemp("fake")
     model = tiny_model_dir(root / "model", layers=4)
     paths = {}
     for number, (name, (strategy, _)) in enumerate(THREE.items()):
         folder = root / str(number)
         folder.mkdir()
-        path = write_config(folder, model, strategy=strategy, batch={"global_samples": 8, "micro_batch": 1})
+        path = write_config(
+            folder, model, strategy=strategy, batch={"global_samples": 8, "micro_batch": 1}
+        )
         request = Request(load(path, []), world_size=RANKS)
-        paths[name] = str(claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0])
+        paths[name] = str(
+            claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
+        )
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         results = manager.list()
@@ -63,7 +78,10 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, t
             child.kill()
         assert child.exitcode == 0
         by_plan = [(path, rank, tensors) for path, rank, tensors in results]
-    return {name: [tensors for path, _, tensors in by_plan if path == mine] for name, mine in paths.items()}
+    return {
+        name: [tensors for path, _, tensors in by_plan if path == mine]
+        for name, mine in paths.items()
+    }
 
 
 @pytest.mark.full
@@ -75,10 +93,17 @@ def test_eight_ranks_hold_the_model_between_them(held: dict[str, Any], name: str
     for tensors in ranks:
         entries.update({tensor: numel for tensor, (_, numel) in tensors.items()})
     shapes = {tensor: shape for tensors in ranks for tensor, (shape, _) in tensors.items()}
-    assert {n.split(".")[3] for n in shapes if ".layers." in n and n.startswith("model.")} == set("0123")
+    assert {n.split(".")[3] for n in shapes if ".layers." in n and n.startswith("model.")} == set(
+        "0123"
+    )
     for tensor, shape in shapes.items():
         if len(shape) == 2:
             # The tied embedding is on both ends of the pipeline; matrices are cut, norms are whole on tensor-parallel ranks.
-            assert entries[tensor] == prod(shape) * copies * (2 if "embed_tokens" in tensor else 1), tensor
-    layers = [{n.split(".")[3] for n in tensors if n.startswith("model.") and ".layers." in n} for tensors in ranks]
+            assert entries[tensor] == prod(shape) * copies * (
+                2 if "embed_tokens" in tensor else 1
+            ), tensor
+    layers = [
+        {n.split(".")[3] for n in tensors if n.startswith("model.") and ".layers." in n}
+        for tensors in ranks
+    ]
     assert all(len(mine) == 2 for mine in layers) and layers[0] | layers[7] == set("0123")

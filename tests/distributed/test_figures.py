@@ -24,7 +24,9 @@ def last_step(degrees: dict[str, int], devices: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         built, said = loop(Path(folder), held_out=False, checkpoint={"every": None})
         predicted = Predicted(flops_per_token=RATE, peak_flops_per_device=PEAK)
-        built.plan = built.plan.model_copy(update={"mesh": mesh, "predicted": predicted, "devices_per_rank": devices})
+        built.plan = built.plan.model_copy(
+            update={"mesh": mesh, "predicted": predicted, "devices_per_rank": devices}
+        )
         built.gather = Gather(rank, dist.get_world_size(), "cpu", counts=mesh.counts(rank))
         built.save = lambda: None  # type: ignore[method-assign]
         built._save_last = lambda *_: None  # type: ignore[method-assign]
@@ -42,7 +44,9 @@ def last_step(degrees: dict[str, int], devices: int) -> dict[str, float]:
         pytest.param({"replicate": 2}, 2, 4, id="four devices a process"),
     ],
 )
-def test_tokens_are_counted_once_and_mfu_over_all_devices(degrees: dict[str, int], data_ranks: int, devices: int) -> None:
+def test_tokens_are_counted_once_and_mfu_over_all_devices(
+    degrees: dict[str, int], data_ranks: int, devices: int
+) -> None:
     events = run(2, last_step, degrees, devices)
     losses = {round(event["loss"], 9) for event in events}
     assert len(losses) == 1

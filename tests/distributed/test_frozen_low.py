@@ -47,7 +47,16 @@ ROWS = {
     "pp": Row("pp", 2),
     "zero2": Row("zero2", 2),
 }
-AGAIN = ("ddp, fp16", "fsdp2, gathered in fp32", "cp", "tp", "ddp", "fsdp2, frozen embedding", "pp")  # with --full alone
+# With --full alone.
+AGAIN = (
+    "ddp, fp16",
+    "fsdp2, gathered in fp32",
+    "cp",
+    "tp",
+    "ddp",
+    "fsdp2, frozen embedding",
+    "pp",
+)
 
 
 def reference(row: Row) -> str:
@@ -55,12 +64,18 @@ def reference(row: Row) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("frozen")
     model = tiny_model_dir(root / "model")
     found: dict[str, Path] = {}
     by_group: dict[tuple[int, str], list[Path]] = {}
-    rows = {"fp32, lora": Row("single", 1, LORA, "fp32"), "fp32, frozen embedding": Row("single", 1, FROZEN, "fp32"), **ROWS}
+    rows = {
+        "fp32, lora": Row("single", 1, LORA, "fp32"),
+        "fp32, frozen embedding": Row("single", 1, FROZEN, "fp32"),
+        **ROWS,
+    }
     for name in () if request.config.getoption("--full") else AGAIN:
         del rows[name]
     for number, (name, row) in enumerate(rows.items()):
@@ -73,7 +88,15 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             "checkpoint": {"every": None, "asynchronous": False, "export": "none"},
             "run": {"steps": 5},
         }
-        path = write_config(folder, model, rows=60, strategy=row.strategy, precision=row.precision, **base, **row.what)
+        path = write_config(
+            folder,
+            model,
+            rows=60,
+            strategy=row.strategy,
+            precision=row.precision,
+            **base,
+            **row.what,
+        )
         asked = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.ranks)
         plan_path, _ = claim_run_dir(plan := make_plan(asked, on_progress=lambda *_: None), asked)
         by_group.setdefault((row.ranks, plan.engine), []).append(plan_path)
@@ -83,7 +106,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in AGAIN else []) for name in ROWS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in AGAIN else []) for name in ROWS]
+)
 @pytest.mark.timeout(900)
 def test_numbers_are_near_and_bytes_as_planned(runs: dict[str, Path], name: str) -> None:
     mine, other = (events(runs[each], "step") for each in (name, reference(ROWS[name])))
@@ -92,18 +117,29 @@ def test_numbers_are_near_and_bytes_as_planned(runs: dict[str, Path], name: str)
     plan = Plan.load(runs[name] / "plan.json")
     config = plan.config
     hf = models.load_config(plan.model_path, config.model)
-    facts = models.facts(hf, config.data.max_length, config.adapter, config.head, config.model.freeze)
+    facts = models.facts(
+        hf, config.data.max_length, config.adapter, config.head, config.model.freeze
+    )
     measured = last_measurement(read(runs[name] / "events.jsonl"))
     assert measured is not None
     states = [state_of(plan, facts, stage_of(plan, facts, stage)) for stage in range(plan.mesh.pp)]
     assert max(measured.by_rank["parameters"]) == max(state.parameters for state in states)
-    if plan.engine == "native" and plan.mesh.cp * plan.mesh.tp == 1 and plan.data_parallel in ("ddp", "fsdp2"):
-        assert mine[-1]["sent_bytes"] == pytest.approx(flows(plan, facts, step=4).traffic().total, rel=1e-6, abs=1)
+    if (
+        plan.engine == "native"
+        and plan.mesh.cp * plan.mesh.tp == 1
+        and plan.data_parallel in ("ddp", "fsdp2")
+    ):
+        assert mine[-1]["sent_bytes"] == pytest.approx(
+            flows(plan, facts, step=4).traffic().total, rel=1e-6, abs=1
+        )
 
 
 def test_two_bytes_fall_away_for_each_frozen_entry(runs: dict[str, Path]) -> None:
     """Of matrices: vectors are one entry in hundreds of this model, in thousands of others."""
-    low, full = (last_measurement(read(runs[name] / "events.jsonl")) for name in ("one process", "fp32, lora"))
+    low, full = (
+        last_measurement(read(runs[name] / "events.jsonl"))
+        for name in ("one process", "fp32, lora")
+    )
     assert low is not None and full is not None
     frozen = sum(p.numel() for p in models_weights(runs["one process"]) if p.ndim >= 2)
     assert full.memory["parameters"] - low.memory["parameters"] == 2 * frozen

@@ -62,11 +62,17 @@ def compare(folder: Path, mesh: Mesh, init: Any) -> list[str]:
     expected = dict(plain.named_parameters()) | dict(plain.named_buffers())
     got = dict(model.named_parameters()) | dict(model.named_buffers())
     wrong = [] if got.keys() == expected.keys() else ["names"]
-    wrong += [name for name, tensor in got.items() if not torch.equal(whole(tensor), expected[name])]
+    wrong += [
+        name for name, tensor in got.items() if not torch.equal(whole(tensor), expected[name])
+    ]
     wrong += [] if model.lm_head.weight is model.model.embed_tokens.weight else ["tied"]
-    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+    held = sum(
+        p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters()
+    )
     share = sum(p.numel() for p in plain.parameters()) / (mesh.shard * mesh.tp)
-    return wrong + ([] if held < 1.1 * share else [f"{held} numbers held, its share is {share:.0f}"])
+    return wrong + (
+        [] if held < 1.1 * share else [f"{held} numbers held, its share is {share:.0f}"]
+    )
 
 
 def compare_all(folder: Path) -> dict[str, list[str]]:
@@ -155,7 +161,11 @@ def test_a_stage_of_a_pipeline_gets_its_layers(model_dir: Path, init: Any) -> No
     model.model.embed_tokens = None
     model.model.layers = nn.ModuleDict({"1": model.model.layers[1]})
     values.fill(model)
-    plain = dict(build_model(str(model_dir), ModelConfig(id=str(model_dir), init=init), seed=5).named_parameters())
+    plain = dict(
+        build_model(
+            str(model_dir), ModelConfig(id=str(model_dir), init=init), seed=5
+        ).named_parameters()
+    )
     got = dict(model.named_parameters())
     assert torch.equal(got.pop("lm_head.weight"), plain["model.embed_tokens.weight"])
     assert got.keys() == {n for n in plain if n.startswith(("model.layers.1.", "model.norm."))}
@@ -164,19 +174,33 @@ def test_a_stage_of_a_pipeline_gets_its_layers(model_dir: Path, init: Any) -> No
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"prefetch": 0, "backward_prefetch": 2, "offload": "cpu", "reduce_dtype": "bf16", "reshard_after_forward": False},
+    {
+        "prefetch": 0,
+        "backward_prefetch": 2,
+        "offload": "cpu",
+        "reduce_dtype": "bf16",
+        "reshard_after_forward": False,
+    },
     {"wrap": ["LlamaAttention", "LlamaMLP"], "prefetch": 3},
 ]
 
 
 def told(folder: Path) -> list[list[dict[str, Any]]]:
     """For each of OPTIONS what each unit of FSDP2 was told, in the model's order."""
-    return [[_of_unit(unit) for unit in _units(folder, FSDP2Strategy(**options))] for options in OPTIONS]
+    return [
+        [_of_unit(unit) for unit in _units(folder, FSDP2Strategy(**options))] for options in OPTIONS
+    ]
 
 
 def _units(folder: Path, options: FSDP2Strategy) -> list[Any]:
     model, _ = laid_out(folder, "pretrained")
-    apply_fsdp2(ForwardWithObjective(model), model, options, data_mesh(device_mesh(Mesh(shard=2), "cpu")), torch.bfloat16)
+    apply_fsdp2(
+        ForwardWithObjective(model),
+        model,
+        options,
+        data_mesh(device_mesh(Mesh(shard=2), "cpu")),
+        torch.bfloat16,
+    )
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -194,31 +218,54 @@ def _of_unit(unit: Any) -> dict[str, Any]:
 
 def test_options_reach_fsdp2(model_dir: Path) -> None:
     plain, other, halves = run(2, told, model_dir, timeout=110)[0]
-    shared: dict[str, Any] = {"reshard_after_forward": True, "offload": {False}, "dtypes": (torch.bfloat16, torch.float32)}
-    assert plain == [{"prefetch": 1, "backward_prefetch": 0, **shared}, {"prefetch": 0, "backward_prefetch": 1, **shared}]
+    shared: dict[str, Any] = {
+        "reshard_after_forward": True,
+        "offload": {False},
+        "dtypes": (torch.bfloat16, torch.float32),
+    }
+    assert plain == [
+        {"prefetch": 1, "backward_prefetch": 0, **shared},
+        {"prefetch": 0, "backward_prefetch": 1, **shared},
+    ]
     assert [(u["prefetch"], u["backward_prefetch"]) for u in other] == [(0, 0), (0, 1)]
     assert {key: other[0][key] for key in shared} == {
         "reshard_after_forward": False,
         "offload": {True},
         "dtypes": (torch.bfloat16, torch.bfloat16),
     }
-    assert [(u["prefetch"], u["backward_prefetch"]) for u in halves] == [(3, 0), (2, 1), (1, 2), (0, 3)]
+    assert [(u["prefetch"], u["backward_prefetch"]) for u in halves] == [
+        (3, 0),
+        (2, 1),
+        (1, 2),
+        (0, 3),
+    ]
 
 
 def plan_of(root: Path, name: str, model: Path, strategy: Any) -> Path:
     folder = root / name
     folder.mkdir()
-    path = write_config(folder, model, strategy=strategy, checkpoint={"every": 2, "asynchronous": False, "export": "none"})
+    path = write_config(
+        folder,
+        model,
+        strategy=strategy,
+        checkpoint={"every": 2, "asynchronous": False, "export": "none"},
+    )
     request = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=2)
     return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
 
 
-def test_an_unknown_class_to_wrap_is_refused_with_those_there_are(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"strategy.wrap.*no module of class LamaMLP.*there are .*LlamaMLP"):
+def test_an_unknown_class_to_wrap_is_refused_with_those_there_are(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        PlanError, match=r"strategy.wrap.*no module of class LamaMLP.*there are .*LlamaMLP"
+    ):
         plan_of(tmp_path, "run", model_dir, {"kind": "fsdp2", "wrap": ["LamaMLP"]})
 
 
-def test_a_resumed_run_needs_no_weights_but_the_checkpoints(model_dir: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_needs_no_weights_but_the_checkpoints(
+    model_dir: Path, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(model_dir, model)
     first, second = (plan_of(tmp_path, name, model, "fsdp2") for name in ("first", "second"))

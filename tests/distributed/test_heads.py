@@ -41,8 +41,14 @@ LORA: dict[str, Any] = {"adapter": {"kind": "lora", "r": 4}}
 CASES = [
     Case("log-probs and a value head", VALUED),
     Case("scores", SCORE),
-    Case("scores beside an adapter", {**SCORE, **LORA}, rows=("tp 2", "pp 2, zero bubble", "zero3 2")),
-    Case("log-probs and a value head on scaled logits", {**VALUED, **SCALED}, rows=("tp 2", "cp 2", "pp 2, zero bubble", "zero3 2")),
+    Case(
+        "scores beside an adapter", {**SCORE, **LORA}, rows=("tp 2", "pp 2, zero bubble", "zero3 2")
+    ),
+    Case(
+        "log-probs and a value head on scaled logits",
+        {**VALUED, **SCALED},
+        rows=("tp 2", "cp 2", "pp 2, zero bubble", "zero3 2"),
+    ),
 ]
 # With --full alone: each kind of engine has a row without it. Cases of some rows are seen under ZeRO 3.
 AGAIN = ("fsdp2 2", "zero2 2", "pp 2", "cp 2")
@@ -80,15 +86,30 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("heads")
     llama = tiny_model_dir(root / "model", layers=4)
     granite = scaled(root / "scaled", llama)
-    params = [getattr(getattr(item, "callspec", None), "params", None) for item in request.session.items]
+    params = [
+        getattr(getattr(item, "callspec", None), "params", None) for item in request.session.items
+    ]
     cases = [p["case"] for p in params if p and p.get("case") in CASES]
     chosen = [(p["row"], p["case"]) for p in params if p and p.get("case") in CASES and "row" in p]
     groups: dict[tuple[int, str], list[Path]] = {}
     for row, case in dict.fromkeys([*((ONE, case) for case in cases), *chosen]):
         (root / slug(row, case)).mkdir()
-        base = {"batch": {"global_samples": 8, "micro_batch": 4}, "data": {"packing": False}, "optimizer": {"eps": 1e-3}}
-        sections = base | {key: value for key, value in case.sections.items() if key != "algorithm"} | row.sections
-        path = write_config(root / slug(row, case), granite if "model" in case.sections else llama, rows=48, **sections)
+        base = {
+            "batch": {"global_samples": 8, "micro_batch": 4},
+            "data": {"packing": False},
+            "optimizer": {"eps": 1e-3},
+        }
+        sections = (
+            base
+            | {key: value for key, value in case.sections.items() if key != "algorithm"}
+            | row.sections
+        )
+        path = write_config(
+            root / slug(row, case),
+            granite if "model" in case.sections else llama,
+            rows=48,
+            **sections,
+        )
         asked = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
         # The rows of `sft`, whatever learns from them: heads are what is tried here.
         plan = with_algorithm(make_plan(asked, on_progress=lambda *_: None), case)
@@ -96,20 +117,25 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for (world_size, _), plans in groups.items():
         run_module("tests.distributed.heads_worker", plans, world_size)
     return lambda row, case: [
-        torch.load(root / slug(row, case) / "run" / f"{rank}.pt", weights_only=True) for rank in range(row.world_size)
+        torch.load(root / slug(row, case) / "run" / f"{rank}.pt", weights_only=True)
+        for rank in range(row.world_size)
     ]
 
 
 def with_algorithm(plan: Any, case: Case) -> Any:
     from drumline.core.config import Config
 
-    config = Config.model_validate(plan.config.model_dump() | {"algorithm": case.sections["algorithm"]})
+    config = Config.model_validate(
+        plan.config.model_dump() | {"algorithm": case.sections["algorithm"]}
+    )
     return plan.model_copy(update={"config": config})
 
 
 def marked(row: Row, case: Case) -> Any:
     again = row.name in AGAIN or (case.rows and row.name != "zero3 2")
-    return pytest.param(row, case, id=f"{row.name}-{case.name}", marks=pytest.mark.full if again else [])
+    return pytest.param(
+        row, case, id=f"{row.name}-{case.name}", marks=pytest.mark.full if again else []
+    )
 
 
 @pytest.mark.parametrize(("row", "case"), [marked(*pair) for pair in PAIRS])
@@ -118,22 +144,32 @@ def test_as_one_process(told: Told, row: Row, case: Case) -> None:
     said: dict[str, list[float]] = {}
     for rank in ranks:
         assert rank["first"].keys() == one["first"].keys()
-        assert all(torch.equal(tensor, one["first"][name]) for name, tensor in rank["first"].items())
+        assert all(
+            torch.equal(tensor, one["first"][name]) for name, tensor in rank["first"].items()
+        )
         for got, expected in zip(rank["steps"], one["steps"], strict=True):
             assert got == pytest.approx(expected, rel=TOLERANCE)
         for name, tensor in one["weights"].items():
-            assert float((rank["weights"][name] - tensor).norm()) <= TOLERANCE * float(tensor.norm()), name
+            assert float((rank["weights"][name] - tensor).norm()) <= TOLERANCE * float(
+                tensor.norm()
+            ), name
         for tokens, row_said in rank["read"].items():
             assert said.setdefault(tokens, row_said) == row_said
     assert said.keys() == one["read"].keys()
-    got, wanted = (torch.tensor([answers[tokens] for tokens in one["read"]]) for answers in (said, one["read"]))
+    got, wanted = (
+        torch.tensor([answers[tokens] for tokens in one["read"]]) for answers in (said, one["read"])
+    )
     assert float((got - wanted).norm()) <= TOLERANCE * float(wanted.norm())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_head_learns(told: Told, case: Case) -> None:
     (one,) = told(ONE, case)
-    moved = {name for name, tensor in one["weights"].items() if not torch.equal(tensor, one["first"][name])}
+    moved = {
+        name
+        for name, tensor in one["weights"].items()
+        if not torch.equal(tensor, one["first"][name])
+    }
     heads = {name for name in one["weights"] if name.startswith(("score", "value_head"))}
     expected = {"ppo": {"value_head.weight", "value_head.bias"}, "reward": {"score.weight"}}
     assert heads == expected[case.sections["algorithm"]["kind"]] and heads <= moved

@@ -52,7 +52,10 @@ def told(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Any
         plans[name] = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
     run_module("tests.distributed.held_worker", list(plans.values()), 2)
     told: dict[str, Any] = {"plans": plans}
-    return told | {name: [json.loads((plan.parent / f"{rank}.json").read_text()) for rank in (0, 1)] for name, plan in plans.items()}
+    return told | {
+        name: [json.loads((plan.parent / f"{rank}.json").read_text()) for rank in (0, 1)]
+        for name, plan in plans.items()
+    }
 
 
 def sizes(model: Path) -> dict[str, int]:
@@ -63,7 +66,8 @@ def sizes(model: Path) -> dict[str, int]:
 @pytest.mark.parametrize("name", ROWS)
 def test_ranks_hold_what_they_must(told: dict[str, Any], model: Path, name: str) -> None:
     entries = sizes(model)
-    number = sum(entries.values()) + (entries["model.embed_tokens.weight"] if name == "pp" else 0)  # tied: both ends have it
+    # Tied: both ends have it.
+    number = sum(entries.values()) + (entries["model.embed_tokens.weight"] if name == "pp" else 0)
     both = [sum(rank["held"][i] for rank in told[name]) for i in range(3)]
     for got, each in zip(both, ROWS[name][2], strict=True):
         assert each * number <= got <= each * number + 256, name  # DeepSpeed's buffers are padded
@@ -80,7 +84,10 @@ def test_a_step_gives_back_what_it_took(told: dict[str, Any], name: str) -> None
     if name == "ddp":
         # Its buckets, which gradients are views of, stay between steps; when backward starts, all activations are there.
         # A step's own numbers (the norm, whether it is finite) are some bytes.
-        assert told[name][0]["base"] >= sum(told[name][0]["held"]) and 0 <= told[name][0]["peaks"]["step"] - told[name][0]["base"] < 64
+        assert (
+            told[name][0]["base"] >= sum(told[name][0]["held"])
+            and 0 <= told[name][0]["peaks"]["step"] - told[name][0]["base"] < 64
+        )
 
 
 @pytest.mark.full
@@ -93,4 +100,6 @@ def test_a_trace_of_one_rank_is_what_lives_on_it(told: dict[str, Any], name: str
     question = tracing.question_of(config, plan.model_path, plan, known)
     (traced,) = tracing.in_child({**question, "layers": [known.layers]})
     real = told[name][0]
-    assert traced.peak == pytest.approx(max(real["peaks"]["forward"], real["peaks"]["backward"]) - real["base"], rel=0.02)
+    assert traced.peak == pytest.approx(
+        max(real["peaks"]["forward"], real["peaks"]["backward"]) - real["base"], rel=0.02
+    )

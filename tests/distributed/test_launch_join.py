@@ -21,7 +21,9 @@ WORKER = "tests.distributed.joining_worker"
 
 def torchrun(folder: Path, how: str, restarts: int = 0) -> tuple[int, str]:
     options = ("--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}")
-    return end(Forked("torch.distributed.run", *options, "-m", WORKER, folder, how, env=ENV, cwd=ROOT))
+    return end(
+        Forked("torch.distributed.run", *options, "-m", WORKER, folder, how, env=ENV, cwd=ROOT)
+    )
 
 
 def by_hand(folder: Path, how: str, port: int, host: str = "127.0.0.1") -> list[Forked]:
@@ -31,7 +33,12 @@ def by_hand(folder: Path, how: str, port: int, host: str = "127.0.0.1") -> list[
 
 def two(module: str, *arguments: object, port: int, host: str = "127.0.0.1") -> list[Forked]:
     usual = {**ENV, "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    return [Forked(module, *arguments, env={**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT) for rank in range(2)]
+    return [
+        Forked(
+            module, *arguments, env={**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT
+        )
+        for rank in range(2)
+    ]
 
 
 def end(process: Forked, timeout: float = 120) -> tuple[int, str]:
@@ -92,7 +99,20 @@ def test_a_port_that_is_held_is_one_line(tmp_path: Path) -> None:
         port = held.getsockname()[1]
         code = "from drumline.dist.start import rendezvous\nfrom drumline.errors import DrumlineError\n"
         code += "try:\n    rendezvous()\nexcept DrumlineError as error:\n    print(type(error).__name__, error.line())\n"
-        usual = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        told = subprocess.run([sys.executable, "-c", code], env={**ENV, **usual}, capture_output=True, text=True, timeout=120)
+        usual = {
+            "WORLD_SIZE": "2",
+            "RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        told = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**ENV, **usual},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         status, said = told.returncode, told.stdout
-    assert status == 0 and said.startswith(f"{EnvironmentFault.__name__} MASTER_PORT: port {port} is taken"), said
+    assert status == 0 and said.startswith(
+        f"{EnvironmentFault.__name__} MASTER_PORT: port {port} is taken"
+    ), said

@@ -20,9 +20,24 @@ from tests.tiny import tiny_model_dir
 
 PYTHON = sys.executable
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "PORT"]
-LAUNCH = [PYTHON, "-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", "PORT"]
+LAUNCH = [
+    PYTHON,
+    "-m",
+    "torch.distributed.launch",
+    "--nproc_per_node",
+    "2",
+    "--master_port",
+    "PORT",
+]
 DEEPSPEED = [PYTHON, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "PORT"]
-ACCELERATE = [PYTHON, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "PORT"]
+ACCELERATE = [
+    PYTHON,
+    "-m",
+    "accelerate.commands.accelerate_cli",
+    "launch",
+    "--main_process_port",
+    "PORT",
+]
 MAIN = ["main.py", "--mode", "train", "--config", "CONFIG", "--algorithm", "sft"]
 EXAMPLES = ROOT / "examples" / "compat"
 
@@ -53,7 +68,13 @@ def started(line: list[str], config: Path, *overrides: str) -> Iterator[subproce
     # Its own folder for accelerate's default config: this machine's own must not decide.
     env = {**ENV, "HF_HOME": str(config.parent / "hf"), "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        cwd=ROOT,
+        start_new_session=True,
     )
     try:
         yield process
@@ -73,8 +94,19 @@ def ran(line: list[str], config: Path, *overrides: str, timeout: float = 280) ->
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lines")
-    model, batch = tiny_model_dir(folder / "model"), {"micro_batch": None}  # which a launcher's file may say
-    return write_config(folder, model, data={"packing": False, "eval": []}, batch=batch, run={"steps": 3}, checkpoint={"every": None})
+    # Which a launcher's file may say.
+    model, batch = (
+        tiny_model_dir(folder / "model"),
+        {"micro_batch": None},
+    )
+    return write_config(
+        folder,
+        model,
+        data={"packing": False, "eval": []},
+        batch=batch,
+        run={"steps": 3},
+        checkpoint={"every": None},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,29 +140,49 @@ def test_ranks_die_with_their_launcher(name: str, config: Path, tmp_path: Path) 
     if name != "torchrun":
         pytest.importorskip(name.partition(" ")[0])
     line, run = LINES[name][0], tmp_path / "run"
-    with started(line, config, f"run.dir={run}", "run.steps=100000", "checkpoint.every=null") as launcher:
+    with started(
+        line, config, f"run.dir={run}", "run.steps=100000", "checkpoint.every=null"
+    ) as launcher:
         wait_for(run, "step", 3, launcher, timeout=280)
         below = psutil.Process(launcher.pid).children(recursive=True)
-        ranks = [process for process in below if "RANK" in process.environ() and "drumline.launchers.watcher" not in process.cmdline()]
+        ranks = [
+            process
+            for process in below
+            if "RANK" in process.environ() and "drumline.launchers.watcher" not in process.cmdline()
+        ]
         launcher.kill()
         launcher.wait(60)
         left = psutil.wait_procs(ranks, timeout=3 * 1.0)[1]
         assert len(ranks) == 2 and all(process.status() == psutil.STATUS_ZOMBIE for process in left)
-    assert gone(str(run), 60), "deepspeed's own inner launcher ends when it has seen that its ranks are gone"
+    assert gone(str(run), 60), (
+        "deepspeed's own inner launcher ends when it has seen that its ranks are gone"
+    )
 
 
 @pytest.mark.full
 def test_a_launcher_that_contradicts_the_config(config: Path, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(config.read_text() + "strategy: ddp\n")
-    code, out = ran(LINES["accelerate launch, FSDP"][0], tmp_path / "c.yaml", f"run.dir={tmp_path / 'run'}")
-    assert code != 0 and "strategy.kind: 'ddp', but accelerate launch: FSDP_SHARDING_STRATEGY makes it 'fsdp2'" in out
+    code, out = ran(
+        LINES["accelerate launch, FSDP"][0], tmp_path / "c.yaml", f"run.dir={tmp_path / 'run'}"
+    )
+    assert (
+        code != 0
+        and "strategy.kind: 'ddp', but accelerate launch: FSDP_SHARDING_STRATEGY makes it 'fsdp2'"
+        in out
+    )
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full
 def test_a_mistake_on_main_s_own_line(config: Path) -> None:
     code, out = ran([*TORCHRUN, "main.py", "--config", "CONFIG", "--mode", "no"], config)
-    assert code != 0 and out.count("main.py: error: argument --mode: invalid choice: 'no'") == 1, out
+    assert code != 0 and out.count("main.py: error: argument --mode: invalid choice: 'no'") == 1, (
+        out
+    )
     assert ran([PYTHON, "main.py", "--config", "no.yaml"], config)[0] == 2
     code, out = ran([PYTHON, *MAIN, "--deepspeed_config", "no.json"], config)
-    assert code == 2 and "error: command line: --accelerate-config: 'no.json' cannot be read" in out and "Traceback" not in out
+    assert (
+        code == 2
+        and "error: command line: --accelerate-config: 'no.json' cannot be read" in out
+        and "Traceback" not in out
+    )

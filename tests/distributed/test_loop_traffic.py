@@ -24,7 +24,11 @@ from tests.tiny import tiny_model_dir
 
 STEPS, QUIET = 12, range(8, 11)  # none of these is counted, says what was measured, or is logged
 READS = ("item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__")
-SIZED = {torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default, torch.ops.aten._unique2.default}
+SIZED = {
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._unique2.default,
+}
 
 
 class Ledger(TorchDispatchMode):
@@ -74,15 +78,27 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
     ledger, rank, ranks = Ledger(), dist.get_rank(), dist.get_world_size()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         built, said = loop(Path(folder), steps=range(STEPS), held_out=False)
-        values = {"data": {"train": [{"kind": "file", "path": "x"}]}, "run": {"log_every": 100}, "checkpoint": {"every": None}}
+        values = {
+            "data": {"train": [{"kind": "file", "path": "x"}]},
+            "run": {"log_every": 100},
+            "checkpoint": {"every": None},
+        }
         config = Config.model_validate({**values, "strategy": strategy, "model": {"id": model}})
-        how = {"config": config, "mesh": Mesh(**degrees), "data_parallel": strategy, "steps": STEPS, "model_path": model}
+        how = {
+            "config": config,
+            "mesh": Mesh(**degrees),
+            "data_parallel": strategy,
+            "steps": STEPS,
+            "model_path": model,
+        }
         built.plan = built.plan.model_copy(update=how)
         built.engine = build_engine(built.plan, "cpu")
         built.gather = built.measure.gather = Gather(rank, ranks, "cpu")
         built.save = built._save_last = lambda *_: None  # type: ignore[method-assign]
         packs = [collate([[learned_segment(10), learned_segment(14)]], 0, 24)] * 2
-        built.stream = [replace(batch, micro_batches=packs, of_all=(88.0, 96)) for batch in built.stream]
+        built.stream = [
+            replace(batch, micro_batches=packs, of_all=(88.0, 96)) for batch in built.stream
+        ]
         for name in ("forward_backward", "grad_norm", "step"):
             patch.setattr(built.engine, name, ledger.engine(getattr(built.engine, name)))
         for name in READS:
@@ -94,7 +110,10 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
             fetch(self, *more)
 
         def arrives(self: Gathered) -> Any:
-            ledger.counts[ledger.step, "read"] += vars(self).get("sent_off", ledger.step) == ledger.step  # else it is there
+            # Else it is there.
+            ledger.counts[ledger.step, "read"] += (
+                vars(self).get("sent_off", ledger.step) == ledger.step
+            )
             ledger.apart = True
             try:
                 return read(self)
@@ -114,10 +133,21 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
     return ledger.counts
 
 
-@pytest.mark.parametrize(("strategy", "degrees"), [("ddp", {"replicate": 2}), ("fsdp2", {"shard": 2}), ("local_sgd", {"replicate": 2})])
-def test_a_step_is_one_collective_and_nothing_is_waited_for(tmp_path: Path, strategy: str, degrees: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "degrees"),
+    [("ddp", {"replicate": 2}), ("fsdp2", {"shard": 2}), ("local_sgd", {"replicate": 2})],
+)
+def test_a_step_is_one_collective_and_nothing_is_waited_for(
+    tmp_path: Path, strategy: str, degrees: dict[str, int]
+) -> None:
     model = str(tiny_model_dir(tmp_path / "model"))
     for found in run(2, counts, model, strategy, degrees):
         for step in QUIET:
-            assert {what: found[step, what] for what in ("sum", "read", "engine read")} == {"sum": 1, "read": 0, "engine read": 0}
-        assert found[STEPS, "read"] and found[STEPS, "sum"] > 1, "the ledger sees what a logged step and the end do"
+            assert {what: found[step, what] for what in ("sum", "read", "engine read")} == {
+                "sum": 1,
+                "read": 0,
+                "engine read": 0,
+            }
+        assert found[STEPS, "read"] and found[STEPS, "sum"] > 1, (
+            "the ledger sees what a logged step and the end do"
+        )

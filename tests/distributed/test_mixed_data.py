@@ -24,7 +24,11 @@ DATA: dict[str, dict[str, Any]] = {
     "mixed": {"curriculum": {"by": "length", "epochs": 1}, "packing": False},
     "packed": {"duplicates": "near", "max_length": 64},
     "streamed": {"stream": {"rows": 16, "blocks": 2}, "packing": False},
-    "streamed packs in order": {"stream": {"rows": 24, "blocks": 2}, "curriculum": "length", "max_length": 64},
+    "streamed packs in order": {
+        "stream": {"rows": 24, "blocks": 2},
+        "curriculum": "length",
+        "max_length": 64,
+    },
 }
 
 
@@ -68,4 +72,6 @@ def test_goes_on_with_the_same_rows(runs: dict[str, tuple[Path, Path]], name: st
     assert [event["step"] for event in part] == [5, 6, 7, 8]
     for key in ("tokens", "samples"):
         assert [event[key] for event in part] == [event[key] for event in whole][4:], key
-    assert [event["loss"] for event in part] == pytest.approx([event["loss"] for event in whole][4:], rel=1e-4)
+    assert [event["loss"] for event in part] == pytest.approx(
+        [event["loss"] for event in whole][4:], rel=1e-4
+    )

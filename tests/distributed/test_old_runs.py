@@ -37,8 +37,14 @@ def test_it_goes_on(folder: Path) -> None:
 def test_it_is_exported_and_evaluated(folder: Path) -> None:
     ended = drumline("export", "run", "--to", "out", cwd=folder)
     assert ended.code == 0, ended.err
-    assert json.loads((folder / "out" / "drumline.json").read_text())["checkpoint"] == "step-00000004"
-    ended = drumline("eval", "config.yaml", "--checkpoint", "run/checkpoints/step-00000004", cwd=folder)
+    assert (
+        json.loads((folder / "out" / "drumline.json").read_text())["checkpoint"] == "step-00000004"
+    )
+    ended = drumline(
+        "eval", "config.yaml", "--checkpoint", "run/checkpoints/step-00000004", cwd=folder
+    )
     assert ended.code == 0, ended.err
     before = events(folder / "run", "eval")[-1]["loss"]
-    assert json.loads((folder / "run" / "eval.json").read_text())["held_out"]["metrics"]["loss"] == pytest.approx(before, rel=1e-5)
+    assert json.loads((folder / "run" / "eval.json").read_text())["held_out"]["metrics"][
+        "loss"
+    ] == pytest.approx(before, rel=1e-5)

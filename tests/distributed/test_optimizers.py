@@ -35,7 +35,10 @@ class Kind(NamedTuple):
     sections: dict[str, Any] = {}
 
 
-GROUPS = [{"match": ["*norm*", "*embed*"], "lr_ratio": 0.1, "weight_decay": 0.0}, {"match": ["*mlp*"], "lr_ratio": 2.0}]
+GROUPS = [
+    {"match": ["*norm*", "*embed*"], "lr_ratio": 0.1, "weight_decay": 0.0},
+    {"match": ["*mlp*"], "lr_ratio": 2.0},
+]
 KINDS = {
     "groups": Kind({"kind": "adamw", "groups": GROUPS}, 1e-5),
     "lion": Kind({"kind": "lion", "lr": 3e-4, "betas": [0.9, 0.99]}, 1e-5),
@@ -47,9 +50,15 @@ KINDS = {
     "muon": Kind({"kind": "muon", "momentum": 0.95}, 2e-3),
     # Weights, gradients and moments in bf16; noise is by the place in a part, so a shard's is another's.
     "bf16, stochastic": Kind({}, 2e-2, {"precision": {"kind": "bf16", "master": "bf16"}}),
-    "bf16, kahan": Kind({}, 2e-2, {"precision": {"kind": "bf16", "master": "bf16", "rounding": "kahan"}}),
+    "bf16, kahan": Kind(
+        {}, 2e-2, {"precision": {"kind": "bf16", "master": "bf16", "rounding": "kahan"}}
+    ),
     "schedule_free": Kind({"kind": "schedule_free"}, 1e-5, {"schedule": "constant"}),
-    "in backward": Kind({"in_backward": True, "max_grad_norm": None}, 1e-5, {"batch": {"accumulation": 1, "micro_batch": None}}),
+    "in backward": Kind(
+        {"in_backward": True, "max_grad_norm": None},
+        1e-5,
+        {"batch": {"accumulation": 1, "micro_batch": None}},
+    ),
     "on host": Kind({"offload": True}, 1e-5),
 }
 SPREADS: dict[str, tuple[int, Any]] = {
@@ -61,23 +70,49 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "fsdp2 2, offload": (2, {"kind": "fsdp2", "offload": "cpu"}),
     "fsdp2 2 x tp 2": (4, {"kind": "fsdp2", "tp": 2}),
 }
-ONLY = {"in backward": ("single", "fsdp2 2", "tp 2", "fsdp2 2, offload"), "on host": ("single", "ddp 2", "fsdp2 2", "tp 2")}
+ONLY = {
+    "in backward": ("single", "fsdp2 2", "tp 2", "fsdp2 2, offload"),
+    "on host": ("single", "ddp 2", "fsdp2 2", "tp 2"),
+}
 # The units have what is theirs alone.
-REST = ("groups", "adamw_4bit", "bf16, kahan", "schedule_free", "in backward", "lion", "adafactor", "on host")
+REST = (
+    "groups",
+    "adamw_4bit",
+    "bf16, kahan",
+    "schedule_free",
+    "in backward",
+    "lion",
+    "adafactor",
+    "on host",
+)
 AGAIN = pytest.mark.full
 LOW = ("single", "ddp 2", "fsdp2 2", "fsdp2 2, offload")  # of these alone is pure bf16 asked
 PAIRS = [
-    pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if name == "fsdp2 2" and kind not in REST else AGAIN)
+    pytest.param(
+        kind,
+        name,
+        id=f"{kind}-{name}",
+        marks=[] if name == "fsdp2 2" and kind not in REST else AGAIN,
+    )
     for kind in KINDS
     for name in SPREADS
-    if name in (LOW if "bf16" in kind else ONLY.get(kind, SPREADS)) and (name != "fsdp2 2 x tp 2" or kind in ("muon", "adafactor"))
+    if name in (LOW if "bf16" in kind else ONLY.get(kind, SPREADS))
+    and (name != "fsdp2 2 x tp 2" or kind in ("muon", "adafactor"))
 ]
 ROUND = ("fsdp2 2", "single", "tp 2", "pp 2", "ddp 2", "fsdp2 2")
 LOW_ROUND = ("fsdp2 2", "single", "ddp 2", "fsdp2 2")
 MOVES = [
-    pytest.param(kind, a, b, id=f"{kind}-{a} to {b}", marks=[] if a == "fsdp2 2" and kind not in REST else AGAIN)
+    pytest.param(
+        kind,
+        a,
+        b,
+        id=f"{kind}-{a} to {b}",
+        marks=[] if a == "fsdp2 2" and kind not in REST else AGAIN,
+    )
     for kind in KINDS
-    for a, b in pairwise(LOW_ROUND if "bf16" in kind else [name for name in ROUND if name in ONLY.get(kind, ROUND)])
+    for a, b in pairwise(
+        LOW_ROUND if "bf16" in kind else [name for name in ROUND if name in ONLY.get(kind, ROUND)]
+    )
 ]
 
 
@@ -106,15 +141,23 @@ def slug(*names: str) -> str:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    mine = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
-    asked: list[dict[str, Any]] = [item.callspec.params for item in mine if hasattr(item, "callspec")]
+    mine = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    ]
+    asked: list[dict[str, Any]] = [
+        item.callspec.params for item in mine if hasattr(item, "callspec")
+    ]
     moves = [(p["kind"], p["a"], p["b"]) for p in asked if "a" in p]
     whole = [(p["kind"], name) for p in asked for name in (p.get("name", p.get("a")), "single")]
     root = tmp_path_factory.mktemp("optimizers")
     # Some tensors have 4,096 entries on a rank of two, and some fewer.
     tiny_model_dir(root / "model", layers=2, hidden=64)
     for ranks in (1, 2, 4):
-        if plans := [plan(root, slug(k, n), k, n) for k, n in dict.fromkeys(whole) if SPREADS[n][0] == ranks]:
+        if plans := [
+            plan(root, slug(k, n), k, n) for k, n in dict.fromkeys(whole) if SPREADS[n][0] == ranks
+        ]:
             run_plans(plans, ranks, counted=True)
     for ranks in (1, 2):
         plans = []
@@ -130,7 +173,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def near(mine: list[dict[str, Any]], other: list[dict[str, Any]], kind: str) -> None:
     for key in ("loss", "grad_norm"):
-        assert [e[key] for e in mine] == pytest.approx([e[key] for e in other], rel=KINDS[kind].within), key
+        assert [e[key] for e in mine] == pytest.approx(
+            [e[key] for e in other], rel=KINDS[kind].within
+        ), key
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
@@ -139,27 +184,41 @@ def test_numbers_are_near_and_bytes_as_planned(runs: Path, kind: str, name: str)
     near(mine, other, kind)
     assert mine[-1]["loss"] < mine[0]["loss"] - 0.01
     made = Plan.load(runs / slug(kind, name) / "run" / "plan.json")
-    facts = models.facts(models.load_config(made.model_path, made.config.model), made.config.data.max_length, made.config.adapter)
+    facts = models.facts(
+        models.load_config(made.model_path, made.config.model),
+        made.config.data.max_length,
+        made.config.adapter,
+    )
     memory = last_measurement(read(runs / slug(kind, name) / "run" / "events.jsonl"))
     assert memory is not None
     states = [state_of(made, facts, stage_of(made, facts, stage)) for stage in range(made.mesh.pp)]
     assert max(memory.by_rank["optimizer"]) == max(state.optimizer for state in states)
     if made.data_parallel in ("ddp", "fsdp2") and made.mesh.pp == made.mesh.tp == 1:
-        assert mine[-1]["sent_bytes"] == pytest.approx(flows(made, facts, step=2).traffic().total, rel=1e-6, abs=1)
+        assert mine[-1]["sent_bytes"] == pytest.approx(
+            flows(made, facts, step=2).traffic().total, rel=1e-6, abs=1
+        )
     assert max(memory.by_rank["parameters"]) == max(state.parameters for state in states)
 
 
 @pytest.mark.parametrize(("kind", "a", "b"), MOVES)
 def test_goes_on_under_another(runs: Path, kind: str, a: str, b: str) -> None:
-    mine, other = (events(runs / name / "run", "step") for name in (slug(kind, a, b), slug(kind, "single")))
+    mine, other = (
+        events(runs / name / "run", "step") for name in (slug(kind, a, b), slug(kind, "single"))
+    )
     assert [e["step"] for e in mine] == [3]
     near(mine, other[2:], kind)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("schedule_free", "fsdp2 2"), ("bf16, stochastic", "fsdp2 2")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("schedule_free", "fsdp2 2"), ("bf16, stochastic", "fsdp2 2")]
+)
 def test_what_is_exported_is_fp32_and_what_was_evaluated(runs: Path, kind: str, name: str) -> None:
     """The mean of a schedule-free run, not the weights that it learns at."""
-    one, other = (dict(read_run(runs / slug(kind, n) / "run")[0].named_parameters()) for n in (name, "single"))
+    one, other = (
+        dict(read_run(runs / slug(kind, n) / "run")[0].named_parameters()) for n in (name, "single")
+    )
     for key, weight in one.items():
         assert weight.dtype == torch.float32
-        torch.testing.assert_close(weight, other[key], rtol=KINDS[kind].within, atol=5e-3 if "bf16" in kind else 1e-5)
+        torch.testing.assert_close(
+            weight, other[key], rtol=KINDS[kind].within, atol=5e-3 if "bf16" in kind else 1e-5
+        )

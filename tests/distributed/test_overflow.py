@@ -25,5 +25,7 @@ def test_all_ranks_agree(ranks: list[dict[str, list[dict[str, object]]]], way: s
     *overflows, good = first
     assert [o["how"] for o in overflows] == ["a loss"] + ["an entry of one shard"] * (way != "ddp")
     for count, overflow in enumerate(overflows, start=1):
-        assert not overflow["finite"] and overflow["still"] and overflow["scale"] == SCALE / 2**count
+        assert (
+            not overflow["finite"] and overflow["still"] and overflow["scale"] == SCALE / 2**count
+        )
     assert good["finite"] and not good["still"]

@@ -16,7 +16,11 @@ from tests.tiny import tiny_model_dir
 
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
-SGD = {"optimizer": {"kind": "sgd", "lr": 1e-3, "max_grad_norm": None}, "run": {"steps": 2}, "rows": 8}
+SGD = {
+    "optimizer": {"kind": "sgd", "lr": 1e-3, "max_grad_norm": None},
+    "run": {"steps": 2},
+    "rows": 8,
+}
 
 
 def write_files(folder: Path) -> None:
@@ -36,12 +40,16 @@ def test_trains_is_planned_and_verified(tmp_path: Path, model: Path) -> None:
         folder.mkdir()
     write_files(ours)
     sft = write_config(theirs, model, **SGD, algorithm={"kind": "sft", "loss_chunk": 32})
-    own = write_config(ours, model, **SGD, algorithm={"kind": "focal.py:Focal", "loss_chunk": 32, "gamma": 0})
+    own = write_config(
+        ours, model, **SGD, algorithm={"kind": "focal.py:Focal", "loss_chunk": 32, "gamma": 0}
+    )
     for path, more in ((sft, ()), (own, ("launch.nproc=2", "strategy=ddp"))):
         done = drumline("train", path, *more)
         assert done.code == 0, done.err
     expected = losses(theirs / "run")
-    assert losses(ours / "run") == pytest.approx(expected, rel=1e-5), "with γ 0 it is the cross-entropy"
+    assert losses(ours / "run") == pytest.approx(expected, rel=1e-5), (
+        "with γ 0 it is the cross-entropy"
+    )
     for command in (
         ("plan", own),
         ("verify", own, "--steps", 1, "strategy=ddp", "launch.nproc=2"),
@@ -53,8 +61,14 @@ def test_trains_is_planned_and_verified(tmp_path: Path, model: Path) -> None:
 
 def test_another_process_finds_it_by_its_kind(tmp_path: Path, model: Path) -> None:
     write_files(tmp_path)
-    algorithm = load(write_config(tmp_path, model, algorithm={"kind": "focal.py:Focal", "gamma": 5.0}), []).config.algorithm
+    algorithm = load(
+        write_config(tmp_path, model, algorithm={"kind": "focal.py:Focal", "gamma": 5.0}), []
+    ).config.algorithm
     pickled = pickle.dumps(algorithm)
     _own.clear()  # as in a process that has not read the YAML
     again = pickle.loads(pickled)  # noqa: S301 - our own
-    assert isinstance(again, AlgorithmSpec) and again.model_dump() == algorithm.model_dump() and again.model_dump()["gamma"] == 5.0
+    assert (
+        isinstance(again, AlgorithmSpec)
+        and again.model_dump() == algorithm.model_dump()
+        and again.model_dump()["gamma"] == 5.0
+    )

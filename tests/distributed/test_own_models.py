@@ -55,8 +55,15 @@ IN_FOUR = [
 def config(name: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
     file = EXAMPLES / ("train_gpt.py" if name == "gpt" else "train_vit.py")
     digits = {"kind": "python", "path": f"{EXAMPLES / 'vit.py'}:digits", "limit": 20}
-    text = {"kind": "python", "path": f"{file}:Bytes", "options": {"modules": ["linear"], "length": 24}, "limit": 20}
-    algorithm = {"kind": "python", "path": f"{file}:objective"} | ({"weight": f"{file}:tokens"} if name == "gpt" else {})
+    text = {
+        "kind": "python",
+        "path": f"{file}:Bytes",
+        "options": {"modules": ["linear"], "length": 24},
+        "limit": 20,
+    }
+    algorithm = {"kind": "python", "path": f"{file}:objective"} | (
+        {"weight": f"{file}:tokens"} if name == "gpt" else {}
+    )
     # Softmax is blind to biases of keys: of rounding alone AdamW would make steps. The GPT has no biases.
     optimizer = {"lr": 1e-3} if name == "gpt" else {"kind": "sgd", "lr": 0.05}
     values: dict[str, Any] = {
@@ -68,7 +75,8 @@ def config(name: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
         },
         "algorithm": algorithm,
         "data": {"train": [text if name == "gpt" else digits]},
-        "batch": {"global_samples": 8} | ({"accumulation": 1} if name == "resnet" else {"micro_batch": 2}),
+        "batch": {"global_samples": 8}
+        | ({"accumulation": 1} if name == "resnet" else {"micro_batch": 2}),
         "optimizer": optimizer,
         "run": {"steps": 3, "dir": str(run_dir), "report_to": [], "device": "cpu"},
         "checkpoint": {"export": "none"},
@@ -79,7 +87,11 @@ def config(name: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
 def staged(run_dir: Path, build: str, strategy: Any, **sections: Any) -> dict[str, Any]:
     data = {"kind": "python", "path": f"{STAGED}:rows"}
     values: dict[str, Any] = {
-        "model": {"kind": "python", "path": f"{STAGED}:{build}", "tp_plan": TP_PLAN if build == "Staged" else {}},
+        "model": {
+            "kind": "python",
+            "path": f"{STAGED}:{build}",
+            "tp_plan": TP_PLAN if build == "Staged" else {},
+        },
         "algorithm": {"kind": "python", "path": f"{STAGED}:objective"},
         "data": {"train": [data], "eval": [{**data, "limit": 5}]},
         "batch": {"global_samples": 8, "micro_batch": 1},
@@ -89,9 +101,15 @@ def staged(run_dir: Path, build: str, strategy: Any, **sections: Any) -> dict[st
 
 
 def planned(name: str, run_dir: Path, world: int, strategy: Any) -> Path:
-    values = config(name, run_dir, strategy=strategy) if name in SMALL else staged(run_dir, name, strategy)
+    values = (
+        config(name, run_dir, strategy=strategy)
+        if name in SMALL
+        else staged(run_dir, name, strategy)
+    )
     request = Request(load_values(values, []), world)
-    return claim_run_dir(make_plan(request, on_progress=lambda phase, done, total: None), request)[0]
+    return claim_run_dir(make_plan(request, on_progress=lambda phase, done, total: None), request)[
+        0
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +119,14 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("own")
     alone = [planned(name, root / name / "alone", 1, "single") for name in SMALL]
     run_plans([*alone, *(planned(name, root / name / "dp", 1, "dp") for name in DP)], 1)
-    run_plans([planned(name, root / name / strategy, 2, strategy) for name in SMALL for strategy in chosen], 2)
+    run_plans(
+        [
+            planned(name, root / name / strategy, 2, strategy)
+            for name in SMALL
+            for strategy in chosen
+        ],
+        2,
+    )
     return root
 
 
@@ -110,7 +135,9 @@ def test_dp_on_a_cpu_is_one_process(runs: Path, name: str) -> None:
     assert losses(runs / name / "dp") == pytest.approx(losses(runs / name / "alone"), rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(s, marks=[] if s in KEPT else pytest.mark.full) for s in SPREAD])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(s, marks=[] if s in KEPT else pytest.mark.full) for s in SPREAD]
+)
 @pytest.mark.parametrize("name", SMALL)
 def test_same_numbers_as_one_process(runs: Path, name: str, strategy: str) -> None:
     alone = losses(runs / name / "alone")
@@ -121,15 +148,22 @@ def test_same_numbers_as_one_process(runs: Path, name: str, strategy: str) -> No
 @pytest.fixture(scope="module")
 def cut_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("cut")
-    run_plans([planned(build, root / build / "alone", 1, "single") for build in ("Staged", "sequence")], 1)
-    run_plans([planned(build, root / build / name, 2, strategy) for build, name, strategy in CUT], 2)
+    run_plans(
+        [planned(build, root / build / "alone", 1, "single") for build in ("Staged", "sequence")], 1
+    )
+    run_plans(
+        [planned(build, root / build / name, 2, strategy) for build, name, strategy in CUT], 2
+    )
     return root
 
 
 @pytest.fixture(scope="module")
 def cut_in_four(cut_runs: Path) -> Path:
     """Two ranks stand between the first stage and the last, or there are copies of a pipeline."""
-    run_plans([planned(build, cut_runs / build / name, 4, strategy) for build, name, strategy in IN_FOUR], 4)
+    run_plans(
+        [planned(build, cut_runs / build / name, 4, strategy) for build, name, strategy in IN_FOUR],
+        4,
+    )
     return cut_runs
 
 
@@ -148,7 +182,9 @@ def same(runs: Path, name: str) -> None:
     mine, alone = runs / name, runs / "alone"
     assert len(losses(alone)) == 3 and losses(mine) == pytest.approx(losses(alone), rel=1e-5)
     for kind, keys in (("step", ("right", "max_right", "grad_norm")), ("eval", ("loss", "right"))):
-        found, expected = ([[event[key] for key in keys] for event in events(run, kind)] for run in (mine, alone))
+        found, expected = (
+            [[event[key] for key in keys] for event in events(run, kind)] for run in (mine, alone)
+        )
         assert expected and found == [pytest.approx(values, rel=1e-5) for values in expected]
     same_weights(mine, alone, 1e-5)
 
@@ -169,9 +205,13 @@ def test_the_loss_is_the_one_of_plain_torch(runs: Path) -> None:
     model, source = lay_out_module(own_build(plan), derive(0, "weights"), "cpu")
     Values(source, "cpu", 0, frozenset()).fill(model)
     texts = example.Bytes(["linear"], 24)
-    batch = torch.stack([texts[int(index)] for index in GlobalOrder(20, derive(0, "order"), True).ids(0, 8)])
+    batch = torch.stack(
+        [texts[int(index)] for index in GlobalOrder(20, derive(0, "order"), True).ids(0, 8)]
+    )
     loss, sums = example.objective(model, batch)
-    assert losses(runs / "gpt" / "alone")[1] == pytest.approx(loss.item() / example.tokens(batch), rel=1e-5)
+    assert losses(runs / "gpt" / "alone")[1] == pytest.approx(
+        loss.item() / example.tokens(batch), rel=1e-5
+    )
     assert "z_loss" in sums
 
 
@@ -183,7 +223,9 @@ def test_goes_on_and_is_exported(runs: Path, tmp_path: Path) -> None:
     written = load_file(export_weights(done, "last") / "model.safetensors")
     found = drumline.load(runs / "vit" / "alone", trust_remote_code=True)
     assert found.module.state_dict().keys() == written.keys()
-    assert all(torch.equal(tensor, written[name]) for name, tensor in found.module.state_dict().items())
+    assert all(
+        torch.equal(tensor, written[name]) for name, tensor in found.module.state_dict().items()
+    )
     with pytest.raises(DrumlineError, match="trust_remote_code"):
         drumline.load(runs / "vit" / "alone")
     with pytest.raises(DrumlineError, match="numbers, not text"):
@@ -194,8 +236,13 @@ def test_goes_on_and_is_exported(runs: Path, tmp_path: Path) -> None:
         export(runs / "vit" / "alone", tmp_path / "out", "last")
     copied = shutil.copytree(runs / "vit" / "alone", tmp_path / "copied")
     plan = Plan.load(copied / "plan.json")
-    half = plan.config.model_copy(update={"checkpoint": plan.config.checkpoint.model_copy(update={"export_dtype": "bf16"})})
-    kept = load_file(export_weights(plan.model_copy(update={"config": half, "run_dir": str(copied)}), "last") / "model.safetensors")
+    half = plan.config.model_copy(
+        update={"checkpoint": plan.config.checkpoint.model_copy(update={"export_dtype": "bf16"})}
+    )
+    kept = load_file(
+        export_weights(plan.model_copy(update={"config": half, "run_dir": str(copied)}), "last")
+        / "model.safetensors"
+    )
     assert {value.dtype for value in kept.values() if value.is_floating_point()} == {torch.bfloat16}
 
 
@@ -204,9 +251,14 @@ def test_verified(tmp_path: Path) -> None:
     values = staged(tmp_path / "run", "sequence", "pp")
     values["model"]["options"] = {"dropout": 0.5}
     (tmp_path / "mine.yaml").write_text(json.dumps(values))
-    done = drumline_command("verify", tmp_path / "mine.yaml", "--strategies", "pp,ddp cp=2", "--steps", 2)
+    done = drumline_command(
+        "verify", tmp_path / "mine.yaml", "--strategies", "pp,ddp cp=2", "--steps", 2
+    )
     assert done.code == 0, done.out + done.err
-    assert "1 of 2 strategies train what one process trains" in done.out and "ddp cp=2 refused" in done.out
+    assert (
+        "1 of 2 strategies train what one process trains" in done.out
+        and "ddp cp=2 refused" in done.out
+    )
 
 
 ROWS = """
@@ -239,7 +291,10 @@ class Rows:
 def test_other_rows_are_noticed(tmp_path: Path, changes: dict[str, str], says: str | None) -> None:
     def identity(name: str, text: str) -> DataIdentity:
         (tmp_path / name).write_text(text.replace("SHIFT", "0.0").replace("NOISE", "0"))
-        sources = load_values(config("vit", tmp_path, data={"train": [{"kind": "python", "path": f"{name}:Rows"}]}), []).config.data.train
+        sources = load_values(
+            config("vit", tmp_path, data={"train": [{"kind": "python", "path": f"{name}:Rows"}]}),
+            [],
+        ).config.data.train
         return identify_samples(sources, tmp_path, read_samples(sources, tmp_path))
 
     text = ROWS
@@ -250,20 +305,31 @@ def test_other_rows_are_noticed(tmp_path: Path, changes: dict[str, str], says: s
     drawn = [identity(f"drawn{i}.py", ROWS.replace("NOISE", "1")) for i in range(2)]
     assert what_changed(*drawn) is None, "rows drawn at random are not compared"
     later = identity("later.py", ROWS.replace("float(i)", "i"))
-    assert "what gives the rows (a function or a file) has changed" in (what_changed(identity("one.py", ROWS), later) or "")
+    assert "what gives the rows (a function or a file) has changed" in (
+        what_changed(identity("one.py", ROWS), later) or ""
+    )
 
 
 def test_a_run_does_not_go_on_with_other_rows(runs: Path) -> None:
     again = config("vit", runs / "vit" / "alone", strategy="single")
-    plan = make_plan(Request(load_values(again, []), 1), on_progress=lambda phase, done, total: None)
+    plan = make_plan(
+        Request(load_values(again, []), 1), on_progress=lambda phase, done, total: None
+    )
     assert plan.data is not None and plan.data.identity is not None
-    other = plan.data.model_copy(update={"identity": plan.data.identity.model_copy(update={"content": "other"})})
+    other = plan.data.model_copy(
+        update={"identity": plan.data.identity.model_copy(update={"content": "other"})}
+    )
     changed = plan.model_copy(update={"data": other})
     run_dir = runs / "vit" / "alone"
     assert resume_from(run_dir, Request(load_values(again, []), 1, "newest"), plan) == "newest"
-    with pytest.raises(DrumlineError, match=r"the training data changed since this checkpoint.*--allow data"):
+    with pytest.raises(
+        DrumlineError, match=r"the training data changed since this checkpoint.*--allow data"
+    ):
         resume_from(run_dir, Request(load_values(again, []), 1, "newest"), changed)
-    assert resume_from(run_dir, Request(load_values(again, []), 1, "newest", ("data",)), changed) == "newest"
+    assert (
+        resume_from(run_dir, Request(load_values(again, []), 1, "newest", ("data",)), changed)
+        == "newest"
+    )
 
 
 def test_there_is_nothing_to_plan(tmp_path: Path) -> None:
@@ -276,14 +342,19 @@ def test_there_is_nothing_to_plan(tmp_path: Path) -> None:
     [
         ({"strategy": "tp"}, "tensor parallelism requires a plan"),
         ({"strategy": "pp"}, "a pipeline requires the stages of ViT — return an nn.Sequential"),
-        ({"strategy": {"kind": "pp", "schedule": "zero_bubble"}}, "schedule zero_bubble requires a Hugging Face model"),
+        (
+            {"strategy": {"kind": "pp", "schedule": "zero_bubble"}},
+            "schedule zero_bubble requires a Hugging Face model",
+        ),
         ({"algorithm": "sft"}, "algorithm.kind is not"),
         ({"adapter": "lora"}, "no adapter"),
         ({"model": {"kind": "python"}}, "`path` belong together"),
         ({"model": {"kind": "python", "path": "nothing.py:build"}}, "there is no file"),
     ],
 )
-def test_what_is_not_possible_is_one_line(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
+def test_what_is_not_possible_is_one_line(
+    tmp_path: Path, changes: dict[str, Any], line: str
+) -> None:
     with pytest.raises(DrumlineError) as refused:
         request = Request(load_values(config("vit", tmp_path / "run", **changes), []), 2)
         make_plan(request, on_progress=lambda phase, done, total: None)

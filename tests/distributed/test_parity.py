@@ -45,14 +45,21 @@ from tests.tiny import tiny_architecture_dir, tiny_model_dir
 COUNTED = [
     (row, case)
     for row, case in PAIRS
-    if case.name == "packed" and row.world_size > 1 and "tp 2" not in row.name and not row.name.startswith("zero3")
+    if case.name == "packed"
+    and row.world_size > 1
+    and "tp 2" not in row.name
+    and not row.name.startswith("zero3")
 ]
 # What exchanges send hangs on the width of batches, which is fixed in a pipeline alone; not on the routing.
 EXPERTS = [(row, case) for row, case in PAIRS if "ep 2" in row.name]
 COUNTED += [(row, case) for row, case in EXPERTS if "pp 2" in row.name]
 # In the step that is counted DDP of a static graph tells the others how it has arranged its buckets: 20 parameters.
 ONCE = {"ddp 2, static graph": 4 * (1 + 21) / 2}
-ZERO = [(row, case) for row, case in PAIRS if case.name == "packed" and row.world_size > 1 and engine_of(row) == "zero"]
+ZERO = [
+    (row, case)
+    for row, case in PAIRS
+    if case.name == "packed" and row.world_size > 1 and engine_of(row) == "zero"
+]
 # Plans that one process group trains in a row.
 AT_ONCE = 30
 # The first test of a group waits for the training of its rows.
@@ -63,7 +70,11 @@ def merge(*layers: dict[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
-            merged[key] = {**merged[key], **value} if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+            merged[key] = (
+                {**merged[key], **value}
+                if isinstance(value, dict) and isinstance(merged.get(key), dict)
+                else value
+            )
     return merged
 
 
@@ -73,9 +84,18 @@ def slug(row: Row, case: Case) -> str:
 
 def wanted(session: pytest.Session, group: str) -> list[tuple[Row, Case]]:
     """What the chosen tests of this file look at in one group: `-k "tp 2"` trains nothing else."""
-    tests = [item for item in session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
-    pairs = [(t.callspec.params["row"], t.callspec.params.get("case", LOW_CASE)) for t in tests if hasattr(t, "callspec")]
-    return list(dict.fromkeys(pair for pair in pairs if group_of(pair[0]) == group))  # two tests may look at one run
+    tests = [
+        item
+        for item in session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    ]
+    pairs = [
+        (t.callspec.params["row"], t.callspec.params.get("case", LOW_CASE))
+        for t in tests
+        if hasattr(t, "callspec")
+    ]
+    # Two tests may look at one run.
+    return list(dict.fromkeys(pair for pair in pairs if group_of(pair[0]) == group))
 
 
 class Runs:
@@ -91,7 +111,11 @@ class Runs:
         name = f"{kind}-{row.layers}"
         if name not in self.models:
             folder = self.root / name
-            self.models[name] = tiny_model_dir(folder, layers=row.layers) if kind == "llama" else tiny_architecture_dir(folder, kind)
+            self.models[name] = (
+                tiny_model_dir(folder, layers=row.layers)
+                if kind == "llama"
+                else tiny_architecture_dir(folder, kind)
+            )
         return self.models[name]
 
     def plan(self, row: Row, case: Case) -> Path:
@@ -104,8 +128,12 @@ class Runs:
             "run": {"steps": STEPS},
             "eval": {"at_start": row in REFERENCES.values()},  # what they learn is held against it
         }
-        path = write_config(folder, self.model(row, case), **merge(base, case.sections, row.sections))
-        asked = Request(load(path, [f"data.cache_dir={self.root / 'cache'}"]), world_size=row.world_size)
+        path = write_config(
+            folder, self.model(row, case), **merge(base, case.sections, row.sections)
+        )
+        asked = Request(
+            load(path, [f"data.cache_dir={self.root / 'cache'}"]), world_size=row.world_size
+        )
         return claim_run_dir(make_plan(asked, on_progress=lambda *_: None), asked)[0]
 
     def train(self, pairs: list[tuple[Row, Case]]) -> None:
@@ -113,7 +141,11 @@ class Runs:
         for start in range(0, len(new), AT_ONCE):
             some = new[start : start + AT_ONCE]
             plans = {pair: self.plan(*pair) for pair in some}
-            train(list(plans.values()), some[0][0].world_size, [plans[pair] for pair in some if pair in COUNTED or pair in EXPERTS])
+            train(
+                list(plans.values()),
+                some[0][0].world_size,
+                [plans[pair] for pair in some if pair in COUNTED or pair in EXPERTS],
+            )
 
     def of(self, row: Row, case: Case) -> Path:
         """The run folder of a row in a case."""
@@ -148,14 +180,21 @@ def train(plans: list[Path], world_size: int, counted: list[Path]) -> None:
 def params(pairs: list[tuple[Row, Case]], name: str) -> list[Any]:
     """Those beyond the covering array are the full cross."""
     return [
-        pytest.param(row, case, id=name.format(row=row, case=case), marks=[] if (row.name, case.name) in COVERING else pytest.mark.full)
+        pytest.param(
+            row,
+            case,
+            id=name.format(row=row, case=case),
+            marks=[] if (row.name, case.name) in COVERING else pytest.mark.full,
+        )
         for row, case in pairs
     ]
 
 
 def learns(reference: Path, case: Case) -> None:
     """Parity of runs that stand still would prove nothing."""
-    if case.sections.get("run", {}).get("steps", STEPS) < STEPS:  # too few for a loss or a reward to say much
+    if (
+        case.sections.get("run", {}).get("steps", STEPS) < STEPS
+    ):  # too few for a loss or a reward to say much
         assert min(e["grad_norm"] for e in events(reference, "step")) > 0.05
         return
     figures = [e["loss"] for e in events(reference, "eval")]
@@ -169,7 +208,9 @@ def test_same_numbers_as_one_process(runs: Runs, row: Row, case: Case, parity: R
     parity(row, case, apart)
     assert len(events(mine, "step")) == case.sections.get("run", {}).get("steps", STEPS)
     assert apart.largest <= TOLERANCE, apart
-    assert [e["tokens"] for e in events(mine, "step")] == [e["tokens"] for e in events(reference, "step")]
+    assert [e["tokens"] for e in events(mine, "step")] == [
+        e["tokens"] for e in events(reference, "step")
+    ]
     figure = "reward" if events(mine, "rollout") else "loss"
     held_out = [events(run, "eval")[-1][figure] for run in (mine, reference)]
     assert held_out[0] == pytest.approx(held_out[1], rel=TOLERANCE)
@@ -180,7 +221,11 @@ def test_same_numbers_as_one_process(runs: Runs, row: Row, case: Case, parity: R
 def test_the_planner_says_what_a_step_sends(runs: Runs, row: Row, case: Case) -> None:
     run = runs.of(row, case)
     plan = Plan.load(run / "plan.json")
-    facts = models.facts(models.load_config(plan.model_path, plan.config.model), plan.config.data.max_length, plan.config.adapter)
+    facts = models.facts(
+        models.load_config(plan.model_path, plan.config.model),
+        plan.config.data.max_length,
+        plan.config.adapter,
+    )
     told = flows(plan, facts, step=2).traffic().total + ONCE.get(row.name, 0)
     assert events(run, "step")[-1]["sent_bytes"] == pytest.approx(told, rel=1e-6, abs=1)
 
@@ -195,7 +240,11 @@ def test_zero_measures_how_long_ranks_wait(runs: Runs, row: Row, case: Case) -> 
 def test_experts_are_held_as_planned(runs: Runs, row: Row, case: Case) -> None:
     run = runs.of(row, case)
     plan = Plan.load(run / "plan.json")
-    facts = models.facts(models.load_config(plan.model_path, plan.config.model), plan.config.data.max_length, plan.config.adapter)
+    facts = models.facts(
+        models.load_config(plan.model_path, plan.config.model),
+        plan.config.data.max_length,
+        plan.config.adapter,
+    )
     states = [state_of(plan, facts, stage_of(plan, facts, stage)) for stage in range(plan.mesh.pp)]
     memory = last_measurement(read(run / "events.jsonl"))
     assert memory is not None
@@ -203,9 +252,17 @@ def test_experts_are_held_as_planned(runs: Runs, row: Row, case: Case) -> None:
         assert max(memory.by_rank[part]) == max(getattr(state, part) for state in states), part
 
 
-@pytest.mark.parametrize("row", [pytest.param(r, id=r.name, marks=pytest.mark.full if r.name in LOW_AGAIN else []) for r in LOW])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(r, id=r.name, marks=pytest.mark.full if r.name in LOW_AGAIN else [])
+        for r in LOW
+    ],
+)
 def test_low_precision_stays_near(runs: Runs, row: Row) -> None:
     mine, reference = (events(runs.of(r, LOW_CASE), "step") for r in (row, REFERENCES[row.layers]))
     for key, tolerance in LOW_TOLERANCE.items():
         figures = [[e[key] for e in steps] for steps in (mine, reference)]
-        assert figures[0] == pytest.approx(figures[1], rel=tolerance) and figures[0] != figures[1], key
+        assert (
+            figures[0] == pytest.approx(figures[1], rel=tolerance) and figures[0] != figures[1]
+        ), key

@@ -60,30 +60,73 @@ UNEVEN = (
     "zero2 2, bf16",
 )
 PARTS = {"stage3_param_persistence_threshold": 100}
-LORA = ("fsdp2 2, activation checkpointing", "tp 2", "tp 2, activation checkpointing", "tp 2, whole stream")
-COMPRESSED: dict[str, dict[str, Any]] = {"int8": {}, "topk": {"ratio": 0.1}, "powersgd": {"rank": 4}}
-FAR = {**CUT, "options": {"zero_optimization": {**PARTS, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 40000}}}
+LORA = (
+    "fsdp2 2, activation checkpointing",
+    "tp 2",
+    "tp 2, activation checkpointing",
+    "tp 2, whole stream",
+)
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "int8": {},
+    "topk": {"ratio": 0.1},
+    "powersgd": {"rank": 4},
+}
+FAR = {
+    **CUT,
+    "options": {
+        "zero_optimization": {
+            **PARTS,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_reuse_distance": 40000,
+        }
+    },
+}
 OWN_HEAD = {"init": "random", "config": {"tie_word_embeddings": False}}
 SELECTIVE: dict[str, Any] = {"memory": {"activation_checkpointing": "selective"}}
 EXACT = [
     *(row for row in ROWS + LOW if row.name in UNEVEN),
-    *(Row(f"lora, {r.name}", r.world_size, {**r.sections, "adapter": {"kind": "lora", "r": 4}}) for r in ROWS if r.name in LORA),
-    *(Row(f"ddp, {kind}", 2, {"strategy": {"kind": "ddp", "compression": {"kind": kind, **o}}}) for kind, o in COMPRESSED.items()),
+    *(
+        Row(f"lora, {r.name}", r.world_size, {**r.sections, "adapter": {"kind": "lora", "r": 4}})
+        for r in ROWS
+        if r.name in LORA
+    ),
+    *(
+        Row(f"ddp, {kind}", 2, {"strategy": {"kind": "ddp", "compression": {"kind": kind, **o}}})
+        for kind, o in COMPRESSED.items()
+    ),
     Row("zero1, accumulation 4", 2, {"strategy": "zero1", "batch": {"micro_batch": 1}}),
     Row("zero3, what is far apart gathered twice", 2, {"strategy": FAR, "model": OWN_HEAD}),
     Row("local_sgd, a step together", 2, {"strategy": {"kind": "local_sgd", "period": 3}}),
     Row("diloco, a step apart", 2, {"strategy": {"kind": "diloco", "period": 4}}),
-    Row("diloco, a step that sends in 8 bits", 2, {"strategy": {"kind": "diloco", "period": 3, "bits": 8}}),
-    Row("diloco, a fragment beside the steps", 2, {"strategy": {"kind": "diloco", "period": 6, "fragments": 2, "delay": 2}}),
+    Row(
+        "diloco, a step that sends in 8 bits",
+        2,
+        {"strategy": {"kind": "diloco", "period": 3, "bits": 8}},
+    ),
+    Row(
+        "diloco, a fragment beside the steps",
+        2,
+        {"strategy": {"kind": "diloco", "period": 6, "fragments": 2, "delay": 2}},
+    ),
     Row("cp, bf16", 2, {"strategy": "cp", "precision": "bf16"}),
-    Row("fsdp2, cp, gathered in fp32, bf16", 2, {"strategy": {"kind": "fsdp2", "cp": 2, "param_dtype": "fp32"}, "precision": "bf16"}),
+    Row(
+        "fsdp2, cp, gathered in fp32, bf16",
+        2,
+        {"strategy": {"kind": "fsdp2", "cp": 2, "param_dtype": "fp32"}, "precision": "bf16"},
+    ),
     Row("tp, selective", 2, {"strategy": "tp", **SELECTIVE}),
-    Row("tp, whole stream, selective", 2, {"strategy": {"kind": "tp", "sequence_parallel": False}, **SELECTIVE}),
+    Row(
+        "tp, whole stream, selective",
+        2,
+        {"strategy": {"kind": "tp", "sequence_parallel": False}, **SELECTIVE},
+    ),
     Row("cp, selective", 2, {"strategy": "cp", **SELECTIVE}),
 ]
 # test_parity counts most strategies on an even model. One of each kind that is uneven here; the others with --full alone.
 KEPT = ("fsdp2 2, accumulation 4", "tp 2", "ddp, int8")
-assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 11, "a row is named that is not there"
+assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 11, (
+    "a row is named that is not there"
+)
 
 
 def slug(row: Row) -> str:
@@ -102,8 +145,11 @@ def plan_of(root: Path, row: Row) -> Path:
 def predicted(plan: Plan) -> float:
     config = plan.config
     hf_config = load_config(plan.model_path, config.model)
-    layout = plan.model_copy(update={"data": None})  # of the counted step; the last row of the data is shorter
-    return flows(layout, facts(hf_config, LENGTH, config.adapter, config.head), step=2).traffic().total
+    # Of the counted step; the last row of the data is shorter.
+    layout = plan.model_copy(update={"data": None})
+    return (
+        flows(layout, facts(hf_config, LENGTH, config.adapter, config.head), step=2).traffic().total
+    )
 
 
 def run_rows(root: Path, rows: list[Row]) -> None:
@@ -120,8 +166,19 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The rows that are asked for, trained: one process group for each world size and engine."""
     root = tmp_path_factory.mktemp("traffic")
     tiny_model_dir(root / "model", **MODEL)
-    chosen = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
-    run_rows(root, [item.callspec.params["row"] for item in chosen if "row" in getattr(item, "callspec", item).params])
+    chosen = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    ]
+    run_rows(
+        root,
+        [
+            item.callspec.params["row"]
+            for item in chosen
+            if "row" in getattr(item, "callspec", item).params
+        ],
+    )
     return root
 
 
@@ -133,4 +190,6 @@ def marked(row: Row) -> Any:
 def test_the_planner_says_what_a_step_sends(runs: Path, row: Row) -> None:
     folder = runs / slug(row)
     plan = Plan.load(folder / "run" / "plan.json")
-    assert events(folder / "run", "step")[-1]["sent_bytes"] == pytest.approx(predicted(plan), rel=1e-6, abs=1)
+    assert events(folder / "run", "step")[-1]["sent_bytes"] == pytest.approx(
+        predicted(plan), rel=1e-6, abs=1
+    )

@@ -21,14 +21,28 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the package is installed into, without a network."""
     target, copy = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("package") / "strategy"
     shutil.copytree(PACKAGE, copy)  # pip builds in the folder of the package
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(target), str(copy)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(target),
+        str(copy),
+    ]
     subprocess.run(pip, check=True, timeout=120, capture_output=True)
     return target
 
 
 def drumline(installed: Path, *arguments: object) -> str:
     """What the command line prints, where the package is installed."""
-    env = {**ENV, "PYTHONPATH": f"{installed}:{ENV['PYTHONPATH']}" if "PYTHONPATH" in ENV else str(installed)}
+    env = {
+        **ENV,
+        "PYTHONPATH": f"{installed}:{ENV['PYTHONPATH']}" if "PYTHONPATH" in ENV else str(installed),
+    }
     command = [sys.executable, "-m", "drumline", *map(str, arguments)]
     made = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
     assert made.returncode == 0, made.stderr

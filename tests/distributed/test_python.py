@@ -17,8 +17,14 @@ from tests.tiny import tiny_model_dir
 
 def script(*asked: dict[str, Any], ranks: int = 0, cwd: Path | None = None) -> tuple[int, str]:
     """`tests.distributed.python_worker`, under torchrun where `ranks` says so: its exit code and all that it said."""
-    before = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks else []
-    return Forked(*before, "tests.distributed.python_worker", json.dumps(asked), env=ENV, cwd=cwd).told(150)
+    before = (
+        ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        if ranks
+        else []
+    )
+    return Forked(
+        *before, "tests.distributed.python_worker", json.dumps(asked), env=ENV, cwd=cwd
+    ).told(150)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,9 @@ def expected(config: Path) -> dict[int, float]:
     return losses(run)
 
 
-def test_a_dictionary_trains_as_the_command_line_does(config: Path, tmp_path: Path, expected: dict[int, float]) -> None:
+def test_a_dictionary_trains_as_the_command_line_does(
+    config: Path, tmp_path: Path, expected: dict[int, float]
+) -> None:
     values = yaml.safe_load(config.read_text())
     overrides = {"run.dir": str(tmp_path / "run"), "launch.nproc": 2, "optimizer.lr": 1e-2}
     code, said = script({"arguments": [values, overrides]}, cwd=config.parent)
@@ -45,10 +53,17 @@ def test_a_dictionary_trains_as_the_command_line_does(config: Path, tmp_path: Pa
     assert told == {"dir": str(run.dir), "code": 0, "metrics": run.metrics, "best": str(run.best)}
     assert losses(run.dir) == expected and run.metrics["loss"] == expected[4]
     assert run.metrics["eval/loss"] == events(run.dir, "eval")[-1]["loss"]
-    assert list(run.events) == events(run.dir) and run.best and run.best.is_dir() and run.export is None
+    assert (
+        list(run.events) == events(run.dir)
+        and run.best
+        and run.best.is_dir()
+        and run.export is None
+    )
 
 
-def test_a_script_under_torchrun_trains_twice(config: Path, tmp_path: Path, expected: dict[int, float]) -> None:
+def test_a_script_under_torchrun_trains_twice(
+    config: Path, tmp_path: Path, expected: dict[int, float]
+) -> None:
     runs = [str(tmp_path / name) for name in ("a", "b")]
     code, said = script(*({"arguments": [str(config), {"run.dir": run}]} for run in runs), ranks=2)
     assert code == 0, said
@@ -72,11 +87,19 @@ def test_mistakes_are_exceptions(config: Path, tmp_path: Path) -> None:
 def test_what_a_rank_raises_is_one_exception(config: Path, tmp_path: Path) -> None:
     lost = tmp_path / "lost"
     lost.mkdir()
-    values = {"run.dir": str(tmp_path / "run"), "launch.max_restarts": 0, "optimizer.lr": 1000.0, "optimizer.kind": "sgd"}
+    values = {
+        "run.dir": str(tmp_path / "run"),
+        "launch.max_restarts": 0,
+        "optimizer.lr": 1000.0,
+        "optimizer.kind": "sgd",
+    }
     values |= {"optimizer.max_grad_norm": None, "run.steps": 9, "schedule": "constant"}
     _, said = script({"arguments": [str(config), values]})
     assert json.loads(said)[0]["code"] == 3, said  # a policy stopped it: the run comes back
-    resumed = {"arguments": [str(config), {"run.dir": str(tmp_path / "other")}], "options": {"resume": str(lost)}}
+    resumed = {
+        "arguments": [str(config), {"run.dir": str(tmp_path / "other")}],
+        "options": {"resume": str(lost)},
+    }
     told = json.loads(script(resumed)[1])
     assert told["error"] == "CheckpointError" and str(lost) in told["line"]
 
@@ -85,7 +108,10 @@ def test_callbacks_are_told_and_change_no_number(
     config: Path, tmp_path: Path, expected: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ENV, "NOTES", str(tmp_path))
-    mine = [f"tests.distributed.callbacks_of_mine:{name}" for name in ("Noting", "Everywhere", "Raising")]
+    mine = [
+        f"tests.distributed.callbacks_of_mine:{name}"
+        for name in ("Noting", "Everywhere", "Raising")
+    ]
     overrides = {"run.dir": str(tmp_path / "run"), "launch.nproc": 2}
     code, said = script({"arguments": [str(config), overrides], "options": {"callbacks": mine}})
     assert code == 0, said
@@ -96,7 +122,11 @@ def test_callbacks_are_told_and_change_no_number(
     assert {step: loss for hook, step, loss in noted if hook == "step"} == expected
     assert {hook for hook, *_ in noted} == {"start", "step", "eval", "save", "end"}
     assert not (tmp_path / "noted-1").exists()
-    steps = [json.loads(line)[1] for line in (tmp_path / "everywhere-1").read_text().splitlines() if '"step"' in line]
+    steps = [
+        json.loads(line)[1]
+        for line in (tmp_path / "everywhere-1").read_text().splitlines()
+        if '"step"' in line
+    ]
     assert steps == [1, 2, 3, 4]
     log = "".join(path.read_text() for path in (tmp_path / "run" / "logs").rglob("*.log"))
     told = "raised ValueError in callbacks_of_mine.py:47: no plot of step 1 at all"

@@ -24,7 +24,10 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
     "ddp 2": (2, "ddp"),
     "fsdp2 2": (2, "fsdp2"),
-    "fsdp2 2 grad-op offload": (2, {"kind": "fsdp2", "reshard_after_forward": False, "offload": "cpu"}),
+    "fsdp2 2 grad-op offload": (
+        2,
+        {"kind": "fsdp2", "reshard_after_forward": False, "offload": "cpu"},
+    ),
     "fsdp2 hybrid 2 x 2": (4, {"kind": "fsdp2", "replicate": 2}),
     "tp 2": (2, "tp"),
     "cp 2": (2, "cp"),
@@ -89,17 +92,40 @@ SOME = [(a, NAMES[(index + away) % len(NAMES)]) for index, a in enumerate(NAMES)
 PAIRS = [*SOME, *LORA_PAIRS, *PIPELINE_PAIRS, *PARTS_PAIRS, *MIXTURE_PAIRS, *ZERO_PAIRS]
 # Both ways between the same two, or between degrees that others cover: with --full alone.
 AGAIN = [(a, b) for a, b in SOME if NAMES.index(b) != (NAMES.index(a) + 1) % len(NAMES)]
-AGAIN += [("ddp 2 x pp 2", "fsdp2 2 x tp 2"), ("pp 2", "ddp 2 x pp 2"), ("zero3 2", "zero3 4"), ("zero1 2", "single"), ("zero2 2", "ddp 2")]
+AGAIN += [
+    ("ddp 2 x pp 2", "fsdp2 2 x tp 2"),
+    ("pp 2", "ddp 2 x pp 2"),
+    ("zero3 2", "zero3 4"),
+    ("zero1 2", "single"),
+    ("zero2 2", "ddp 2"),
+]
 AGAIN += [*PARTS_PAIRS[1:3], *MIXTURE_PAIRS[1:]]
-AGAIN += [("tp 2", "pp 2"), ("zero3 4", "zero1 2"), ("fsdp2 hybrid 2 x 2", "ddp 2 x pp 2"), (f"{LORA}fsdp2 2", f"{LORA}single")]
-AGAIN += [("fsdp2 2 grad-op offload", "fsdp2 hybrid 2 x 2"), ("cp 2", "fsdp2 2 x tp 2"), ("pp 2", "fsdp2 2"), ("ddp 2 x pp 2", "pp 2")]
+AGAIN += [
+    ("tp 2", "pp 2"),
+    ("zero3 4", "zero1 2"),
+    ("fsdp2 hybrid 2 x 2", "ddp 2 x pp 2"),
+    (f"{LORA}fsdp2 2", f"{LORA}single"),
+]
+AGAIN += [
+    ("fsdp2 2 grad-op offload", "fsdp2 hybrid 2 x 2"),
+    ("cp 2", "fsdp2 2 x tp 2"),
+    ("pp 2", "fsdp2 2"),
+    ("ddp 2 x pp 2", "pp 2"),
+]
 AGAIN += [("tp 2, whole stream", "tp 2"), ("fsdp2 2", "zero3 2"), *LORA_PAIRS, ZERO_PAIRS[-1]]
-AGAIN += [("pp 2", "single"), ("ddp 2", "zero2 2"), ("zero2 2", "zero3 4"), ("ddp 2 x pp 2, sharded optimizer", "tp 2, whole stream")]
+AGAIN += [
+    ("pp 2", "single"),
+    ("ddp 2", "zero2 2"),
+    ("zero2 2", "zero3 4"),
+    ("ddp 2 x pp 2, sharded optimizer", "tp 2, whole stream"),
+]
 REST = [(a, b) for a in SPREADS for b in SPREADS if a != b and (a, b) not in SOME]
 
 
 def spread(name: str) -> tuple[int, Any]:
-    return (SPREADS | PIPELINES | PARTS | MIXTURES | ZERO)[name.removeprefix(LORA).removeprefix(EXPERTS)]
+    return (SPREADS | PIPELINES | PARTS | MIXTURES | ZERO)[
+        name.removeprefix(LORA).removeprefix(EXPERTS)
+    ]
 
 
 def reference_of(name: str) -> str:
@@ -108,7 +134,11 @@ def reference_of(name: str) -> str:
 
 def wanted(session: pytest.Session) -> list[tuple[str, str]]:
     """The pairs that the chosen tests of this file look at."""
-    mine = [item for item in session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
+    mine = [
+        item
+        for item in session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    ]
     return [(item.callspec.params["a"], item.callspec.params["b"]) for item in mine]
 
 
@@ -125,7 +155,11 @@ def plan(root: Path, name: str, folder: str) -> Path:
         strategy=strategy,
         adapter={"kind": "lora", "r": 4} if name.startswith(LORA) else "none",
         # What a fresh adapter's A learns from is near nothing; a large epsilon keeps Adam from blowing its rounding up.
-        optimizer={"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-4 if name.startswith(LORA) else 1e-6 if name.startswith(EXPERTS) else 1e-8},
+        optimizer={
+            "lr": 3e-3,
+            "weight_decay": 0.1,
+            "eps": 1e-4 if name.startswith(LORA) else 1e-6 if name.startswith(EXPERTS) else 1e-8,
+        },
         batch={"global_samples": 8, "micro_batch": 2},
         checkpoint={"every": 2, "asynchronous": False, "export": "none"},
         eval={"at_start": False},
@@ -147,7 +181,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     tiny_model_dir(root / "model", vocab_size=319)
     tiny_architecture_dir(root / "mixture", "mixtral")
     for world_size in (1, 2, 4):
-        run_plans([plan(root, name, slug(name)) for name in names if spread(name)[0] == world_size], world_size)
+        run_plans(
+            [plan(root, name, slug(name)) for name in names if spread(name)[0] == world_size],
+            world_size,
+        )
     for world_size in (1, 2, 4):
         plans = []
         for a, b in pairs:
@@ -161,11 +198,18 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    [pytest.param(a, b, id=f"{a} to {b}", marks=[pytest.mark.full] if (a, b) in (*REST, *AGAIN) else []) for a, b in (*PAIRS, *REST)],
+    [
+        pytest.param(
+            a, b, id=f"{a} to {b}", marks=[pytest.mark.full] if (a, b) in (*REST, *AGAIN) else []
+        )
+        for a, b in (*PAIRS, *REST)
+    ],
 )
 def test_goes_on_under_another(runs: Path, a: str, b: str) -> None:
     run, reference = runs / slug(a, b) / "run", runs / slug(reference_of(b)) / "run"
     assert [e["step"] for e in events(run, "step")] == [3, 4]
     for key in ("loss", "grad_norm"):
-        assert [e[key] for e in events(run, "step")] == pytest.approx([e[key] for e in events(reference, "step")][2:], rel=TOLERANCE), key
+        assert [e[key] for e in events(run, "step")] == pytest.approx(
+            [e[key] for e in events(reference, "step")][2:], rel=TOLERANCE
+        ), key
     same_weights(run, reference, TOLERANCE)

@@ -29,16 +29,36 @@ pytestmark = pytest.mark.timeout(900)
 TOLERANCE = 1e-5
 ONE = Row("one process", 1, {"batch": {"global_samples": 8, "micro_batch": 8}})
 LORA = {"adapter": {"kind": "lora", "r": 4}}
-WHOLE = ("one", "dp", "ddp", "zero1", "zero2", "local", "diloco")  # first words of rows whose ranks hold a model that can be called
+# First words of rows whose ranks hold a model that can be called.
+WHOLE = (
+    "one",
+    "dp",
+    "ddp",
+    "zero1",
+    "zero2",
+    "local",
+    "diloco",
+)
 ROWS = [
     Row("dp", 1, {"strategy": "dp"}),
     Row("ddp 2", 2, {"strategy": "ddp"}),
     Row("fsdp2 2, offload", 2, {"strategy": {"kind": "fsdp2", "offload": "cpu"}}),
     Row("fsdp2 2, grad-op", 2, {"strategy": {"kind": "fsdp2", "reshard_after_forward": False}}),
-    Row("fsdp2 hybrid 2 x 2", 4, {"strategy": {"kind": "fsdp2", "replicate": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row(
+        "fsdp2 hybrid 2 x 2",
+        4,
+        {
+            "strategy": {"kind": "fsdp2", "replicate": 2},
+            "batch": {"global_samples": 8, "micro_batch": 2},
+        },
+    ),
     Row("tp 2", 2, {"strategy": "tp"}),
     Row("cp 2", 2, {"strategy": "cp"}),
-    Row("fsdp2 2 x tp 2", 4, {"strategy": {"kind": "fsdp2", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row(
+        "fsdp2 2 x tp 2",
+        4,
+        {"strategy": {"kind": "fsdp2", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}},
+    ),
     Row("pp 2, interleaved", 2, {"strategy": {"kind": "pp", "schedule": "interleaved"}, **FOURS}),
     Row("tp 2 x pp 2", 4, {"strategy": {"kind": "ddp", "tp": 2, "pp": 2}, **FOURS}),
     Row(
@@ -48,7 +68,11 @@ ROWS = [
     ),
     Row("zero1 2", 2, {"strategy": "zero1"}),
     Row("zero2 2, offload", 2, {"strategy": {"kind": "zero2", "offload_optimizer": "cpu"}}),
-    Row("zero3 2, nothing kept whole, offload", 2, {"strategy": {**CUT, "offload_optimizer": "cpu", "offload_parameters": "cpu"}}),
+    Row(
+        "zero3 2, nothing kept whole, offload",
+        2,
+        {"strategy": {**CUT, "offload_optimizer": "cpu", "offload_parameters": "cpu"}},
+    ),
     *(
         Row(f"{name}, lora", ranks, {"strategy": strategy, **LORA, **more})
         for name, ranks, strategy, more in (
@@ -60,7 +84,10 @@ ROWS = [
     ),
 ]
 # What ranks hold is not one process's: told apart below.
-LOCAL = [Row("local sgd 2", 2, {"strategy": {"kind": "local_sgd", "period": 4}}), Row("diloco 2", 2, {"strategy": "diloco"})]
+LOCAL = [
+    Row("local sgd 2", 2, {"strategy": {"kind": "local_sgd", "period": 4}}),
+    Row("diloco 2", 2, {"strategy": "diloco"}),
+]
 # Near one process in fp32, not equal; what is handed out is still what is kept, in fp32.
 LOW = [
     Row("fsdp2 2, bf16", 2, {"strategy": "fsdp2", "precision": "bf16"}),
@@ -76,7 +103,10 @@ AGAIN = ("fsdp2 2, grad-op", "tp 2, lora", "pp 2, lora", "fsdp2 2, offload", "fs
 
 
 def marked(rows: list[Row]) -> list[Any]:
-    return [pytest.param(row, id=row.name, marks=pytest.mark.full if row.name in AGAIN else []) for row in rows]
+    return [
+        pytest.param(row, id=row.name, marks=pytest.mark.full if row.name in AGAIN else [])
+        for row in rows
+    ]
 
 
 def slug(row: Row) -> str:
@@ -87,29 +117,43 @@ def slug(row: Row) -> str:
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each rank of a row said: the chosen rows, one process group for each world size and engine."""
     root = tmp_path_factory.mktemp("roles")
-    model, other = tiny_model_dir(root / "model", layers=4), tiny_model_dir(root / "other", layers=6, hidden=48, seed=1)
+    model, other = (
+        tiny_model_dir(root / "model", layers=4),
+        tiny_model_dir(root / "other", layers=6, hidden=48, seed=1),
+    )
     lora = Row(f"{ONE.name}, lora", 1, {**ONE.sections, **LORA})
-    params = [getattr(getattr(item, "callspec", None), "params", None) for item in request.session.items]
+    params = [
+        getattr(getattr(item, "callspec", None), "params", None) for item in request.session.items
+    ]
     chosen = [p["row"] for p in params if p and p.get("row") in (*ROWS, *LOCAL, *LOW)]
     groups: dict[tuple[int, str], list[Path]] = {}
     for row in dict.fromkeys([ONE, lora, *chosen]):
         (root / slug(row)).mkdir()
         # Plain steps, clipped hard: they say how long the gradient was thought to be.
         optimizer = {"kind": "sgd", "max_grad_norm": 0.3}
-        base = {"batch": {"global_samples": 8, "micro_batch": 4}, "data": {"packing": False}, "optimizer": optimizer}
+        base = {
+            "batch": {"global_samples": 8, "micro_batch": 4},
+            "data": {"packing": False},
+            "optimizer": optimizer,
+        }
         path = write_config(root / slug(row), model, rows=48, **base | row.sections)
         asked = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
         plan = with_roles(make_plan(asked, on_progress=lambda *_: None), other)
         groups.setdefault((row.world_size, plan.engine), []).append(claim_run_dir(plan, asked)[0])
     for (world_size, _), plans in groups.items():
         run_module("tests.distributed.roles_worker", plans, world_size)
-    return lambda row: [torch.load(root / slug(row) / "run" / f"{rank}.pt", weights_only=True) for rank in range(row.world_size)]
+    return lambda row: [
+        torch.load(root / slug(row) / "run" / f"{rank}.pt", weights_only=True)
+        for rank in range(row.world_size)
+    ]
 
 
 def with_roles(plan: Plan, other: Path) -> Plan:
     """A larger reference, and a second model of that kind that learns, at half the rate."""
     model = ModelConfig(id=str(other))
-    layers = stage_layers(plan.mesh, plan.config.strategy, facts(load_config(str(other), model), 96))
+    layers = stage_layers(
+        plan.mesh, plan.config.strategy, facts(load_config(str(other), model), 96)
+    )
     frozen = RolePlan(model=model, model_path=str(other), head="lm", layers=layers)
     learning = frozen.model_copy(update={"trainable": True, "lr_ratio": 0.5})
     return plan.model_copy(update={"roles": {"reference": frozen, "value": learning}})
@@ -134,8 +178,12 @@ def test_answers_as_one_process(told: Told, row: Row) -> None:
     one, ranks = reference(told, row), told(row)
     for key in ("before", "after", "without", "value", "reference"):
         assert together(ranks, key) == pytest.approx(one[key], rel=TOLERANCE), key
-    assert one["without"] == pytest.approx(one["before" if "lora" in row.name else "after"], rel=1e-6)
-    assert one["after"] != pytest.approx(one["before"], rel=1e-3) and one["value"] != pytest.approx(one["reference"], rel=1e-3)
+    assert one["without"] == pytest.approx(
+        one["before" if "lora" in row.name else "after"], rel=1e-6
+    )
+    assert one["after"] != pytest.approx(one["before"], rel=1e-3) and one["value"] != pytest.approx(
+        one["reference"], rel=1e-3
+    )
     for rank in ranks:
         assert rank["modes"] == [True, True, False]
         assert rank["norm"] == pytest.approx(one["norm"], rel=TOLERANCE)
@@ -159,12 +207,20 @@ def test_every_rank_is_handed_every_weight(told: Told, row: Row) -> None:
                 assert torch.equal(tensor, ranks[0][key][name]), name
                 assert not still or torch.equal(tensor, one[key][name]), name
                 if row in ROWS:
-                    assert float((tensor - one[key][name]).norm()) <= TOLERANCE * float(one[key][name].norm()), name
+                    assert float((tensor - one[key][name]).norm()) <= TOLERANCE * float(
+                        one[key][name].norm()
+                    ), name
     for rank in ranks:
-        handed = rank["weights"] | {f"value/{name}": tensor for name, tensor in rank["value weights"].items()}
-        assert {tensor.dtype for tensor in (*handed.values(), *rank["kept"].values())} == {torch.float32}
+        handed = rank["weights"] | {
+            f"value/{name}": tensor for name, tensor in rank["value weights"].items()
+        }
+        assert {tensor.dtype for tensor in (*handed.values(), *rank["kept"].values())} == {
+            torch.float32
+        }
         for name, part in rank["kept"].items():  # what a checkpoint would hold of it, to the bit
-            assert part.numel() < handed[name].numel() or torch.equal(part.flatten(), handed[name].flatten()), name
+            assert part.numel() < handed[name].numel() or torch.equal(
+                part.flatten(), handed[name].flatten()
+            ), name
         learns, frozen = row.name.startswith(WHOLE), row.name.startswith((*WHOLE, "zero1", "zero2"))
         assert rank["live"] == [learns, learns, frozen]
 
@@ -177,5 +233,7 @@ def test_copies_that_differ_answer_with_their_mean(told: Told, row: Row) -> None
         copies = torch.stack([rank["copy"][name] for rank in ranks])
         differing += not torch.equal(copies[0], copies[1])
         torch.testing.assert_close(mean, copies.mean(0), rtol=1e-6, atol=1e-7)
-        assert all(torch.equal(rank["copy again"][name], rank["copy"][name]) for rank in ranks), name
+        assert all(torch.equal(rank["copy again"][name], rank["copy"][name]) for rank in ranks), (
+            name
+        )
     assert differing

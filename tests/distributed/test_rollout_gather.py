@@ -46,10 +46,14 @@ def test_any_number_of_ranks_gives_the_completions_of_one(tmp_path: Path) -> Non
             found = json.loads((tmp_path / f"{world}-{rank}.json").read_text())
             for name, completions in expected.items():
                 assert len(found[name]) == len(completions), (world, rank, name)
-                for (tokens, log_probs, ended), (tokens_1, log_probs_1, ended_1) in zip(found[name], completions, strict=True):
+                for (tokens, log_probs, ended), (tokens_1, log_probs_1, ended_1) in zip(
+                    found[name], completions, strict=True
+                ):
                     assert (tokens, ended) == (tokens_1, ended_1)
                     assert log_probs == pytest.approx(log_probs_1, abs=1e-5)
-    assert {ended for _, _, ended in expected["many"]} == {True, False}, "both kinds of ends went round"
+    assert {ended for _, _, ended in expected["many"]} == {True, False}, (
+        "both kinds of ends went round"
+    )
 
 
 def test_two_ranks_hand_one_server_their_weights(tmp_path: Path) -> None:
@@ -64,4 +68,7 @@ def test_two_ranks_hand_one_server_their_weights(tmp_path: Path) -> None:
         assert loads == ["/collective_rpc", "/reset_prefix_cache"], "once, by rank 0"
     found = [json.loads((tmp_path / f"out-{rank}.json").read_text()) for rank in range(2)]
     assert found[0]["expected"] == found[0]["made"] == found[1]["made"], "by the new weights"
-    assert "weights cannot be written" in found[0]["failure"] and "rank 0 could not" in found[1]["failure"]
+    assert (
+        "weights cannot be written" in found[0]["failure"]
+        and "rank 0 could not" in found[1]["failure"]
+    )

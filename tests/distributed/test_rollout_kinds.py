@@ -30,17 +30,34 @@ GRPO = {"kind": "grpo", "group_size": 4, "loss_chunk": 32, "generator": GENERATO
 PPO = {"kind": "ppo", "epochs": 2, "loss_chunk": 32, "generator": GENERATOR, "rewards": [LETTERS]}
 CASES: dict[str, Any] = {
     "alike": {**GRPO, "rewards": [{"kind": "function", "path": "rewards.py:often_alike"}]},
-    "dynamic": {**GRPO, "rewards": [{"kind": "function", "path": "rewards.py:often_alike"}], "dynamic_sampling": 8},
+    "dynamic": {
+        **GRPO,
+        "rewards": [{"kind": "function", "path": "rewards.py:often_alike"}],
+        "dynamic_sampling": 8,
+    },
     "fails": {
         **GRPO,
-        "rewards": [{"kind": "function", "path": "rewards.py:fails"}, {"kind": "length", "free": 2, "limit": 6}],
-        "reward_failure": {"action": "continue"},  # by chance it fails for half of a rollout, over and over
+        "rewards": [
+            {"kind": "function", "path": "rewards.py:fails"},
+            {"kind": "length", "free": 2, "limit": 6},
+        ],
+        "reward_failure": {
+            "action": "continue"
+        },  # by chance it fails for half of a rollout, over and over
     },
     "continuous": {**GRPO, "rewards": [LETTERS], "generator": {**GENERATOR, "kind": "continuous"}},
     "live": {**GRPO, "rewards": [LETTERS]},
     "ahead": {**GRPO, "rewards": [LETTERS], "ahead": 1},
-    "judged": {**PPO, "value": "separate", "rewards": [LETTERS, {"kind": "model", "model": {"id": "MODEL"}, "weight": 0.5}]},
-    "adaptive": {**PPO, "kl": {"coefficient": 0.05, "target": 0.001, "horizon": 100}, "missing_stop_penalty": 0.5},
+    "judged": {
+        **PPO,
+        "value": "separate",
+        "rewards": [LETTERS, {"kind": "model", "model": {"id": "MODEL"}, "weight": 0.5}],
+    },
+    "adaptive": {
+        **PPO,
+        "kl": {"coefficient": 0.05, "target": 0.001, "horizon": 100},
+        "missing_stop_penalty": 0.5,
+    },
 }
 
 
@@ -79,7 +96,9 @@ def told(runs: Path, name: str, kind: str = "rollout") -> list[dict[str, Any]]:
 @pytest.mark.full
 def test_dynamic_sampling_passes_over_groups_that_are_alike(runs: Path) -> None:
     alike, dynamic = told(runs, "alike"), told(runs, "dynamic")
-    assert any(event["groups_differ"] < 1 for event in alike) and all(event["drawn"] == 4 for event in alike)
+    assert any(event["groups_differ"] < 1 for event in alike) and all(
+        event["drawn"] == 4 for event in alike
+    )
     assert all(event["groups_differ"] == 1 and event["prompts"] == 4 for event in dynamic)
     assert sum(event["drawn"] for event in dynamic) > 4 * len(dynamic)
 
@@ -87,18 +106,31 @@ def test_dynamic_sampling_passes_over_groups_that_are_alike(runs: Path) -> None:
 def test_a_reward_that_fails_costs_its_episodes_alone(runs: Path) -> None:
     failed = [sum(event["failures"].get("fails", {}).values()) for event in told(runs, "fails")]
     assert any(0 < count < 16 for count in failed)
-    assert any("no " in reason for event in told(runs, "fails") for reason in event["failures"].get("fails", {}))
-    assert all(math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"]) for step in told(runs, "fails", "step"))
+    assert any(
+        "no " in reason
+        for event in told(runs, "fails")
+        for reason in event["failures"].get("fails", {})
+    )
+    assert all(
+        math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"])
+        for step in told(runs, "fails", "step")
+    )
     assert len(told(runs, "fails", "step")) == 4
     for event in told(runs, "fails", "eval"):
-        assert sum((event["reward_failures"] or {}).get("fails", {}).values()) == round(event["reward_failed"] * event["samples"])
+        assert sum((event["reward_failures"] or {}).get("fails", {}).values()) == round(
+            event["reward_failed"] * event["samples"]
+        )
 
 
 def test_generators_sample_the_same(runs: Path) -> None:
     for kind, keys in (("rollout", ("reward", "length")), ("step", ("loss", "grad_norm"))):
-        for mine, other in zip(told(runs, "continuous", kind), told(runs, "live", kind), strict=True):
+        for mine, other in zip(
+            told(runs, "continuous", kind), told(runs, "live", kind), strict=True
+        ):
             for key in keys:
-                assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), f"{kind} {mine['step']}: {key}"
+                assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), (
+                    f"{kind} {mine['step']}: {key}"
+                )
 
 
 def test_ahead_samples_by_the_weights_before(runs: Path) -> None:
@@ -113,7 +145,12 @@ def test_models_besides_the_policy(runs: Path) -> None:
     """A value of its own, a reward model, and a reference whose weight is steered."""
     for step in told(runs, "judged", "step"):
         assert step["value_loss"] > 0 and step["explained_variance"] <= 1
-    assert {name for event in told(runs, "judged") for name in event["rewards"]} == {"letters", "model"}
+    assert {name for event in told(runs, "judged") for name in event["rewards"]} == {
+        "letters",
+        "model",
+    }
     weights = [event["kl_coefficient"] for event in told(runs, "adaptive")]
     assert len(weights) == 2 and weights[0] == 0.05 != weights[1]
-    assert all(event["reward"] <= 1 - 0.5 * (1 - event["ended"]) for event in told(runs, "adaptive"))
+    assert all(
+        event["reward"] <= 1 - 0.5 * (1 - event["ended"]) for event in told(runs, "adaptive")
+    )

@@ -17,7 +17,10 @@ from tests.harness import events, write_config
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.timeout(600)
-ZERO3 = {"kind": "zero3", "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+ZERO3 = {
+    "kind": "zero3",
+    "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+}
 # name → processes, strategy
 ROWS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
@@ -36,7 +39,10 @@ GRPO = {
     "loss_chunk": 32,
     "importance": "token",
     "generator": {"kind": "hf", "max_new_tokens": 6},
-    "rewards": [{"kind": "regex", "pattern": "[aeiou]", "full": False}, {"kind": "length", "free": 2, "limit": 6, "weight": 0.5}],
+    "rewards": [
+        {"kind": "regex", "pattern": "[aeiou]", "full": False},
+        {"kind": "length", "free": 2, "limit": 6, "weight": 0.5},
+    ],
     "curriculum": {"kind": "success"},
 }
 STEPS = 8
@@ -48,7 +54,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("rollouts")
     model = tiny_model_dir(root / "model", layers=2)
     groups: dict[tuple[int, str], list[Path]] = {}
-    chosen = ROWS if request.config.getoption("--full") else {name: ROWS[name] for name in ("single", *KEPT)}
+    chosen = (
+        ROWS
+        if request.config.getoption("--full")
+        else {name: ROWS[name] for name in ("single", *KEPT)}
+    )
     for name, (world_size, strategy) in chosen.items():
         folder = root / name
         folder.mkdir()
@@ -58,7 +68,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             algorithm=GRPO,
             strategy=strategy,
             data={
-                "train": [{"kind": "file", "path": "train.jsonl", "domain": d, "limit": n} for d, n in (("one", 10), ("two", 20))],
+                "train": [
+                    {"kind": "file", "path": "train.jsonl", "domain": d, "limit": n}
+                    for d, n in (("one", 10), ("two", 20))
+                ],
                 "cache_dir": str(root / "cache"),
             },
             batch={"global_samples": 8, "micro_batch": 2},
@@ -74,18 +87,32 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return root
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in KEPT else pytest.mark.full) for n in ROWS if n != "single"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in KEPT else pytest.mark.full) for n in ROWS if n != "single"],
+)
 def test_same_episodes_and_losses_as_one_process(runs: Path, name: str) -> None:
     mine, alone = runs / name / "run", runs / "single" / "run"
     for got, expected in zip(events(mine, "rollout"), events(alone, "rollout"), strict=True):
         for key in ("reward", "reward_std", "length", "ended", "groups_differ"):
-            assert got[key] == pytest.approx(expected[key], abs=1e-6), f"{key} of the rollout up to step {got['step']}"
+            assert got[key] == pytest.approx(expected[key], abs=1e-6), (
+                f"{key} of the rollout up to step {got['step']}"
+            )
         for key in ("prompts", "drawn", "episodes", "shares", "failures"):
             assert got[key] == expected[key], key
         assert got["rewards"] == pytest.approx(expected["rewards"])
     for got, expected in zip(events(mine, "step"), events(alone, "step"), strict=True):
-        for key in ("loss", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "importance_mean"):
-            assert got[key] == pytest.approx(expected[key], abs=1e-5), f"{key} at step {got['step']}"
+        for key in (
+            "loss",
+            "entropy",
+            "ratio_mean",
+            "ratio_max",
+            "clip_fraction",
+            "importance_mean",
+        ):
+            assert got[key] == pytest.approx(expected[key], abs=1e-5), (
+                f"{key} at step {got['step']}"
+            )
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
         assert (got["tokens"], got["samples"]) == (expected["tokens"], expected["samples"])
     held_out = [[e["reward"] for e in events(run, "eval")] for run in (mine, alone)]

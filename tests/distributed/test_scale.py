@@ -20,24 +20,56 @@ pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 
 def test_a_sweep_ends_with_a_table_and_runs_nothing_twice(tmp_path: Path) -> None:
-    config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), run={"steps": 6}, eval={"every": 3})
-    command = ("sweep", config, "optimizer.lr=1e-3,1e-2", "run.seed=0,1", "strategy=single", "--to", tmp_path / "sweep", "--jobs", 2)
+    config = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), run={"steps": 6}, eval={"every": 3}
+    )
+    command = (
+        "sweep",
+        config,
+        "optimizer.lr=1e-3,1e-2",
+        "run.seed=0,1",
+        "strategy=single",
+        "--to",
+        tmp_path / "sweep",
+        "--jobs",
+        2,
+    )
     first = drumline(*command, timeout=300)
     assert first.code == 0, first.err
     trials = [path for path in (tmp_path / "sweep").iterdir() if (path / "plan.json").exists()]
     results = json.loads((tmp_path / "sweep" / "results.json").read_text())
-    assert len(trials) == len(results) == 4 and all(each["state"] == "finished" and each["value"] for each in results)
-    assert (tmp_path / "sweep" / "sweep.png").exists() and "| 1 | 1e-2 |" in (tmp_path / "sweep" / "sweep.md").read_text()
+    assert len(trials) == len(results) == 4 and all(
+        each["state"] == "finished" and each["value"] for each in results
+    )
+    assert (tmp_path / "sweep" / "sweep.png").exists() and "| 1 | 1e-2 |" in (
+        tmp_path / "sweep" / "sweep.md"
+    ).read_text()
     began = {path: (path / "events.jsonl").read_bytes() for path in trials}
     again = drumline(*command, "optimizer.eps=1e-6", timeout=100)
     assert again.code == 2 and "of another config" in again.err
     again = drumline(*command, timeout=100)
-    assert again.code == 0 and {path: (path / "events.jsonl").read_bytes() for path in trials} == began
+    assert (
+        again.code == 0 and {path: (path / "events.jsonl").read_bytes() for path in trials} == began
+    )
 
 
 def test_a_failed_trial_is_listed_and_a_killed_one_goes_on(tmp_path: Path) -> None:
-    config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), run={"steps": 2000}, checkpoint={"every": 10}, eval={"every": 1000})
-    command = ("sweep", config, "model.attention=auto,flash_attention_3", "--to", tmp_path / "sweep", "--jobs", 2)
+    config = write_config(
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        run={"steps": 2000},
+        checkpoint={"every": 10},
+        eval={"every": 1000},
+    )
+    command = (
+        "sweep",
+        config,
+        "model.attention=auto,flash_attention_3",
+        "--to",
+        tmp_path / "sweep",
+        "--jobs",
+        2,
+    )
     began = start_interpreter(*command)
     trial, until = tmp_path / "sweep" / "attention=auto", time.monotonic() + 120
     while not list((trial / "checkpoints").glob("step-*")) and time.monotonic() < until:
@@ -57,11 +89,26 @@ def test_a_failed_trial_is_listed_and_a_killed_one_goes_on(tmp_path: Path) -> No
 def test_a_bench_measures_what_runs_and_says_why_the_rest_does_not(tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"))
     strategies, clusters = "ddp,fsdp2 tp=2", "2x8xh100-80g,9xnone"
-    options = ("--nproc", "1,2", "--strategies", strategies, "--steps", 4, "--rounds", 2, "--predict", clusters, "--to", tmp_path / "out")
+    options = (
+        "--nproc",
+        "1,2",
+        "--strategies",
+        strategies,
+        "--steps",
+        4,
+        "--rounds",
+        2,
+        "--predict",
+        clusters,
+        "--to",
+        tmp_path / "out",
+    )
     finished = drumline("bench", config, *options, timeout=400)
     assert finished.code == 0, finished.err
     made = json.loads((tmp_path / "out" / "bench.json").read_text())
-    ran = {(row["case"]["strategy"], row["case"]["nproc"]): len(row["rounds"]) for row in made["rows"]}
+    ran = {
+        (row["case"]["strategy"], row["case"]["nproc"]): len(row["rounds"]) for row in made["rows"]
+    }
     assert ran == {("ddp", 1): 2, ("ddp", 2): 2, ("fsdp2 tp=2", 1): 0, ("fsdp2 tp=2", 2): 2}
     assert made["rows"][2]["reason"] and made["rows"][1]["rounds"][0]["communication"] is not None
     assert 1 <= made["predicted"][0]["devices"] <= 16 and made["predicted"][1]["reason"]
@@ -74,19 +121,27 @@ def test_a_client_talks_to_a_served_run_and_ctrl_c_leaves_nothing(tmp_path: Path
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), eval={"at_start": False})
     assert drumline("train", config).code == 0
     run, port = tmp_path / "run", free_port()
-    server = start_interpreter("serve", run, "--port", port, env={"HF_HOME": str(tmp_path / "home")})
+    server = start_interpreter(
+        "serve", run, "--port", port, env={"HF_HOME": str(tmp_path / "home")}
+    )
     try:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60)
         until, answer = time.monotonic() + 120, None
         while answer is None and time.monotonic() < until and server.poll() is None:
             with contextlib.suppress(openai.APIConnectionError):
                 message = {"role": "user", "content": "one two?"}
-                answer = client.chat.completions.create(model=str(run / "export"), messages=[message], max_tokens=4)
+                answer = client.chat.completions.create(
+                    model=str(run / "export"), messages=[message], max_tokens=4
+                )
             time.sleep(0.5)
         assert answer is not None and answer.choices[0].message.content is not None
-        assert list(client.models.list()) == [], "the server lists a hub's cache, and there is none here"
+        assert list(client.models.list()) == [], (
+            "the server lists a hub's cache, and there is none here"
+        )
         held = drumline("serve", run, "--port", port)
-        assert held.code == 2 and f"port {port} is held by" in held.err and len(held.error_lines) == 1
+        assert (
+            held.code == 2 and f"port {port} is held by" in held.err and len(held.error_lines) == 1
+        )
         os.kill(server.pid, signal.SIGINT)
         assert server.wait(30) == 0
         out, _ = server.communicate()

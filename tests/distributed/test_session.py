@@ -36,7 +36,9 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
     """Of the last checkpoint: weights and moments."""
     path = newest(run / "checkpoints", verify=True, alone=True).path
     assert path is not None
-    named: dict[str, Any] = {n: torch.empty(t.shape) for n, t in check(path, False, alone=True).tensors.items()}
+    named: dict[str, Any] = {
+        n: torch.empty(t.shape) for n, t in check(path, False, alone=True).tensors.items()
+    }
     load(path, named, alone=True)
     return named
 
@@ -58,7 +60,9 @@ def test_killed_and_resumed_to_the_bit(tmp_path: Path, in_memory_every: int) -> 
     assert restored["step"] >= 4
     assert losses(run) == losses(tmp_path / "whole")
     mine, expected = tensors(run), tensors(tmp_path / "whole")
-    assert mine.keys() == expected.keys() and all(torch.equal(mine[name], expected[name]) for name in expected)
+    assert mine.keys() == expected.keys() and all(
+        torch.equal(mine[name], expected[name]) for name in expected
+    )
 
 
 @pytest.mark.full
@@ -99,7 +103,9 @@ def test_gone_on_with_by_one_process_and_another_strategy(tmp_path: Path) -> Non
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     mine, expected = tensors(tmp_path / "parts"), tensors(tmp_path / "whole")
     for name in (n for n in expected if n.startswith("model.")):
-        assert torch.linalg.vector_norm(mine[name] - expected[name]) <= 1e-5 * torch.linalg.vector_norm(expected[name]), name
+        assert torch.linalg.vector_norm(
+            mine[name] - expected[name]
+        ) <= 1e-5 * torch.linalg.vector_norm(expected[name]), name
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
@@ -113,16 +119,38 @@ def test_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_run_folder_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    command = [sys.executable, "-m", "drumline", "launch", str(LOOP), "--nproc", "2", "--", "ddp", str(tmp_path / "run"), "4"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV, cwd=tmp_path, timeout=100)
+    command = [
+        sys.executable,
+        "-m",
+        "drumline",
+        "launch",
+        str(LOOP),
+        "--nproc",
+        "2",
+        "--",
+        "ddp",
+        str(tmp_path / "run"),
+        "4",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=ENV, cwd=tmp_path, timeout=100
+    )
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2 and len(lines) == 1 and "cannot write the run folder" in lines[0], done.stderr
+    assert done.returncode == 2 and len(lines) == 1 and "cannot write the run folder" in lines[0], (
+        done.stderr
+    )
 
 
 def test_a_mistake_is_one_line() -> None:
     code = "import drumline; drumline.session('fsdp3', global_samples=8)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith("error: session: strategy") and done.stderr.count("\n") == 1, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("error: session: strategy")
+        and done.stderr.count("\n") == 1
+    ), done.stderr
 
 
 def test_a_script_that_ends_with_a_code_of_its_own_is_reported(tmp_path: Path) -> None:

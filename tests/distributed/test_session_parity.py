@@ -16,8 +16,16 @@ from tests.harness import events
 WORKER = "tests.distributed.session_worker"
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 ROWS = [(name, strategy) for name in ("vit", "resnet", "gpt") for strategy in STRATEGIES]
-AGAIN = [("vit", "zero2"), ("vit", "ddp"), ("resnet", "zero3"), ("resnet", "zero2"), ("gpt", "ddp")]  # with --full
-CUT = [("mlp", strategy) for strategy in ("pp", "model_parallel", "tp")]  # by its stages, and by a plan
+# With --full.
+AGAIN = [
+    ("vit", "zero2"),
+    ("vit", "ddp"),
+    ("resnet", "zero3"),
+    ("resnet", "zero2"),
+    ("gpt", "ddp"),
+]
+# By its stages, and by a plan.
+CUT = [("mlp", strategy) for strategy in ("pp", "model_parallel", "tp")]
 GANS = ("ddp", "fsdp2", "local_sgd")
 TOLERANCE = 1e-5
 
@@ -26,14 +34,30 @@ TOLERANCE = 1e-5
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All rows that are asked for, in one process group of two and one of one."""
     folder = tmp_path_factory.mktemp("sessions")
-    run_module(WORKER, [folder, *(f"{name}:single" for name in ("vit", "resnet", "gpt", "gan", "mlp"))], 1)
+    run_module(
+        WORKER, [folder, *(f"{name}:single" for name in ("vit", "resnet", "gpt", "gan", "mlp"))], 1
+    )
     rows = [row for row in ROWS if row not in AGAIN or request.config.getoption("--full")]
-    run_module(WORKER, [folder, *(f"{name}:{strategy}" for name, strategy in [*rows, *CUT, *(("gan", strategy) for strategy in GANS)])], 2)
+    run_module(
+        WORKER,
+        [
+            folder,
+            *(
+                f"{name}:{strategy}"
+                for name, strategy in [*rows, *CUT, *(("gan", strategy) for strategy in GANS)]
+            ),
+        ],
+        2,
+    )
     return folder
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), [pytest.param(*row, id="-".join(row), marks=pytest.mark.full if row in AGAIN else []) for row in (*ROWS, *CUT)]
+    ("name", "strategy"),
+    [
+        pytest.param(*row, id="-".join(row), marks=pytest.mark.full if row in AGAIN else [])
+        for row in (*ROWS, *CUT)
+    ],
 )
 def test_same_numbers_as_one_process(runs: Path, name: str, strategy: str) -> None:
     mine, reference = runs / f"{name}-{strategy}", runs / f"{name}-single"
@@ -48,7 +72,11 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     """Of the last checkpoint, by name."""
     path = newest(run / "checkpoints", verify=True, alone=True).path
     assert path is not None
-    tensors = {name: torch.empty(t.shape) for name, t in check(path, False, alone=True).tensors.items() if "/model." in name}
+    tensors = {
+        name: torch.empty(t.shape)
+        for name, t in check(path, False, alone=True).tensors.items()
+        if "/model." in name
+    }
     load(path, tensors, alone=True, partly=True)
     return tensors
 
@@ -57,11 +85,17 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_two_models_with_an_optimizer_each(runs: Path, strategy: str) -> None:
     mine, reference = runs / f"gan-{strategy}", runs / "gan-single"
     found, expected = weights(mine), weights(reference)
-    assert found.keys() == expected.keys() and {"d/model.1.weight", "g/model.0.weight"} <= found.keys()
+    assert (
+        found.keys() == expected.keys() and {"d/model.1.weight", "g/model.0.weight"} <= found.keys()
+    )
     if strategy == "local_sgd":  # each rank trains by itself in between
         return
     for key in ("d_loss", "g_loss", "d_grad_norm", "g_grad_norm"):
         figures = [[e[key] for e in events(run, "step")] for run in (mine, reference)]
-        assert len(figures[0]) == STEPS and figures[0] == pytest.approx(figures[1], rel=TOLERANCE), key
+        assert len(figures[0]) == STEPS and figures[0] == pytest.approx(
+            figures[1], rel=TOLERANCE
+        ), key
     for name, tensor in expected.items():
-        assert torch.linalg.vector_norm(found[name] - tensor) <= 2 * TOLERANCE * torch.linalg.vector_norm(tensor).clamp_min(1e-2), name
+        assert torch.linalg.vector_norm(
+            found[name] - tensor
+        ) <= 2 * TOLERANCE * torch.linalg.vector_norm(tensor).clamp_min(1e-2), name

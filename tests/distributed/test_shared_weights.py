@@ -39,7 +39,9 @@ def test_weights_in_two_places_are_trained_as_one(tmp_path: Path) -> None:
     run_plans([planned(tmp_path / f"{build} alone", build, "single", 1) for build in builds], 1)
     run_plans([planned(tmp_path / build, build, "fsdp2", 2) for build in builds], 2)
     for build in builds:
-        assert losses(tmp_path / build) == pytest.approx(losses(tmp_path / f"{build} alone"), rel=1e-5)
+        assert losses(tmp_path / build) == pytest.approx(
+            losses(tmp_path / f"{build} alone"), rel=1e-5
+        )
 
 
 @pytest.mark.full
@@ -53,16 +55,27 @@ def test_inputs_meet_weights_of_a_low_type_under_zero(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_ranks_go_on_from_what_a_checkpoint_holds(tmp_path: Path) -> None:
     """Also of weights in bf16, of which it has copies."""
-    sections = {"run": {"steps": 4, "dir": "", "report_to": [], "device": "cpu"}, "checkpoint": {"export": "none", "every": 2}}
+    sections = {
+        "run": {"steps": 4, "dir": "", "report_to": [], "device": "cpu"},
+        "checkpoint": {"export": "none", "every": 2},
+    }
     strategy = {"kind": "local_sgd", "period": 3}
     whole, again = tmp_path / "whole", tmp_path / "again"
 
     def plan(run_dir: Path) -> Path:
-        return planned(run_dir, "Low", strategy, 2, **{**sections, "run": {**sections["run"], "dir": str(run_dir)}})
+        return planned(
+            run_dir,
+            "Low",
+            strategy,
+            2,
+            **{**sections, "run": {**sections["run"], "dir": str(run_dir)}},
+        )
 
     run_plans([plan(whole)], 2)
     second = plan(again)
-    shutil.copytree(whole / "checkpoints" / "step-00000002", again / "checkpoints" / "step-00000002")
+    shutil.copytree(
+        whole / "checkpoints" / "step-00000002", again / "checkpoints" / "step-00000002"
+    )
     run_plans([second], 2)
     assert losses(again) == {step: loss for step, loss in losses(whole).items() if step > 2}
 

@@ -59,7 +59,10 @@ def test_ranks_agree_on_a_start_whatever_an_earlier_one_left() -> None:
     def agree(late: bool) -> set[str]:
         """The word of three ranks, rank 0 last to come or first."""
         words: list[str] = []
-        threads = [threading.Thread(target=lambda r=rank: words.append(_round(store, Ranks(r, r, 3)))) for rank in range(3)]
+        threads = [
+            threading.Thread(target=lambda r=rank: words.append(_round(store, Ranks(r, r, 3))))
+            for rank in range(3)
+        ]
         for thread in threads[::-1] if late else threads:
             thread.start()
         for thread in threads:

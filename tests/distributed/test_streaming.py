@@ -35,7 +35,10 @@ def mean(deltas: list[torch.Tensor], bits: int) -> torch.Tensor:
     size = deltas[0].numel()
     chunk = -(-size // (RANKS * 256)) * 256
     padded = [torch.cat([delta, torch.zeros(RANKS * chunk - size)]) for delta in deltas]
-    parts = [coded(torch.stack([coded(d[r * chunk : (r + 1) * chunk]) for d in padded]).mean(0)) for r in range(RANKS)]
+    parts = [
+        coded(torch.stack([coded(d[r * chunk : (r + 1) * chunk]) for d in padded]).mean(0))
+        for r in range(RANKS)
+    ]
     return torch.cat(parts)[:size]
 
 
@@ -58,14 +61,22 @@ def reference(folder: Path, name: str) -> list[torch.Tensor]:
         for model, optimizer, (_, batches, _) in zip(models, optimizers, given, strict=True):
             inputs, labels = batches[step - 1]
             optimizer.zero_grad()
-            (torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum") * RANKS / weight).backward()
+            (
+                torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+                * RANKS
+                / weight
+            ).backward()
             clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         for fragment in range(number):
-            if (step - period * (fragment + 1) // number) % period == 0 and step >= period * (fragment + 1) // number:
+            if (step - period * (fragment + 1) // number) % period == 0 and step >= period * (
+                fragment + 1
+            ) // number:
                 part = slice(*(outer.numel() * at // number for at in (fragment, fragment + 1)))
                 now = [parameters_to_vector(model.parameters()).detach() for model in models]
-                arrives.setdefault(step + delay, []).append((part, mean([outer[part] - each[part] for each in now], options["bits"])))
+                arrives.setdefault(step + delay, []).append(
+                    (part, mean([outer[part] - each[part] for each in now], options["bits"]))
+                )
         for part, delta in arrives.pop(step, []):
             momentum[part] = MOMENTUM * momentum[part] + delta
             outer[part] -= LR * (delta + MOMENTUM * momentum[part])

@@ -54,7 +54,9 @@ class Kind:
     adapter: LoRAConfig | None = None
     checkpointing: bool = False
     compiled: bool = False
-    one_graph: bool = False  # compiled by a backend that counts the graphs and takes any break for an error
+    one_graph: bool = (
+        False  # compiled by a backend that counts the graphs and takes any break for an error
+    )
     chunk: int = 8
     stream: bool = False
     length: int = 24
@@ -79,34 +81,59 @@ GPT2 = {
 KINDS = {
     "llama tied": Kind("llama", {"tie_word_embeddings": True}),
     "llama untied, plain cross-entropy": Kind("llama", {"tie_word_embeddings": False}, chunk=0),
-    "odd widths": Kind("llama", {"vocab_size": 97, "intermediate_size": 45, "tie_word_embeddings": True}),
-    "odd widths untied, padding on the last rank": Kind("llama", {"vocab_size": 97, "pad_token_id": 90, "tie_word_embeddings": False}),
+    "odd widths": Kind(
+        "llama", {"vocab_size": 97, "intermediate_size": 45, "tie_word_embeddings": True}
+    ),
+    "odd widths untied, padding on the last rank": Kind(
+        "llama", {"vocab_size": 97, "pad_token_id": 90, "tie_word_embeddings": False}
+    ),
     "all biases": Kind("llama", {"attention_bias": True, "mlp_bias": True}),
     "norms between": Kind("qwen3", {"head_dim": 8}),
     "norms between, checkpointed": Kind("qwen3", {"head_dim": 8}, checkpointing=True),
-    "norms between, compiled": Kind("qwen3", {"head_dim": 8, "num_hidden_layers": 1}, compiled=True),
+    "norms between, compiled": Kind(
+        "qwen3", {"head_dim": 8, "num_hidden_layers": 1}, compiled=True
+    ),
     "bias of queries": Kind("qwen2"),
     "whole heads": Kind("olmo2", {"vocab_size": 97}),
-    "fused projections": Kind("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
+    "fused projections": Kind(
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            }
+        },
+    ),
     "capped logits": Kind("gemma2", {"head_dim": 8, "vocab_size": 97}),
     "scaled embedding": Kind("gemma3_text", {"head_dim": 8}),
     "lora": Kind("qwen2", adapter=LoRAConfig(kind="lora", r=3)),
     "lora, fused projections": Kind("phi3", adapter=LoRAConfig(kind="lora", r=3)),
     "experts": Kind("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "shared experts": Kind("qwen2_moe", {**MIXTURE, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}),
+    "shared experts": Kind(
+        "qwen2_moe", {**MIXTURE, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+    ),
     "queries, keys and values in one": Kind("gpt2", GPT2),
     "activation with weights": Kind("apertus"),
-    "stream": Kind("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, stream=True),
+    "stream": Kind(
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        stream=True,
+    ),
     "stream, checkpointed": Kind("qwen3", {"head_dim": 8}, checkpointing=True, stream=True),
     "stream, compiled": Kind("llama", {"num_hidden_layers": 1}, compiled=True, stream=True),
     "one graph": Kind("llama", one_graph=True),
     "one graph, checkpointed": Kind("llama", one_graph=True, checkpointing=True),
     "stream, one graph": Kind("llama", one_graph=True, stream=True),
-    "stream, one graph, checkpointed": Kind("llama", one_graph=True, checkpointing=True, stream=True),
+    "stream, one graph, checkpointed": Kind(
+        "llama", one_graph=True, checkpointing=True, stream=True
+    ),
     "stream, whole heads": Kind("olmo2", stream=True),
     "stream, lora": Kind("qwen2", adapter=LoRAConfig(kind="lora", r=3), stream=True),
     "stream, capped logits": Kind("gemma2", {"head_dim": 8, "vocab_size": 97}, stream=True),
-    "stream, experts": Kind("qwen3_moe", {**MIXTURE, "head_dim": 8, "moe_intermediate_size": 24}, stream=True),
+    "stream, experts": Kind(
+        "qwen3_moe", {**MIXTURE, "head_dim": 8, "moe_intermediate_size": 24}, stream=True
+    ),
     "stream, queries, keys and values in one": Kind("gpt2", GPT2, stream=True),
 }
 
@@ -286,12 +313,19 @@ def trained(model: Any, kind: Kind) -> tuple[dict[str, float], dict[str, torch.T
     for _ in range(2):
         loss, others = module(batch(model.config.vocab_size, kind.length, kind.packed), objective)
         (loss / 40).backward()
-        sums = {"loss": float(loss.detach()), **{name: float(value) for name, value in others.items()}}
+        sums = {
+            "loss": float(loss.detach()),
+            **{name: float(value) for name, value in others.items()},
+        }
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None, name
-            gradients[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            gradients[name] = (
+                parameter.grad.full_tensor()
+                if isinstance(parameter.grad, DTensor)
+                else parameter.grad
+            )
     return sums, gradients
 
 
@@ -322,7 +356,12 @@ def compare(kind: Kind) -> dict[str, Any]:
     expected, whole = trained(built(kind), kind)
     model = built(kind)
     require_next_token(model, "cpu", packed=kind.packed)
-    apply_tp(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), kind.stream, not kind.checkpointing)
+    apply_tp(
+        model,
+        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+        kind.stream,
+        not kind.checkpointing,
+    )
     apply_activation_checkpointing(model, "full" if kind.checkpointing else "none")
     graphs: list[torch.fx.GraphModule] = []
     if kind.one_graph:
@@ -343,7 +382,9 @@ def compare(kind: Kind) -> dict[str, Any]:
     # A wrong sum would be off by the half. What is next to nothing beside the others (queries of a fresh model) is made of rounding.
     least = 1e-2 * max(gradient.norm() for gradient in whole.values())
     for name, gradient in whole.items():
-        difference = float((gradients[name] - gradient).norm() / torch.maximum(gradient.norm(), least))
+        difference = float(
+            (gradients[name] - gradient).norm() / torch.maximum(gradient.norm(), least)
+        )
         if not difference <= 5e-5:
             wrong[name] = difference
     return wrong
@@ -359,7 +400,11 @@ def worker(rank: int, port: int, names: list[str], results: Any) -> None:
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, Any]]:
     """Of the kinds that the chosen tests look at."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
+    items = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.module is request.module
+    ]
     names = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
     port = free_port()
     with mp.Manager() as manager:
@@ -368,6 +413,10 @@ def results(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, A
         return dict(shared)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in AGAIN else []) for name in KINDS])
-def test_same_gradients_as_in_one_process(results: dict[tuple[str, int], dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in AGAIN else []) for name in KINDS]
+)
+def test_same_gradients_as_in_one_process(
+    results: dict[tuple[str, int], dict[str, Any]], name: str
+) -> None:
     assert [results[name, rank] for rank in range(2)] == [{}, {}]

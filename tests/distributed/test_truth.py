@@ -44,7 +44,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (deepspeed if name == "zero2" else native).append(plan_path)
         if name == "wrong":
             values = json.loads(plan_path.read_text())
-            memory, traffic = values["predicted"]["estimate"]["memory"], values["predicted"]["estimate"]["traffic"]
+            memory, traffic = (
+                values["predicted"]["estimate"]["memory"],
+                values["predicted"]["estimate"]["traffic"],
+            )
             memory["optimizer"] *= 2
             traffic["all_reduce"] /= 2
             plan_path.write_text(json.dumps(values))
@@ -63,7 +66,8 @@ def test_what_ranks_hold_and_send_is_what_was_predicted(runs: Path, name: str) -
         assert max(last["by_rank"][category]) == last["memory"][category]
     assert last["traffic"] == pytest.approx(planned["traffic"]["total"], rel=1e-6)
     assert abs(last["off"]["peak"]) < ROWS[name]
-    assert set(last["warned"]) <= {"seconds"}, last["warnings"]  # of some MB bytes count, no share; seconds are the machine's
+    # Of some MB bytes count, no share; seconds are the machine's.
+    assert set(last["warned"]) <= {"seconds"}, last["warnings"]
 
 
 def test_a_wrong_plan_is_warned_of(runs: Path) -> None:
@@ -82,11 +86,16 @@ def test_what_is_measured_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("counted", "not counted"):
         folder = tmp_path / name
         folder.mkdir()
-        asked = Request(load(write_config(folder, model, **SECTIONS), [f"data.cache_dir={tmp_path / 'cache'}"]))
+        asked = Request(
+            load(write_config(folder, model, **SECTIONS), [f"data.cache_dir={tmp_path / 'cache'}"])
+        )
         plan_path, _ = claim_run_dir(make_plan(asked, on_progress=lambda *_: None), asked)
         run(Plan.load(plan_path), None)
         monkeypatch.setattr(Traffic, "FIRST", 1000)
-    found = [events(tmp_path / name / "run", "measured")[-1]["memory"] for name in ("counted", "not counted")]
+    found = [
+        events(tmp_path / name / "run", "measured")[-1]["memory"]
+        for name in ("counted", "not counted")
+    ]
     assert found[0]["peak"] > 0 and found[1] == {}
     assert losses(tmp_path / "counted" / "run") == losses(tmp_path / "not counted" / "run")
     same_weights(tmp_path / "counted" / "run", tmp_path / "not counted" / "run", tolerance=0.0)

@@ -25,12 +25,24 @@ BASE = {
     "eval": {"at_start": False},
 }
 # In order, an image row and a text row a step: of two ranks one sees text alone, always.
-APART = {"data": {"packing": False, "order": "sequential"}, "batch": {"global_samples": 2, "micro_batch": 1}}
-PACKED = {"data": {"packing": True, "max_length": 128}, "batch": {"global_samples": 4, "micro_batch": 1}}
+APART = {
+    "data": {"packing": False, "order": "sequential"},
+    "batch": {"global_samples": 2, "micro_batch": 1},
+}
+PACKED = {
+    "data": {"packing": True, "max_length": 128},
+    "batch": {"global_samples": 4, "micro_batch": 1},
+}
 LORA = {**PACKED, "adapter": {"kind": "lora", "r": 4}, "optimizer": {"lr": 1e-2}}
 FROZEN = {**PACKED, "model": {"freeze": ["model.visual"]}}
 SGD = {**APART, "optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.0, "max_grad_norm": None}}
-CASES: dict[str, dict[str, Any]] = {"text apart": APART, "sgd": SGD, "packed": PACKED, "lora": LORA, "tower frozen": FROZEN}
+CASES: dict[str, dict[str, Any]] = {
+    "text apart": APART,
+    "sgd": SGD,
+    "packed": PACKED,
+    "lora": LORA,
+    "tower frozen": FROZEN,
+}
 
 ALL = ("text apart", "packed", "lora", "tower frozen")
 
@@ -44,17 +56,28 @@ class Way:
 
 WAYS = [
     Way("ddp", {"strategy": "ddp"}, ALL),
-    Way("ddp, activation checkpointing", {"strategy": "ddp", "memory": {"activation_checkpointing": "full"}}),
+    Way(
+        "ddp, activation checkpointing",
+        {"strategy": "ddp", "memory": {"activation_checkpointing": "full"}},
+    ),
     Way("fsdp2", {"strategy": "fsdp2"}, ALL),
-    Way("fsdp2, activation checkpointing", {"strategy": "fsdp2", "memory": {"activation_checkpointing": "full"}}),
+    Way(
+        "fsdp2, activation checkpointing",
+        {"strategy": "fsdp2", "memory": {"activation_checkpointing": "full"}},
+    ),
     # Without momentum or clipping, the mean of weights after one step is the weights after the mean gradient.
-    Way("local SGD, averaged each step", {"strategy": {"kind": "local_sgd", "period": 1}}, ("sgd",)),
+    Way(
+        "local SGD, averaged each step", {"strategy": {"kind": "local_sgd", "period": 1}}, ("sgd",)
+    ),
     Way("zero2", {"strategy": "zero2"}),
     Way("zero3", {"strategy": CUT}, ("text apart", "lora", "tower frozen")),
 ]
 ASKED = [(way, case) for way in WAYS for case in way.cases]
 # Stopped in one process after two steps, gone on with in two.
-RESUMED = [(Way("zero2", {"strategy": "zero2"}), "text apart"), (Way("zero3", {"strategy": CUT}), "tower frozen")]
+RESUMED = [
+    (Way("zero2", {"strategy": "zero2"}), "text apart"),
+    (Way("zero3", {"strategy": CUT}), "tower frozen"),
+]
 # Each case and each way has another that stays; `--full` has these.
 AGAIN = [("ddp", "packed"), ("ddp", "lora"), ("fsdp2", "tower frozen"), ("ddp, activation checkpointing", "text apart"), ("zero3", "lora"),
          ("fsdp2", "text apart"), ("ddp", "tower frozen"), ("zero3", "text apart"), ("fsdp2", "lora"), ("zero2", "text apart"),
@@ -64,11 +87,20 @@ RESUMED += [(Way("fsdp2", {"strategy": "fsdp2"}), "tower frozen")]
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
-    chosen: list[dict[str, Any]] = [item.callspec.params for item in items if item.originalname == "test_same_numbers_as_one_process"]
+    items = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__)
+    ]
+    chosen: list[dict[str, Any]] = [
+        item.callspec.params
+        for item in items
+        if item.originalname == "test_same_numbers_as_one_process"
+    ]
     root = tmp_path_factory.mktemp("vision")
     model = tiny_vision_dir(root / "model")
-    rows = [row for row in vision_rows(root, 48) if "images" not in row]  # an image, none, an image, …
+    # An image, none, an image, ….
+    rows = [row for row in vision_rows(root, 48) if "images" not in row]
     rows = [row for pair in zip(rows[::2], rows[1::2], strict=True) for row in pair]
 
     def plan(name: str, sections: dict[str, Any], world_size: int) -> tuple[str, Path]:
@@ -77,14 +109,22 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         path = write_config(folder, model, **merge(BASE, sections))
         for file in ("train", "eval"):
             (folder / f"{file}.jsonl").unlink()
-        data = {"train": write_rows(root / "train.jsonl", rows), "eval": write_rows(root / "eval.jsonl", rows[:5])}
+        data = {
+            "train": write_rows(root / "train.jsonl", rows),
+            "eval": write_rows(root / "eval.jsonl", rows[:5]),
+        }
         told = [f"data.{key}=[{{kind: file, path: {value}}}]" for key, value in data.items()]
-        asked = Request(load(path, [*told, f"data.cache_dir={root / 'cache'}"]), world_size=world_size)
+        asked = Request(
+            load(path, [*told, f"data.cache_dir={root / 'cache'}"]), world_size=world_size
+        )
         made = make_plan(asked, on_progress=lambda *_: None)
         return made.engine, claim_run_dir(made, asked)[0]
 
     run_plans([plan(case, sections, 1)[1] for case, sections in CASES.items()], 1)
-    plans = [plan(f"{way.name}-{case}", merge(CASES[case], way.sections), 2) for way, case in ((c["way"], c["case"]) for c in chosen)]
+    plans = [
+        plan(f"{way.name}-{case}", merge(CASES[case], way.sections), 2)
+        for way, case in ((c["way"], c["case"]) for c in chosen)
+    ]
     for way, case in RESUMED:
         plans.append(plan(f"{way.name}-resumed-{case}", merge(CASES[case], way.sections), 2))
         stopped = root / case / "run" / "checkpoints" / "step-00000002"
@@ -96,7 +136,12 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("way", "case"),
-    [pytest.param(w, c, id=f"{w.name}-{c}", marks=pytest.mark.full if (w.name, c) in AGAIN else []) for w, c in ASKED],
+    [
+        pytest.param(
+            w, c, id=f"{w.name}-{c}", marks=pytest.mark.full if (w.name, c) in AGAIN else []
+        )
+        for w, c in ASKED
+    ],
 )
 def test_same_numbers_as_one_process(runs: Path, way: Way, case: str) -> None:
     mine, reference = runs / f"{way.name}-{case}" / "run", runs / case / "run"
@@ -105,13 +150,19 @@ def test_same_numbers_as_one_process(runs: Path, way: Way, case: str) -> None:
     largest = max(apart.loss, apart.weights) if case == "sgd" else apart.largest
     assert largest <= TOLERANCE, apart
     held_out = [[e["loss"] for e in events(run, "eval")] for run in (mine, reference)]
-    assert held_out[0] == pytest.approx(held_out[1], rel=TOLERANCE) and len(events(mine, "step")) == 4
+    assert (
+        held_out[0] == pytest.approx(held_out[1], rel=TOLERANCE) and len(events(mine, "step")) == 4
+    )
 
 
-@pytest.mark.parametrize(("way", "case"), RESUMED, ids=[f"{way.name}-{case}" for way, case in RESUMED])
+@pytest.mark.parametrize(
+    ("way", "case"), RESUMED, ids=[f"{way.name}-{case}" for way, case in RESUMED]
+)
 def test_goes_on_from_one_process(runs: Path, way: Way, case: str) -> None:
     mine, reference = runs / f"{way.name}-resumed-{case}" / "run", runs / case / "run"
     steps = events(mine, "step")
     assert [e["step"] for e in steps] == [3, 4]
-    assert [e["loss"] for e in steps] == pytest.approx([e["loss"] for e in events(reference, "step")][2:], rel=TOLERANCE)
+    assert [e["loss"] for e in steps] == pytest.approx(
+        [e["loss"] for e in events(reference, "step")][2:], rel=TOLERANCE
+    )
     same_weights(mine, reference, TOLERANCE)

@@ -44,38 +44,69 @@ def test_it_trains_and_leaves_a_folder_that_transformers_reads(tmp_path: Path) -
     run = tmp_path / "run"
     assert [e["step"] for e in events(run, "step")] == [1, 2]
     plan = json.loads((run / "plan.json").read_text())
-    assert plan["data"]["images"] == 24 and plan["data"]["samples_with_images"] == 16 and plan["data"]["image_tokens"] > 24
+    assert (
+        plan["data"]["images"] == 24
+        and plan["data"]["samples_with_images"] == 16
+        and plan["data"]["image_tokens"] > 24
+    )
     assert any(line.startswith("images 24 in 16 of 24 samples") for line in plan["why"])
     (exported,) = events(run, "export")
     assert exported["max_logit_difference"] <= 1e-5
     folder = run / "export"
-    model, base = AutoModelForImageTextToText.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    model, base = (
+        AutoModelForImageTextToText.from_pretrained(folder),
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "model"),
+    )
     learned, before = weights(run), dict(base.named_parameters())
     for name, parameter in model.named_parameters():
         kept = name.startswith("model.visual.patch_embed")
         assert torch.equal(parameter, before[name] if kept else learned[f"model.{name}"]), name
-    tokenizer, processor = AutoTokenizer.from_pretrained(folder), AutoImageProcessor.from_pretrained(folder, backend="pil")
+    tokenizer, processor = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoImageProcessor.from_pretrained(folder, backend="pil"),
+    )
     image = processor([Image.new("RGB", (16, 8), "red")], return_tensors="pt")
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "one?"}]}], add_generation_prompt=True, tokenize=False
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "one?"}]}],
+        add_generation_prompt=True,
+        tokenize=False,
     )
-    ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * 2), return_tensors="pt")["input_ids"]
+    ids = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * 2), return_tensors="pt")[
+        "input_ids"
+    ]
     kinds = (ids == model.config.image_token_id).int()
-    said = model.generate(input_ids=ids, mm_token_type_ids=kinds, **image, max_new_tokens=3, do_sample=False)
+    said = model.generate(
+        input_ids=ids, mm_token_type_ids=kinds, **image, max_new_tokens=3, do_sample=False
+    )
     assert said.shape[1] > ids.shape[1]
 
 
 @pytest.mark.full
 def test_a_lora_run_exports_what_peft_lays_over(tmp_path: Path) -> None:
-    path = config(tmp_path, adapter={"kind": "lora", "r": 2}, run={"steps": 2}, checkpoint={"export": "last", "export_adapter": True})
+    path = config(
+        tmp_path,
+        adapter={"kind": "lora", "r": 2},
+        run={"steps": 2},
+        checkpoint={"export": "last", "export_adapter": True},
+    )
     finished = drumline("train", path)
     assert finished.code == 0, finished.err
     saved = json.loads((tmp_path / "run" / "export" / "adapter_config.json").read_text())
-    assert set(saved["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(saved["target_modules"]) == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
     (exported,) = events(tmp_path / "run", "export")
     assert exported["max_logit_difference"] <= 1e-5
     names = weights(tmp_path / "run")
-    assert not any("visual" in name for name in names) and any("language_model" in name for name in names)
+    assert not any("visual" in name for name in names) and any(
+        "language_model" in name for name in names
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,8 +123,15 @@ def test_a_lora_run_exports_what_peft_lays_over(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_one_line(tmp_path: Path, overrides: list[str], line: str) -> None:
-    row = {"messages": [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "x"}], "images": ["gone.png"]}
+    row = {
+        "messages": [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "x"}],
+        "images": ["gone.png"],
+    }
     write_rows(tmp_path / "bad.jsonl", [row])
     with pytest.raises(DrumlineError) as caught:
         make_plan(Request(load(config(tmp_path), overrides)), on_progress=lambda *_: None)
-    assert caught.value.exit_code == 2 and line in caught.value.line() and "\n" not in caught.value.line()
+    assert (
+        caught.value.exit_code == 2
+        and line in caught.value.line()
+        and "\n" not in caught.value.line()
+    )

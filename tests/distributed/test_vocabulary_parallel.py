@@ -19,16 +19,33 @@ FIRST = (0, 7, ROWS)
 def inputs(bias: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(hidden, weight, bias), and targets: some without loss, and some whose first choice is a tie between rows of the two ranks."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(TOKENS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    hidden, weight = (
+        torch.randn(TOKENS, WIDTH, generator=generator),
+        torch.randn(ROWS, WIDTH, generator=generator),
+    )
     weight[9] = weight[2] = hidden[0] * 4
     targets = torch.randint(0, ROWS, (TOKENS,), generator=generator)
     targets[0], targets[1::5] = 2, -100
     hidden[2], targets[2] = hidden[0], 9
     hidden[3], targets[3] = hidden[0], 2
-    return [hidden, weight, *([torch.randn(ROWS, generator=generator).index_fill(0, torch.tensor([2, 9]), 1.0)] if bias else [])], targets
+    return [
+        hidden,
+        weight,
+        *(
+            [torch.randn(ROWS, generator=generator).index_fill(0, torch.tensor([2, 9]), 1.0)]
+            if bias
+            else []
+        ),
+    ], targets
 
 
-def answers(tensors: list[torch.Tensor], targets: torch.Tensor, chunk: int, part: VocabularyPart | None, low: Any) -> list[torch.Tensor]:
+def answers(
+    tensors: list[torch.Tensor],
+    targets: torch.Tensor,
+    chunk: int,
+    part: VocabularyPart | None,
+    low: Any,
+) -> list[torch.Tensor]:
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     hidden, weight, bias = (*leaves, None)[:3]
     with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
@@ -37,7 +54,13 @@ def answers(tensors: list[torch.Tensor], targets: torch.Tensor, chunk: int, part
     return [loss.detach(), correct, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def token_answers(tensors: list[torch.Tensor], targets: torch.Tensor, chunk: int, part: VocabularyPart | None, low: Any) -> list[Any]:
+def token_answers(
+    tensors: list[torch.Tensor],
+    targets: torch.Tensor,
+    chunk: int,
+    part: VocabularyPart | None,
+    low: Any,
+) -> list[Any]:
     """The same of log-probs, a gradient of another size for each token."""
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     hidden, weight, bias = (*leaves, None)[:3]
@@ -46,7 +69,11 @@ def token_answers(tensors: list[torch.Tensor], targets: torch.Tensor, chunk: int
     back = torch.linspace(-1, 2, TOKENS)
     assert entropy is not None
     (chosen * back + entropy * back.flip(0)).sum().backward()
-    return [chosen.detach(), entropy.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return [
+        chosen.detach(),
+        entropy.detach(),
+        *(leaf.grad for leaf in leaves if leaf.grad is not None),
+    ]
 
 
 def worker(rank: int, port: int) -> None:
@@ -59,17 +86,28 @@ def worker(rank: int, port: int) -> None:
         for low in (None, torch.bfloat16, torch.float16):
             for chunk in (0, 5, 100):
                 whole = answers(tensors, targets, chunk or 100, None, low)
-                assert whole[1][0] and whole[1][3] and not whole[1][2], "of equal logits the lowest is the first choice"
+                assert whole[1][0] and whole[1][3] and not whole[1][2], (
+                    "of equal logits the lowest is the first choice"
+                )
                 part = VocabularyPart(group, FIRST[rank])
-                got = answers([tensors[0], *(t[mine] for t in tensors[1:])], targets, chunk, part, low)
+                got = answers(
+                    [tensors[0], *(t[mine] for t in tensors[1:])], targets, chunk, part, low
+                )
                 expected = [*whole[:3], *(t[mine] for t in whole[3:])]
                 assert torch.equal(got[1], expected[1])
                 whole = token_answers(tensors, targets, chunk or 100, None, low)
-                got += token_answers([tensors[0], *(t[mine] for t in tensors[1:])], targets, chunk, part, low)
+                got += token_answers(
+                    [tensors[0], *(t[mine] for t in tensors[1:])], targets, chunk, part, low
+                )
                 expected += [*whole[:3], *(t[mine] for t in whole[3:])]
                 for one, other in zip(got, expected, strict=True):
                     difference, size = (one.float() - other.float()).norm(), other.float().norm()
-                    assert difference <= (1e-5 if low is None else 1e-2) * size, (bias, low, chunk, float(difference / size))
+                    assert difference <= (1e-5 if low is None else 1e-2) * size, (
+                        bias,
+                        low,
+                        chunk,
+                        float(difference / size),
+                    )
     dist.destroy_process_group()
 
 

@@ -18,7 +18,9 @@ from tests.harness import events, same_weights, write_config
 from tests.tiny import tiny_model_dir
 
 TOLERANCE = 1e-5
-needs_aio = pytest.mark.skipif(ctypes.util.find_library("aio") is None, reason="needs libaio (apt-get install libaio-dev)")
+needs_aio = pytest.mark.skipif(
+    ctypes.util.find_library("aio") is None, reason="needs libaio (apt-get install libaio-dev)"
+)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +52,10 @@ def same(root: Path, name: str, reference: str) -> None:
     mine = events(root / name / "run", "step")
     expected = events(root / reference / "run", "step")[-len(mine) :]
     for key in ("loss", "grad_norm"):
-        assert [e[key] for e in mine] == pytest.approx([e[key] for e in expected], rel=TOLERANCE), (name, key)
+        assert [e[key] for e in mine] == pytest.approx([e[key] for e in expected], rel=TOLERANCE), (
+            name,
+            key,
+        )
     same_weights(root / name / "run", root / reference / "run", TOLERANCE)
 
 

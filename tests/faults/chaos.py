@@ -89,7 +89,10 @@ def configure(folder: Path, world: World, kills: int, layers: int = 2, **section
             "data": {"packing": False, "eval": []},
             "launch": dict(world.launch),
             "optimizer": {"lr": 1e-4 if world.elastic else 1e-3},
-            "run": {"steps": world.steps * (kills + 1), "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]},
+            "run": {
+                "steps": world.steps * (kills + 1),
+                "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"],
+            },
             "checkpoint": {"every": 5, "keep": 2},
             **sections,
         },
@@ -101,7 +104,11 @@ class Chaos:
 
     def __init__(self, world: World, config: Path, seed: int) -> None:
         self.world, self.config, self.run = world, config, config.parent / "hurt"
-        self.draw, self.log, self.kills = random.Random(seed), Log(self.run / "events.jsonl"), list[dict[str, Any]]()
+        self.draw, self.log, self.kills = (
+            random.Random(seed),
+            Log(self.run / "events.jsonl"),
+            list[dict[str, Any]](),
+        )
         self.slow = config.with_name("slow")  # tests/hosts/pace.py
         self.slow.write_text(str(world.pace))
         self.since = time.time()  # the last fault, or what followed of it
@@ -121,7 +128,10 @@ class Chaos:
             self.slow.unlink()
             # A host that joins stops the ranks once more, which is no end.
             self._await(
-                lambda: any(e["status"] != "preempted" for e in self.log.of("run_end", self.since)), "the end", END_SECONDS, ends=True
+                lambda: any(e["status"] != "preempted" for e in self.log.of("run_end", self.since)),
+                "the end",
+                END_SECONDS,
+                ends=True,
             )
             assert self.taken or self.process.wait(NOTICE_SECONDS) == 0, self._said()
             assert self.log.of("run_end")[-1]["status"] == "finished", self._said()
@@ -130,7 +140,9 @@ class Chaos:
                 kill(self.world.launcher(self.process))
         self.ended = time.time()
         assert gone(str(self.run), ORPHAN_SECONDS), "processes outlived the run"
-        assert not any(event["skipped"] for event in self.log.of("restore")), "a torn checkpoint was met"
+        assert not any(event["skipped"] for event in self.log.of("restore")), (
+            "a torn checkpoint was met"
+        )
         self._require_whole()
 
     def _hurt_once(self, number: int, kills: int) -> None:
@@ -211,7 +223,11 @@ class Chaos:
         self._follow_launcher(ranks)
         if self.world.elastic:
             taken = time.time()
-            self._await(lambda: bool(self.log.of("step", taken)), "a step of the hosts that are left", BACK_SECONDS)
+            self._await(
+                lambda: bool(self.log.of("step", taken)),
+                "a step of the hosts that are left",
+                BACK_SECONDS,
+            )
             host.boot()
         return f"host {name}, with the launcher"
 
@@ -251,7 +267,11 @@ class Chaos:
                 noticed = self._noticed()
                 self._ended(ranks, f"ranks of {name} outlived its loss")
                 if self.world.elastic:
-                    self._await(lambda: bool(self.log.of("step", noticed)), "a step of the hosts that are left", BACK_SECONDS)
+                    self._await(
+                        lambda: bool(self.log.of("step", noticed)),
+                        "a step of the hosts that are left",
+                        BACK_SECONDS,
+                    )
             yield
         finally:
             switch(True)
@@ -274,18 +294,27 @@ class Chaos:
 
         def there() -> bool:
             starts = self.log.of("run_start", self.launches[-1])[-1:]
-            fits = [start for start in starts if not whole or start["world_size"] == self.world.ranks]
+            fits = [
+                start for start in starts if not whole or start["world_size"] == self.world.ranks
+            ]
             done = self.log.of("step", max(fits[0]["t"], self.since)) if fits else []
             return len(done) >= steps and done[-1]["step"] > before
 
         self._await(there, f"{steps} steps", BACK_SECONDS)
 
     def _await(
-        self, true: Callable[[], bool], what: str, timeout: float = NOTICE_SECONDS, period: float = 0.02, ends: bool = False
+        self,
+        true: Callable[[], bool],
+        what: str,
+        timeout: float = NOTICE_SECONDS,
+        period: float = 0.02,
+        ends: bool = False,
     ) -> None:
         until = time.monotonic() + timeout
         while not true():
-            assert ends or self.taken or self.process.poll() is None, f"ended with {self.process.returncode} before: {what}\n{self._said()}"
+            assert ends or self.taken or self.process.poll() is None, (
+                f"ended with {self.process.returncode} before: {what}\n{self._said()}"
+            )
             assert time.monotonic() < until, f"not within {timeout:g} s: {what}\n{self._said()}"
             time.sleep(period)
 
@@ -306,8 +335,16 @@ class Chaos:
     def _said(self) -> str:
         logs = sorted((self.run / "logs").glob("attempt-*/rank-*.log"), key=os.path.getmtime)[-3:]
         said = self.config.with_name("said")
-        texts = [said.read_text()] if said.exists() else list(self.process.communicate()) if self.process.poll() is not None else []
-        return "\n".join([*texts, *(f"{path}:\n{path.read_text(errors='replace')[-2000:]}" for path in logs)])
+        texts = (
+            [said.read_text()]
+            if said.exists()
+            else list(self.process.communicate())
+            if self.process.poll() is not None
+            else []
+        )
+        return "\n".join(
+            [*texts, *(f"{path}:\n{path.read_text(errors='replace')[-2000:]}" for path in logs)]
+        )
 
 
 def alive(pid: int) -> bool:
@@ -338,26 +375,48 @@ def near(run: Path, reference: Path) -> None:
     got, expected = figures(run), figures(reference)
     assert got.keys() == expected.keys()
     for step, (loss, _, *counted) in expected.items():
-        assert list(got[step][2:]) == counted and abs(got[step][0] - loss) <= 1e-5 * abs(loss), (step, got[step], expected[step])
+        assert list(got[step][2:]) == counted and abs(got[step][0] - loss) <= 1e-5 * abs(loss), (
+            step,
+            got[step],
+            expected[step],
+        )
     same_weights(run, reference, 1e-5)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the report of several hosts as JSON")
-    parser.add_argument("--runs", default="", help="of several hosts only these again, such as ddp-fixed,pp-elastic")
+    parser.add_argument(
+        "--runs", default="", help="of several hosts only these again, such as ddp-fixed,pp-elastic"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.hosts > 1:
             from tests.hosts.chaos import campaign
 
-            campaign(Path(folder), options.hosts, options.kills, options.seed, options.out, list(filter(None, options.runs.split(","))))
+            campaign(
+                Path(folder),
+                options.hosts,
+                options.kills,
+                options.seed,
+                options.out,
+                list(filter(None, options.runs.split(","))),
+            )
             return
-        steps = [event["step"] for event in chaos(Path(folder), one_machine(), options.kills, options.seed).log.of("step")]
-    print(f"{options.kills} kills: losses, samples and weights equal bit for bit; {len(steps) - max(steps)} steps done again")
+        steps = [
+            event["step"]
+            for event in chaos(Path(folder), one_machine(), options.kills, options.seed).log.of(
+                "step"
+            )
+        ]
+    print(
+        f"{options.kills} kills: losses, samples and weights equal bit for bit; {len(steps) - max(steps)} steps done again"
+    )
 
 
 if __name__ == "__main__":

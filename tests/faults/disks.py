@@ -15,7 +15,11 @@ import pytest
 def small_disk(folder: Path, mib: int) -> Iterator[Path]:
     """A tmpfs of `mib` MiB in a new folder; the test is skipped where it cannot be mounted."""
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder],
+        capture_output=True,
+        check=False,
+    ).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
         yield folder

@@ -26,7 +26,14 @@ def train(steps: int, rank: int) -> None:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        logging.info("rank %d step %d/%d loss %.4f grad_norm %.3f lr 1e-2 errors 0 killed 0", rank, number, steps, loss.item(), norm)
+        logging.info(
+            "rank %d step %d/%d loss %.4f grad_norm %.3f lr 1e-2 errors 0 killed 0",
+            rank,
+            number,
+            steps,
+            loss.item(),
+            norm,
+        )
 
 
 def main() -> None:

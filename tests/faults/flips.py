@@ -19,5 +19,9 @@ class Flips:
         done = Path(os.environ["FLIPS"]) / "flipped"
         if os.environ["RANK"] == "1" and event["step"] == 7 and not done.exists():
             done.touch()
-            weights = [found for found in gc.get_objects() if isinstance(found, torch.nn.Parameter) and found.requires_grad]
+            weights = [
+                found
+                for found in gc.get_objects()
+                if isinstance(found, torch.nn.Parameter) and found.requires_grad
+            ]
             weights[-1].detach().view(-1).view(torch.int32)[0] ^= 1

@@ -64,12 +64,20 @@ def main() -> None:
 
 def walk(run: Path, rank: int) -> None:
     behave: dict[str, Any] = json.loads((run / "behave").read_text())
-    attempt = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.name  # torchrun has folders of its own, and counts
-    first = attempt == "attempt-0" or (not attempt.startswith("attempt-") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+    attempt = Path(
+        os.environ["TORCHELASTIC_ERROR_FILE"]
+    ).parent.name  # torchrun has folders of its own, and counts
+    first = attempt == "attempt-0" or (
+        not attempt.startswith("attempt-") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    )
     log = EventLog(run / "events.jsonl") if rank == 0 else None
     loader = ThreadPoolExecutor(1, "loader")
     for step in range(behave["steps"]):
-        how = behave["how"] if first and rank == behave["rank"] and step == behave["at"] else "nothing"
+        how = (
+            behave["how"]
+            if first and rank == behave["rank"] and step == behave["at"]
+            else "nothing"
+        )
         heartbeat.step(step, 2 * step)
         heartbeat.beat("data")
         loader.submit(endless if how == "data" else abs, step).result()

@@ -14,7 +14,12 @@ import psutil
 
 
 def wait_for(
-    run_dir: Path, kind: str, at_least: int, process: subprocess.Popen[Any] | None = None, after: float = 0.0, timeout: float = 240
+    run_dir: Path,
+    kind: str,
+    at_least: int,
+    process: subprocess.Popen[Any] | None = None,
+    after: float = 0.0,
+    timeout: float = 240,
 ) -> dict[str, Any]:
     """The first event of `kind` written after `after` (unix seconds) with step >= `at_least`; AssertionError if none comes."""
     deadline = time.time() + timeout
@@ -24,7 +29,9 @@ def wait_for(
                 return event
         if process is not None and process.poll() is not None:
             out, err = process.communicate()
-            raise AssertionError(f"ended with {process.returncode} before {kind} {at_least}:\n{out}\n{err}")
+            raise AssertionError(
+                f"ended with {process.returncode} before {kind} {at_least}:\n{out}\n{err}"
+            )
         time.sleep(0.01)
     raise AssertionError(f"no {kind} event with step >= {at_least} within {timeout} s")
 
@@ -38,7 +45,10 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 def ranks_of(run_dir: Path) -> dict[int, int]:
     """Rank → process id of the run in `run_dir`: whose output goes to logs/attempt-A/rank-R.out, and whose parent's does not."""
     found: dict[int, int] = {}
-    outputs = {process.pid: (process.info["ppid"], _output(process.pid)) for process in psutil.process_iter(["ppid"])}
+    outputs = {
+        process.pid: (process.info["ppid"], _output(process.pid))
+        for process in psutil.process_iter(["ppid"])
+    }
     for pid, (parent, output) in outputs.items():
         ours = output.suffix == ".out" and run_dir.resolve() in output.parents
         if ours and outputs.get(parent, (0, Path()))[1] != output:

@@ -42,12 +42,17 @@ class Walk:
     def __init__(self, run: Path, rank: int, asked: StopFlag) -> None:
         self.run, self.rank, self.asked = run, rank, asked
         self.behave: dict[str, Any] = json.loads((run / "behave").read_text())
-        self.attempt = int(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.name.removeprefix("attempt-"))
+        self.attempt = int(
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.name.removeprefix("attempt-")
+        )
         self.log = EventLog(run / "events.jsonl") if rank == 0 else None
         (run / f"pid-{rank}").write_text(str(os.getpid()))
 
     def go(self, resume: str | None) -> None:
-        saved = [int(path.name.removeprefix("step-")) for path in (self.run / "checkpoints").glob("step-*")]
+        saved = [
+            int(path.name.removeprefix("step-"))
+            for path in (self.run / "checkpoints").glob("step-*")
+        ]
         step = max(saved, default=0) if resume == "newest" else 0
         if self.log and resume:
             self.log.emit(Restore(step=step, path="", seconds=0.0, skipped=[]))
@@ -79,7 +84,16 @@ class Walk:
         if self.log:
             folder = self.run / "checkpoints" / f"step-{step}"
             folder.mkdir(parents=True, exist_ok=True)
-            self.log.emit(Save(step=step, path=str(folder), seconds=0.0, bytes=0, blocked_seconds=0.0, error=None))
+            self.log.emit(
+                Save(
+                    step=step,
+                    path=str(folder),
+                    seconds=0.0,
+                    bytes=0,
+                    blocked_seconds=0.0,
+                    error=None,
+                )
+            )
 
     def misbehave(self, step: int) -> None:
         how, mine = self.behave["how"], self.rank == self.behave["rank"]

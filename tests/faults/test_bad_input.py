@@ -79,17 +79,36 @@ def rows_case(folder: Path, model: Path, text: str, **data: Any) -> Path:
     ("text", "data", "says"),
     [
         ("", {}, ["train.jsonl", "no rows"]),
-        ('{"prompt": "a", "completion": "b"}\n{"prompt": "c"}\n', {}, ["train.jsonl:2", "completion"]),
+        (
+            '{"prompt": "a", "completion": "b"}\n{"prompt": "c"}\n',
+            {},
+            ["train.jsonl:2", "completion"],
+        ),
         (
             '{"question": "a", "reply": "b"}\n',
-            {"train": [{"kind": "file", "path": "train.jsonl", "columns": {"prompt": "question", "completion": "answer"}}]},
+            {
+                "train": [
+                    {
+                        "kind": "file",
+                        "path": "train.jsonl",
+                        "columns": {"prompt": "question", "completion": "answer"},
+                    }
+                ]
+            },
             ["train.jsonl:1", "answer", "reply"],
         ),
         ('{"prompt": "a", "completion": "b"}\n{"prompt": oops}\n', {}, ["train.jsonl:2"]),
     ],
     ids=["empty", "row without the column", "mapped column not there", "malformed"],
 )
-def test_rows(text: str, data: dict[str, Any], says: list[str], model: Path, tmp_path: Path, said: Callable[..., str]) -> None:
+def test_rows(
+    text: str,
+    data: dict[str, Any],
+    says: list[str],
+    model: Path,
+    tmp_path: Path,
+    said: Callable[..., str],
+) -> None:
     line = said("train", rows_case(tmp_path, model, text, **data))
     assert all(part in line for part in says), line
 
@@ -99,15 +118,27 @@ def test_no_chat_template(tmp_path: Path, said: Callable[..., str]) -> None:
     (model / "chat_template.jinja").unlink()
     tiny_tokenizer(chat_template=None).save_pretrained(model)
     config = bare(tmp_path, model)
-    write_rows(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+    write_rows(
+        tmp_path / "train.jsonl",
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
+    )
     assert "chat template" in (line := said("train", config)) and "model.chat_template" in line
 
 
 def test_more_processes_than_samples(model: Path, tmp_path: Path, said: Callable[..., str]) -> None:
     config = bare(
-        tmp_path, model, rows=3, data={"packing": False}, batch={"global_samples": 4, "micro_batch": 1}, launch={"nproc": 4}, strategy="ddp"
+        tmp_path,
+        model,
+        rows=3,
+        data={"packing": False},
+        batch={"global_samples": 4, "micro_batch": 1},
+        launch={"nproc": 4},
+        strategy="ddp",
     )
-    assert "4 data ranks but only 3 training samples" in (line := said("train", config)) and "--nproc 3" in line
+    assert (
+        "4 data ranks but only 3 training samples" in (line := said("train", config))
+        and "--nproc 3" in line
+    )
 
 
 def test_folder_of_another_run(model: Path, tmp_path: Path, said: Callable[..., str]) -> None:
@@ -119,15 +150,24 @@ def test_folder_of_another_run(model: Path, tmp_path: Path, said: Callable[..., 
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
-def test_folder_that_cannot_be_written(model: Path, tmp_path: Path, said: Callable[..., str]) -> None:
+def test_folder_that_cannot_be_written(
+    model: Path, tmp_path: Path, said: Callable[..., str]
+) -> None:
     (tmp_path / "file").write_text("")
-    assert "cannot write the run folder" in said("train", bare(tmp_path, model), f"run.dir={tmp_path / 'file' / 'run'}")
+    assert "cannot write the run folder" in said(
+        "train", bare(tmp_path, model), f"run.dir={tmp_path / 'file' / 'run'}"
+    )
 
 
-def test_code_of_the_model_is_not_run(model: Path, tmp_path: Path, said: Callable[..., str]) -> None:
+def test_code_of_the_model_is_not_run(
+    model: Path, tmp_path: Path, said: Callable[..., str]
+) -> None:
     folder = tiny_model_dir(tmp_path / "custom")
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "my_own", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    config |= {
+        "model_type": "my_own",
+        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     line = said("train", bare(tmp_path, folder))
@@ -143,11 +183,15 @@ def test_port_taken(model: Path, tmp_path: Path, said: Callable[..., str]) -> No
     assert not (tmp_path / "run").exists(), "the next try finds the folder free"
 
 
-def test_resume_from_what_is_no_checkpoint(model: Path, tmp_path: Path, said: Callable[..., str]) -> None:
+def test_resume_from_what_is_no_checkpoint(
+    model: Path, tmp_path: Path, said: Callable[..., str]
+) -> None:
     config = bare(tmp_path, model)
     (tmp_path / "empty").mkdir()
     assert "not a committed checkpoint" in said("train", config, "--resume", tmp_path / "empty")
-    assert "nowhere: there is no such file or folder" in said("train", config, "--resume", tmp_path / "nowhere")
+    assert "nowhere: there is no such file or folder" in said(
+        "train", config, "--resume", tmp_path / "nowhere"
+    )
     (tmp_path / "empty" / "pytorch_model.bin").write_bytes(b"\x80\x04")
     assert "pickle" in said("train", config, "--resume", tmp_path / "empty")
 
@@ -155,20 +199,42 @@ def test_resume_from_what_is_no_checkpoint(model: Path, tmp_path: Path, said: Ca
 def test_resume_with_another_config(model: Path, tmp_path: Path, said: Callable[..., str]) -> None:
     config = bare(tmp_path, model)
     assert drumline("train", config).code == 0
-    line = said("train", config, "--resume", "optimizer.lr=0.5", "run.seed=3", "run.steps=6", "checkpoint.every=1")
-    assert all(part in line for part in ("optimizer.lr 0.01 → 0.5", "run.seed 0 → 3", "--allow")), line
+    line = said(
+        "train",
+        config,
+        "--resume",
+        "optimizer.lr=0.5",
+        "run.seed=3",
+        "run.steps=6",
+        "checkpoint.every=1",
+    )
+    assert all(part in line for part in ("optimizer.lr 0.01 → 0.5", "run.seed 0 → 3", "--allow")), (
+        line
+    )
     assert "checkpoint.every" not in line
     finished = drumline("train", config, "--resume", "run.steps=6", "--allow", "run.steps")
     assert finished.code == 0, finished.err
     assert "going on at step 4" in finished.out
     (jump,) = [line for line in finished.err.splitlines() if "learning rate" in line]
-    assert "at step 4 and is" in jump and "the cosine schedule ended at step 4 and ends at 6 now" in jump
+    assert (
+        "at step 4 and is" in jump
+        and "the cosine schedule ended at step 4 and ends at 6 now" in jump
+    )
     # The newest checkpoint can be named in full, too, and a run folder stands for its newest.
-    line = said("train", config, "--resume", tmp_path / "run", "optimizer.lr=0.5", "run.dir=" + str(tmp_path / "other"))
+    line = said(
+        "train",
+        config,
+        "--resume",
+        tmp_path / "run",
+        "optimizer.lr=0.5",
+        "run.dir=" + str(tmp_path / "other"),
+    )
     assert "optimizer.lr" in line
 
 
-def test_too_little_space(model: Path, tmp_path: Path, said: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space(
+    model: Path, tmp_path: Path, said: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The machine's answer is replaced, not its disk: a disk with so few bytes left could not hold the token cache either.
     monkeypatch.setattr("drumline.train.setup.free_bytes", lambda path: 1000)
     line = said("train", bare(tmp_path, model))

@@ -16,5 +16,7 @@ from tests.harness import start_drumline, start_interpreter
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kills", "start"), [(4, start_drumline), (20, start_interpreter)])
-def test_kills_change_nothing(tmp_path: Path, kills: int, start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_kills_change_nothing(
+    tmp_path: Path, kills: int, start: Callable[..., subprocess.Popen[str]]
+) -> None:
     chaos(tmp_path, one_machine(start), kills, 0)

@@ -45,7 +45,9 @@ def assert_passed_over(root: Path, file: str, reason: str, verify: bool = True) 
     assert str(damaged / file) in str(caught.value) and "\n" not in str(caught.value)
     found = newest(root, verify)
     assert found.path == root / "step-00000010"
-    assert [path for path, _ in found.skipped] == [damaged] and str(damaged / file) in found.skipped[0][1]
+    assert [path for path, _ in found.skipped] == [damaged] and str(
+        damaged / file
+    ) in found.skipped[0][1]
     tensors = blank(content(10))
     load(found.path, tensors)
     assert differing(tensors, content(10)) == []
@@ -89,7 +91,9 @@ def test_a_shard_more_than_there_were(root: Path) -> None:
     assert_passed_over(root, "__1_0.distcp", "does not belong to this checkpoint", verify=False)
 
 
-@pytest.mark.parametrize("name", [".DS_Store", ".nfs000000000012ab3400000001", "Thumbs.db", "notes/today.txt"])
+@pytest.mark.parametrize(
+    "name", [".DS_Store", ".nfs000000000012ab3400000001", "Thumbs.db", "notes/today.txt"]
+)
 def test_what_others_leave_there_is_no_damage(root: Path, name: str) -> None:
     path = root / "step-00000020" / name
     path.parent.mkdir(exist_ok=True)
@@ -111,7 +115,18 @@ def test_a_changed_manifest(root: Path, seed: int) -> None:
     assert_passed_over(root, MANIFEST, "manifest.json", verify=False)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"sha256": 1, "manifest": {}}', '{"manifest": ' + "[" * 100_000, "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "null",
+        '{"sha256": 1, "manifest": {}}',
+        '{"manifest": ' + "[" * 100_000,
+        "\xff",
+    ],
+)
 def test_a_manifest_that_is_none(root: Path, text: str) -> None:
     (root / "step-00000020" / MANIFEST).write_text(text, encoding="latin-1")
     assert_passed_over(root, MANIFEST, "manifest", verify=False)
@@ -145,13 +160,18 @@ def test_nothing_whole_is_left(root: Path) -> None:
     for step in (10, 20):
         flip(root / f"step-{step:08d}" / SHARD, 1000)
     found = newest(root, verify=True)
-    assert found.path is None and [path.name for path, _ in found.skipped] == ["step-00000020", "step-00000010"]
+    assert found.path is None and [path.name for path, _ in found.skipped] == [
+        "step-00000020",
+        "step-00000010",
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- made to do harm
 
 
-def forge(folder: Path, index: bytes, change: Callable[[dict[str, Any]], None] | None = None) -> None:
+def forge(
+    folder: Path, index: bytes, change: Callable[[dict[str, Any]], None] | None = None
+) -> None:
     """Give a checkpoint another index, and a manifest that vouches for it."""
     (folder / INDEX).write_bytes(index)
     content = read_manifest(folder).model_dump()
@@ -199,7 +219,14 @@ def test_code_in_the_index_does_not_run(root: Path, tmp_path: Path, where: str) 
 
 
 @pytest.mark.parametrize(
-    "module, name", [("builtins", "eval"), ("torch", "load"), ("torch.serialization", "load"), ("os", "system"), ("torch", "hub")]
+    "module, name",
+    [
+        ("builtins", "eval"),
+        ("torch", "load"),
+        ("torch.serialization", "load"),
+        ("os", "system"),
+        ("torch", "hub"),
+    ],
 )
 def test_names_beyond_the_list_are_refused(root: Path, module: str, name: str) -> None:
     forge(root / "step-00000020", f"c{module}\n{name}\n.".encode())
@@ -211,7 +238,9 @@ def by_name(index: Metadata) -> bytes:
 
     class ByName(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+            return (
+                (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+            )
 
     made = io.BytesIO()
     ByName(made).dump(index)
@@ -244,7 +273,10 @@ def test_an_index_that_is_none(root: Path, raw: bytes) -> None:
     assert_passed_over(root, INDEX, "refused", verify=False)
 
 
-@pytest.mark.parametrize("path", ["../outside.distcp", "/etc/passwd", "sub/__0_0.distcp", "__9_0.distcp", "state.json", "", 7])
+@pytest.mark.parametrize(
+    "path",
+    ["../outside.distcp", "/etc/passwd", "sub/__0_0.distcp", "__9_0.distcp", "state.json", "", 7],
+)
 def test_tensors_that_are_said_to_lie_elsewhere(root: Path, tmp_path: Path, path: Any) -> None:
     folder = root / "step-00000020"
     shutil.copy(root / "step-00000010" / SHARD, root / "outside.distcp")
@@ -254,8 +286,13 @@ def test_tensors_that_are_said_to_lie_elsewhere(root: Path, tmp_path: Path, path
     assert_passed_over(root, INDEX, "which is no file of this checkpoint")
 
 
-@pytest.mark.parametrize("offset, length, reason", [(-1, 5, "beyond"), (0, 10**12, "beyond"), (0, 1.5, "no place"), ("0", 5, "no place")])
-def test_tensors_that_lie_beyond_their_file(root: Path, offset: Any, length: Any, reason: str) -> None:
+@pytest.mark.parametrize(
+    "offset, length, reason",
+    [(-1, 5, "beyond"), (0, 10**12, "beyond"), (0, 1.5, "no place"), ("0", 5, "no place")],
+)
+def test_tensors_that_lie_beyond_their_file(
+    root: Path, offset: Any, length: Any, reason: str
+) -> None:
     folder = root / "step-00000020"
     index = index_of(folder)
     info = next(iter(index.storage_data.values()))
@@ -299,7 +336,9 @@ def test_code_in_a_shard_does_not_run(root: Path, tmp_path: Path) -> None:
         content["files"][SHARD] = record_of(folder / SHARD).model_dump()
 
     forge(folder, pickle.dumps(index), vouch)
-    assert check(folder, verify=True).step == 20, "it is consistent, so only the reading can refuse it"
+    assert check(folder, verify=True).step == 20, (
+        "it is consistent, so only the reading can refuse it"
+    )
     with pytest.raises(CheckpointError):
         load(folder, blank(content(20)))
     assert not mark.exists()

@@ -25,14 +25,20 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder],
+        capture_output=True,
+        check=False,
+    ).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 
 
 def tensors(mib: float, step: int) -> dict[str, torch.Tensor]:
-    return {f"model.{index}": torch.full((int(mib * MIB) // 32,), float(step)) for index in range(8)}
+    return {
+        f"model.{index}": torch.full((int(mib * MIB) // 32,), float(step)) for index in range(8)
+    }
 
 
 def save_one(checkpointer: Checkpointer, step: int, mib: float) -> SaveResult:
@@ -43,7 +49,11 @@ def save_one(checkpointer: Checkpointer, step: int, mib: float) -> SaveResult:
 
 def too_large(root: Path, asynchronous: bool) -> list[SaveResult]:
     checkpointer = Checkpointer(root, 2, True, "min", asynchronous)
-    return [save_one(checkpointer, 1, 4), save_one(checkpointer, 2, 19), save_one(checkpointer, 3, 4)]
+    return [
+        save_one(checkpointer, 1, 4),
+        save_one(checkpointer, 2, 19),
+        save_one(checkpointer, 3, 4),
+    ]
 
 
 def fills_up(root: Path, asynchronous: bool) -> list[SaveResult]:
@@ -62,7 +72,11 @@ def assert_old_and_next(disk: Path, results: list[SaveResult]) -> None:
     assert failed.path is None and failed.bytes == 0 and failed.error
     found = newest(disk / "root", verify=True)
     assert found.path == last.path and found.skipped == []
-    assert sorted(path.name for path in (disk / "root").iterdir()) == ["latest", "step-00000001", "step-00000003"]
+    assert sorted(path.name for path in (disk / "root").iterdir()) == [
+        "latest",
+        "step-00000001",
+        "step-00000003",
+    ]
 
 
 @BOTH
@@ -70,7 +84,9 @@ def assert_old_and_next(disk: Path, results: list[SaveResult]) -> None:
 def test_too_little_space_is_known_before(disk: Path, world: int, asynchronous: bool) -> None:
     for results in run(world, too_large, disk / "root", asynchronous):
         assert_old_and_next(disk, results)
-        said = re.fullmatch(r"no space: ([\d,]+) bytes needed, ([\d,]+) free in .*/root", results[1].error or "")
+        said = re.fullmatch(
+            r"no space: ([\d,]+) bytes needed, ([\d,]+) free in .*/root", results[1].error or ""
+        )
         assert said, results[1].error
         needed, free = (int(number.replace(",", "")) for number in said.groups())
         assert 1.2 * 19 * MIB <= needed <= 1.21 * 19 * MIB and 16 * MIB < free < 20 * MIB

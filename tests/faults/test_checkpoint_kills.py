@@ -55,11 +55,15 @@ def kill_trials(root: Path, trials: int, seed: int) -> dict[str, int]:
                 os.kill(processes[rank].pid or 0, signal.SIGKILL)
             for rank, (process, pipe) in enumerate(started):
                 process.join(30)
-                assert process.exitcode is not None, f"trial {trial}: rank {rank} hangs after {victims} were killed"
+                assert process.exitcode is not None, (
+                    f"trial {trial}: rank {rank} hangs after {victims} were killed"
+                )
                 if rank not in victims:
                     # Its own saves were good until the other was gone.
                     good, said = pipe.recv()
-                    assert not good and ("Connection" in said or "peer" in said or "reset" in said), said
+                    assert not good and (
+                        "Connection" in said or "peer" in said or "reset" in said
+                    ), said
         finally:
             end(processes)
         names = [path.name for path in root.iterdir()]
@@ -83,7 +87,9 @@ def await_save(root: Path, beyond: int, processes: list[BaseProcess]) -> None:
     """Wait until a checkpoint of a later step than `beyond` has its name. Raises AssertionError when none comes."""
     deadline = time.monotonic() + 60
     while not any((step_of(path.name) or 0) > beyond for path in root.glob("step-*")):
-        assert time.monotonic() < deadline and all(process.is_alive() for process in processes), "no save came"
+        assert time.monotonic() < deadline and all(process.is_alive() for process in processes), (
+            "no save came"
+        )
         time.sleep(0.005)
 
 

@@ -69,7 +69,11 @@ def keep_for_ever(folder: Path, apart: bool) -> None:
     dist.barrier()
     while True:
         step += 1
-        errors = [result.error for result in memory.keep(step, content(step), {"step": step}) if result.error]
+        errors = [
+            result.error
+            for result in memory.keep(step, content(step), {"step": step})
+            if result.error
+        ]
         assert not errors, errors
 
 
@@ -99,7 +103,9 @@ def kill_some(started: list[Any], runs: Path, reached: int, draw: random.Random)
     try:
         deadline = time.monotonic() + 60
         while latest(runs) <= reached + 2:
-            assert time.monotonic() < deadline and all(process.is_alive() for process, _ in started), "nothing was kept"
+            assert time.monotonic() < deadline and all(
+                process.is_alive() for process, _ in started
+            ), "nothing was kept"
             time.sleep(0.005)
         time.sleep(draw.random() * 0.1)
         for process, _ in draw.sample(started, draw.choice([1, 2])):
@@ -112,11 +118,17 @@ def kill_some(started: list[Any], runs: Path, reached: int, draw: random.Random)
 
 
 def latest(runs: Path) -> int:
-    kept = [path.name for run_dir in runs.glob(f"*/{NAME}") for path in of_run(run_dir.parent).glob("checkpoints/step-*")]
+    kept = [
+        path.name
+        for run_dir in runs.glob(f"*/{NAME}")
+        for path in of_run(run_dir.parent).glob("checkpoints/step-*")
+    ]
     return max((step_of(name) or 0 for name in kept), default=0)
 
 
-def test_memory_is_of_one_run_from_one_start_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_of_one_run_from_one_start_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def kept(goes_on: bool, step: int) -> Memory:
         memory = Memory(host(folder, False), goes_on)
         memory.begin()
@@ -126,20 +138,32 @@ def test_memory_is_of_one_run_from_one_start_on(folder: Path, monkeypatch: pytes
 
     first = kept(goes_on=True, step=3)
     assert newest(Memory(host(folder, False), goes_on=True)) == 3
-    assert first.newest(0, lambda state: f"made at step {state['step']}").skipped[0][1].endswith(": made at step 3")
+    assert (
+        first.newest(0, lambda state: f"made at step {state['step']}")
+        .skipped[0][1]
+        .endswith(": made at step 3")
+    )
     assert first.folder.stat().st_mode & 0o777 == 0o700
     second = Memory(host(folder, False), goes_on=False)
-    assert newest(second) == 0 and second.folder != first.folder and not first.folder.exists(), "a start from elsewhere begins anew"
+    assert newest(second) == 0 and second.folder != first.folder and not first.folder.exists(), (
+        "a start from elsewhere begins anew"
+    )
     # What a launcher left that is gone is removed by the next run, and nothing else is.
     gone, alive = (HOST_MEMORY / f"{PREFIX}{'0' * 31}{digit}" for digit in "12")
-    for path, name in ((gone, "4194303-1-" + this_process().name.rpartition("-")[2]), (alive, this_process().name)):
+    for path, name in (
+        (gone, "4194303-1-" + this_process().name.rpartition("-")[2]),
+        (alive, this_process().name),
+    ):
         path.mkdir()
         (path / OWNER).write_text(name)
     try:
         third = kept(goes_on=True, step=4)
         assert not gone.exists() and alive.exists() and newest(third) == 4
         third.forget()
-        assert newest(third) == 0 and [result.error for result in third.keep(5, content(5), {"step": 5})] == []
+        assert (
+            newest(third) == 0
+            and [result.error for result in third.keep(5, content(5), {"step": 5})] == []
+        )
         third.wait()
         assert newest(third) == 5
         third.clear()
@@ -147,7 +171,10 @@ def test_memory_is_of_one_run_from_one_start_on(folder: Path, monkeypatch: pytes
     finally:
         for path in (gone, alive):
             shutil.rmtree(path, ignore_errors=True)
-    with pytest.raises(EnvironmentFault, match=r"two copies of a checkpoint need about .* bytes, /dev/shm has .* free.*--shm-size"):
+    with pytest.raises(
+        EnvironmentFault,
+        match=r"two copies of a checkpoint need about .* bytes, /dev/shm has .* free.*--shm-size",
+    ):
         require_room(1 << 60)
     monkeypatch.setattr(memory_module, "HOST_MEMORY", folder / "none")
     with pytest.raises(EnvironmentFault, match="this system has no"):
@@ -158,7 +185,10 @@ def test_memory_is_of_one_run_from_one_start_on(folder: Path, monkeypatch: pytes
 @pytest.mark.timeout(400)
 def test_a_killed_run_goes_on_from_memory_bit_for_bit(folder: Path) -> None:
     config = write_config(
-        folder, tiny_model_dir(folder / "model"), run={"steps": 60}, checkpoint={"every": 50, "in_memory_every": 2, "keep_best": False}
+        folder,
+        tiny_model_dir(folder / "model"),
+        run={"steps": 60},
+        checkpoint={"every": 50, "in_memory_every": 2, "keep_best": False},
     )
     assert drumline("train", config, f"run.dir={folder / 'reference'}", "--nproc", "2").code == 0
     run_dir = folder / "run"

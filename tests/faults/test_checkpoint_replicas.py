@@ -68,9 +68,14 @@ def test_a_host_that_loses_its_disk_costs_nothing(tmp_path: Path) -> None:
         # Its own shard and its neighbour's; the best one and the newest two are kept.
         manifest, present = read_part(root / "step-00000003")
         assert len(manifest.files) == HOSTS + 2 and len(present) == 4
-        assert sorted(path.name for path in root.iterdir()) == ["best", "latest", *(f"step-0000000{step}" for step in (1, 2, 3))]
+        assert sorted(path.name for path in root.iterdir()) == [
+            "best",
+            "latest",
+            *(f"step-0000000{step}" for step in (1, 2, 3)),
+        ]
         with pytest.raises(
-            CheckpointError, match=r"holds 4 of the 5 files of a checkpoint that lies on the disks of several hosts.*--resume"
+            CheckpointError,
+            match=r"holds 4 of the 5 files of a checkpoint that lies on the disks of several hosts.*--resume",
         ):
             check(root / "step-00000003", verify=False)
         assert newest_state(root, None) == (str(root / "step-00000003"), {"step": 3})
@@ -96,7 +101,9 @@ def test_two_hosts_lost_are_one_too_many_and_damage_is_made_up_for(tmp_path: Pat
         shutil.rmtree(tmp_path / f"host-{host}" / "checkpoints" / "step-00000002")
     (tmp_path / "host-2" / "checkpoints" / "step-00000002" / "__1_0.distcp").unlink()
     (tmp_path / "host-2" / "checkpoints" / "step-00000001" / "__1_0.distcp").unlink(missing_ok=True)
-    assert run(HOSTS, resume, tmp_path) == [1] * HOSTS, "of step 2 a file is nowhere: the one before is used"
+    assert run(HOSTS, resume, tmp_path) == [1] * HOSTS, (
+        "of step 2 a file is nowhere: the one before is used"
+    )
 
 
 def save_for_ever(folder: Path, asynchronous: bool) -> None:
@@ -118,8 +125,13 @@ def test_kills_and_lost_disks(tmp_path: Path, trials: int) -> None:
         started = start(HOSTS, save_for_ever, tmp_path, bool(trial % 2))
         try:
             deadline = time.monotonic() + 60
-            while not all(any((step_of(path.name) or 0) > reached + 1 for path in root.glob("step-*")) for root in roots(tmp_path)):
-                assert time.monotonic() < deadline and all(process.is_alive() for process, _ in started), "no save came"
+            while not all(
+                any((step_of(path.name) or 0) > reached + 1 for path in root.glob("step-*"))
+                for root in roots(tmp_path)
+            ):
+                assert time.monotonic() < deadline and all(
+                    process.is_alive() for process, _ in started
+                ), "no save came"
                 time.sleep(0.01)
             time.sleep(draw.random() * 0.15)
             for process, _ in draw.sample(started, draw.randint(1, HOSTS)):
@@ -136,4 +148,6 @@ def test_kills_and_lost_disks(tmp_path: Path, trials: int) -> None:
         for root in roots(tmp_path):
             tensors = blank(content(step))
             load(root / f"step-{step:08d}", tensors)
-            assert differing(tensors, content(step)) == [] and read_state(root / f"step-{step:08d}") == {"step": step}
+            assert differing(tensors, content(step)) == [] and read_state(
+                root / f"step-{step:08d}"
+            ) == {"step": step}

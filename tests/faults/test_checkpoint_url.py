@@ -20,7 +20,15 @@ from drumline.checkpoint.disks import Disks, Gatherer, fetch
 from drumline.checkpoint.load import check, load, newest_state, read_state
 from drumline.checkpoint.manifest import MANIFEST, step_of
 from drumline.checkpoint.ranks import Ranks
-from drumline.checkpoint.remote import CHECKPOINTS, Store, at_hand, choose, manifests, require_unused, state_at
+from drumline.checkpoint.remote import (
+    CHECKPOINTS,
+    Store,
+    at_hand,
+    choose,
+    manifests,
+    require_unused,
+    state_at,
+)
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.config import Config
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault
@@ -84,11 +92,19 @@ def kill_trials(folder: Path, url: str, trials: int, seed: int) -> int:
         started = start(2, save_for_ever, folder, url, apart, bool(draw.randrange(2)))
         try:
             deadline, done = time.monotonic() + 60, newest_step
-            while done == newest_step or (trial % 2 == 0 and not any((step_of(name) or 0) > done for name in store.folders(CHECKPOINTS))):
-                assert time.monotonic() < deadline and all(process.is_alive() for process, _ in started), "no save came"
+            while done == newest_step or (
+                trial % 2 == 0
+                and not any((step_of(name) or 0) > done for name in store.folders(CHECKPOINTS))
+            ):
+                assert time.monotonic() < deadline and all(
+                    process.is_alive() for process, _ in started
+                ), "no save came"
                 time.sleep(0.01)
-                done = max([newest_step, *(manifest.step for manifest in manifests(store).values())])
-            time.sleep(draw.random() * (0.02 if trial % 2 == 0 else 0.2))  # within an upload, or anywhere
+                done = max(
+                    [newest_step, *(manifest.step for manifest in manifests(store).values())]
+                )
+            # Within an upload, or anywhere.
+            time.sleep(draw.random() * (0.02 if trial % 2 == 0 else 0.2))
             for process, _ in started:
                 os.kill(process.pid or 0, signal.SIGKILL)
         finally:
@@ -99,7 +115,10 @@ def kill_trials(folder: Path, url: str, trials: int, seed: int) -> int:
             with at_hand(f"{url}/{CHECKPOINTS}/{name}") as copy:
                 tensors = blank(content(manifest.step))
                 load(copy, tensors)
-                assert check(copy, verify=True) == manifest and differing(tensors, content(manifest.step)) == [], (trial, name)
+                assert (
+                    check(copy, verify=True) == manifest
+                    and differing(tensors, content(manifest.step)) == []
+                ), (trial, name)
         _, state = state_at(url)
         assert state["step"] > newest_step, trial
         newest_step = state["step"]
@@ -108,7 +127,10 @@ def kill_trials(folder: Path, url: str, trials: int, seed: int) -> int:
 
 @pytest.mark.timeout(240)
 def test_no_kill_tears_a_checkpoint_at_a_url(tmp_path: Path, url: str) -> None:
-    trials = (kill_trials(tmp_path / f"hosts-{seed}", f"{url}/{seed}", trials=4, seed=seed) for seed in range(3))
+    trials = (
+        kill_trials(tmp_path / f"hosts-{seed}", f"{url}/{seed}", trials=4, seed=seed)
+        for seed in range(3)
+    )
     assert any(trials), "no kill fell into an upload: the test proves nothing"
 
 
@@ -118,7 +140,9 @@ def test_no_kill_of_many_tears_one(tmp_path: Path, url: str) -> None:
     assert kill_trials(tmp_path / "hosts", url, trials=24, seed=1) > 5
 
 
-def test_large_files_go_in_parts_and_come_back(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_go_in_parts_and_come_back(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote_module, "PART_BYTES", 5 << 20)
     checkpointer = Checkpointer(tmp_path / CHECKPOINTS, 1, False, "min", False, url=url)
     tensors = {"model.large": torch.randn(3_000_000)}
@@ -131,12 +155,17 @@ def test_large_files_go_in_parts_and_come_back(tmp_path: Path, url: str, monkeyp
     assert store.folders(CHECKPOINTS) == ["step-00000002"], "one is kept there, too"
     entry = store.fs.info(f"{store.root}/{CHECKPOINTS}/step-00000002/__0_0.distcp")
     assert entry["ETag"].strip('"').endswith("-3"), entry  # S3's mark of an object of three parts
-    assert store.read("plan.json") == b"{}" and store.read(f"{CHECKPOINTS}/latest") == b"step-00000002\n"
+    assert (
+        store.read("plan.json") == b"{}"
+        and store.read(f"{CHECKPOINTS}/latest") == b"step-00000002\n"
+    )
     folder = fetch(url, tmp_path / "fetched")
     back = blank(tensors)
     load(folder, back)
     assert differing(back, tensors) == []
-    with pytest.raises(EnvironmentFault, match=r"holds the checkpoints of a run \(step-00000002\).*--resume"):
+    with pytest.raises(
+        EnvironmentFault, match=r"holds the checkpoints of a run \(step-00000002\).*--resume"
+    ):
         require_unused(url)
 
 
@@ -159,7 +188,9 @@ def test_damage_there_is_noticed_and_the_one_before_used(tmp_path: Path, url: st
     assert choose(url)[2].step == 3 and list(manifests(store)) == ["step-00000001", "step-00000003"]
 
 
-def test_a_store_that_comes_and_goes(tmp_path: Path, url: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_comes_and_goes(
+    tmp_path: Path, url: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote_module, "PAUSES", [0.05] * 4)
     relay, clients = Relay(address), pytest.importorskip("s3fs").S3FileSystem
     with environment(relay.address):
@@ -170,13 +201,21 @@ def test_a_store_that_comes_and_goes(tmp_path: Path, url: str, address: str, mon
         (result,) = checkpointer.wait()
         clients.clear_instance_cache()
     assert result.error is None and relay.refused == 0
-    elsewhere = Checkpointer(tmp_path / CHECKPOINTS, 2, False, "min", False, url=url)  # another start takes it over
+    # Another start takes it over.
+    elsewhere = Checkpointer(tmp_path / CHECKPOINTS, 2, False, "min", False, url=url)
     elsewhere.remote.store.put_bytes(b'{"token": "another", "host": "far", "pid": 7}', "owner.json")
     checkpointer.save(2, content(2), {"step": 2}, None)
     (result,) = checkpointer.wait()
-    assert result.path is None and "it is whole in" in (result.error or "") and "taken over by pid 7 on host far" in (result.error or "")
+    assert (
+        result.path is None
+        and "it is whole in" in (result.error or "")
+        and "taken over by pid 7 on host far" in (result.error or "")
+    )
     assert [*manifests(elsewhere.remote.store)] == ["step-00000001"]
-    assert newest_state(tmp_path / CHECKPOINTS, url) == (str(tmp_path / CHECKPOINTS / "step-00000002"), {"step": 2})
+    assert newest_state(tmp_path / CHECKPOINTS, url) == (
+        str(tmp_path / CHECKPOINTS / "step-00000002"),
+        {"step": 2},
+    )
 
 
 def both_hosts(folder: Path, url: str) -> tuple[int, list[str]]:
@@ -188,7 +227,9 @@ def both_hosts(folder: Path, url: str) -> tuple[int, list[str]]:
     return step, sorted(path.name for path in (checkpointer.root / "step-00000005").iterdir())
 
 
-def test_hosts_without_a_shared_folder_keep_parts_and_put_them_together(tmp_path: Path, url: str) -> None:
+def test_hosts_without_a_shared_folder_keep_parts_and_put_them_together(
+    tmp_path: Path, url: str
+) -> None:
     for step, names in run(2, both_hosts, tmp_path, url):
         assert step == 5
         assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "state.json"]
@@ -207,7 +248,10 @@ def lose_one(folder: Path, url: str) -> int:
     "override, mistake",
     [
         ("checkpoint.url=s3://me:hunter2hunter2@drums/run", "is a secret"),
-        ("checkpoint.url=s3://token-token-token@drums/run", "credentials come from the environment"),
+        (
+            "checkpoint.url=s3://token-token-token@drums/run",
+            "credentials come from the environment",
+        ),
         ("checkpoint.url=s3://", "names no bucket"),
         ("checkpoint.url=runs/one", "no URL"),
         ("checkpoint.url=memory://x", "lost with each process"),
@@ -235,13 +279,27 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_url(tmp_path: Path, url: st
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), run={"steps": 2})
     ok(drumline("train", config, f"checkpoint.url={url}"))
     again = drumline("train", config, f"checkpoint.url={url}", f"run.dir={tmp_path / 'other'}")
-    assert again.code == 2 and "holds the checkpoints of a run (step-00000002)" in again.error_lines[0], again.err
+    assert (
+        again.code == 2 and "holds the checkpoints of a run (step-00000002)" in again.error_lines[0]
+    ), again.err
     shutil.rmtree(tmp_path / "run")
     longer = ("run.steps=4", "--allow", "run.steps")
     ok(drumline("train", config, f"checkpoint.url={url}", "--resume", *longer))
     assert sorted(losses(tmp_path / "run")) == [3, 4]
-    ok(drumline("train", config, f"run.dir={tmp_path / 'copy'}", "--resume", f"{url}/checkpoints/step-00000002", *longer))
-    assert losses(tmp_path / "copy") == losses(tmp_path / "run") and not (tmp_path / "copy" / "fetched").exists()
+    ok(
+        drumline(
+            "train",
+            config,
+            f"run.dir={tmp_path / 'copy'}",
+            "--resume",
+            f"{url}/checkpoints/step-00000002",
+            *longer,
+        )
+    )
+    assert (
+        losses(tmp_path / "copy") == losses(tmp_path / "run")
+        and not (tmp_path / "copy" / "fetched").exists()
+    )
     assert differing(weights(tmp_path / "copy"), weights(tmp_path / "run")) == []
     ok(drumline("export", url, "--to", tmp_path / "exported", "--which", "4"))
     assert (tmp_path / "exported" / "model.safetensors").is_file()

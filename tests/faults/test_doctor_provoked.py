@@ -37,13 +37,26 @@ def read(text: str) -> list[Finding]:
 
 def torchrun(kind: str, *options: str, steps: int = 6, **env: str) -> Forked:
     options = ("--standalone", "--nproc-per-node=2", *options)
-    return Forked("torch.distributed.run", *options, "-m", "tests.faults.doctor_worker", kind, steps, env={**ENV, **env}, cwd=ROOT)
+    return Forked(
+        "torch.distributed.run",
+        *options,
+        "-m",
+        "tests.faults.doctor_worker",
+        kind,
+        steps,
+        env={**ENV, **env},
+        cwd=ROOT,
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "cause", "consequence"),
-    [("raise", "python-error", "peer-closed"), ("kill", "killed", "peer-closed"), ("models", "ddp-parameters", "child-failed")],
+    [
+        ("raise", "python-error", "peer-closed"),
+        ("kill", "killed", "peer-closed"),
+        ("models", "ddp-parameters", "child-failed"),
+    ],
 )
 def test_torchrun(kind: str, cause: str, consequence: str) -> None:
     code, said = torchrun(kind).told(120)
@@ -61,7 +74,9 @@ def test_shapes_that_differ() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGHUP, "hangup"), (signal.SIGTERM, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGHUP, "hangup"), (signal.SIGTERM, "terminated")]
+)
 def test_torchrun_is_ended(number: signal.Signals, name: str, tmp_path: Path) -> None:
     process = torchrun("wait", "--log-dir", str(tmp_path), "--redirects", "3")
     until = time.monotonic() + 60
@@ -98,7 +113,9 @@ def test_mounts(name: str, mount: str, work: str, tmp_path: Path) -> None:
     script.write_text(LOADER)
     arguments = [sys.executable, *work.replace("SCRIPT", str(script)).split(" ", 1)]
     command = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs {mount} && exec "$@"', "sh"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode != 0 and names(read(done.stderr))[0] == name, done.stderr
 
 
@@ -108,10 +125,16 @@ def test_deepspeed() -> None:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     with pytest.raises(Exception, match="minimum") as scale:
-        scaler = DynamicLossScaler(1.0, scale_window=10, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False)
+        scaler = DynamicLossScaler(
+            1.0, scale_window=10, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False
+        )
         scaler.update_scale(True)
     assert names(read(f"Exception: {scale.value}"))[0] == "scale-minimum"
-    sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    sizes = {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+    }
     with pytest.raises(AssertionError) as batch:
         deepspeed.DeepSpeedConfig(sizes)
     assert names(read(f"AssertionError: {batch.value}"))[0] == "batch-arithmetic"
@@ -131,7 +154,9 @@ def test_our_own_launcher(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_all_reduce_of_real_ranks() -> None:
     checks = all_reduce(["a", "a"], Machine([], 2, 2**34, "cpu", False), True, "100Gb", free_port())
-    assert [check.name for check in checks] == ["all-reduce", "rank 0 ↔ 1"] and checks[0].verdict == "ok", checks
+    assert [check.name for check in checks] == ["all-reduce", "rank 0 ↔ 1"] and checks[
+        0
+    ].verdict == "ok", checks
 
 
 @pytest.mark.full
@@ -147,17 +172,31 @@ def test_no_false_alarm_on_fifty_runs(tmp_path: Path) -> None:
         healthy += 1
     for number in range(RUNS["torchrun"]):
         logs = tmp_path / f"torchrun-{number}"
-        levels = {"TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_DISTRIBUTED_DEBUG": "INFO", "LOGLEVEL": "INFO"} if number % 2 else {}
-        code, said = torchrun("healthy", "--log-dir", str(logs), "--redirects", "3", steps=4 + number, **levels).told(120)
+        levels = (
+            {"TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_DISTRIBUTED_DEBUG": "INFO", "LOGLEVEL": "INFO"}
+            if number % 2
+            else {}
+        )
+        code, said = torchrun(
+            "healthy", "--log-dir", str(logs), "--redirects", "3", steps=4 + number, **levels
+        ).told(120)
         assert code == 0, said
         (logs / "shown.log").write_text(said)
-        assert any("loss" in path.read_text() for path in logs.rglob("std*.log")) and diagnose(str(logs)) == []
+        assert (
+            any("loss" in path.read_text() for path in logs.rglob("std*.log"))
+            and diagnose(str(logs)) == []
+        )
         healthy += 1
     model = tiny_model_dir(tmp_path / "model")
     for number, strategy in enumerate(["ddp", "fsdp2", "single"][: RUNS["drumline train"]]):
         folder = tmp_path / f"train-{number}"
         folder.mkdir()
-        config = write_config(folder, model, strategy={"kind": strategy}, launch={"nproc": 1 if strategy == "single" else 2})
+        config = write_config(
+            folder,
+            model,
+            strategy={"kind": strategy},
+            launch={"nproc": 1 if strategy == "single" else 2},
+        )
         done = drumline("train", config, cwd=folder)
         assert done.code == 0, done.err
         (folder / "run" / "shown.log").write_text(done.out + done.err)

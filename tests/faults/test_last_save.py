@@ -100,7 +100,10 @@ def test_patience_has_an_end_also_when_asked_to_stop(disk: Path) -> None:
     after(built, STEPS, lambda: fill(disk))
     with pytest.raises(NotSaved, match=NO_SPACE) as told:
         built.run()
-    assert (told.value.exit_code, told.value.rank_code) == (1, 74) and "checkpoint.fallback_dir" not in str(told.value)
+    assert (told.value.exit_code, told.value.rank_code) == (
+        1,
+        74,
+    ) and "checkpoint.fallback_dir" not in str(told.value)
     (disk / "ballast").unlink()
     built, _ = loop(disk, held_out=False, launch={"grace_seconds": 2})
     fill(disk)
@@ -111,8 +114,14 @@ def test_patience_has_an_end_also_when_asked_to_stop(disk: Path) -> None:
 
 def test_what_another_try_would_not_mend_is_not_tried_again(disk: Path) -> None:
     built, said = loop(disk, held_out=False, checkpoint={"wait_seconds": 3600})
-    after(built, STEPS, lambda: setattr(built.engine, "tensors", lambda: {"model.weight": "no tensor"}))
-    with pytest.raises(NotSaved, match="AttributeError: 'str' object has no attribute 'numel'; tried for 0 s"):
+    after(
+        built,
+        STEPS,
+        lambda: setattr(built.engine, "tensors", lambda: {"model.weight": "no tensor"}),
+    )
+    with pytest.raises(
+        NotSaved, match="AttributeError: 'str' object has no attribute 'numel'; tried for 0 s"
+    ):
         built.run()
     assert saved(said) == [(STEPS, False)]
 
@@ -126,7 +135,9 @@ def test_the_other_disk_takes_it_and_a_run_goes_on_from_there(disk: Path, tmp_pa
     folder = fallback_folder(built.plan.config, built.plan.run_dir)
     assert folder is not None and folder.parent == tmp_path / "other"
     path = folder / f"step-{STEPS:08d}"
-    assert f"it lies in {path} — free some space, and go on with --resume {path}" in told.value.line()
+    assert (
+        f"it lies in {path} — free some space, and go on with --resume {path}" in told.value.line()
+    )
     assert read_state(path)["trainer"]["step"] == STEPS
     # Brought home, it is the newest: its serial goes on where the run's own ended.
     (disk / "ballast").unlink()
@@ -138,14 +149,21 @@ def test_the_other_disk_takes_it_and_a_run_goes_on_from_there(disk: Path, tmp_pa
 def test_another_disk_that_is_none(disk: Path, tmp_path: Path, bad: str) -> None:
     (tmp_path / "file").touch()
     other = disk / "other" if bad == "same disk" else tmp_path / "file" / "other"
-    built, _ = loop(disk, held_out=False, checkpoint={"wait_seconds": 0, "fallback_dir": str(other)})
+    built, _ = loop(
+        disk, held_out=False, checkpoint={"wait_seconds": 0, "fallback_dir": str(other)}
+    )
     after(built, STEPS, lambda: fill(disk))
     with pytest.raises(NotSaved, match=NO_SPACE) as told:
         built.run()
     assert "nor in checkpoint.fallback_dir: " in str(told.value) and "\n" not in str(told.value)
     if bad == "cannot be made":
-        with pytest.raises(EnvironmentFault, match=r"checkpoint.fallback_dir .* — name another folder"):
-            claim_run_dir(plan(tmp_path / "new", checkpoint={"fallback_dir": str(other)}), Request(loaded=None))  # type: ignore[arg-type]
+        with pytest.raises(
+            EnvironmentFault, match=r"checkpoint.fallback_dir .* — name another folder"
+        ):
+            claim_run_dir(
+                plan(tmp_path / "new", checkpoint={"fallback_dir": str(other)}),
+                Request(loaded=None),
+            )  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -157,14 +175,20 @@ def test_another_disk_that_may_not_be_written_is_refused_at_the_start(tmp_path: 
         Path(other).chmod(0o755)
         os.seteuid(65534)
         try:
-            with pytest.raises(EnvironmentFault, match=r"fallback_dir .*: cannot be used: Permission denied"):
+            with pytest.raises(
+                EnvironmentFault, match=r"fallback_dir .*: cannot be used: Permission denied"
+            ):
                 _make_fallback(plan(tmp_path / "run", checkpoint={"fallback_dir": other}))
         finally:
             os.seteuid(0)
 
 
 def test_weights_alone_where_a_whole_checkpoint_does_not_fit(tmp_path: Path) -> None:
-    tensors = {f"{part}.w": torch.ones(2 * MIB) for part in ("model", "optim", "value/model", "value/optim")}  # 8 MiB each
+    # 8 MiB each.
+    tensors = {
+        f"{part}.w": torch.ones(2 * MIB)
+        for part in ("model", "optim", "value/model", "value/optim")
+    }
     checkpointer = Checkpointer(tmp_path / "checkpoints", 2, False, "min", asynchronous=False)
     with small_disk(tmp_path / "disk", 24) as disk:
         result, whole = checkpointer.rescue(disk / "run", 7, tensors, {"trainer": {}}, None)
@@ -197,7 +221,9 @@ def test_a_full_disk_does_not_cost_the_files_of_the_run(disk: Path) -> None:
 def test_a_full_disk_at_the_end_is_not_trained_for_again(tmp_path: Path) -> None:
     """Two real ranks on a disk without a byte left, for their logs and errors neither."""
     checkpoint = {"every": 2, "wait_seconds": 2, "fallback_dir": str(tmp_path / "other")}
-    config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), launch={"nproc": 2}, checkpoint=checkpoint)
+    config = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), launch={"nproc": 2}, checkpoint=checkpoint
+    )
     with small_disk(tmp_path / "disk", 24) as disk:
         run = disk / "run"
         process = subprocess.Popen(
@@ -206,14 +232,21 @@ def test_a_full_disk_at_the_end_is_not_trained_for_again(tmp_path: Path) -> None
         )  # fmt: skip
         try:
             deadline = time.time() + 200
-            while not list((run / "checkpoints").glob("step-*")) and process.poll() is None and time.time() < deadline:
+            while (
+                not list((run / "checkpoints").glob("step-*"))
+                and process.poll() is None
+                and time.time() < deadline
+            ):
                 time.sleep(0.02)
             fill(disk)
             _, said = process.communicate(timeout=200)
         finally:
             process.kill()
         assert process.returncode == 1, said
-        assert re.search(r"error: .*the last checkpoint could not be written: no space: .*[\d,]+ bytes needed, [\d,]+ free in", said), said
+        assert re.search(
+            r"error: .*the last checkpoint could not be written: no space: .*[\d,]+ bytes needed, [\d,]+ free in",
+            said,
+        ), said
         assert "starting again" not in said, said
         assert [event.kind for event in read(run / "events.jsonl")].count("run_start") == 1
     (rescued,) = (tmp_path / "other").glob("*/step-*")

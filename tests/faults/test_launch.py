@@ -17,7 +17,9 @@ from tests.harness import ENV, ROOT, events
 
 def toy(folder: Path, behave: str, **launch: Any) -> Path:
     """A plan for two toy ranks; returns plan.json."""
-    config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "launch": launch})
+    config = Config.model_validate(
+        {"data": {"train": [{"kind": "file", "path": "x"}]}, "launch": launch}
+    )
     plan = Plan(
         config=config, run_dir=str(folder), mesh=Mesh(replicate=2), engine="native", device="cpu", backend="gloo", precision="fp32",
         batch=BatchPlan(global_samples=2, micro_batch=1, accumulation=1, eval_micro_batch=1), lr=0.1, steps=200,
@@ -52,7 +54,9 @@ def test_raising_rank_is_named_with_its_traceback_once(tmp_path: Path) -> None:
 def test_the_same_failure_twice_is_a_crash_loop(tmp_path: Path) -> None:
     code, said = end(begin(toy(tmp_path / "run", "raise 0 4", max_restarts=9)))
     assert code == 1
-    assert len(events(tmp_path / "run", "fault")) == 2, "nine restarts were left, but they would have been in vain"
+    assert len(events(tmp_path / "run", "fault")) == 2, (
+        "nine restarts were left, but they would have been in vain"
+    )
     assert "the same failure came twice" in said
 
 
@@ -60,7 +64,10 @@ def test_a_failure_that_passes_costs_one_restart(tmp_path: Path) -> None:
     code, said = end(begin(toy(tmp_path / "run", "once 1 5", max_restarts=1)))
     assert code == 0 and "(0 restarts left until the next progress)" in said, said
     assert [f["action"] for f in events(tmp_path / "run", "fault")] == ["restart"]
-    assert sorted(p.name for p in (tmp_path / "run" / "logs").iterdir()) == ["attempt-0", "attempt-1"]
+    assert sorted(p.name for p in (tmp_path / "run" / "logs").iterdir()) == [
+        "attempt-0",
+        "attempt-1",
+    ]
 
 
 def test_a_rank_that_exits_without_a_word(tmp_path: Path) -> None:

@@ -51,15 +51,25 @@ def test_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path: 
     code, said = end(process)
     assert code == 0, said
     (fault,) = faults(run)
-    assert (fault["rank"], fault["signal"], fault["exitcode"], fault["attempt"], fault["action"]) == (1, "SIGKILL", -9, 0, "restart")
+    assert (
+        fault["rank"],
+        fault["signal"],
+        fault["exitcode"],
+        fault["attempt"],
+        fault["action"],
+    ) == (1, "SIGKILL", -9, 0, "restart")
     assert "rank 1: killed by SIGKILL" in said and "Traceback" not in said
     (restored,) = events(run, "restore")
     assert 10 <= restored["step"] <= fault["step"]
-    assert [e["step"] for e in events(run, "eval") if e["t"] > restored["t"]] == list(range(restored["step"] + 1, 61))
+    assert [e["step"] for e in events(run, "eval") if e["t"] > restored["t"]] == list(
+        range(restored["step"] + 1, 61)
+    )
     assert gone(str(run), 1.0)
 
 
-def test_a_rank_that_was_suspended_is_named_beside_the_error_of_the_one_that_waited(tmp_path: Path) -> None:
+def test_a_rank_that_was_suspended_is_named_beside_the_error_of_the_one_that_waited(
+    tmp_path: Path,
+) -> None:
     run = tmp_path / "run"
     process = walk(run, {"max_restarts": 0, "timeout_seconds": 8}, steps=100000)
     wait_for(run, "eval", 3, process)
@@ -68,16 +78,25 @@ def test_a_rank_that_was_suspended_is_named_beside_the_error_of_the_one_that_wai
     assert code == 1, said
     (fault,) = faults(run)
     assert (fault["rank"], fault["signal"]) == (0, None) and "imed out" in fault["error"], fault
-    assert "\nrank 1 did not end by itself and was killed by the launcher: it was suspended (SIGSTOP)" in said, said
+    assert (
+        "\nrank 1 did not end by itself and was killed by the launcher: it was suspended (SIGSTOP)"
+        in said
+    ), said
     assert "\nrank 0: " in said and "Traceback" in said and "memory" not in said, said
     assert gone(str(run), 1.0)
 
 
 @pytest.mark.full  # the decision is shown in tests/unit/test_launch_decisions.py
 def test_as_many_restarts_as_allowed_and_no_more(tmp_path: Path) -> None:
-    code, said = end(walk(tmp_path / "run", {"max_restarts": 2}, kills=[[0, 7], [1, 7], [0, 7], [1, 7]]))
+    code, said = end(
+        walk(tmp_path / "run", {"max_restarts": 2}, kills=[[0, 7], [1, 7], [0, 7], [1, 7]])
+    )
     assert code == 1
-    assert [f["action"] for f in faults(tmp_path / "run")] == ["restart", "restart", "stop: 2 restarts without progress"]
+    assert [f["action"] for f in faults(tmp_path / "run")] == [
+        "restart",
+        "restart",
+        "stop: 2 restarts without progress",
+    ]
     assert said.count("error: rank 0 failed after step 7") == 1
     assert gone(str(tmp_path / "run"), 1.0)
 
@@ -148,7 +167,11 @@ def test_a_rank_that_raised_and_cannot_leave_is_not_waited_for(tmp_path: Path, r
     code, said = end(walk(run, {"max_restarts": 1}, how="raise-stuck", rank=rank, at=8))
     assert code == 0, said
     (fault,) = faults(run)
-    assert fault["rank"] == rank and "does not like step 8" in fault["error"] and fault["exitcode"] == 1
+    assert (
+        fault["rank"] == rank
+        and "does not like step 8" in fault["error"]
+        and fault["exitcode"] == 1
+    )
     assert gone(str(run), 1.0)
 
 
@@ -166,11 +189,16 @@ def test_launcher_killed_while_the_ranks_import_torch(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = walk(run)
     deadline = time.time() + 60
-    while len([number for number in survivors(str(run)) if number != process.pid]) < 2 and time.time() < deadline:
+    while (
+        len([number for number in survivors(str(run)) if number != process.pid]) < 2
+        and time.time() < deadline
+    ):
         time.sleep(0.01)
     kill(process.pid)
     process.communicate()
-    assert gone(str(run), 1.0), "torch takes longer than that to import: the ranks must be tied to the launcher before"
+    assert gone(str(run), 1.0), (
+        "torch takes longer than that to import: the ranks must be tied to the launcher before"
+    )
     assert not (run / "pid-0").exists()
 
 

@@ -21,7 +21,11 @@ __all__ = ["nobody_left"]  # a fixture for every test here as well
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(number, id=number.name, marks=pytest.mark.full if number in (signal.SIGUSR1, signal.SIGHUP) else [])
+        pytest.param(
+            number,
+            id=number.name,
+            marks=pytest.mark.full if number in (signal.SIGUSR1, signal.SIGHUP) else [],
+        )
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
     ],
 )
@@ -56,7 +60,11 @@ def test_a_repeated_sigterm_leaves_the_ranks_their_time(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = walk(run, steps=5000)
     wait_for(run, "eval", 7, process)
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # as a batch system does that warns first, and its wrapper
+    for number in (
+        signal.SIGUSR1,
+        signal.SIGTERM,
+        signal.SIGTERM,
+    ):  # as a batch system does that warns first, and its wrapper
         process.send_signal(number)
         time.sleep(0.01)
     code, said = end(process)
@@ -86,4 +94,7 @@ def test_a_failure_while_stopping_is_told_and_not_restarted(tmp_path: Path) -> N
     assert code == 1
     (fault,) = faults(run)
     assert fault["rank"] == 1 and fault["action"] == "stop: asked to stop", said
-    assert "this checkpoint cannot be written" in said and said.count("Traceback (most recent call last)") == 1
+    assert (
+        "this checkpoint cannot be written" in said
+        and said.count("Traceback (most recent call last)") == 1
+    )

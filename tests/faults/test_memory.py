@@ -26,13 +26,16 @@ FITTING = r"the plan predicted .* — nearest plan that fits: (batch: {micro_bat
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m")
 
 
-def train(config: Path, run: Path, *overrides: str, limit: int | None = None, by: tuple[str, ...] = ()) -> tuple[int, str, int]:
+def train(
+    config: Path, run: Path, *overrides: str, limit: int | None = None, by: tuple[str, ...] = ()
+) -> tuple[int, str, int]:
     """(exit code, stderr, the most bytes of writable memory that a rank had) of `drumline train`, each process limited to `limit`. `by`:
     the module that starts it, and its arguments."""
     module, *arguments = (*by, "drumline", "train", str(config), f"run.dir={run}", *overrides)
     process = Forked(module, *arguments, env=ENV)
     if limit is not None:
-        psutil.Process(process.pid).rlimit(psutil.RLIMIT_DATA, (limit, limit))  # its ranks inherit it
+        # Its ranks inherit it.
+        psutil.Process(process.pid).rlimit(psutil.RLIMIT_DATA, (limit, limit))
     most = _Most(process.pid)
     try:
         if limit is None:
@@ -56,7 +59,9 @@ class _Most(threading.Thread):
             while True:
                 ranks = psutil.Process(self.pid).children()
                 for _ in range(50):
-                    self.bytes_ = max([self.bytes_, *(status_bytes("VmData", rank.pid) for rank in ranks)])
+                    self.bytes_ = max(
+                        [self.bytes_, *(status_bytes("VmData", rank.pid) for rank in ranks)]
+                    )
                     time.sleep(0.01)
 
 
@@ -89,11 +94,16 @@ def enough(tmp_path_factory: pytest.TempPathFactory) -> Enough:
     return Enough(config, folder / "run", most)
 
 
-def test_a_rank_without_memory_says_which_line_of_the_plan_was_wrong(enough: Enough, tmp_path: Path) -> None:
+def test_a_rank_without_memory_says_which_line_of_the_plan_was_wrong(
+    enough: Enough, tmp_path: Path
+) -> None:
     code, err, _ = train(enough.config, tmp_path / "run", limit=enough.most - TAKEN)
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
     assert code == 1
-    assert re.search(r"ran out of memory in (forward|backward|the loss): .* in use, .* requested, room for ", line), err
+    assert re.search(
+        r"ran out of memory in (forward|backward|the loss): .* in use, .* requested, room for ",
+        line,
+    ), err
     assert re.search(FITTING, line), err
     assert "Traceback" not in err
     (fault,) = events(tmp_path / "run", "fault")
@@ -107,17 +117,24 @@ def test_replan_goes_on_with_the_same_global_batch(enough: Enough, tmp_path: Pat
     assert code == 0, err
     assert losses(run) == pytest.approx(losses(enough.run), rel=1e-5)
     replans = events(run, "replan")
-    assert replans and all(r["predicted_bytes"]["to"] < r["predicted_bytes"]["from"] for r in replans)
+    assert replans and all(
+        r["predicted_bytes"]["to"] < r["predicted_bytes"]["from"] for r in replans
+    )
     first, last = Plan.load(run / "plan-0.json"), Plan.load(run / "plan.json")
     assert replans[0]["plan"] == str(run / "plan-0.json")
     assert first.batch.micro_batch == 16 and last.batch.global_samples == 16
-    assert (last.batch, last.activation_checkpointing) != (first.batch, first.activation_checkpointing)
+    assert (last.batch, last.activation_checkpointing) != (
+        first.batch,
+        first.activation_checkpointing,
+    )
     assert last.config.batch == first.config.batch
 
 
 def test_another_launcher_is_left_to_decide(enough: Enough, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    code, err, _ = train(enough.config, run, "memory.on_oom=replan", limit=enough.most - TAKEN, by=TORCHRUN)
+    code, err, _ = train(
+        enough.config, run, "memory.on_oom=replan", limit=enough.most - TAKEN, by=TORCHRUN
+    )
     assert code == 1
     assert re.search(r"error: .*rank 0 ran out of memory in ", err), err
     assert len(re.findall(FITTING, err)) == 1, err

@@ -23,7 +23,17 @@ def slow(prompt, completion, **_):
     time.sleep(0.1)
     return float(sum(letter in "aeiou" for letter in completion))
 """
-ROLLOUT = ("step", "reward", "reward_std", "drawn", "shares", "kl", "kl_coefficient", "length", "groups_differ")
+ROLLOUT = (
+    "step",
+    "reward",
+    "reward_std",
+    "drawn",
+    "shares",
+    "kl",
+    "kl_coefficient",
+    "length",
+    "groups_differ",
+)
 
 
 def told(run: Path, kind: str, keys: tuple[str, ...]) -> dict[int, Any]:
@@ -54,7 +64,12 @@ def test_killed_in_a_rollout_then_resumed(tmp_path: Path, options: dict[str, Any
             **options,
         },
         adapter={"kind": "lora", "r": 4},
-        data={"train": [{"kind": "file", "path": "train.jsonl", "domain": d, "limit": n} for d, n in (("one", 10), ("two", 20))]},
+        data={
+            "train": [
+                {"kind": "file", "path": "train.jsonl", "domain": d, "limit": n}
+                for d, n in (("one", 10), ("two", 20))
+            ]
+        },
         launch={"nproc": 2},
         batch={"global_samples": 8, "micro_batch": 2},
         optimizer={"lr": 1e-2},
@@ -75,12 +90,23 @@ def test_killed_in_a_rollout_then_resumed(tmp_path: Path, options: dict[str, Any
     resumed = drumline("train", config, f"run.dir={run}", "--resume")
     assert resumed.code == 0, resumed.out + resumed.err
     assert events(run, "restore")[-1]["step"] in (4, 8)
-    steps = ("step", "loss", "grad_norm", "tokens", "samples", "entropy", "ratio_max", "kl_coefficient")
+    steps = (
+        "step",
+        "loss",
+        "grad_norm",
+        "tokens",
+        "samples",
+        "entropy",
+        "ratio_max",
+        "kl_coefficient",
+    )
     assert told(run, "step", steps) == told(alone, "step", steps)
     assert told(run, "rollout", ROLLOUT) == told(alone, "rollout", ROLLOUT)
     assert len({event["kl_coefficient"] for event in events(alone, "rollout")}) > 1
     got, expected = weights(run), weights(alone)
-    assert got.keys() == expected.keys() and all((got[name] == expected[name]).all() for name in expected)
+    assert got.keys() == expected.keys() and all(
+        (got[name] == expected[name]).all() for name in expected
+    )
 
 
 BY_DOMAIN = """
@@ -95,7 +121,10 @@ def second(prompt, completion, domain):
 def domain_rewards(folder: Path, *functions: str) -> Path:
     """A run of two steps over two domains of rows, rewarded by these functions."""
     (folder / "mine.py").write_text(BY_DOMAIN)
-    sources = [{"kind": "file", "path": "train.jsonl", "domain": domain, "limit": 10} for domain in ("one", "two")]
+    sources = [
+        {"kind": "file", "path": "train.jsonl", "domain": domain, "limit": 10}
+        for domain in ("one", "two")
+    ]
     return write_config(
         folder,
         tiny_model_dir(folder / "model"),
@@ -128,6 +157,8 @@ def test_a_run_in_which_no_reward_applied_is_not_finished(tmp_path: Path) -> Non
     one_domain = "data.train=[{kind: file, path: train.jsonl, domain: two}]"
     done = drumline("train", config, one_domain)
     assert done.code == 3, done.out + done.err
-    assert "no episode of this run got a reward" in done.err and "no reward applies (16×)" in done.err
+    assert (
+        "no episode of this run got a reward" in done.err and "no reward applies (16×)" in done.err
+    )
     assert [event["left_out"] for event in events(tmp_path / "run", "rollout")] == [16, 16]
     assert "no reward applies to 16 of 16 episodes" in done.out + done.err

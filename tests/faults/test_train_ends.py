@@ -11,7 +11,16 @@ import psutil
 import pytest
 
 from tests.faults.live import gone, kill, ranks_of, wait_for
-from tests.harness import ENV, chat_rows, drumline, start_drumline, start_interpreter, survivors, write_config, write_rows
+from tests.harness import (
+    ENV,
+    chat_rows,
+    drumline,
+    start_drumline,
+    start_interpreter,
+    survivors,
+    write_config,
+    write_rows,
+)
 from tests.tiny import tiny_model_dir
 
 
@@ -26,7 +35,11 @@ def test_one_run_in_a_folder_and_the_next_right_after_a_kill(model: Path, tmp_pa
     first = start_drumline("train", config)
     wait_for(run, "save", 2, first, timeout=240)
     second = drumline("train", config, "--resume")
-    assert second.code == 2 and f"in use by pid {first.pid} " in second.err and len(second.error_lines) == 1, second.err
+    assert (
+        second.code == 2
+        and f"in use by pid {first.pid} " in second.err
+        and len(second.error_lines) == 1
+    ), second.err
     kill(first.pid)  # nobody has waited for it: a zombie
     third = start_drumline("train", config, "--resume")
     wait_for(run, "restore", 2, third, timeout=240)
@@ -37,7 +50,9 @@ def test_one_run_in_a_folder_and_the_next_right_after_a_kill(model: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGKILL], ids=lambda s: s.name
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGKILL],
+    ids=lambda s: s.name,
 )
 def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.Signals) -> None:
     config = write_config(tmp_path, model, data={"workers": 2, "packing": False})
@@ -46,34 +61,56 @@ def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.
     deadline = time.monotonic() + 90
 
     def workers() -> list[psutil.Process]:
-        return [p for p in psutil.Process(process.pid).children() if any("multiprocessing-fork" in part for part in p.cmdline())]
+        return [
+            p
+            for p in psutil.Process(process.pid).children()
+            if any("multiprocessing-fork" in part for part in p.cmdline())
+        ]
 
     while len(workers()) < 2 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
     children = workers()
     assert len(children) == 2 and list((tmp_path / "cache").glob(".tmp-*"))
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)  # a terminal sends Ctrl-C to all
+    # A terminal sends Ctrl-C to all.
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     _, said = process.communicate(timeout=60)
     left = psutil.wait_procs(children, timeout=3 * 1.0)[1]
-    left = [p for p in left if p.status() != psutil.STATUS_ZOMBIE]  # dead, and nobody has asked for its end
+    # Dead, and nobody has asked for its end.
+    left = [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
     assert not left and not survivors(str(tmp_path))
     if number == signal.SIGKILL:
         assert process.returncode == -number
         return
-    assert process.returncode == 75 and said.count(f"stopped: {number.name}: nothing was lost") == 1 and "Traceback" not in said, said
+    assert (
+        process.returncode == 75
+        and said.count(f"stopped: {number.name}: nothing was lost") == 1
+        and "Traceback" not in said
+    ), said
     assert not list((tmp_path / "cache").glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)], ids=lambda s: s.name)
-def test_stopped_while_a_rank_waits_for_the_plan(model: Path, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)],
+    ids=lambda s: s.name,
+)
+def test_stopped_while_a_rank_waits_for_the_plan(
+    model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     config = write_config(tmp_path, model, data={"packing": False})
     write_rows(tmp_path / "train.jsonl", chat_rows(4000, longest=400))
     process = start_interpreter("train", config)
     deadline = time.monotonic() + 90
-    while not list((tmp_path / "cache").glob(".tmp-*")) and time.monotonic() < deadline and process.poll() is None:
+    while (
+        not list((tmp_path / "cache").glob(".tmp-*"))
+        and time.monotonic() < deadline
+        and process.poll() is None
+    ):
         time.sleep(0.02)
     line = psutil.Process(process.pid).cmdline()
-    assert [child.cmdline() for child in psutil.Process(process.pid).children()].count(line) == 1 and not (tmp_path / "run").exists()
+    assert [child.cmdline() for child in psutil.Process(process.pid).children()].count(
+        line
+    ) == 1 and not (tmp_path / "run").exists()
     process.send_signal(number)
     assert process.wait(60) == (-number if number == signal.SIGKILL else 75)
     assert gone(str(tmp_path), 1.0)
@@ -85,7 +122,10 @@ def test_a_rank_is_there_before_its_plan(model: Path, tmp_path: Path) -> None:
     process = start_interpreter("train", config)
     wait_for(run, "save", 2, process)
     first = ranks_of(run)
-    assert list(first) == [0] and psutil.Process(first[0]).cmdline() == psutil.Process(process.pid).cmdline()
+    assert (
+        list(first) == [0]
+        and psutil.Process(first[0]).cmdline() == psutil.Process(process.pid).cmdline()
+    )
     kill(first[0])
     wait_for(run, "restore", 2, process)
     second = ranks_of(run)
@@ -97,22 +137,34 @@ def test_a_rank_is_there_before_its_plan(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param("verify CONFIG --strategies ddp --steps 5000", id="verify", marks=pytest.mark.full),
+        pytest.param(
+            "verify CONFIG --strategies ddp --steps 5000", id="verify", marks=pytest.mark.full
+        ),
         pytest.param("plan CONFIG --probe batch.micro_batch=2", id="plan"),
     ],
 )
-def test_ctrl_c_where_runs_are_only_tried(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_ctrl_c_where_runs_are_only_tried(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
     """Their runs are worth nothing: the first Ctrl-C ends them, their folders go, and the exit code is that of all commands."""
     config, scratch = write_config(tmp_path, model), tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setitem(ENV, "TMPDIR", str(scratch))
     process = start_drumline(*(str(config) if word == "CONFIG" else word for word in line.split()))
     deadline = time.monotonic() + 240
-    while not list(scratch.glob("drumline-*/*/logs/attempt-0")) and time.monotonic() < deadline and process.poll() is None:
+    while (
+        not list(scratch.glob("drumline-*/*/logs/attempt-0"))
+        and time.monotonic() < deadline
+        and process.poll() is None
+    ):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=90)
-    assert process.returncode == 75 and said.count("stopped: SIGINT: nothing was lost") == 1 and "Traceback" not in said, said
+    assert (
+        process.returncode == 75
+        and said.count("stopped: SIGINT: nothing was lost") == 1
+        and "Traceback" not in said
+    ), said
     assert not list(scratch.glob("drumline-*")) and gone(str(tmp_path), 3 * 1.0)
 
 
@@ -124,7 +176,10 @@ def test_what_a_killed_process_left_in_the_cache_goes_with_the_next(tmp_path: Pa
 
     code = "import os, signal, sys\nfrom pathlib import Path\nfrom drumline.data.cache import temporary_folder\n"
     code += "with temporary_folder(Path(sys.argv[1])):\n    os.kill(os.getpid(), signal.SIGKILL)"
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60).returncode
+        == -signal.SIGKILL
+    )
     assert len(list(tmp_path.glob(".tmp-*"))) == 1
     with temporary_folder(tmp_path) as mine, temporary_folder(tmp_path) as other:
         assert sorted(tmp_path.iterdir()) == sorted([mine, other])

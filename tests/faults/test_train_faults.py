@@ -22,7 +22,10 @@ EVERY = 10
 
 def figures(run: Path) -> dict[int, tuple[float, float, int, int]]:
     """What a step is known by; the last word on each. Equal samples in another order would give other losses."""
-    return {e["step"]: (e["loss"], e["grad_norm"], e["tokens"], e["samples"]) for e in events(run, "step")}
+    return {
+        e["step"]: (e["loss"], e["grad_norm"], e["tokens"], e["samples"])
+        for e in events(run, "step")
+    }
 
 
 def same(run: Path, reference: Path) -> None:
@@ -35,7 +38,12 @@ def same(run: Path, reference: Path) -> None:
 
 
 # Each step multiplies the weights by −999.
-EXPLODES = ("optimizer.lr=1000", "optimizer.weight_decay=1", "optimizer.max_grad_norm=null", "run.steps=20")
+EXPLODES = (
+    "optimizer.lr=1000",
+    "optimizer.weight_decay=1",
+    "optimizer.max_grad_norm=null",
+    "run.steps=20",
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +53,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         tiny_model_dir(folder / "model"),
         rows=90,
-        model={"config": {"attention_dropout": 0.1}},  # so that a resume with other random numbers would show
+        # So that a resume with other random numbers would show.
+        model={"config": {"attention_dropout": 0.1}},
         data={"packing": False},
         launch={"nproc": 2},
         optimizer={"lr": 1e-3},
@@ -80,7 +89,9 @@ def resume(config: Path, run: Path, *more: str) -> None:
 
 
 @pytest.mark.full  # named: test_launch_kills; to the bit: the next test, and test_chaos
-def test_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_been(config: Path, reference: Path, tmp_path: Path) -> None:
+def test_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_been(
+    config: Path, reference: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     process = start(config, run)
     wait_for(run, "step", 35, process)
@@ -135,9 +146,16 @@ def test_all_killed_with_a_fragment_under_way_then_resumed(tmp_path: Path) -> No
 
 # What each signal does to a launcher and its ranks is shown without a model in test_launch_signals.
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(s, marks=pytest.mark.full) for s in (signal.SIGUSR1, signal.SIGINT))], ids=lambda s: s.name
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(s, marks=pytest.mark.full) for s in (signal.SIGUSR1, signal.SIGINT)),
+    ],
+    ids=lambda s: s.name,
 )
-def test_asked_to_stop_saves_and_says_how_to_go_on(config: Path, reference: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_asked_to_stop_saves_and_says_how_to_go_on(
+    config: Path, reference: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     run = tmp_path / "run"
     process = start(config, run)
     wait_for(run, "step", 20, process)
@@ -156,7 +174,9 @@ def test_asked_to_stop_saves_and_says_how_to_go_on(config: Path, reference: Path
 
 
 @pytest.mark.full  # test_launch_signals asks ranks without a model
-def test_one_rank_asked_to_stop_stops_all_at_the_same_step(config: Path, reference: Path, tmp_path: Path) -> None:
+def test_one_rank_asked_to_stop_stops_all_at_the_same_step(
+    config: Path, reference: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     process = start(config, run)
     wait_for(run, "step", 15, process)
@@ -169,7 +189,9 @@ def test_one_rank_asked_to_stop_stops_all_at_the_same_step(config: Path, referen
 
 @pytest.mark.full  # at steps: the test before
 @pytest.mark.parametrize("moment", ["start-up", "evaluation", "save"])
-def test_asked_to_stop_at_any_moment(config: Path, reference: Path, tmp_path: Path, moment: str) -> None:
+def test_asked_to_stop_at_any_moment(
+    config: Path, reference: Path, tmp_path: Path, moment: str
+) -> None:
     run = tmp_path / "run"
     process = start(config, run)
     if moment == "start-up":
@@ -189,8 +211,16 @@ def test_asked_to_stop_at_any_moment(config: Path, reference: Path, tmp_path: Pa
 
 
 # Every kind of damage is done to a checkpoint without a run in test_checkpoint_damage.
-@pytest.mark.parametrize("damage", ["flipped byte", *(pytest.param(d, marks=pytest.mark.full) for d in ("truncated", "missing file"))])
-def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(config: Path, reference: Path, tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "flipped byte",
+        *(pytest.param(d, marks=pytest.mark.full) for d in ("truncated", "missing file")),
+    ],
+)
+def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(
+    config: Path, reference: Path, tmp_path: Path, damage: str
+) -> None:
     run = tmp_path / "run"
     process = start(config, run)
     wait_for(run, "save", 30, process)
@@ -254,10 +284,14 @@ def test_nan_skips_and_counts(config: Path, tmp_path: Path) -> None:
     assert [e["policy"] for e in events(run, "nonfinite")] == ["skip"] * 4
 
 
-def test_full_disk_costs_a_checkpoint_and_not_the_run(config: Path, reference: Path, tmp_path: Path) -> None:
+def test_full_disk_costs_a_checkpoint_and_not_the_run(
+    config: Path, reference: Path, tmp_path: Path
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", disk], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", disk], capture_output=True, check=False
+    ).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
         run = disk / "run"
@@ -271,7 +305,8 @@ def test_full_disk_costs_a_checkpoint_and_not_the_run(config: Path, reference: P
                     file.flush()
             except OSError:
                 full = time.time()
-        os.truncate(ballast, ballast.stat().st_size - 150_000)  # room for events, not for a checkpoint
+        # Room for events, not for a checkpoint.
+        os.truncate(ballast, ballast.stat().st_size - 150_000)
         failed = wait_for(run, "save", 0, process, after=full)
         if failed["error"] is None:  # it was on the disk before that was full
             failed = wait_for(run, "save", failed["step"] + 1, process, after=full)

@@ -43,7 +43,9 @@ def walk(run: Path, rank: int) -> None:
     word, *arguments = (run / "behave").read_text().split()
     log = EventLog(run / "events.jsonl") if rank == 0 else None
     pids = run / f"pid-{rank}"
-    pids.write_text(json.dumps([*(json.loads(pids.read_text()) if pids.exists() else []), os.getpid()]))
+    pids.write_text(
+        json.dumps([*(json.loads(pids.read_text()) if pids.exists() else []), os.getpid()])
+    )
     first = len(json.loads(pids.read_text())) == 1
     for step in range(1, 200):
         dist.all_reduce(torch.ones(()))

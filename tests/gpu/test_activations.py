@@ -12,7 +12,9 @@ from drumline.telemetry.events import last_measurement, read
 from tests.harness import drumline, losses, write_config
 from tests.tiny import tiny_model_dir
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
+)
 MEMORY: dict[str, dict[str, Any]] = {
     "plain": {},
     "offload": {"activation_offload": True},
@@ -53,4 +55,8 @@ def test_less_memory(runs: dict[str, Path]) -> None:
         assert measured is not None
         peaks[name] = measured.memory["peak"]
     print(peaks)
-    assert peaks["offload"] < 0.6 * peaks["plain"] and peaks["offload, full"] < peaks["full"] and peaks["chunks"] < peaks["plain"]
+    assert (
+        peaks["offload"] < 0.6 * peaks["plain"]
+        and peaks["offload, full"] < peaks["full"]
+        and peaks["chunks"] < peaks["plain"]
+    )

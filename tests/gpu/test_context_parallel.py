@@ -19,7 +19,9 @@ from tests.distributed.test_context_parallel import answers, build, made_batch
 from tests.harness import drumline, losses, write_config
 from tests.tiny import tiny_model_dir
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
+)
 
 
 @pytest.fixture
@@ -28,7 +30,13 @@ def alone() -> Iterator[None]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    dist.init_process_group(
+        "nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=0,
+        world_size=1,
+        device_id=torch.device("cuda", 0),
+    )
     yield
     dist.destroy_process_group()
 
@@ -48,14 +56,28 @@ def test_a_part_of_one(alone: None, method: str, dtype: torch.dtype) -> None:
     assert my_loss == pytest.approx(loss, rel=tolerance)
     assert dtype != torch.float32 or my_correct == correct
     for name, gradient in my_gradients.items():
-        assert float((gradient - gradients[name]).norm()) <= tolerance * float(gradients[name].norm()), name
+        assert float((gradient - gradients[name]).norm()) <= tolerance * float(
+            gradients[name].norm()
+        ), name
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs; this machine has {torch.cuda.device_count()}")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason=f"needs two GPUs; this machine has {torch.cuda.device_count()}",
+)
 @pytest.mark.parametrize("strategy", ["cp", "{kind: cp, method: ring}"])
 def test_two_gpus_train_as_one(tmp_path: Path, strategy: str) -> None:
-    path = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), run={"device": "cuda"}, data={"packing": False}, precision="fp32")
-    for name, options in {"one": ["strategy=single"], "two": [f"strategy={strategy}", "launch.nproc=2"]}.items():
+    path = write_config(
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        run={"device": "cuda"},
+        data={"packing": False},
+        precision="fp32",
+    )
+    for name, options in {
+        "one": ["strategy=single"],
+        "two": [f"strategy={strategy}", "launch.nproc=2"],
+    }.items():
         done = drumline("train", path, f"run.dir={tmp_path / name}", *options)
         assert done.code == 0, done.err
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

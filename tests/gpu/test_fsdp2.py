@@ -16,7 +16,9 @@ from drumline.vendor.torch import FakeStore
 from tests.harness import drumline, events, losses, weights, write_config
 from tests.tiny import tiny_model_dir
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +34,25 @@ def train(folder: Path, name: str, strategy: Any, *more: str, **sections: Any) -
     place = folder / f"{name}-config"
     place.mkdir(exist_ok=True)
     path = write_config(
-        place, folder / "model", strategy=strategy, run={"device": "cuda", "steps": 6, "dir": str(folder / name)}, **sections
+        place,
+        folder / "model",
+        strategy=strategy,
+        run={"device": "cuda", "steps": 6, "dir": str(folder / name)},
+        **sections,
     )
     fp32 = () if "precision" in sections else ("precision=fp32", "precision.tf32=false")
     return drumline("train", path, *fp32, *more).code
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": "cpu"}, {"reshard_after_forward": False}, {"offload": "cpu", "wrap": ["LlamaMLP"]}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"offload": "cpu"},
+        {"reshard_after_forward": False},
+        {"offload": "cpu", "wrap": ["LlamaMLP"]},
+    ],
+)
 def test_as_without_it(folder: Path, options: dict[str, Any]) -> None:
     """Gradient norm, clipping, optimizer and checkpoints, with DTensors on the GPU and with those that lie in host memory."""
     name = "-".join(["fsdp2", *map(str, options)])
@@ -82,7 +96,9 @@ def test_muon_updates_what_is_cut_twice_and_lies_on_the_host() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         mesh = init_device_mesh("cuda", (2, 2))
-        weight = DTensor.from_local(torch.ones(4, 4, device="cuda"), mesh, [Shard(0), Shard(1)], run_check=False)
+        weight = DTensor.from_local(
+            torch.ones(4, 4, device="cuda"), mesh, [Shard(0), Shard(1)], run_check=False
+        )
         (update,) = _orthogonal([torch.ones(4, 4, dtype=torch.bfloat16)], weight)
     finally:
         dist.destroy_process_group()

@@ -18,18 +18,27 @@ from tests.harness import drumline, events, losses, write_config
 from tests.strategies import DDPStrategy
 from tests.tiny import tiny_model_dir
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
+)
 
 
 def config(folder: Path, **sections: object) -> Path:
-    return write_config(folder, tiny_model_dir(folder / "model"), run={"device": "cuda", "steps": 6}, **sections)
+    return write_config(
+        folder, tiny_model_dir(folder / "model"), run={"device": "cuda", "steps": 6}, **sections
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_losses_as_on_the_cpu(tmp_path: Path, precision: str) -> None:
     path = config(tmp_path, precision={"kind": precision, "tf32": False})
     assert drumline("train", path, f"run.dir={tmp_path / 'gpu'}").code == 0
-    assert drumline("train", path, f"run.dir={tmp_path / 'cpu'}", "run.device=cpu", "precision=fp32").code == 0
+    assert (
+        drumline(
+            "train", path, f"run.dir={tmp_path / 'cpu'}", "run.device=cpu", "precision=fp32"
+        ).code
+        == 0
+    )
     tolerance = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}[precision]
     assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=tolerance)
     last = events(tmp_path / "gpu", "step")[-1]
@@ -37,7 +46,10 @@ def test_losses_as_on_the_cpu(tmp_path: Path, precision: str) -> None:
 
 
 def test_copies_for_the_background_are_pinned_and_take_no_more() -> None:
-    staging, tensors = Staging(), {"a": torch.randn(1000, 33, device="cuda"), "b": torch.randn(3, device="cuda")}
+    staging, tensors = (
+        Staging(),
+        {"a": torch.randn(1000, 33, device="cuda"), "b": torch.randn(3, device="cuda")},
+    )
     staged = staging.copy(tensors)
     assert staged["a"].is_pinned() and staging.bytes_ < 1001 * 33 * 4
     torch.testing.assert_close(staged, {name: tensor.cpu() for name, tensor in tensors.items()})
@@ -53,10 +65,17 @@ def test_a_batch_is_copied_beside_a_step() -> None:
     assert copies.stream is not None
     copies.stream.synchronize()
     assert not torch.cuda.current_stream().query(), "the step still runs, and the copy is done"
-    assert there.input_ids_BT.is_cuda and torch.equal((there.targets_BT - 1).cpu(), ids) and there.weight == 5
+    assert (
+        there.input_ids_BT.is_cuda
+        and torch.equal((there.targets_BT - 1).cpu(), ids)
+        and there.weight == 5
+    )
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs; this machine has {torch.cuda.device_count()}")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason=f"needs two GPUs; this machine has {torch.cuda.device_count()}",
+)
 def test_a_thread_begins_on_the_gpu_of_its_rank() -> None:
     with torch.cuda.device(1), ThreadPoolExecutor(1) as thread:
         torch.zeros(1, device="cuda")
@@ -71,20 +90,49 @@ def test_auto_is_bf16_with_a_known_peak(tmp_path: Path) -> None:
 
 def test_resume_is_exact_when_deterministic(tmp_path: Path) -> None:
     path = config(tmp_path)
-    more = ["run.deterministic=true", "precision=fp32", "schedule.kind=constant"]  # a course that does not depend on its length
+    # A course that does not depend on its length.
+    more = [
+        "run.deterministic=true",
+        "precision=fp32",
+        "schedule.kind=constant",
+    ]
     assert drumline("train", path, f"run.dir={tmp_path / 'whole'}", *more).code == 0
     assert drumline("train", path, f"run.dir={tmp_path / 'parts'}", *more, "run.steps=4").code == 0
-    assert drumline("train", path, f"run.dir={tmp_path / 'parts'}", *more, "--resume", "--allow", "run.steps").code == 0
+    assert (
+        drumline(
+            "train",
+            path,
+            f"run.dir={tmp_path / 'parts'}",
+            *more,
+            "--resume",
+            "--allow",
+            "run.steps",
+        ).code
+        == 0
+    )
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("option", ["in_backward", "offload"])
-def test_steps_parameter_by_parameter_are_those_of_a_whole_step(tmp_path: Path, option: str) -> None:
+def test_steps_parameter_by_parameter_are_those_of_a_whole_step(
+    tmp_path: Path, option: str
+) -> None:
     """On FSDP2's streams, and with copies that run beside steps on the host."""
     batch = {"micro_batch": 4, "accumulation": 1}
-    path = config(tmp_path, strategy="fsdp2", precision={"kind": "fp32", "tf32": False}, optimizer={"max_grad_norm": None}, batch=batch)
+    path = config(
+        tmp_path,
+        strategy="fsdp2",
+        precision={"kind": "fp32", "tf32": False},
+        optimizer={"max_grad_norm": None},
+        batch=batch,
+    )
     for name, value in (("whole", "false"), ("parts", "true")):
-        assert drumline("train", path, f"run.dir={tmp_path / name}", f"optimizer.{option}={value}").code == 0
+        assert (
+            drumline(
+                "train", path, f"run.dir={tmp_path / name}", f"optimizer.{option}={value}"
+            ).code
+            == 0
+        )
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
@@ -94,12 +142,16 @@ def test_compiled_blocks_train(tmp_path: Path) -> None:
     assert figures[6] < figures[1]
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp2", {"kind": "fsdp2", "offload": "cpu"}], ids=str)
+@pytest.mark.parametrize(
+    "strategy", ["single", "fsdp2", {"kind": "fsdp2", "offload": "cpu"}], ids=str
+)
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_qlora_learns_over_packed_weights(tmp_path: Path, bits: str, strategy: Any) -> None:
     """In bf16: codes lie in it, also where FSDP2 gathers them."""
     adapter = {"kind": "lora", "quantize": bits}
-    ended = drumline("train", config(tmp_path, adapter=adapter, strategy=strategy, checkpoint={"export": "last"}))
+    ended = drumline(
+        "train", config(tmp_path, adapter=adapter, strategy=strategy, checkpoint={"export": "last"})
+    )
     assert ended.code == 0, ended.err
     figures = losses(tmp_path / "run")
     assert figures[6] < figures[1]
@@ -114,7 +166,9 @@ def test_the_host_does_not_wait_to_know_how_long_copies_did(kind: Any) -> None:
     from drumline.parallel.data_parallel import Replicated
     from drumline.parallel.transforms import apply_ddp
 
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
     try:
         compression = Compression(kind=kind)
         ddp = apply_ddp(torch.nn.Linear(64, 64).cuda(), DDPStrategy(), dist.group.WORLD)
@@ -149,7 +203,9 @@ def test_synchronised_batch_norm_is_torchs_own_over_nccl() -> None:
 
     from drumline.parallel.transforms import apply_ddp, apply_sync_batchnorm
 
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
     try:
         plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).cuda()
         shared = copy.deepcopy(plain)

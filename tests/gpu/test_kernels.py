@@ -11,7 +11,9 @@ import torch
 from tests.harness import drumline, losses, write_config
 from tests.tiny import tiny_model_dir
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
+)
 PLAIN: dict[str, Any] = {"precision": "bf16"}
 FP8: dict[str, Any] = {"kind": "fp8"}
 # (sections, package, relative distance of the losses of six steps)
@@ -41,7 +43,11 @@ def train(folder: Path, name: str, **sections: Any) -> int:
     place = folder / f"{name}-config"
     place.mkdir()
     run = {"device": "cuda", "steps": 6, "dir": str(folder / name)}
-    return drumline("train", write_config(place, folder / "model", **{"strategy": "single", "run": run, **sections}), timeout=400).code
+    return drumline(
+        "train",
+        write_config(place, folder / "model", **{"strategy": "single", "run": run, **sections}),
+        timeout=400,
+    ).code
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -61,7 +67,13 @@ def test_norms_and_gated_parts_of_liger_are_those_of_torch(kind: str) -> None:
     from drumline.models.kernels import apply_liger
 
     config = AutoConfig.for_model(
-        kind, vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        kind,
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config).cuda()

@@ -7,7 +7,9 @@ import torch
 
 from drumline.models.losses import linear_cross_entropy
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
+)
 
 N, D, V = 300, 64, 1000
 
@@ -19,7 +21,10 @@ def test_under_autocast_it_is_at_least_as_close_as_the_plain_one(dtype: torch.dt
     weight = torch.randn(V, D, device="cuda", requires_grad=True)
     targets = torch.randint(V, (N,), device="cuda")
     targets[::3] = -100
-    exact = torch.autograd.grad(linear_cross_entropy(hidden.double(), weight.double(), None, targets, 0)[0], (hidden, weight))
+    exact = torch.autograd.grad(
+        linear_cross_entropy(hidden.double(), weight.double(), None, targets, 0)[0],
+        (hidden, weight),
+    )
     results = []
     for chunk in (0, 64):
         with torch.autocast("cuda", dtype):
@@ -40,4 +45,6 @@ def test_logits_are_never_all_there() -> None:
     with torch.autocast("cuda", torch.bfloat16):
         loss_sum, _ = linear_cross_entropy(hidden, weight, None, targets, chunk)
     loss_sum.backward()
-    assert torch.cuda.max_memory_allocated() - before < tokens * vocabulary * 2 / 2, "half of what all logits take in bf16"
+    assert torch.cuda.max_memory_allocated() - before < tokens * vocabulary * 2 / 2, (
+        "half of what all logits take in bf16"
+    )

@@ -13,13 +13,24 @@ import torch
 from tests.harness import ENV, ROOT, drumline, events, losses, write_config
 from tests.tiny import tiny_model_dir
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none"
+)
 
 
-@pytest.mark.parametrize("run", ["smollm2-135m full 8 × 1024 bf16", "smollm2-135m full AC full", "qwen2.5-1.5b lora"])
+@pytest.mark.parametrize(
+    "run", ["smollm2-135m full 8 × 1024 bf16", "smollm2-135m full AC full", "qwen2.5-1.5b lora"]
+)
 def test_a_plan_that_fits_does(tmp_path: Path, run: str) -> None:
     out = tmp_path / "sweep.json"
-    command = [sys.executable, str(ROOT / "benchmarks/gpu_memory_sweep.py"), "--runs", run, "--out", str(out)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/gpu_memory_sweep.py"),
+        "--runs",
+        run,
+        "--out",
+        str(out),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=280)
     assert ended.returncode == 0, ended.stderr
     for row in json.loads(out.read_text())["runs"]:
@@ -35,7 +46,9 @@ def test_a_plan_that_fits_does(tmp_path: Path, run: str) -> None:
 CAPPED = "import torch\nif torch.cuda.is_available():\n    torch.cuda.set_per_process_memory_fraction({part})\n"
 
 
-def test_out_of_memory_is_told_by_the_allocators_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_told_by_the_allocators_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_config(
         tmp_path,
         tiny_model_dir(tmp_path / "model", layers=8, hidden=512),
@@ -55,7 +68,11 @@ def test_out_of_memory_is_told_by_the_allocators_figures(tmp_path: Path, monkeyp
     stopped = drumline("train", path, f"run.dir={tmp_path / 'stop'}")
     assert stopped.code == 1
     (line,) = stopped.error_lines
-    assert "in use" in line and "more requested" in line and "nearest plan that fits: batch: {micro_batch:" in line
+    assert (
+        "in use" in line
+        and "more requested" in line
+        and "nearest plan that fits: batch: {micro_batch:" in line
+    )
     again = drumline("train", path, f"run.dir={tmp_path / 'replan'}", "memory.on_oom=replan")
     assert again.code == 0, again.err
     assert events(tmp_path / "replan", "replan")

@@ -19,24 +19,44 @@ from tests.faults.chaos import Chaos, World, chaos
 from tests.harness import ENV
 from tests.hosts.namespaces import Host, hosts
 
-STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp2": "fsdp2", "zero2": "zero2", "pp": {"kind": "pp"}}
-LEGS = [(name, (number + turn) % 2 == 1) for turn in range(2) for number, name in enumerate(STRATEGIES)]
+STRATEGIES: dict[str, Any] = {
+    "ddp": "ddp",
+    "fsdp2": "fsdp2",
+    "zero2": "zero2",
+    "pp": {"kind": "pp"},
+}
+LEGS = [
+    (name, (number + turn) % 2 == 1) for turn in range(2) for number, name in enumerate(STRATEGIES)
+]
 TARGETS = ("rank", "agent", "launcher", "save", "link", "host")
 PACE_SECONDS = 1.0
 STEPS = 16, 80  # a kill, on hosts that stay and where they come and go
 
 
-def campaign(folder: Path, count: int, kills: int, seed: int, out: Path | None, only: Sequence[str] = ()) -> None:
+def campaign(
+    folder: Path, count: int, kills: int, seed: int, out: Path | None, only: Sequence[str] = ()
+) -> None:
     """Print what was killed and what it cost; with `out` also as JSON. `only`: the names of runs to make again, those that `out` has of the
     others stay. Raises AssertionError after the last run if one differed."""
-    command = f"python -m tests.faults.chaos --hosts {count} --kills {kills} --seed {seed} --out {out}"
-    head = {"command": command, "setting": {"hosts": count, "kills": kills, "seed": seed, "pace_seconds": PACE_SECONDS}}
+    command = (
+        f"python -m tests.faults.chaos --hosts {count} --kills {kills} --seed {seed} --out {out}"
+    )
+    head = {
+        "command": command,
+        "setting": {"hosts": count, "kills": kills, "seed": seed, "pace_seconds": PACE_SECONDS},
+    }
     found, wrong = list[dict[str, Any]](), list[str]()
     if only and out is not None and out.exists():
         found = [leg for leg in json.loads(out.read_text())["runs"] if leg["run"] not in only]
     # A kill on hosts that stay takes half as long.
-    turns = [*range(len(LEGS)), *(number for number, (_, elastic) in enumerate(LEGS) if not elastic)]
-    shares = [sum(turns[kill % len(turns)] == number for kill in range(kills)) for number in range(len(LEGS))]
+    turns = [
+        *range(len(LEGS)),
+        *(number for number, (_, elastic) in enumerate(LEGS) if not elastic),
+    ]
+    shares = [
+        sum(turns[kill % len(turns)] == number for kill in range(kills))
+        for number in range(len(LEGS))
+    ]
     for number, (strategy, elastic) in enumerate(LEGS):
         here = folder / f"{strategy}-{'elastic' if elastic else 'fixed'}"
         if not shares[number] or (only and here.name not in only):
@@ -50,18 +70,37 @@ def campaign(folder: Path, count: int, kills: int, seed: int, out: Path | None, 
         }
         try:
             with hosts(here / "net", [chr(ord("a") + host) for host in range(count)]) as made:
-                found.append(told(here.name, chaos(here, world(here, made, elastic), shares[number], seed + number, **sections)))
+                found.append(
+                    told(
+                        here.name,
+                        chaos(
+                            here,
+                            world(here, made, elastic),
+                            shares[number],
+                            seed + number,
+                            **sections,
+                        ),
+                    )
+                )
         except AssertionError:
             traceback.print_exc()
             wrong.append(here.name)
         if found and out is not None:
-            common.write(head | summed(found), out)  # what was found, also where this process does not come to its end
+            # What was found, also where this process does not come to its end.
+            common.write(head | summed(found), out)
     assert not wrong, wrong
     whole = summed(found)
     seconds = whole["seconds"]
-    print(f"{whole['kills']} kills in {len(found)} runs: no checkpoint torn, nothing left behind, every sample once")
-    print("weights and moments equal bit for bit on hosts that stay, to 1e-5 where they come and go")
-    print(f"goodput {whole['goodput']:.0%}: " + ", ".join(f"{name} {value} s" for name, value in seconds.items()))
+    print(
+        f"{whole['kills']} kills in {len(found)} runs: no checkpoint torn, nothing left behind, every sample once"
+    )
+    print(
+        "weights and moments equal bit for bit on hosts that stay, to 1e-5 where they come and go"
+    )
+    print(
+        f"goodput {whole['goodput']:.0%}: "
+        + ", ".join(f"{name} {value} s" for name, value in seconds.items())
+    )
     for target, cost in whole["by_target"].items():
         print(f"{target:10}" + "  ".join(f"{name} {value}" for name, value in cost.items()))
 
@@ -73,7 +112,15 @@ def world(folder: Path, made: Mapping[str, Host], elastic: bool) -> World:
     def start(*arguments: object) -> subprocess.Popen[str]:
         command = home.command(sys.executable, "-m", "drumline", *arguments)
         with (folder / "said").open("a") as said:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, text=True, env=ENV, start_new_session=True)
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                text=True,
+                env=ENV,
+                start_new_session=True,
+            )
 
     def launcher(process: subprocess.Popen[str]) -> int:
         """On whichever host it is."""
@@ -111,7 +158,10 @@ def told(name: str, hurt: Chaos) -> dict[str, Any]:
     """What a run went through, kill by kill, and what its seconds were spent on."""
     kills = []
     for number, each in enumerate(hurt.kills):
-        began, until = each["began"], hurt.kills[number + 1]["began"] if number + 1 < len(hurt.kills) else float("inf")
+        began, until = (
+            each["began"],
+            hurt.kills[number + 1]["began"] if number + 1 < len(hurt.kills) else float("inf"),
+        )
         seen = [*hurt.log.of("fault", began), *hurt.log.of("takeover", began)]
         faults = sorted(event["t"] for event in seen if event["t"] < until)
         reached = max(event["step"] for event in hurt.log.of("step") if event["t"] < began)
@@ -128,7 +178,9 @@ def told(name: str, hurt: Chaos) -> dict[str, Any]:
 def spent(hurt: Chaos) -> dict[str, float]:
     """Where the seconds went, from the first launch to the end: they add up. A step counts from the one before it, and is productive once;
     `hang` is the time between the last step and the fault's report, whatever was hurt."""
-    seconds = dict.fromkeys(("productive", "startup", "save", "restore", "recompute", "hang", "other"), 0.0)
+    seconds = dict.fromkeys(
+        ("productive", "startup", "save", "restore", "recompute", "hang", "other"), 0.0
+    )
     dead = [{"kind": "dead", "t": launched} for launched in hurt.launches[1:]]
     mark, stepping, reached = hurt.launches[0], False, 0
     for event in sorted([*hurt.log.read(), *dead], key=lambda event: event["t"]):
@@ -156,10 +208,18 @@ def spent(hurt: Chaos) -> dict[str, float]:
 
 def summed(found: list[dict[str, Any]]) -> dict[str, Any]:
     """All runs together."""
-    seconds = {name: round(sum(leg["seconds"][name] for leg in found), 1) for name in found[0]["seconds"]}
+    seconds = {
+        name: round(sum(leg["seconds"][name] for leg in found), 1) for name in found[0]["seconds"]
+    }
     kills = sum(len(leg["kills"]) for leg in found)
     goodput = round(seconds["productive"] / sum(seconds.values()), 3)
-    return {"kills": kills, "goodput": goodput, "seconds": seconds, "by_target": costs(found), "runs": found}
+    return {
+        "kills": kills,
+        "goodput": goodput,
+        "seconds": seconds,
+        "by_target": costs(found),
+        "runs": found,
+    }
 
 
 def costs(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,9 @@ if __name__ == "__main__":
     try:
         with options.early(plan.config, path) as hosts:
             hosts.counts = (
-                counts(options) if isinstance(options, SSHLauncher) else dict(zip(hosts.remotes, options.host_ranks(), strict=True))
+                counts(options)
+                if isinstance(options, SSHLauncher)
+                else dict(zip(hosts.remotes, options.host_ranks(), strict=True))
             )
             sys.exit(launch(plan, path, None, lambda event: None, worker=sys.argv[2], ranks=hosts))
     except DrumlineError as error:

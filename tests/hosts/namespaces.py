@@ -34,10 +34,21 @@ def missing() -> str | None:
     if not shutil.which("unshare") or not shutil.which("nsenter"):
         return "util-linux is missing: unshare, nsenter"
     if not (Path(SSHD).exists() and shutil.which("ip")) and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "install", "-y", "-qq", *PACKAGES], capture_output=True, timeout=INSTALL_SECONDS, check=False)
+        subprocess.run(
+            ["apt-get", "install", "-y", "-qq", *PACKAGES],
+            capture_output=True,
+            timeout=INSTALL_SECONDS,
+            check=False,
+        )
     if not (Path(SSHD).exists() and shutil.which("ip")):
         return f"packages are missing: {', '.join(PACKAGES)}"
-    trial = subprocess.run(["unshare", "-nump", "--fork", "true"], capture_output=True, text=True, timeout=60, check=False)
+    trial = subprocess.run(
+        ["unshare", "-nump", "--fork", "true"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     return f"no namespaces here: {trial.stderr.strip()}" if trial.returncode else None
 
 
@@ -45,31 +56,72 @@ class Host:
     """One of them. `pid`: of its first process, in this machine's counting; `ssh_config`: for `ssh -F`, the same for all."""
 
     def __init__(self, name: str, address: str, veth: str, bridge: str, folder: Path) -> None:
-        self.name, self.address, self.veth, self.bridge, self.folder = name, address, veth, bridge, folder
+        self.name, self.address, self.veth, self.bridge, self.folder = (
+            name,
+            address,
+            veth,
+            bridge,
+            folder,
+        )
         self.ssh_config = folder / "ssh_config"
 
     def boot(self) -> None:
         """Namespaces, a cable to the bridge, and sshd."""
         script = f"mount --bind {self.folder}/hosts-{self.name} /etc/hosts && mkdir -p /run/sshd && exec sleep infinity"
         self.starter = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", "-num", "-p", "--mount-proc", "--fork", "--kill-child", "sh", "-c", script],
+            [
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                "unshare",
+                "-num",
+                "-p",
+                "--mount-proc",
+                "--fork",
+                "--kill-child",
+                "sh",
+                "-c",
+                script,
+            ],
             stdin=subprocess.DEVNULL,
         )
         self.pid = _first_process(self.starter.pid)
-        mac = "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))  # it stays, as that of a real card
-        _ip("link", "add", self.veth, "type", "veth", "peer", "name", "eth0", "address", mac, "netns", str(self.pid))
+        # It stays, as that of a real card.
+        mac = "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))
+        _ip(
+            "link",
+            "add",
+            self.veth,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "address",
+            mac,
+            "netns",
+            str(self.pid),
+        )
         _ip("link", "set", self.veth, "master", self.bridge, "up")
         self.run("hostname", self.name)
-        for command in (["addr", "add", f"{self.address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"], ["link", "set", "lo", "up"]):
+        for command in (
+            ["addr", "add", f"{self.address}/24", "dev", "eth0"],
+            ["link", "set", "eth0", "up"],
+            ["link", "set", "lo", "up"],
+        ):
             self.run("ip", *command)
-        self.run(SSHD, "-f", self.folder / "sshd_config", "-E", self.folder / f"sshd-{self.name}.log")
+        self.run(
+            SSHD, "-f", self.folder / "sshd_config", "-E", self.folder / f"sshd-{self.name}.log"
+        )
 
     def die(self) -> None:
         """As without power: the cable first, so that nothing is said to the others, and then all that runs there."""
         self.link(up=False)
         self.starter.kill()  # and with the first process all of its namespace
         self.starter.wait()
-        subprocess.run(["ip", "link", "del", self.veth], capture_output=True, check=False, timeout=20)
+        subprocess.run(
+            ["ip", "link", "del", self.veth], capture_output=True, check=False, timeout=20
+        )
 
     @property
     def dead(self) -> bool:
@@ -77,12 +129,31 @@ class Host:
 
     def command(self, *command: object) -> list[str]:
         """What runs `command` there, in the folder that this process is in."""
-        return ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", "-p", f"--wd={ROOT}", *map(str, command)]
+        return [
+            "nsenter",
+            "-t",
+            str(self.pid),
+            "-n",
+            "-u",
+            "-m",
+            "-p",
+            f"--wd={ROOT}",
+            *map(str, command),
+        ]
 
     def run(self, *command: object, timeout: float = 60) -> str:
-        return subprocess.run(self.command(*command), capture_output=True, text=True, timeout=timeout, check=True, env=ENV).stdout
+        return subprocess.run(
+            self.command(*command),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=True,
+            env=ENV,
+        ).stdout
 
-    def start(self, *command: object, env: Mapping[str, str] = ENV, **options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, *command: object, env: Mapping[str, str] = ENV, **options: Any
+    ) -> subprocess.Popen[str]:
         """Its output is joined, for `ended`."""
         return subprocess.Popen(
             self.command(*command),
@@ -96,7 +167,12 @@ class Host:
 
     def link(self, up: bool) -> None:
         """Its cable; none of a host that has died."""
-        subprocess.run(["ip", "link", "set", self.veth, "up" if up else "down"], check=up, capture_output=True, timeout=20)
+        subprocess.run(
+            ["ip", "link", "set", self.veth, "up" if up else "down"],
+            check=up,
+            capture_output=True,
+            timeout=20,
+        )
 
     def has(self, pid: int) -> bool:
         """Whether a process of this machine's counting runs there."""
@@ -123,7 +199,9 @@ def ended(process: subprocess.Popen[str], timeout: float) -> tuple[int, str]:
 
 
 @contextmanager
-def hosts(folder: Path, names: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[dict[str, Host]]:
+def hosts(
+    folder: Path, names: Sequence[str], env: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Host]]:
     """Hosts by these names, removed at the end with all that runs there; `env`: variables of who comes by ssh. The test is skipped, with
     the reason, where there can be none."""
     if reason := missing():
@@ -174,7 +252,11 @@ def _first_process(starter: int) -> int:
 
 def _make_keys(folder: Path, env: Mapping[str, str]) -> None:
     for key in ("host_key", "id"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True, timeout=60)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)],
+            check=True,
+            timeout=60,
+        )
     (folder / "authorized_keys").write_text((folder / "id.pub").read_text())
     for name in ("authorized_keys", "id", "host_key"):
         (folder / name).chmod(0o600)

@@ -29,23 +29,49 @@ QUEUE_MS = 100  # of the rate limiter: what waits longer is dropped, and TCP slo
 
 
 def has_netem(host: Host) -> bool:
-    add = subprocess.run(host.command("tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"), capture_output=True, timeout=20)
+    add = subprocess.run(
+        host.command("tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"),
+        capture_output=True,
+        timeout=20,
+    )
     if add.returncode == 0:
         host.run("tc", "qdisc", "del", "dev", "lo", "root")
     return add.returncode == 0
 
 
 @contextmanager
-def slow_link(one: Host, other: Host, mbit: float = 100, delay: float = 0.05, number: int = 0) -> Iterator[tuple[str, str]]:
+def slow_link(
+    one: Host, other: Host, mbit: float = 100, delay: float = 0.05, number: int = 0
+) -> Iterator[tuple[str, str]]:
     """The addresses of `one` and `other` on a link of its own, whose device is `slow{number}` in both. `delay`: seconds, of each way."""
     device, relay = f"slow{number}", None
     addresses = f"10.251.{number}.1", f"10.251.{number}.2"
     if has_netem(one):
         peer = ("peer", "name", device, "netns", str(other.pid))
-        subprocess.run(["ip", "link", "add", device, "netns", str(one.pid), "type", "veth", *peer], check=True, timeout=20)
-        shape: tuple[object, ...] = ("netem", "delay", f"{delay * 1000:g}ms", "rate", f"{mbit:g}mbit", "limit", 10000)
+        subprocess.run(
+            ["ip", "link", "add", device, "netns", str(one.pid), "type", "veth", *peer],
+            check=True,
+            timeout=20,
+        )
+        shape: tuple[object, ...] = (
+            "netem",
+            "delay",
+            f"{delay * 1000:g}ms",
+            "rate",
+            f"{mbit:g}mbit",
+            "limit",
+            10000,
+        )
     else:
-        command = [sys.executable, "-m", "tests.hosts.slow_link", str(one.pid), str(other.pid), device, str(delay)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.hosts.slow_link",
+            str(one.pid),
+            str(other.pid),
+            device,
+            str(delay),
+        ]
         relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert relay.stdout is not None and relay.stdout.readline(), "the relay has ended"
         shape = ("tbf", "rate", f"{mbit:g}mbit", "burst", "128kb", "latency", f"{QUEUE_MS}ms")

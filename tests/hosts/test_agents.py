@@ -23,7 +23,9 @@ WORKER = "tests.faults.stepping_worker"
 
 def stepping(folder: Path, behave: dict[str, Any], **launch: Any) -> Path:
     """A plan for two stepping ranks, each on a host of its own."""
-    return toy(folder, json.dumps(behave), kind="ssh", hosts=["localhost:1", "127.0.0.1:1"], **launch)
+    return toy(
+        folder, json.dumps(behave), kind="ssh", hosts=["localhost:1", "127.0.0.1:1"], **launch
+    )
 
 
 def begin(plan: Path, worker: str = WORKER) -> Forked:
@@ -31,13 +33,23 @@ def begin(plan: Path, worker: str = WORKER) -> Forked:
 
 
 def test_a_killed_rank_is_named_with_its_host_and_the_run_goes_on(tmp_path: Path) -> None:
-    code, said = end(begin(stepping(tmp_path / "run", {"steps": 12, "kills": [[1, 7]]}, max_restarts=1)))
+    code, said = end(
+        begin(stepping(tmp_path / "run", {"steps": 12, "kills": [[1, 7]]}, max_restarts=1))
+    )
     assert code == 0, said
     (fault,) = events(tmp_path / "run", "fault")
-    assert (fault["rank"], fault["host"], fault["signal"], fault["step"]) == (1, "127.0.0.1", "SIGKILL", 7)
+    assert (fault["rank"], fault["host"], fault["signal"], fault["step"]) == (
+        1,
+        "127.0.0.1",
+        "SIGKILL",
+        7,
+    )
     assert "rank 1 on host 127.0.0.1: killed by SIGKILL" in said
     assert [e["step"] for e in events(tmp_path / "run", "restore")] == [5]
-    assert {path.name for path in (tmp_path / "run" / "logs" / "attempt-1").iterdir()} >= {"rank-0.log", "rank-1.log"}
+    assert {path.name for path in (tmp_path / "run" / "logs" / "attempt-1").iterdir()} >= {
+        "rank-0.log",
+        "rank-1.log",
+    }
     assert gone(str(tmp_path / "run"), 3.0)
 
 
@@ -45,7 +57,9 @@ def test_a_killed_agent_is_noticed_and_sigterm_saves_on_all_hosts(tmp_path: Path
     run = tmp_path / "run"
     process = begin(stepping(run, {"steps": 100000}, max_restarts=2))
     wait_for(run, "eval", 3, process)
-    parent = int(Path(f"/proc/{(run / 'pid-1').read_text()}/stat").read_text().rpartition(")")[2].split()[1])
+    parent = int(
+        Path(f"/proc/{(run / 'pid-1').read_text()}/stat").read_text().rpartition(")")[2].split()[1]
+    )
     kill(parent)
     again = wait_for(run, "restore", 0, process)
     wait_for(run, "eval", again["step"] + 1, process, after=again["t"])
@@ -53,7 +67,10 @@ def test_a_killed_agent_is_noticed_and_sigterm_saves_on_all_hosts(tmp_path: Path
     code, said = end(process)
     assert code == 75, said
     (fault,) = events(run, "fault")
-    assert (fault["rank"], fault["host"]) == (1, "127.0.0.1") and "the agent of its host has ended" in fault["error"]
+    assert (fault["rank"], fault["host"]) == (
+        1,
+        "127.0.0.1",
+    ) and "the agent of its host has ended" in fault["error"]
     assert gone(str(run), 3.0) and not Path(f"/proc/{(run / 'pid-0').read_text()}").exists()
 
 
@@ -61,7 +78,12 @@ def test_a_killed_agent_is_noticed_and_sigterm_saves_on_all_hosts(tmp_path: Path
 def test_a_host_waits_for_one_that_is_at_work_longer_than_a_step_may_take(tmp_path: Path) -> None:
     run = tmp_path / "run"
     behave = {"steps": 30, "how": "report", "rank": 0, "at": 20}
-    code, said = end(begin(plan_of(run, behave, kind="ssh", hosts=["localhost:1", "127.0.0.1:1"], max_restarts=0), HANGS))
+    code, said = end(
+        begin(
+            plan_of(run, behave, kind="ssh", hosts=["localhost:1", "127.0.0.1:1"], max_restarts=0),
+            HANGS,
+        )
+    )
     assert code == 0, said
     assert not events(run, "hang") and events(run, "eval")[-1]["step"] == 30
 
@@ -69,7 +91,12 @@ def test_a_host_waits_for_one_that_is_at_work_longer_than_a_step_may_take(tmp_pa
 @pytest.mark.full  # tests/unit/test_launch_takeover.py
 def test_a_host_that_is_told_to_end_leaves_an_elastic_run(tmp_path: Path) -> None:
     """A spot notice or a shutdown: its agent gets SIGTERM, all save, and the rest goes on; the host itself may come back later."""
-    launch = {"kind": "ssh", "hosts": ["localhost:1", "127.0.0.1:1"], "nodes": {"min": 1}, "preflight": False}
+    launch = {
+        "kind": "ssh",
+        "hosts": ["localhost:1", "127.0.0.1:1"],
+        "nodes": {"min": 1},
+        "preflight": False,
+    }
     path = write_config(
         tmp_path, tiny_model_dir(tmp_path / "model"), rows=60, launch=launch, batch={"global_samples": 12, "micro_batch": 3},
         data={"packing": False, "eval": []}, run={"steps": 24, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]}, checkpoint={"every": 3},
@@ -78,9 +105,19 @@ def test_a_host_that_is_told_to_end_leaves_an_elastic_run(tmp_path: Path) -> Non
     run = tmp_path / "run"
     process = Forked("drumline", "train", path, env=ENV, cwd=ROOT)
     wait_for(run, "step", 4, process)
-    agents = [child for child in psutil.Process(process.pid).children() if any("hosts.agent" in part for part in child.cmdline())]
+    agents = [
+        child
+        for child in psutil.Process(process.pid).children()
+        if any("hosts.agent" in part for part in child.cmdline())
+    ]
     agents[-1].send_signal(signal.SIGTERM)
     code, out = end(process)
-    assert code == 0 and "goes on without host 127.0.0.1: it was asked to end, and has saved" in out, out
-    assert [event["step"] for event in events(run, "step")] == [*range(1, 25)], "no step was lost or taken twice"
-    assert [event["world_size"] for event in events(run, "run_start")] == [2, 1] and not events(run, "fault")
+    assert (
+        code == 0 and "goes on without host 127.0.0.1: it was asked to end, and has saved" in out
+    ), out
+    assert [event["step"] for event in events(run, "step")] == [*range(1, 25)], (
+        "no step was lost or taken twice"
+    )
+    assert [event["world_size"] for event in events(run, "run_start")] == [2, 1] and not events(
+        run, "fault"
+    )

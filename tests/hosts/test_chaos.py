@@ -14,7 +14,11 @@ from tests.hosts.chaos import campaign
 @pytest.mark.slow
 def test_five_kills_change_nothing(tmp_path: Path) -> None:
     """Three agents of one machine, as they are on hosts of their own: sums of three ranks depend on their order."""
-    launch = {"kind": "ssh", "hosts": ["localhost:1", "127.0.0.1:1", "127.0.0.2:1"], "preflight": False}
+    launch = {
+        "kind": "ssh",
+        "hosts": ["localhost:1", "127.0.0.1:1", "127.0.0.2:1"],
+        "preflight": False,
+    }
     world = World(launch, 3, ("rank", "agent", "save", "launcher"), start_drumline)
     chaos(tmp_path, world, 5, 0, batch={"global_samples": 6, "micro_batch": 2})
 

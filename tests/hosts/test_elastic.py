@@ -36,17 +36,36 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]:
 
 def config(folder: Path, ssh: Path, **launch: Any) -> Path:
     model = tiny_model_dir(folder / "model")
-    over = {"kind": "ssh", "hosts": ["a:1", "b:1", "c:1", "d:1"], "nodes": {"min": 1}, "options": ["-F", str(ssh)], **launch}
-    run, batch = {"steps": STEPS, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]}, {"global_samples": 12, "micro_batch": 3}
+    over = {
+        "kind": "ssh",
+        "hosts": ["a:1", "b:1", "c:1", "d:1"],
+        "nodes": {"min": 1},
+        "options": ["-F", str(ssh)],
+        **launch,
+    }
+    run, batch = (
+        {"steps": STEPS, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]},
+        {"global_samples": 12, "micro_batch": 3},
+    )
     data = {"packing": False, "eval": []}
     return write_config(
-        folder, model, rows=60, launch=over, data=data, run=run, batch=batch, checkpoint={"every": 3}, optimizer={"lr": 1e-3}
+        folder,
+        model,
+        rows=60,
+        launch=over,
+        data=data,
+        run=run,
+        batch=batch,
+        checkpoint={"every": 3},
+        optimizer={"lr": 1e-3},
     )
 
 
 def alone(path: Path, run: Path) -> Path:
     """The same run by one process."""
-    path.with_name("alone.yaml").write_text(re.sub(r"launch:\n(  .*\n|- .*\n)*", "launch: {nproc: 1}\n", path.read_text()))
+    path.with_name("alone.yaml").write_text(
+        re.sub(r"launch:\n(  .*\n|- .*\n)*", "launch: {nproc: 1}\n", path.read_text())
+    )
     line = [*TRAIN, str(path.with_name("alone.yaml")), f"run.dir={run}"]
     done = subprocess.run(line, env=ENV, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
@@ -57,7 +76,9 @@ def same_as_alone(path: Path, run: Path) -> None:
     """Every sample once, in the same order and with the same learning rate: the losses and weights are those of one process."""
     reference = alone(path, path.with_name("alone"))
     for name in ("lr", "tokens", "samples"):
-        assert {e["step"]: e[name] for e in events(run, "step")} == {e["step"]: e[name] for e in events(reference, "step")}
+        assert {e["step"]: e[name] for e in events(run, "step")} == {
+            e["step"]: e[name] for e in events(reference, "step")
+        }
     assert losses(run).keys() == set(range(1, STEPS + 1))
     assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
     same_weights(run, reference, 1e-5)
@@ -72,7 +93,9 @@ def without_ranks(host: Host) -> None:
 
 
 @pytest.mark.full
-def test_a_host_goes_and_comes_back_and_the_run_is_that_of_one_host(four: dict[str, Host], tmp_path: Path) -> None:
+def test_a_host_goes_and_comes_back_and_the_run_is_that_of_one_host(
+    four: dict[str, Host], tmp_path: Path
+) -> None:
     path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
     (tmp_path / "slow").write_text("2")  # seconds of a step, for as long as hosts go and come
     process = four["a"].start(*TRAIN, path)
@@ -94,7 +117,10 @@ def test_a_host_goes_and_comes_back_and_the_run_is_that_of_one_host(four: dict[s
     (tmp_path / "slow").unlink()
     code, out = ended(process, 280)
     assert code == 0, out
-    assert "goes on with 3 of 4 hosts: a, b, c\n" in out and "goes on with 4 of 4 hosts: a, b, c, d\n" in out
+    assert (
+        "goes on with 3 of 4 hosts: a, b, c\n" in out
+        and "goes on with 4 of 4 hosts: a, b, c, d\n" in out
+    )
     assert [event["to"].split(",")[0] for event in events(run, "replan")] == ["3 ranks", "4 ranks"]
     same_as_alone(path, run)
 
@@ -107,7 +133,9 @@ def test_too_few_hosts_end_the_start_in_one_line(four: dict[str, Host], tmp_path
         code, out = ended(four["a"].start(*TRAIN, path), 120)
     finally:
         four["c"].link(up=True)
-    assert code == 2 and "3 of at least 4 hosts are there" in out and not (tmp_path / "run").exists(), out
+    assert (
+        code == 2 and "3 of at least 4 hosts are there" in out and not (tmp_path / "run").exists()
+    ), out
 
 
 class Standing:
@@ -144,7 +172,11 @@ def compared(hosts: ElasticHosts, name: str) -> None:
 @pytest.fixture
 def elastic() -> Iterator[ElasticHosts]:
     made = ElasticHosts(["a", "b", "c"], Starter(), "127.0.0.1", None, None, [], least=1, most=3)
-    made.size, made.require, made.resize = lambda name: 2, lambda name: compared(made, name), lambda ranks: True
+    made.size, made.require, made.resize = (
+        lambda name: 2,
+        lambda name: compared(made, name),
+        lambda ranks: True,
+    )
     try:
         yield made
     finally:
@@ -176,7 +208,9 @@ def test_who_takes_part(elastic: ElasticHosts) -> None:
         elastic._fit(Quiet())
 
 
-def test_a_host_that_comes_and_differs_is_sent_away(elastic: ElasticHosts, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_comes_and_differs_is_sent_away(
+    elastic: ElasticHosts, capsys: pytest.CaptureFixture[str]
+) -> None:
     def require(name: str) -> None:
         if name == "b":
             raise EnvironmentFault("host b has torch 9.9, and this one 2.13")
@@ -220,11 +254,22 @@ def test_another_number_of_ranks_takes_the_same_steps(tmp_path: Path) -> None:
     assert replanner.resize(3) and not (place.parent / "plan-0.json").exists()
     assert replanner.resize(2)
     two = Plan.load(place)
-    assert (two.mesh.world_size, two.batch.global_samples, two.batch.micro_batch * two.batch.accumulation) == (2, 6, 3)
+    assert (
+        two.mesh.world_size,
+        two.batch.global_samples,
+        two.batch.micro_batch * two.batch.accumulation,
+    ) == (2, 6, 3)
     assert (two.lr, two.steps, two.config.batch) == (plan.lr, plan.steps, plan.config.batch)
     assert replanner.resize(3) and Plan.load(place).batch == plan.batch
     assert replanner.resize(1) and Plan.load(place).mesh.world_size == 1
-    assert [event["from"].split(",")[0] for event in events(place.parent, "replan")] == ["3 ranks", "2 ranks", "3 ranks"]
+    assert [event["from"].split(",")[0] for event in events(place.parent, "replan")] == [
+        "3 ranks",
+        "2 ranks",
+        "3 ranks",
+    ]
     assert replanner.resize(4), "six samples are not shared by four, so it is another strategy"
     four = Plan.load(place)
-    assert four.mesh.data_ranks < four.mesh.world_size == 4 and (four.batch.global_samples, four.lr) == (6, plan.lr)
+    assert four.mesh.data_ranks < four.mesh.world_size == 4 and (
+        four.batch.global_samples,
+        four.lr,
+    ) == (6, plan.lr)

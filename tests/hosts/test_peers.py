@@ -27,9 +27,13 @@ class Hosts:
         self.folder, self.running = folder, dict[int, Forked]()
         self.peers = [f"127.0.0.1:{free_port()}" for _ in range(3)]
 
-    def start(self, seed: int, seconds: float = 0.01, secret: str = "drum", peers: list[str] | None = None) -> Forked:
+    def start(
+        self, seed: int, seconds: float = 0.01, secret: str = "drum", peers: list[str] | None = None
+    ) -> Forked:
         arguments = [self.folder, seed, seconds, *(peers or self.peers)]
-        self.running[seed] = Forked("tests.hosts.peers_worker", *arguments, env={**ENV, "PEERS_SECRET": secret})
+        self.running[seed] = Forked(
+            "tests.hosts.peers_worker", *arguments, env={**ENV, "PEERS_SECRET": secret}
+        )
         return self.running[seed]
 
     def kill(self, seed: int) -> None:
@@ -77,8 +81,12 @@ def test_hosts_come_and_go_and_a_slow_one_holds_up_nobody(three: Hosts) -> None:
     three.start(2)
     three.start(3, seconds=0.2)
     three.wait(3, lambda found: True)
-    found = three.wait(1, of(1, 2, 3))  # the slow one takes several outer steps at a time, and writes the last of them alone
-    slow, fast = (found["hosts"][three.peers[index]] for index in (three.rounds(3)[0]["index"], found["index"]))
+    # The slow one takes several outer steps at a time, and writes the last of them alone.
+    found = three.wait(1, of(1, 2, 3))
+    slow, fast = (
+        found["hosts"][three.peers[index]]
+        for index in (three.rounds(3)[0]["index"], found["index"])
+    )
     assert slow < fast, "it is in with fewer inner steps"
     three.kill(2)
     three.wait(1, of(1, 3))
@@ -87,7 +95,9 @@ def test_hosts_come_and_go_and_a_slow_one_holds_up_nobody(three: Hosts) -> None:
     sums: dict[int, set[int]] = {}
     for found in three.rounds(1) + three.rounds(2) + three.rounds(3):
         sums.setdefault(found["round"], set()).add(found["sums"])
-    assert max(map(len, sums.values())) == 1, "all that took an outer step have the same outer weights"
+    assert max(map(len, sums.values())) == 1, (
+        "all that took an outer step have the same outer weights"
+    )
 
 
 @pytest.mark.full
@@ -105,7 +115,9 @@ def test_what_does_not_fit_is_refused_in_one_line(three: Hosts) -> None:
         (three.folder / str(number)).mkdir()
         other = Hosts(three.folder / str(number))
         code, said = other.start(seed, **{"peers": three.peers, **options}).told(60)
-        assert code == 2 and says in said and "strategy.peers" in said and "Traceback" not in said, said
+        assert (
+            code == 2 and says in said and "strategy.peers" in said and "Traceback" not in said
+        ), said
 
 
 @pytest.mark.full
@@ -123,7 +135,15 @@ def test_a_host_without_the_secret_is_not_heard(three: Hosts) -> None:
 def test_the_command_trains_to_its_end_is_killed_and_comes_back(tmp_path: Path) -> None:
     """As the page says it: one config, a seed for each host."""
     peers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    strategy = {"kind": "diloco", "period": 6, "fragments": 3, "bits": 8, "delay": 2, "peers": peers, "secret": "${env:PEERS_SECRET}"}
+    strategy = {
+        "kind": "diloco",
+        "period": 6,
+        "fragments": 3,
+        "bits": 8,
+        "delay": 2,
+        "peers": peers,
+        "secret": "${env:PEERS_SECRET}",
+    }
     path = write_config(
         tmp_path,
         tiny_model_dir(tmp_path / "model"),
@@ -154,7 +174,12 @@ def test_the_command_trains_to_its_end_is_killed_and_comes_back(tmp_path: Path) 
         code, said = process.told(120)
         assert code == 0 and "Traceback" not in said, said
     for seed in ("1", "2"):
-        assert any("on the mean of " + ", ".join(peers) in log.read_text() for log in (tmp_path / seed).rglob("*.log")), seed
+        assert any(
+            "on the mean of " + ", ".join(peers) in log.read_text()
+            for log in (tmp_path / seed).rglob("*.log")
+        ), seed
     assert max(losses(tmp_path / "2")) == 150
     assert {"model", "optim", "outer"} == {name.split(".")[0] for name in weights(tmp_path / "1")}
-    assert "PEERS_SECRET" in path.read_text() and "drum" not in (tmp_path / "1" / "plan.json").read_text().replace("drumline", "")
+    assert "PEERS_SECRET" in path.read_text() and "drum" not in (
+        tmp_path / "1" / "plan.json"
+    ).read_text().replace("drumline", "")

@@ -24,7 +24,9 @@ from drumline.launchers.kubernetes.submit import submission_of  # noqa: E402
 
 
 def test_two_pods_train_and_go_on_when_they_start_again(tmp_path: Path) -> None:
-    path = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), run={"steps": 60}, checkpoint={"every": 5})
+    path = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), run={"steps": 60}, checkpoint={"every": 5}
+    )
     pod = tmp_path / "pod"
     launch = f"launch={{kind: kubernetes, image: drumline, nodes: 2, workdir: {pod}, volumes: [{{claim: runs, path: {tmp_path}}}]}}"
     loaded = load(path, [launch, f"run.dir={tmp_path / 'pods'}"])
@@ -55,7 +57,11 @@ def test_two_pods_train_and_go_on_when_they_start_again(tmp_path: Path) -> None:
 def start(container: dict[str, Any], index: int, port: int) -> Forked:
     """A pod of the Job, whose names lead to loopback."""
     env = {each["name"]: each.get("value") for each in container["env"]}
-    env |= {"PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+    env |= {
+        "PET_NODE_RANK": str(index),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+    }
     python, option, module, *arguments = container["command"]
     assert (python, option) == ("python", "-m")
     return Forked(module, *arguments, env={**ENV, **env})

@@ -56,7 +56,12 @@ def stopped_after_restart(run: Path, process: Forked) -> tuple[int, str]:
 
 def test_same_losses_as_two_local_ranks(cluster: Any, tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"))
-    done = drumline("train", config, f"launch={{kind: ray, address: '{cluster.address}', nodes: 2}}", f"run.dir={tmp_path / 'ray'}")
+    done = drumline(
+        "train",
+        config,
+        f"launch={{kind: ray, address: '{cluster.address}', nodes: 2}}",
+        f"run.dir={tmp_path / 'ray'}",
+    )
     assert done.code == 0, done.err
     assert drumline("train", config, f"run.dir={tmp_path / 'local'}", "--nproc", "2").code == 0
     assert losses(tmp_path / "ray") == losses(tmp_path / "local")
@@ -65,13 +70,22 @@ def test_same_losses_as_two_local_ranks(cluster: Any, tmp_path: Path) -> None:
 
 def test_a_ray_of_its_own(tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"))
-    done = drumline("train", config, "launch={kind: ray, nodes: 2, placement: PACK}", f"run.dir={tmp_path / 'ray'}")
+    done = drumline(
+        "train",
+        config,
+        "launch={kind: ray, nodes: 2, placement: PACK}",
+        f"run.dir={tmp_path / 'ray'}",
+    )
     assert done.code == 0 and sorted(losses(tmp_path / "ray")) == [1, 2, 3, 4], done.err
     assert gone(str(tmp_path), 3.0)
 
 
-def test_a_killed_rank_is_named_with_its_node_and_the_run_goes_on(cluster: Any, tmp_path: Path) -> None:
-    code, said = end(stepping(cluster, tmp_path / "run", {"steps": 12, "kills": [[1, 7]]}, max_restarts=1))
+def test_a_killed_rank_is_named_with_its_node_and_the_run_goes_on(
+    cluster: Any, tmp_path: Path
+) -> None:
+    code, said = end(
+        stepping(cluster, tmp_path / "run", {"steps": 12, "kills": [[1, 7]]}, max_restarts=1)
+    )
     assert code == 0, said
     (fault,) = events(tmp_path / "run", "fault")
     assert (fault["rank"], fault["signal"], fault["step"]) == (1, "SIGKILL", 7)
@@ -80,7 +94,9 @@ def test_a_killed_rank_is_named_with_its_node_and_the_run_goes_on(cluster: Any, 
     assert gone(str(tmp_path / "run"), 3.0)
 
 
-def test_a_node_that_dies_is_named_and_another_takes_its_place(cluster: Any, tmp_path: Path) -> None:
+def test_a_node_that_dies_is_named_and_another_takes_its_place(
+    cluster: Any, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     process = stepping(cluster, run, {"steps": 100000}, max_restarts=2)
     wait_for(run, "eval", 3, process)

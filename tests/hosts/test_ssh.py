@@ -43,9 +43,22 @@ def ssh(two: dict[str, Host]) -> Path:
     return two["a"].ssh_config
 
 
-def config(folder: Path, model: Path, ssh: Path, launch: dict[str, Any] | None = None, **sections: Any) -> Path:
-    over = {"kind": "ssh", "hosts": ["a:1", "b:1"], "options": ["-F", str(ssh)], "preflight": False, **(launch or {})}
-    return write_config(folder, model, launch=over, **{"data": {"packing": False, "eval": []}, "run": {"steps": 8}, **sections})
+def config(
+    folder: Path, model: Path, ssh: Path, launch: dict[str, Any] | None = None, **sections: Any
+) -> Path:
+    over = {
+        "kind": "ssh",
+        "hosts": ["a:1", "b:1"],
+        "options": ["-F", str(ssh)],
+        "preflight": False,
+        **(launch or {}),
+    }
+    return write_config(
+        folder,
+        model,
+        launch=over,
+        **{"data": {"packing": False, "eval": []}, "run": {"steps": 8}, **sections},
+    )
 
 
 def local(path: Path, run: Path) -> Path:
@@ -62,7 +75,12 @@ def left(two: dict[str, Host], run: Path, within: float = 10.0) -> list[str]:
     """What is left of a run on any host."""
     until, lines = time.monotonic() + within, [""]
     while lines and time.monotonic() < until:
-        lines = [line for host in two.values() for marker in (str(run), "hosts.agent") for line in host.processes(marker)]
+        lines = [
+            line
+            for host in two.values()
+            for marker in (str(run), "hosts.agent")
+            for line in host.processes(marker)
+        ]
         time.sleep(0.2)
     return lines
 
@@ -78,33 +96,71 @@ def rank_on(host: Host) -> int:
     return int(found[0][0])
 
 
-def test_same_losses_as_two_ranks_of_one_machine(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+def test_same_losses_as_two_ranks_of_one_machine(
+    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
+) -> None:
     path = config(tmp_path, model, ssh, launch={"preflight": True})
     code, out = ended(two["a"].start(*TRAIN, path), 280)
     assert code == 0, out
-    assert losses(tmp_path / "run") == pytest.approx(losses(local(path, tmp_path / "local")), rel=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(
+        losses(local(path, tmp_path / "local")), rel=1e-5
+    )
     assert not left(two, tmp_path / "run")
 
 
-def test_bench_runs_on_one_host_and_on_two(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+def test_bench_runs_on_one_host_and_on_two(
+    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
+) -> None:
     """The batch grows with the hosts, and `--nproc` counts, not the devices that the YAML gives a host."""
     path = config(tmp_path, model, ssh, {"hosts": ["a:2", "b:2"]}, batch={"global_samples": 2})
-    line = ("bench", path, "--nodes", "1,2", "--nproc", "1", "--weak", "--rounds", "1", "--steps", "2", "--to", tmp_path / "bench")
+    line = (
+        "bench",
+        path,
+        "--nodes",
+        "1,2",
+        "--nproc",
+        "1",
+        "--weak",
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--to",
+        tmp_path / "bench",
+    )
     code, out = ended(two["a"].start(sys.executable, "-m", "drumline", *line), 280)
     rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
     assert code == 0 and [len(row["rounds"]) for row in rows] == [1, 1], out
-    plans = [json.loads((tmp_path / "bench" / f"config-{nodes}x1-round1" / "plan.json").read_text()) for nodes in (1, 2)]
-    assert [(plan["batch"]["global_samples"], plan["config"]["launch"]["hosts"]) for plan in plans] == [(2, ["a"]), (4, ["a", "b"])]
+    plans = [
+        json.loads((tmp_path / "bench" / f"config-{nodes}x1-round1" / "plan.json").read_text())
+        for nodes in (1, 2)
+    ]
+    assert [
+        (plan["batch"]["global_samples"], plan["config"]["launch"]["hosts"]) for plan in plans
+    ] == [(2, ["a"]), (4, ["a", "b"])]
     assert not left(two, tmp_path / "bench")
 
 
-def test_the_doctor_looks_at_both_hosts(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+def test_the_doctor_looks_at_both_hosts(
+    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
+) -> None:
     path = config(tmp_path, model, ssh)
-    _, out = ended(two["a"].start(sys.executable, "-m", "drumline", "doctor", path, "--bandwidth", "--json"), 280)
-    found = {host["name"]: {check["name"]: check for check in host["checks"]} for host in json.loads(out[out.index("{") :])["hosts"]}
-    assert found.keys() == {"a", "b", "all"} and {"versions", "peer name", "run folder", "model", "data"} <= found["b"].keys(), out
+    _, out = ended(
+        two["a"].start(sys.executable, "-m", "drumline", "doctor", path, "--bandwidth", "--json"),
+        280,
+    )
+    found = {
+        host["name"]: {check["name"]: check for check in host["checks"]}
+        for host in json.loads(out[out.index("{") :])["hosts"]
+    }
+    assert (
+        found.keys() == {"a", "b", "all"}
+        and {"versions", "peer name", "run folder", "model", "data"} <= found["b"].keys()
+    ), out
     assert found["all"].keys() == {"hosts", "all-reduce", "clocks", "a ↔ b"}, out
-    assert all(found["all"][name]["verdict"] == "ok" for name in ("hosts", "all-reduce", "clocks")), out
+    assert all(
+        found["all"][name]["verdict"] == "ok" for name in ("hosts", "all-reduce", "clocks")
+    ), out
     assert not left(two, path)
 
 
@@ -113,7 +169,8 @@ def test_a_killed_rank_is_named_with_its_host_and_the_losses_are_the_same(
 ) -> None:
     steps = {"steps": 20, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]}
     path, run = config(tmp_path, model, ssh, checkpoint={"every": 3}, run=steps), tmp_path / "run"
-    (tmp_path / "slow").write_text("2")  # it has not ended before it is killed, however slow this test is
+    # It has not ended before it is killed, however slow this test is.
+    (tmp_path / "slow").write_text("2")
     process = two["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
     two["b"].run("kill", "-9", rank_on(two["b"]))
@@ -121,7 +178,12 @@ def test_a_killed_rank_is_named_with_its_host_and_the_losses_are_the_same(
     code, out = ended(process, 280)
     assert code == 0, out
     (fault,) = events(run, "fault")
-    assert (fault["rank"], fault["host"], fault["signal"], fault["action"]) == (1, "b", "SIGKILL", "restart"), out
+    assert (fault["rank"], fault["host"], fault["signal"], fault["action"]) == (
+        1,
+        "b",
+        "SIGKILL",
+        "restart",
+    ), out
     assert "rank 1 on host b: killed by SIGKILL" in out
     reference = local(path, tmp_path / "local")
     assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
@@ -132,7 +194,14 @@ def test_a_killed_rank_is_named_with_its_host_and_the_losses_are_the_same(
 def test_a_host_that_is_cut_off_is_noticed_and_writes_nothing_any_more(
     two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
 ) -> None:
-    path = config(tmp_path, model, ssh, launch={"max_restarts": 0}, checkpoint={"every": 1}, run={"steps": 100000})
+    path = config(
+        tmp_path,
+        model,
+        ssh,
+        launch={"max_restarts": 0},
+        checkpoint={"every": 1},
+        run={"steps": 100000},
+    )
     run = tmp_path / "run"
     process = two["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
@@ -156,23 +225,35 @@ def test_a_host_that_is_cut_off_is_noticed_and_writes_nothing_any_more(
     assert not left(two, run, 30.0)
 
 
-def test_sigterm_saves_on_all_hosts(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_on_all_hosts(
+    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
+) -> None:
     path = config(tmp_path, model, ssh, run={"steps": 100000})
     run = tmp_path / "run"
     process = two["a"].start(*TRAIN, path)
     wait_for(run, "step", 5, process)
-    launcher = next(line.split()[0] for line in two["a"].run("ps", "-ww", "-eo", "pid,args").splitlines() if "-m drumline train" in line)
+    launcher = next(
+        line.split()[0]
+        for line in two["a"].run("ps", "-ww", "-eo", "pid,args").splitlines()
+        if "-m drumline train" in line
+    )
     two["a"].run("kill", "-TERM", launcher)
     code, out = ended(process, 120)
     assert code == 75 and events(run, "preempt"), out
     assert not left(two, run)
 
 
-def test_a_killed_launcher_leaves_nothing(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_nothing(
+    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
+) -> None:
     path = config(tmp_path, model, ssh, run={"steps": 100000})
     process = two["a"].start(*TRAIN, path)
     wait_for(tmp_path / "run", "step", 3, process)
-    launcher = next(line.split()[0] for line in two["a"].run("ps", "-ww", "-eo", "pid,args").splitlines() if "-m drumline train" in line)
+    launcher = next(
+        line.split()[0]
+        for line in two["a"].run("ps", "-ww", "-eo", "pid,args").splitlines()
+        if "-m drumline train" in line
+    )
     two["a"].run("kill", "-KILL", launcher)
     ended(process, 60)
     assert not left(two, tmp_path / "run", 3 * SILENT_SECONDS)
@@ -184,18 +265,29 @@ def other_torch(folder: Path) -> Path:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     python = folder / "other-python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder}/fake:$PYTHONPATH exec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH={folder}/fake:$PYTHONPATH exec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
     return python
 
 
-def test_another_torch_on_a_host_is_one_line(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+def test_another_torch_on_a_host_is_one_line(
+    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
+) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     two["b"].run("mount", "--bind", other_torch(tmp_path), python)
-    code, out = ended(two["a"].start(*TRAIN, config(tmp_path, model, ssh, launch={"python": str(python)})), 120)
-    assert code == 2 and out.count("error:") == 1 and "host b has torch 9.9, and this one" in out and "Traceback" not in out, out
+    code, out = ended(
+        two["a"].start(*TRAIN, config(tmp_path, model, ssh, launch={"python": str(python)})), 120
+    )
+    assert (
+        code == 2
+        and out.count("error:") == 1
+        and "host b has torch 9.9, and this one" in out
+        and "Traceback" not in out
+    ), out
     assert not (tmp_path / "run").exists()
 
 
@@ -208,13 +300,22 @@ def test_another_torch_on_a_host_is_one_line(two: dict[str, Host], ssh: Path, mo
         ({"interface": "eth7"}, "this host has no interface 'eth7' with an address"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(launch: dict[str, Any], line: str, two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "wrong")], check=True, timeout=60)
+def test_a_mistake_is_one_line(
+    launch: dict[str, Any], line: str, two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
+) -> None:
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "wrong")],
+        check=True,
+        timeout=60,
+    )
     wrong = tmp_path / "ssh_config"
     wrong.write_text(ssh.read_text().replace(f"{ssh.parent}/id", str(tmp_path / "wrong")))
     places = {"SSH": str(wrong), "IdentityFile=WRONG": "ConnectionAttempts=1"}
     launch = {
-        key: [places.get(v, v) for v in value] if isinstance(value, list) else places.get(value, value) for key, value in launch.items()
+        key: [places.get(v, v) for v in value]
+        if isinstance(value, list)
+        else places.get(value, value)
+        for key, value in launch.items()
     }
     code, out = ended(two["a"].start(*TRAIN, config(tmp_path, model, ssh, launch=launch)), 120)
     assert code == 2, out
@@ -223,7 +324,9 @@ def test_a_mistake_is_one_line(launch: dict[str, Any], line: str, two: dict[str,
     assert not (tmp_path / "run").exists() and not left(two, tmp_path / "run")
 
 
-def test_files_of_the_model_that_differ_are_named_with_their_host(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+def test_files_of_the_model_that_differ_are_named_with_their_host(
+    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
@@ -236,23 +339,45 @@ def test_files_of_the_model_that_differ_are_named_with_their_host(two: dict[str,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_says_what_would_be_run_on_each_host(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+def test_a_dry_run_says_what_would_be_run_on_each_host(
+    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
+) -> None:
     env = {**ENV, "NCCL_DEBUG": "WARN", "NCCL_TIMEOUT": "1800"}
-    code, out = ended(two["a"].start(*TRAIN, config(tmp_path, model, ssh), "--dry-run", env=env), 120)
+    code, out = ended(
+        two["a"].start(*TRAIN, config(tmp_path, model, ssh), "--dry-run", env=env), 120
+    )
     assert code == 0, out
-    assert "# host b: ssh -o BatchMode=yes" in out and "drumline.launchers.hosts.agent" in out and "# host a: " in out
-    assert "# environment NCCL_DEBUG=WARN" in out and "NCCL_TIMEOUT=1800 is read by nobody: launch.timeout_seconds" in out
-    assert "#   ranks 1 to 1 of 2: " in out and not left(two, tmp_path / "run") and not (tmp_path / "run").exists()
+    assert (
+        "# host b: ssh -o BatchMode=yes" in out
+        and "drumline.launchers.hosts.agent" in out
+        and "# host a: " in out
+    )
+    assert (
+        "# environment NCCL_DEBUG=WARN" in out
+        and "NCCL_TIMEOUT=1800 is read by nobody: launch.timeout_seconds" in out
+    )
+    assert (
+        "#   ranks 1 to 1 of 2: " in out
+        and not left(two, tmp_path / "run")
+        and not (tmp_path / "run").exists()
+    )
 
 
-def test_no_secret_is_on_a_command_line_or_in_a_file(two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path) -> None:
+def test_no_secret_is_on_a_command_line_or_in_a_file(
+    two: dict[str, Host], ssh: Path, model: Path, tmp_path: Path
+) -> None:
     """The secret of the launcher is in the memory of its agents alone."""
     path = config(tmp_path, model, ssh, run={"steps": 100000})
     process = two["a"].start(*TRAIN, path)
     wait_for(tmp_path / "run", "step", 3, process)
     try:
         hexes = r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])"
-        shown = "".join(host.run("sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null || true") for host in two.values())
+        shown = "".join(
+            host.run(
+                "sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null || true"
+            )
+            for host in two.values()
+        )
         assert not re.search(hexes, shown)
         for file in (tmp_path / "run").rglob("*.log"):
             assert not re.search(hexes, file.read_text())

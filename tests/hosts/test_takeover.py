@@ -22,7 +22,12 @@ from tests.hosts.test_elastic import STEPS, TRAIN, alone, config, same_as_alone,
 
 pytestmark = pytest.mark.full
 STORE = "http://d:5555"
-STORE_ENV = {"AWS_ENDPOINT_URL": STORE, "AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+STORE_ENV = {
+    "AWS_ENDPOINT_URL": STORE,
+    "AWS_ACCESS_KEY_ID": "tester",
+    "AWS_SECRET_ACCESS_KEY": "x",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 SLOW = "2"  # seconds of a step, for as long as hosts go and come
 GONE_SECONDS = 3 * 60.0  # that agents look for another launcher
 
@@ -60,7 +65,9 @@ def none_left(found: list[Host]) -> None:
     assert not left
 
 
-def test_the_launcher_s_host_dies_and_comes_back_and_the_next_one_dies(four: dict[str, Host], tmp_path: Path) -> None:
+def test_the_launcher_s_host_dies_and_comes_back_and_the_next_one_dies(
+    four: dict[str, Host], tmp_path: Path
+) -> None:
     path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
     (tmp_path / "slow").write_text(SLOW)
     process = four["a"].start(*TRAIN, path)
@@ -69,7 +76,12 @@ def test_the_launcher_s_host_dies_and_comes_back_and_the_next_one_dies(four: dic
     four["a"].die()
     process.communicate(timeout=60)
     taken = wait_for(run, "takeover", 0)
-    assert taken["host"] in "bcd" and taken["from"] == "a" and taken["why"] == "the lease of the run folder" and taken["t"] > died
+    assert (
+        taken["host"] in "bcd"
+        and taken["from"] == "a"
+        and taken["why"] == "the lease of the run folder"
+        and taken["t"] > died
+    )
     assert wait_for(run, "run_start", 0, after=taken["t"])["world_size"] == 3
     four["a"].boot()
     await_sshd(four["a"])
@@ -84,17 +96,30 @@ def test_the_launcher_s_host_dies_and_comes_back_and_the_next_one_dies(four: dic
     left = [host for host in four.values() if not host.dead]
     hexes = r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])"  # the secret of the agents, which the new launcher has, too
     for host in left:
-        assert not re.search(hexes, host.run("sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null || true"))
-    assert not [path for path in (*run.glob("run.lock*"), *run.glob("logs/*.log")) if re.search(hexes, path.read_text())]
+        assert not re.search(
+            hexes,
+            host.run(
+                "sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null || true"
+            ),
+        )
+    assert not [
+        path
+        for path in (*run.glob("run.lock*"), *run.glob("logs/*.log"))
+        if re.search(hexes, path.read_text())
+    ]
     (tmp_path / "slow").unlink()
     wait_for_end(left, run)
     assert len(events(run, "takeover")) == 2
     said = (run / "logs" / f"launcher-{taken['host']}.log").read_text()
-    assert f"host {taken['host']} goes on with the run" in said and "goes on with 3 of 4 hosts" in said
+    assert (
+        f"host {taken['host']} goes on with the run" in said and "goes on with 3 of 4 hosts" in said
+    )
     same_as_alone(path, run)
 
 
-def test_the_launcher_s_host_is_cut_off_and_keeps_the_lease(four: dict[str, Host], tmp_path: Path) -> None:
+def test_the_launcher_s_host_is_cut_off_and_keeps_the_lease(
+    four: dict[str, Host], tmp_path: Path
+) -> None:
     """Its disk is not cut off: no other host gets the folder, and those that are cut off from the launcher have no ranks."""
     path, run = config(tmp_path, four["a"].ssh_config), tmp_path / "run"
     (tmp_path / "slow").write_text(SLOW)
@@ -117,7 +142,9 @@ def test_the_launcher_s_host_is_cut_off_and_keeps_the_lease(four: dict[str, Host
     same_as_alone(path, run)
 
 
-def test_a_launcher_that_is_cut_off_from_most_leaves_the_run_to_them(four: dict[str, Host], tmp_path: Path) -> None:
+def test_a_launcher_that_is_cut_off_from_most_leaves_the_run_to_them(
+    four: dict[str, Host], tmp_path: Path
+) -> None:
     path, run = config(tmp_path, four["a"].ssh_config, nodes={"min": 2}), tmp_path / "run"
     (tmp_path / "slow").write_text(SLOW)
     process = four["a"].start(*TRAIN, path)
@@ -146,14 +173,18 @@ def apart(folder: Path, four: dict[str, Host]) -> dict[str, Path]:
 def apart_config(folder: Path, ssh: Path, keep: str = "replicas: 1") -> Path:
     path = config(folder, ssh)
     text = path.read_text().replace(f"dir: {folder}/run", f"dir: {folder}/own/run")
-    path.write_text(text.replace("every: 3", f"every: 3\n  {keep}").replace("export: none", "export: last"))
+    path.write_text(
+        text.replace("every: 3", f"every: 3\n  {keep}").replace("export: none", "export: last")
+    )
     return path
 
 
 @contextmanager
 def store(host: Host) -> Iterator[None]:
     """One that speaks S3, on a host, with a bucket."""
-    process = host.start(sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", STORE.rpartition(":")[2])
+    process = host.start(
+        sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", STORE.rpartition(":")[2]
+    )
     make = f"import urllib.request as u; u.urlopen(u.Request('{STORE}/bucket', method='PUT'), timeout=10)"
     try:
         until = time.time() + 60
@@ -175,7 +206,9 @@ def unmount(folder: Path, found: list[Host]) -> None:
 
 
 @pytest.mark.parametrize("keep", ["replicas: 1", "url: s3://bucket/one"])
-def test_without_a_shared_folder_a_majority_goes_on(four: dict[str, Host], tmp_path: Path, keep: str) -> None:
+def test_without_a_shared_folder_a_majority_goes_on(
+    four: dict[str, Host], tmp_path: Path, keep: str
+) -> None:
     with nullcontext() if keep.startswith("replicas") else store(four["d"]):
         a_majority_goes_on(four, tmp_path, keep)
 
@@ -197,7 +230,14 @@ def a_majority_goes_on(four: dict[str, Host], tmp_path: Path, keep: str) -> None
         wait_for_end(others, run)
     finally:
         unmount(tmp_path, others)
-    assert sum(len(events(each, "takeover")) for each in runs.values() if (each / "events.jsonl").exists()) == 1
+    assert (
+        sum(
+            len(events(each, "takeover"))
+            for each in runs.values()
+            if (each / "events.jsonl").exists()
+        )
+        == 1
+    )
     path.write_text(path.read_text().replace(f"  {keep}\n", ""))
     reference = alone(path, tmp_path / "alone")
     assert {**losses(runs["a"]), **losses(run)} == pytest.approx(losses(reference), rel=1e-5)
@@ -208,7 +248,12 @@ def taken_over(runs: dict[str, Path]) -> list[dict[str, Any]]:
     """The first of such events on any disk."""
     until, found = time.time() + GONE_SECONDS, list[dict[str, Any]]()
     while not found:
-        found = [event for run in runs.values() if (run / "events.jsonl").exists() for event in events(run, "takeover")]
+        found = [
+            event
+            for run in runs.values()
+            if (run / "events.jsonl").exists()
+            for event in events(run, "takeover")
+        ]
         assert time.time() < until
         time.sleep(0.2)
     return found

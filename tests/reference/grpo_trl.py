@@ -36,7 +36,13 @@ CASES: dict[str, dict[str, Any]] = {
     "entropy": {"loss_type": "dapo", "entropy_weight": 0.3},
     "rloo": {"loss_type": "rloo", "ratio": "product"},
 }
-NORMALIZE = {"grpo": "sequence", "rloo": "sequence", "dr_grpo": "constant", "dapo": "token", "cispo": "token"}
+NORMALIZE = {
+    "grpo": "sequence",
+    "rloo": "sequence",
+    "dr_grpo": "constant",
+    "dapo": "token",
+    "cispo": "token",
+}
 
 
 def main() -> None:
@@ -50,7 +56,10 @@ def main() -> None:
     mask_BM = (torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]).long()
     now_BM = log_probs(logits_BMV, completions_BM)
     # Far enough from the present policy that some tokens are clipped on each side.
-    old_BM, reference_BM = now_BM + 0.3 * normal(EPISODES, LONGEST), now_BM + 0.5 * normal(EPISODES, LONGEST)
+    old_BM, reference_BM = (
+        now_BM + 0.3 * normal(EPISODES, LONGEST),
+        now_BM + 0.5 * normal(EPISODES, LONGEST),
+    )
     sampler_BM = old_BM + 0.4 * normal(EPISODES, LONGEST)
     advantages_B = normal(EPISODES)
     inputs = {
@@ -79,7 +88,9 @@ def main() -> None:
         if importance != "none":
             # As _generate_and_score_completions does it for token_truncate and sequence_truncate.
             difference = (old_BM - sampler_BM) * mask_BM
-            difference = difference.sum(-1, keepdim=True) if importance == "sequence" else difference
+            difference = (
+                difference.sum(-1, keepdim=True) if importance == "sequence" else difference
+            )
             batch["importance_sampling_ratio"] = difference.exp().clamp(max=CAP)
         kind = RLOOTrainer if options["loss_type"] == "rloo" else GRPOTrainer
         loss = kind._compute_loss(trainer(leaf, options), None, batch)
@@ -87,11 +98,21 @@ def main() -> None:
         cases[name] = {
             "normalize": NORMALIZE[options["loss_type"]],
             "surrogate": "cispo" if options["loss_type"] == "cispo" else "clip",
-            **{"beta": 0.0, "clip_high": 0.2, "importance": "none", **{key: v for key, v in options.items() if key != "loss_type"}},
+            **{
+                "beta": 0.0,
+                "clip_high": 0.2,
+                "importance": "none",
+                **{key: v for key, v in options.items() if key != "loss_type"},
+            },
             "loss": loss.item(),
             "gradient_BMV": leaf.grad.tolist(),
         }
-    said = {"trl": __import__("trl").__version__, "lengths": LENGTHS, "max_completion": MAX_COMPLETION, "cap": CAP}
+    said = {
+        "trl": __import__("trl").__version__,
+        "lengths": LENGTHS,
+        "max_completion": MAX_COMPLETION,
+        "cap": CAP,
+    }
     content = {**said, **{name: tensor.tolist() for name, tensor in inputs.items()}, "cases": cases}
     Path(__file__).with_suffix(".json").write_text(json.dumps(content) + "\n")
 
@@ -103,18 +124,24 @@ def log_probs(logits_BMV: torch.Tensor, tokens_BM: torch.Tensor) -> torch.Tensor
 def trainer(logits_BMV: torch.Tensor, options: dict[str, Any]) -> Any:
     """What `_compute_loss` reads of a trainer."""
 
-    def answers(_model: Any, input_ids: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def answers(
+        _model: Any, input_ids: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
         probs = logits_BMV.softmax(-1)
         entropy = -(probs * probs.log()).sum(-1)
         return log_probs(logits_BMV, input_ids[:, 1:]), entropy, None
 
     importance = options.get("importance", "none") != "none"
     cispo = options["loss_type"] == "cispo"  # TRL's epsilon_high is the bound itself there
-    accelerator = SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x.detach())
+    accelerator = SimpleNamespace(
+        num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x.detach()
+    )
     return SimpleNamespace(
         _get_per_token_logps_and_entropies=answers,
         accelerator=accelerator,
-        args=SimpleNamespace(delta=options.get("delta"), use_bias_correction_kl=False, steps_per_generation=1),
+        args=SimpleNamespace(
+            delta=options.get("delta"), use_bias_correction_kl=False, steps_per_generation=1
+        ),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,

@@ -39,7 +39,12 @@ DPO: dict[str, dict[str, Any]] = {
     "a weighted sum": {"loss": {"sigmoid": 0.8, "bco_pair": 0.2, "aot_unpaired": 0.5}, "beta": 0.3},
     "forward_kl": {"loss": {"sigmoid": 1.0}, "beta": 0.3, "f_divergence": "forward_kl"},
     "js_divergence": {"loss": {"hinge": 1.0}, "beta": 0.3, "f_divergence": "js_divergence"},
-    "alpha_divergence": {"loss": {"ipo": 1.0}, "beta": 0.3, "f_divergence": "alpha_divergence", "f_alpha": 0.3},
+    "alpha_divergence": {
+        "loss": {"ipo": 1.0},
+        "beta": 0.3,
+        "f_divergence": "alpha_divergence",
+        "f_alpha": 0.3,
+    },
 }
 ORPO = {"beta 0.1": {"beta": 0.1}, "beta 1": {"beta": 1.0}}
 SIMPO: dict[str, dict[str, Any]] = {
@@ -51,18 +56,35 @@ SIMPO: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     draw = torch.Generator().manual_seed(0)
-    logits_BTV, reference_BTV = (torch.randn(2 * PAIRS, LONGEST, VOCABULARY, generator=draw) for _ in range(2))
+    logits_BTV, reference_BTV = (
+        torch.randn(2 * PAIRS, LONGEST, VOCABULARY, generator=draw) for _ in range(2)
+    )
     tokens_BT = torch.randint(VOCABULARY, (2 * PAIRS, LONGEST), generator=draw)
-    answers_BT = (torch.arange(LONGEST) > 0) & (torch.arange(LONGEST) <= torch.tensor(LENGTHS)[:, None])
+    answers_BT = (torch.arange(LONGEST) > 0) & (
+        torch.arange(LONGEST) <= torch.tensor(LENGTHS)[:, None]
+    )
     content = {
         "trl": __import__("trl").__version__,
         "lengths": LENGTHS,
         "logits_BTV": logits_BTV.tolist(),
         "tokens_BT": tokens_BT.tolist(),
         "reference_B": (log_probs(reference_BTV, tokens_BT) * answers_BT[:, 1:]).sum(1).tolist(),
-        "dpo": {name: case(o, logits_BTV, lambda leaf, o=o: dpo(o, leaf, reference_BTV, tokens_BT, answers_BT)) for name, o in DPO.items()},
-        "orpo": {name: case(o, logits_BTV, lambda leaf, o=o: alone(orpo(o), leaf, tokens_BT, answers_BT)) for name, o in ORPO.items()},
-        "simpo": {name: case(o, logits_BTV, lambda leaf, o=o: alone(simpo(o), leaf, tokens_BT, answers_BT)) for name, o in SIMPO.items()},
+        "dpo": {
+            name: case(
+                o, logits_BTV, lambda leaf, o=o: dpo(o, leaf, reference_BTV, tokens_BT, answers_BT)
+            )
+            for name, o in DPO.items()
+        },
+        "orpo": {
+            name: case(o, logits_BTV, lambda leaf, o=o: alone(orpo(o), leaf, tokens_BT, answers_BT))
+            for name, o in ORPO.items()
+        },
+        "simpo": {
+            name: case(
+                o, logits_BTV, lambda leaf, o=o: alone(simpo(o), leaf, tokens_BT, answers_BT)
+            )
+            for name, o in SIMPO.items()
+        },
     }
     Path(__file__).with_suffix(".json").write_text(json.dumps(content) + "\n")
 
@@ -71,7 +93,12 @@ def case(options: dict[str, Any], logits_BTV: torch.Tensor, loss_of: Any) -> dic
     leaf = logits_BTV.clone().requires_grad_()
     loss, metrics = loss_of(leaf)
     loss.backward()
-    return {"options": options, "loss": loss.item(), "metrics": metrics, "gradient_BTV": leaf.grad.tolist()}
+    return {
+        "options": options,
+        "loss": loss.item(),
+        "metrics": metrics,
+        "gradient_BTV": leaf.grad.tolist(),
+    }
 
 
 def log_probs(logits_BTV: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -79,19 +106,29 @@ def log_probs(logits_BTV: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor
     return logits_BTV[:, :-1].log_softmax(-1).gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
 
 
-def dpo(o: dict[str, Any], leaf: torch.Tensor, reference_BTV: torch.Tensor, tokens_BT: torch.Tensor, answers_BT: torch.Tensor) -> Any:
+def dpo(
+    o: dict[str, Any],
+    leaf: torch.Tensor,
+    reference_BTV: torch.Tensor,
+    tokens_BT: torch.Tensor,
+    answers_BT: torch.Tensor,
+) -> Any:
     zeros_BT = torch.zeros(tokens_BT[:, 1:].shape)
 
     def said(**_: Any) -> Any:
         said_BT = log_probs(leaf, tokens_BT) * answers_BT[:, 1:]
-        return SimpleNamespace(log_probs=said_BT, entropy=zeros_BT, mean_logits=zeros_BT, is_top1=zeros_BT.bool())
+        return SimpleNamespace(
+            log_probs=said_BT, entropy=zeros_BT, mean_logits=zeros_BT, is_top1=zeros_BT.bool()
+        )
 
     model: Any = said
     model.training = False
     reference_B = (log_probs(reference_BTV, tokens_BT) * answers_BT[:, 1:]).sum(1)
     trainer = SimpleNamespace(
         model=model,
-        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+        accelerator=SimpleNamespace(
+            device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x
+        ),
         args=SimpleNamespace(discopop_tau=o.get("discopop_tau", 0.05)),
         aux_loss_enabled=False,
         ld_alpha=None,
@@ -108,13 +145,17 @@ def dpo(o: dict[str, Any], leaf: torch.Tensor, reference_BTV: torch.Tensor, toke
     )
     # `completion_mask[..., 1:]` marks targets; lengths are counted over the mask, whose first column is a prompt's token.
     inputs = {"input_ids": tokens_BT, "completion_mask": answers_BT.long()}
-    references = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference_B.chunk(2), strict=True))
+    references = dict(
+        zip(("ref_chosen_logps", "ref_rejected_logps"), reference_B.chunk(2), strict=True)
+    )
     loss = DPOTrainer._compute_loss(trainer, model, inputs | references, False)
     wanted = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
     return loss, {name: trainer._metrics["eval"][name][-1] for name in wanted}
 
 
-def alone(trainer: Any, leaf: torch.Tensor, tokens_BT: torch.Tensor, answers_BT: torch.Tensor) -> Any:
+def alone(
+    trainer: Any, leaf: torch.Tensor, tokens_BT: torch.Tensor, answers_BT: torch.Tensor
+) -> Any:
     """Mean over batches of one pair: TRL's likelihood term is a mean over all tokens of a batch, which hangs on how it is cut."""
     total, metrics = torch.zeros(()), defaultdict[str, float](float)
     for pair in range(PAIRS):
@@ -123,12 +164,24 @@ def alone(trainer: Any, leaf: torch.Tensor, tokens_BT: torch.Tensor, answers_BT:
         real = answers_BT[rows] | (torch.arange(LONGEST) == 0)
         batch = {}
         for row, side in enumerate(("chosen", "rejected")):
-            batch |= {f"{side}_input_ids": ids[row : row + 1], f"{side}_labels": labels[row : row + 1]}
+            batch |= {
+                f"{side}_input_ids": ids[row : row + 1],
+                f"{side}_labels": labels[row : row + 1],
+            }
             batch[f"{side}_attention_mask"] = real[row : row + 1].long()
         said = SimpleNamespace(logits=leaf[rows])
-        loss, found = type(trainer).get_batch_loss_metrics(trainer, lambda *_, said=said, **__: said, batch)
+        loss, found = type(trainer).get_batch_loss_metrics(
+            trainer, lambda *_, said=said, **__: said, batch
+        )
         total = total + loss / PAIRS
-        for name in ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"):
+        for name in (
+            "rewards/chosen",
+            "rewards/rejected",
+            "rewards/accuracies",
+            "rewards/margins",
+            "logps/chosen",
+            "logps/rejected",
+        ):
             metrics[name] += float(found[name]) / PAIRS
     return total, dict(metrics)
 
@@ -137,7 +190,13 @@ def bare(kind: Any, **values: Any) -> Any:
     """A trainer that has nothing but what its loss reads."""
     made = kind.__new__(kind)
     accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x)
-    shared = {"accelerator": accelerator, "aux_loss_enabled": False, "is_encoder_decoder": False, "padding_value": 0, "pad_token_id": 0}
+    shared = {
+        "accelerator": accelerator,
+        "aux_loss_enabled": False,
+        "is_encoder_decoder": False,
+        "padding_value": 0,
+        "pad_token_id": 0,
+    }
     for name, value in (shared | values).items():
         setattr(made, name, value)
     return made
@@ -149,7 +208,15 @@ def orpo(options: dict[str, Any]) -> Any:
 
 def simpo(o: dict[str, Any]) -> Any:
     smoothing, sft = o.get("label_smoothing", 0.0), o.get("sft_weight", 0.0)
-    return bare(CPOTrainer, loss_type="simpo", alpha=0.0, beta=o["beta"], simpo_gamma=o["gamma"], label_smoothing=smoothing, cpo_alpha=sft)
+    return bare(
+        CPOTrainer,
+        loss_type="simpo",
+        alpha=0.0,
+        beta=o["beta"],
+        simpo_gamma=o["gamma"],
+        label_smoothing=smoothing,
+        cpo_alpha=sft,
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,13 @@ def kto(options: dict[str, Any]) -> dict[str, Any]:
     (policy_seed, reference_seed), rows = options.pop("seeds", (POLICY, REFERENCE)), unpaired()
     policy, reference = (model(LlamaForCausalLM, seed) for seed in (policy_seed, reference_seed))
     settings = KTOConfig(**common(len(rows)), **options)
-    trainer = KTOTrainer(policy, ref_model=reference, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer())
+    trainer = KTOTrainer(
+        policy,
+        ref_model=reference,
+        args=settings,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
     policy.zero_grad()
     policy.train()
     (batch,) = batches(trainer)
@@ -41,13 +47,21 @@ def kto(options: dict[str, Any]) -> dict[str, Any]:
     loss.backward()
     metrics = trainer._metrics["train"]
     figures = {mine: metrics[theirs][-1] for mine, theirs in FIGURES.items()}
-    return {"seeds": [policy_seed, reference_seed], "loss": float(loss.detach()), "figures": figures, "gradients": gradients(policy)}
+    return {
+        "seeds": [policy_seed, reference_seed],
+        "loss": float(loss.detach()),
+        "figures": figures,
+        "gradients": gradients(policy),
+    }
 
 
 def main() -> None:
     content = {
         "trl": __import__("trl").__version__,
-        "cases": {name: {"options": {k: v for k, v in o.items() if k != "seeds"}, **kto(dict(o))} for name, o in CASES.items()},
+        "cases": {
+            name: {"options": {k: v for k, v in o.items() if k != "seeds"}, **kto(dict(o))}
+            for name, o in CASES.items()
+        },
     }
     Path(__file__).with_suffix(".json").write_text(json.dumps(content) + "\n")
 

@@ -15,7 +15,11 @@ PAIRS = [
     ("What is two plus three?", "Two plus three is five.", "It is six."),
     ("Name the capital of Italy.", "Rome.", "The capital of Italy is Paris, I think."),
     ("one, two, three,", "four", "five, six"),
-    ("Does every rank keep in step?", "Yes: a gradient is summed over the ranks before the optimizer takes a step.", "No."),
+    (
+        "Does every rank keep in step?",
+        "Yes: a gradient is summed over the ranks before the optimizer takes a step.",
+        "No.",
+    ),
 ]
 MARGINS = [0.5, 0.0, 1.5, 0.25]
 # Our metrics of pairs, as TRL calls them.
@@ -50,7 +54,13 @@ def model(kind: Any, seed: int) -> Any:
     from transformers import AutoConfig
 
     text = tokenizer()
-    config = AutoConfig.for_model("llama", **SIZES, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id, num_labels=1)
+    config = AutoConfig.for_model(
+        "llama",
+        **SIZES,
+        eos_token_id=text.eos_token_id,
+        pad_token_id=text.pad_token_id,
+        num_labels=1,
+    )
     made = kind(config).float()
     draw = np.random.RandomState(seed)
     with torch.no_grad():
@@ -66,7 +76,11 @@ def messages(role: str, text: str) -> list[dict[str, str]]:
 
 def rows() -> list[dict[str, Any]]:
     return [
-        {"prompt": messages("user", prompt), "chosen": messages("assistant", chosen), "rejected": messages("assistant", rejected)}
+        {
+            "prompt": messages("user", prompt),
+            "chosen": messages("assistant", chosen),
+            "rejected": messages("assistant", rejected),
+        }
         for prompt, chosen, rejected in PAIRS
     ]
 
@@ -74,7 +88,9 @@ def rows() -> list[dict[str, Any]]:
 def unpaired() -> list[dict[str, Any]]:
     """The answers one by one, each with what is thought of it: all that were chosen, then all that were rejected."""
     return [
-        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for side in ("chosen", "rejected") for row in rows()
+        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+        for side in ("chosen", "rejected")
+        for row in rows()
     ]
 
 
@@ -83,5 +99,9 @@ def gradients(learner: Any) -> dict[str, Any]:
     found = {name: p.grad for name, p in learner.named_parameters() if p.grad is not None}
     return {
         "norms": {name: float(grad.norm()) for name, grad in found.items()},
-        "entries": {name: grad.flatten().tolist() for name, grad in found.items() if "norm" in name or "score" in name},
+        "entries": {
+            name: grad.flatten().tolist()
+            for name, grad in found.items()
+            if "norm" in name or "score" in name
+        },
     }

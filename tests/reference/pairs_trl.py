@@ -35,15 +35,30 @@ ALONE: dict[str, dict[str, Any]] = {
 
 
 def common(size: int) -> dict[str, Any]:
-    here = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "report_to": "none", "bf16": False, "gradient_checkpointing": False}
-    return {**here, "per_device_train_batch_size": size, "dataloader_drop_last": False, "max_length": 128, "seed": 0, "disable_tqdm": True}
+    here = {
+        "output_dir": tempfile.mkdtemp(),
+        "use_cpu": True,
+        "report_to": "none",
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    return {
+        **here,
+        "per_device_train_batch_size": size,
+        "dataloader_drop_last": False,
+        "max_length": 128,
+        "seed": 0,
+        "disable_tqdm": True,
+    }
 
 
 def batches(trainer: Any) -> list[Any]:
     """TRL's own batches of its own dataset, in the order of the rows."""
     size = trainer.args.per_device_train_batch_size
     rows_ = [trainer.train_dataset[index] for index in range(len(trainer.train_dataset))]
-    return [trainer.data_collator(rows_[start : start + size]) for start in range(0, len(rows_), size)]
+    return [
+        trainer.data_collator(rows_[start : start + size]) for start in range(0, len(rows_), size)
+    ]
 
 
 def learn(trainer: Any) -> dict[str, Any]:
@@ -62,23 +77,37 @@ def learn(trainer: Any) -> dict[str, Any]:
 def dpo(options: dict[str, Any], size: int) -> dict[str, Any]:
     policy, reference = model(LlamaForCausalLM, POLICY), model(LlamaForCausalLM, REFERENCE)
     settings = DPOConfig(**common(size), **options)
-    trainer = DPOTrainer(policy, ref_model=reference, args=settings, train_dataset=Dataset.from_list(rows()), processing_class=tokenizer())
+    trainer = DPOTrainer(
+        policy,
+        ref_model=reference,
+        args=settings,
+        train_dataset=Dataset.from_list(rows()),
+        processing_class=tokenizer(),
+    )
     case = learn(trainer)
     if size == len(rows()):
         metrics = trainer._metrics["train"]
         case["figures"] = {ours: metrics[theirs][-1] for ours, theirs in FIGURES.items()}
         (batch,) = batches(trainer)
-        case["batch"] = {name: batch[name].tolist() for name in ("input_ids", "attention_mask", "completion_mask")}
+        case["batch"] = {
+            name: batch[name].tolist()
+            for name in ("input_ids", "attention_mask", "completion_mask")
+        }
         chosen, rejected = trainer.compute_ref_log_probs(reference, batch)
         case["reference"] = [*chosen.tolist(), *rejected.tolist()]
     return case
 
 
 def reward(options: dict[str, Any], margins: bool) -> dict[str, Any]:
-    data = [row | ({"margin": margin} if margins else {}) for row, margin in zip(rows(), MARGINS, strict=True)]
+    data = [
+        row | ({"margin": margin} if margins else {})
+        for row, margin in zip(rows(), MARGINS, strict=True)
+    ]
     settings = RewardConfig(**common(len(data)), **options)
     learner = model(LlamaForSequenceClassification, POLICY)
-    trainer = RewardTrainer(learner, args=settings, train_dataset=Dataset.from_list(data), processing_class=tokenizer())
+    trainer = RewardTrainer(
+        learner, args=settings, train_dataset=Dataset.from_list(data), processing_class=tokenizer()
+    )
     case = learn(trainer)
     metrics = trainer._metrics["train"]
     return case | {"figures": {name: metrics[name][-1] for name in ("accuracy", "margin")}}
@@ -88,7 +117,9 @@ def sft() -> dict[str, Any]:
     data = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows()]
     settings = SFTConfig(**common(len(data)), completion_only_loss=True)
     learner = model(LlamaForCausalLM, POLICY)
-    trainer = SFTTrainer(learner, args=settings, train_dataset=Dataset.from_list(data), processing_class=tokenizer())
+    trainer = SFTTrainer(
+        learner, args=settings, train_dataset=Dataset.from_list(data), processing_class=tokenizer()
+    )
     return learn(trainer)
 
 
@@ -97,7 +128,10 @@ def main() -> None:
     size = len(rows())
     content = {
         "trl": __import__("trl").__version__,
-        "dpo": {name: {"options": o, **dpo(o, size if name in DPO else 1)} for name, o in (DPO | ALONE).items()},
+        "dpo": {
+            name: {"options": o, **dpo(o, size if name in DPO else 1)}
+            for name, o in (DPO | ALONE).items()
+        },
         "reward": {
             "plain": reward({}, False),
             "margins": reward({}, True),

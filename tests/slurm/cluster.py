@@ -73,7 +73,13 @@ def missing() -> str | None:
     if shutil.which("apt-get") is None:
         return f"there is no {', '.join(name for name in PROGRAMS if not shutil.which(name))}, and no apt-get to install it"
     command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
-    done = subprocess.run(command, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return f"apt-get install failed: {done.stderr.strip()[-200:]}" if done.returncode else None
 
 
@@ -85,9 +91,17 @@ class Slurm:
     env: dict[str, str]
     daemons: dict[str, subprocess.Popen[bytes]]
 
-    def call(self, *command: object, timeout: float = 120, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, *command: object, timeout: float = 120, cwd: Path | None = None, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*map(str, command)], env={**self.env, **env}, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd
+            [*map(str, command)],
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            cwd=cwd,
         )
 
     def job(self, job: int | str) -> dict[str, str]:
@@ -101,7 +115,9 @@ class Slurm:
         while (found := self.job(job)).get("JobState") not in states:
             if time.monotonic() > until:
                 log = (self.folder / "slurmctld.log").read_text(errors="replace")[-2000:]
-                raise AssertionError(f"job {job} is {found.get('JobState')} ({found.get('Reason')}), not {states}\n{log}")
+                raise AssertionError(
+                    f"job {job} is {found.get('JobState')} ({found.get('Reason')}), not {states}\n{log}"
+                )
             time.sleep(0.3)
         return found
 
@@ -127,7 +143,9 @@ def _end_steps(folder: Path) -> None:
     for process in psutil.process_iter(["pid", "name"]):
         if process.info["name"] == "slurmstepd":
             with contextlib.suppress(psutil.Error):
-                if any(str(folder) in file.path for file in process.open_files()) or str(folder) in str(process.environ()):
+                if any(str(folder) in file.path for file in process.open_files()) or str(
+                    folder
+                ) in str(process.environ()):
                     for child in process.children(recursive=True):
                         child.kill()
                     process.kill()
@@ -145,10 +163,16 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     conf.write_text(CONF.format(host=host, folder=folder, ports=ports))
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
-    env = {**{name: value for name, value in ENV.items() if not name.startswith(("SLURM", "SBATCH"))}, "SLURM_CONF": str(conf)}
+    env = {
+        **{name: value for name, value in ENV.items() if not name.startswith(("SLURM", "SBATCH"))},
+        "SLURM_CONF": str(conf),
+    }
     env["PATH"] = f"{folder / 'bin'}:{env.get('PATH', '')}:/usr/sbin:/sbin"
     (folder / "bin").mkdir()
-    for name in ("munge", "unmunge"):  # which would ask the munged of a cluster that this host may be in
+    for name in (
+        "munge",
+        "unmunge",
+    ):  # which would ask the munged of a cluster that this host may be in
         program = folder / "bin" / name
         program.write_text(f'#!/bin/sh\nexec /usr/bin/{name} --socket={folder}/munge.socket "$@"\n')
         program.chmod(0o755)
@@ -167,10 +191,19 @@ def slurm(folder: Path) -> Iterator[Slurm]:
             with (folder / f"{name}.out").open("wb") as out:
                 # They die with this process, however it ends.
                 tied, nowhere = ["setpriv", "--pdeathsig", "KILL", *command], subprocess.DEVNULL
-                started.daemons[name] = subprocess.Popen(tied, env=env, stdin=nowhere, stdout=out, stderr=out, start_new_session=True)
+                started.daemons[name] = subprocess.Popen(
+                    tied, env=env, stdin=nowhere, stdout=out, stderr=out, start_new_session=True
+                )
             if name == "munged":
                 _until((folder / "munge.socket").exists, folder, name)
-        _until(lambda: started.call("sinfo", "-h", "-p", "work", "-t", "idle", "-o", "%D").stdout.strip() == "2", folder, "n2")
+        _until(
+            lambda: (
+                started.call("sinfo", "-h", "-p", "work", "-t", "idle", "-o", "%D").stdout.strip()
+                == "2"
+            ),
+            folder,
+            "n2",
+        )
         yield started
     finally:
         started.end()
@@ -180,7 +213,10 @@ def _until(there, folder: Path, name: str) -> None:  # type: ignore[no-untyped-d
     until = time.monotonic() + START_SECONDS
     while not there():
         if time.monotonic() > until:
-            logs = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-800:]}" for path in folder.glob("*.out"))
+            logs = "\n".join(
+                f"{path.name}: {path.read_text(errors='replace')[-800:]}"
+                for path in folder.glob("*.out")
+            )
             raise AssertionError(f"{name} did not start\n{logs}")
         time.sleep(0.1)
 

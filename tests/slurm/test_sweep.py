@@ -20,23 +20,57 @@ def test_each_trial_is_a_job_and_ended_ones_are_not_submitted_again(tmp_path: Pa
     require()
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), eval={"every": 2})
     folder, options = tmp_path / "sweep", ("--on", "slurm", "--to", tmp_path / "sweep")
-    command = (sys.executable, "-m", "drumline", "sweep", config, "optimizer.lr=1e-3,1e-2", "launch.nodes=1", *options)
+    command = (
+        sys.executable,
+        "-m",
+        "drumline",
+        "sweep",
+        config,
+        "optimizer.lr=1e-3,1e-2",
+        "launch.nodes=1",
+        *options,
+    )
     with slurm(tmp_path / "slurm") as cluster:
         first = cluster.call(*command, timeout=300)
         assert first.returncode == 0, first.stderr
         results = json.loads((folder / "results.json").read_text())
-        assert [each["state"] for each in results] == ["finished", "finished"] and all(each["value"] for each in results)
-        jobs = {path.name: job_of(path) for path in folder.iterdir() if (path / "plan.json").exists()}
-        assert len({*jobs.values()}) == 2 and all(cluster.job(job)["JobState"] == "COMPLETED" for job in jobs.values())
+        assert [each["state"] for each in results] == ["finished", "finished"] and all(
+            each["value"] for each in results
+        )
+        jobs = {
+            path.name: job_of(path) for path in folder.iterdir() if (path / "plan.json").exists()
+        }
+        assert len({*jobs.values()}) == 2 and all(
+            cluster.job(job)["JobState"] == "COMPLETED" for job in jobs.values()
+        )
         again = cluster.call(*command, timeout=100)
         assert again.returncode == 0 and {name: job_of(folder / name) for name in jobs} == jobs
 
 
 def test_bench_runs_on_one_node_and_on_two(tmp_path: Path) -> None:
     require()
-    config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), launch={"kind": "slurm", "preflight": False})
-    options = ("--nodes", "1,2", "--nproc", "1", "--rounds", "1", "--steps", "2", "--to", tmp_path / "bench")
+    config = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), launch={"kind": "slurm", "preflight": False}
+    )
+    options = (
+        "--nodes",
+        "1,2",
+        "--nproc",
+        "1",
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--to",
+        tmp_path / "bench",
+    )
     with slurm(tmp_path / "slurm") as cluster:
-        done = cluster.call(sys.executable, "-m", "drumline", "bench", config, *options, timeout=300)
+        done = cluster.call(
+            sys.executable, "-m", "drumline", "bench", config, *options, timeout=300
+        )
     rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
-    assert done.returncode == 0 and [len(row["rounds"]) for row in rows] == [1, 1], (done.stdout, done.stderr, rows)
+    assert done.returncode == 0 and [len(row["rounds"]) for row in rows] == [1, 1], (
+        done.stdout,
+        done.stderr,
+        rows,
+    )

@@ -32,32 +32,58 @@ def _derived(base: type) -> set[type]:
 
 
 def _lines(tree: ast.AST, thing: str, classes: set[str]) -> Iterator[int]:
-    groups = {target for node in ast.walk(tree) for target in _bound(node) if _names(_value(node), classes)}
-    kinds = {target for node in ast.walk(tree) for target in _bound(node) if _is_kind(_value(node), thing, set())}
+    groups = {
+        target
+        for node in ast.walk(tree)
+        for target in _bound(node)
+        if _names(_value(node), classes)
+    }
+    kinds = {
+        target
+        for node in ast.walk(tree)
+        for target in _bound(node)
+        if _is_kind(_value(node), thing, set())
+    }
     classes = classes | groups  # CHUNKED = A | B
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
-            if any(_is_kind(side, thing, kinds) or (_is_type(side) and _names(node, classes)) for side in sides):
+            if any(
+                _is_kind(side, thing, kinds) or (_is_type(side) and _names(node, classes))
+                for side in sides
+            ):
                 yield node.lineno
         elif isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            called = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             if called in ("isinstance", "issubclass") and _names(node.args[1], classes):
                 yield node.lineno
-            parts = [*node.args[:1], node.func.value] if isinstance(node.func, ast.Attribute) else []
-            if called in ("get", "startswith") and any(_is_kind(part, thing, kinds) for part in parts):
+            parts = (
+                [*node.args[:1], node.func.value] if isinstance(node.func, ast.Attribute) else []
+            )
+            if called in ("get", "startswith") and any(
+                _is_kind(part, thing, kinds) for part in parts
+            ):
                 yield node.lineno
         elif isinstance(node, ast.Subscript):
             if _is_kind(node.slice, thing, kinds):
                 yield node.lineno
-        elif isinstance(node, ast.Match) and (_is_kind(node.subject, thing, kinds) or any(_names(c.pattern, classes) for c in node.cases)):
+        elif isinstance(node, ast.Match) and (
+            _is_kind(node.subject, thing, kinds)
+            or any(_names(c.pattern, classes) for c in node.cases)
+        ):
             yield node.lineno
 
 
 def _is_kind(node: ast.AST | None, thing: str, names: set[str]) -> bool:
     if isinstance(node, ast.Attribute):
         of = node.value
-        return node.attr == "kind" and thing == (of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else "")
+        return node.attr == "kind" and thing == (
+            of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
+        )
     return isinstance(node, ast.Name) and node.id in names
 
 
@@ -67,11 +93,22 @@ def _is_type(node: ast.AST) -> bool:
 
 def _names(node: ast.AST | None, classes: set[str]) -> bool:
     found = ast.walk(node) if node is not None else ()
-    return any(n.id in classes if isinstance(n, ast.Name) else isinstance(n, ast.Attribute) and n.attr in classes for n in found)
+    return any(
+        n.id in classes
+        if isinstance(n, ast.Name)
+        else isinstance(n, ast.Attribute) and n.attr in classes
+        for n in found
+    )
 
 
 def _bound(node: ast.AST) -> set[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.NamedExpr) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.NamedExpr)
+        else []
+    )
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 

@@ -54,7 +54,9 @@ def warned(function: Callable[[], Any]) -> str:
 
 def python(code: str, **how: Any) -> str:
     """What a fresh interpreter prints to stderr."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, **how)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, **how
+    )
     return done.stderr
 
 
@@ -112,7 +114,9 @@ def no_name() -> str:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
-            last = said(lambda: dist.TCPStore("no.such.host.invalid", 9, is_master=False, timeout=SOON))
+            last = said(
+                lambda: dist.TCPStore("no.such.host.invalid", 9, is_master=False, timeout=SOON)
+            )
         finally:
             os.dup2(kept, 2)
             os.close(kept)
@@ -122,7 +126,9 @@ def no_name() -> str:
 
 def port_in_use() -> str:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return said(lambda: dist.TCPStore("127.0.0.1", store.port, is_master=True, wait_for_workers=False))
+    return said(
+        lambda: dist.TCPStore("127.0.0.1", store.port, is_master=True, wait_for_workers=False)
+    )
 
 
 def store_timeout() -> str:
@@ -166,7 +172,11 @@ def recompute() -> str:
         calls.append(1)
         return (x[: len(calls)] ** 2).sum()
 
-    return said(lambda: checkpoint(changing, torch.ones(4, requires_grad=True), use_reentrant=False).backward())
+    return said(
+        lambda: checkpoint(
+            changing, torch.ones(4, requires_grad=True), use_reentrant=False
+        ).backward()
+    )
 
 
 def inplace() -> str:
@@ -187,7 +197,10 @@ def nan() -> str:
 
 def fp16_unscale() -> str:
     weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    scaler, optimizer = torch.amp.GradScaler("cpu"), SimpleNamespace(param_groups=[{"params": [weight]}])
+    scaler, optimizer = (
+        torch.amp.GradScaler("cpu"),
+        SimpleNamespace(param_groups=[{"params": [weight]}]),
+    )
     scaler.scale((weight * 1).sum()).backward()
     return said(lambda: scaler.unscale_(optimizer))
 
@@ -219,7 +232,9 @@ def torn() -> str:
 def safetensors_header() -> str:
     from safetensors.torch import load_file
 
-    return of_file(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n", load_file)
+    return of_file(
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n", load_file
+    )
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\n"
@@ -242,7 +257,9 @@ def hub_access() -> str:
     try:
         with tempfile.TemporaryDirectory() as cache:
             where = f"http://127.0.0.1:{server.server_port}"
-            return said(lambda: hf_hub_download("a/gated", "config.json", endpoint=where, cache_dir=cache))
+            return said(
+                lambda: hf_hub_download("a/gated", "config.json", endpoint=where, cache_dir=cache)
+            )
     finally:
         server.shutdown()
         server.server_close()
@@ -252,14 +269,21 @@ def hub_unreachable() -> str:
     from huggingface_hub import hf_hub_download
 
     with tempfile.TemporaryDirectory() as cache:
-        return said(lambda: hf_hub_download("a/model", "config.json", local_files_only=True, cache_dir=cache))
+        return said(
+            lambda: hf_hub_download(
+                "a/model", "config.json", local_files_only=True, cache_dir=cache
+            )
+        )
 
 
 def remote_code() -> str:
     from transformers import AutoConfig
 
     with tempfile.TemporaryDirectory() as folder:
-        values = {"model_type": "nosuch", "auto_map": {"AutoConfig": "configuration_nosuch.NosuchConfig"}}
+        values = {
+            "model_type": "nosuch",
+            "auto_map": {"AutoConfig": "configuration_nosuch.NosuchConfig"},
+        }
         Path(folder, "config.json").write_text(json.dumps(values))
         Path(folder, "configuration_nosuch.py").write_text("class NosuchConfig: ...\n")
         return said(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
@@ -269,7 +293,9 @@ def pad_token() -> str:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    )
     return said(lambda: tokenizer(["a", "b"], padding=True))
 
 
@@ -287,7 +313,9 @@ def spawn_main() -> str:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
         script.write_text(SPAWNS)
-        return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False).stderr
+        return subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+        ).stderr
 
 
 FILES = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))\nkept = [open('/dev/null') for _ in range(32)]"
@@ -298,16 +326,31 @@ WEIGHT = {"weight": torch.ones(3, 2), "bias": torch.ones(3)}
 PROVOKED: dict[str, Callable[[], str]] = {
     "open-files": lambda: python(FILES),
     "host-alloc": lambda: said(lambda: torch.empty(2**60)),
-    "killed": lambda: subprocess.run(["bash", "-c", "bash -c 'kill -9 $$'; true"], capture_output=True, text=True, check=False).stderr,
+    "killed": lambda: (
+        subprocess.run(
+            ["bash", "-c", "bash -c 'kill -9 $$'; true"],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stderr
+    ),
     "no-gpu": lambda: said(lambda: torch.zeros(1, device="cuda")),
-    "embedding-index": lambda: said(lambda: functional.embedding(torch.tensor([7]), torch.ones(2, 2))),
+    "embedding-index": lambda: said(
+        lambda: functional.embedding(torch.tensor([7]), torch.ones(2, 2))
+    ),
     "gloo-interface": gloo_interface,
-    "gloo-timeout": lambda: pair(lambda group: group.allreduce(torch.ones(1), timeout=SOON).wait(), lambda group: None),
+    "gloo-timeout": lambda: pair(
+        lambda group: group.allreduce(torch.ones(1), timeout=SOON).wait(), lambda group: None
+    ),
     "gloo-connect": stale_keys,
-    "barrier-missing": lambda: pair(lambda group: group.monitored_barrier(SOON), lambda group: None),
+    "barrier-missing": lambda: pair(
+        lambda group: group.monitored_barrier(SOON), lambda group: None
+    ),
     "port-in-use": port_in_use,
     "rendezvous-name": no_name,
-    "store-connect": lambda: said(lambda: dist.TCPStore("127.0.0.1", 9, is_master=False, timeout=SOON)),
+    "store-connect": lambda: said(
+        lambda: dist.TCPStore("127.0.0.1", 9, is_master=False, timeout=SOON)
+    ),
     "store-timeout": store_timeout,
     "rank-variables": lambda: said(lambda: dist.init_process_group("gloo", init_method="env://")),
     "no-group": lambda: said(lambda: dist.all_reduce(torch.ones(1))),
@@ -316,10 +359,14 @@ PROVOKED: dict[str, Callable[[], str]] = {
     "dtype-mismatch": lambda: said(lambda: nn.Linear(2, 2)(torch.ones(1, 2, dtype=torch.float16))),
     "ddp-unused": ddp_unused,
     "ddp-twice": ddp_twice,
-    "zero3-gather": lambda: said(lambda: nn.Linear(2, 2).load_state_dict({"weight": torch.ones(0), "bias": torch.ones(2)})),
+    "zero3-gather": lambda: said(
+        lambda: nn.Linear(2, 2).load_state_dict({"weight": torch.ones(0), "bias": torch.ones(2)})
+    ),
     "load-shapes": lambda: said(lambda: nn.Linear(2, 2).load_state_dict(WEIGHT)),
     "no-gradient": lambda: said(lambda: torch.ones(1).sum().backward()),
-    "checkpoint-inputs": lambda: warned(lambda: checkpoint(nn.Linear(2, 2), torch.ones(1, 2), use_reentrant=True)),
+    "checkpoint-inputs": lambda: warned(
+        lambda: checkpoint(nn.Linear(2, 2), torch.ones(1, 2), use_reentrant=True)
+    ),
     "recompute": recompute,
     "inplace": inplace,
     "two-devices": lambda: said(lambda: torch.ones(2) + torch.ones(2, device="meta")),
@@ -346,5 +393,12 @@ PROVOKED: dict[str, Callable[[], str]] = {
     "python-error": lambda: said(lambda: int("x")),
 }
 # What takes half a second and more: time-outs, and what imports transformers or torch's compiler.
-FULL = {"ddp-unused", "ddp-twice", "barrier-missing", "gloo-connect", "gloo-timeout", "rendezvous-name"}
+FULL = {
+    "ddp-unused",
+    "ddp-twice",
+    "barrier-missing",
+    "gloo-connect",
+    "gloo-timeout",
+    "rendezvous-name",
+}
 FULL |= {"store-connect", "store-timeout", "pad-token", "remote-code"}

@@ -57,7 +57,12 @@ def step(number: int, loss: float | None = None, **values: Any) -> Step:
 
 
 def write_run(
-    folder: Path, steps: int = 20, seed: int = 0, lr: float = 1e-3, shift: float = 0.0, events: list[Event] | None = None
+    folder: Path,
+    steps: int = 20,
+    seed: int = 0,
+    lr: float = 1e-3,
+    shift: float = 0.0,
+    events: list[Event] | None = None,
 ) -> Path:
     """A finished run: `events` in the place of its own; `shift` is added to its losses."""
     folder.mkdir(parents=True)
@@ -84,16 +89,28 @@ def write_run(
 
 def story(steps: int, shift: float = 0.0) -> list[Event]:
     """One restart, evaluations, samples, rollouts, checkpoints; texts of strangers."""
-    half, goodput = steps // 2, {"elapsed": 10.0, "productive": 7.0, "recompute": 0.5, "startup": 1.0, "other": 1.5}
+    half, goodput = (
+        steps // 2,
+        {"elapsed": 10.0, "productive": 7.0, "recompute": 0.5, "startup": 1.0, "other": 1.5},
+    )
     phases = {"forward": [1.0, 1.2], "backward": [2.0, 2.1], "collective": [0.3, 0.1]}
     fault = Fault(
-        attempt=0, rank=1, signal="SIGKILL", exitcode=-9, error=f"killed {HOSTILE}", log="logs/rank-1.log", step=half, action="restart"
+        attempt=0,
+        rank=1,
+        signal="SIGKILL",
+        exitcode=-9,
+        error=f"killed {HOSTILE}",
+        log="logs/rank-1.log",
+        step=half,
+        action="restart",
     )
     planned = Planned(
         memory={**MEMORY, "overhead": 0, "phase": "backward", "phases": {}}, host={"load": 1, "train": 1, "save": 1}, limit=2**30,
         verdict="fits", seconds={"compute": 0.1, "total": 0.1}, traffic={"all_reduce": 2.0**20, "total": 2.0**20}, calibrated=False,
     )  # fmt: skip
-    texts = [{"set": "", "prompt": "2 + 2?", "text": "5", "answer": "4", "ended": True, "tokens": 2}]
+    texts = [
+        {"set": "", "prompt": "2 + 2?", "text": "5", "answer": "4", "ended": True, "tokens": 2}
+    ]
     better = [{**texts[0], "text": f"4 {HOSTILE}"}]
     shown = [
         {
@@ -126,7 +143,13 @@ def story(steps: int, shift: float = 0.0) -> list[Event]:
         watched.Completions(step=half, completions=shown),
         Eval(step=steps, samples=6, seconds=0.1, metrics={"loss": 1.0 + shift}),
         watched.Samples(step=steps, when="after", samples=better, seconds=0.1),
-        Measured(off={}, warned=[], warnings=["peak: 20% more"], notes=[], metrics={"memory": {"peak": 510}, "phases": phases}),
+        Measured(
+            off={},
+            warned=[],
+            warnings=["peak: 20% more"],
+            notes=[],
+            metrics={"memory": {"peak": 510}, "phases": phases},
+        ),
         Export(path=f"runs/x/export{HOSTILE}", seconds=1.0, max_logit_difference=0.0),
         RunEnd(status="finished", exit_code=0, step=steps, goodput=goodput),
     ]

@@ -41,10 +41,16 @@ def facts(name: str, length: int = LENGTH, adapter: str = "none") -> ModelFacts:
 
 
 def laid(adapter: str) -> Adapter:
-    return NoAdapter() if adapter == "none" else LoRAConfig(quantize="none" if adapter == "lora" else adapter)
+    return (
+        NoAdapter()
+        if adapter == "none"
+        else LoRAConfig(quantize="none" if adapter == "lora" else adapter)
+    )
 
 
-def question(shape: str, cluster: str | dict[str, Any], adapter: str = "none", **sections: Any) -> Question:
+def question(
+    shape: str, cluster: str | dict[str, Any], adapter: str = "none", **sections: Any
+) -> Question:
     """Rows of 4096 tokens; the strategy is auto where `sections` say none."""
     values = {
         "model": {"id": "m"},

@@ -62,8 +62,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder = root / name.replace(" ", "-")
         folder.mkdir()
         batch = {"global_samples": ROWS, "micro_batch": ROWS}
-        sections: dict[str, Any] = {"batch": batch, "data": {"packing": False, "max_length": LENGTH}, "memory": EQUAL.get(name, {})}
-        plan = make_plan(Request(load(write_config(folder, model, **sections), []), world_size=1), on_progress=lambda *_: None)
+        sections: dict[str, Any] = {
+            "batch": batch,
+            "data": {"packing": False, "max_length": LENGTH},
+            "memory": EQUAL.get(name, {}),
+        }
+        plan = make_plan(
+            Request(load(write_config(folder, model, **sections), []), world_size=1),
+            on_progress=lambda *_: None,
+        )
         engine: Any = build_engine(plan, "cpu")
         algorithm = plan.config.algorithm
         batches = [algorithm.traced_batch(plan, ROWS, LENGTH, 3)]
@@ -75,7 +82,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def facts_of(plan: Plan) -> ModelFacts:
     config = plan.config
-    return facts(load_config(plan.model_path, config.model), LENGTH, config.adapter, config.head, config.model.freeze)
+    return facts(
+        load_config(plan.model_path, config.model),
+        LENGTH,
+        config.adapter,
+        config.head,
+        config.model.freeze,
+    )
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -90,7 +103,9 @@ def test_same_loss_and_gradients(made: Any, name: str) -> None:
         assert torch.equal(loss, other) and all(torch.equal(grads[n], plain[n]) for n in plain)
 
 
-@pytest.mark.parametrize(("name", "within"), [("offload, full", 0.0), ("offload", 0.03), ("chunks, offload, full", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "within"), [("offload, full", 0.0), ("offload", 0.03), ("chunks, offload, full", 0.0)]
+)
 def test_bytes_that_are_moved(made: Any, name: str, within: float) -> None:
     """As planned, of all blocks but two; and no more than two blocks' are on the device at once, and none in the end."""
     plan, engine, _, _ = made(name)
@@ -102,23 +117,36 @@ def test_bytes_that_are_moved(made: Any, name: str, within: float) -> None:
     planned = offloaded(on_gpu, facts_of(plan), rounds=False)
     assert planned > 0 and moves.moved == pytest.approx(planned, rel=within)
     assert moves.most <= 2 * moves.moved / (LAYERS - 2) and moves.here == 0 and not moves.under_way
-    kept, plain = formula(on_gpu, facts_of(plan)), formula(on_gpu.model_copy(update={"config": without_offload(plan)}), facts_of(plan))
+    kept, plain = (
+        formula(on_gpu, facts_of(plan)),
+        formula(on_gpu.model_copy(update={"config": without_offload(plan)}), facts_of(plan)),
+    )
     assert kept.saved_block == 0 and kept.saved_ends == plain.saved_ends + 2 * plain.saved_block
 
 
 def without_offload(plan: Plan) -> Config:
-    return plan.config.model_copy(update={"memory": plan.config.memory.model_copy(update={"activation_offload": False})})
+    return plan.config.model_copy(
+        update={"memory": plan.config.memory.model_copy(update={"activation_offload": False})}
+    )
 
 
 # ---------------------------------------------------------------------------------------------- budgets, long rows, refusals
 
 WHOLE = memory(layout({"kind": "single"}, 1, precision="bf16", micro=4), FACTS, CLUSTER).reserved
-LEAST = memory(layout({"kind": "single"}, 1, precision="bf16", micro=4, memory=FULL), FACTS, CLUSTER).reserved
+LEAST = memory(
+    layout({"kind": "single"}, 1, precision="bf16", micro=4, memory=FULL), FACTS, CLUSTER
+).reserved
 
 
 def budgeted(part: float) -> Layout:
     """A layout whose budget is so far between what it needs with checkpointing and what without."""
-    return layout({"kind": "single"}, 1, precision="bf16", micro=4, memory={"budget_gb": (1 + LEAST + part * (WHOLE - LEAST)) / 1e9})
+    return layout(
+        {"kind": "single"},
+        1,
+        precision="bf16",
+        micro=4,
+        memory={"budget_gb": (1 + LEAST + part * (WHOLE - LEAST)) / 1e9},
+    )
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.7, 1.0])
@@ -132,22 +160,34 @@ def test_a_budget_takes_as_little_as_it_needs(part: float) -> None:
     if part == 1.0:
         assert (number, kind) == (None, "none")
     else:
-        fewer = found.config.memory.model_copy(update={"checkpointed_blocks": (number or FACTS.layers) - 1})
-        less = found.model_copy(update={"config": found.config.model_copy(update={"memory": fewer})})
+        fewer = found.config.memory.model_copy(
+            update={"checkpointed_blocks": (number or FACTS.layers) - 1}
+        )
+        less = found.model_copy(
+            update={"config": found.config.model_copy(update={"memory": fewer})}
+        )
         assert memory(less, FACTS, CLUSTER).reserved > budget
     own = within_budget(asked, FACTS, CLUSTER, ["full"])
     assert own.activation_checkpointing == "full"
-    assert estimate(found, FACTS, CLUSTER).seconds.total <= estimate(own, FACTS, CLUSTER).seconds.total
+    assert (
+        estimate(found, FACTS, CLUSTER).seconds.total <= estimate(own, FACTS, CLUSTER).seconds.total
+    )
 
 
 def test_a_budget_that_is_too_small_says_what_it_takes() -> None:
-    with pytest.raises(PlanError, match=r"a step takes .* GB at least, with activation_checkpointing=full") as error:
+    with pytest.raises(
+        PlanError, match=r"a step takes .* GB at least, with activation_checkpointing=full"
+    ) as error:
         within_budget(budgeted(-0.1), FACTS, CLUSTER, CHECKPOINTING)
     least = float(str(error.value).split("takes ")[1].split()[0])
     assert LEAST <= least * 1e9 <= 1.01 * LEAST
 
 
-LONG = {"memory": {**FULL, "activation_offload": True, "mlp_chunk": 8192}, "precision": "bf16", "strategy": "single"}
+LONG = {
+    "memory": {**FULL, "activation_offload": True, "mlp_chunk": 8192},
+    "precision": "bf16",
+    "strategy": "single",
+}
 ONE = {"global_samples": 1, "micro_batch": 1}
 
 
@@ -155,8 +195,16 @@ def test_8b_lora_on_rows_of_131072_fits_an_h100() -> None:
     data = {"train": [{"kind": "file", "path": "x"}], "max_length": 4096, "packing": False}
 
     def best(options: dict[str, Any]) -> Any:
-        asked = question("8b", {"device": "h100-80g", "per_node": 1}, "lora", **{**LONG, "data": data, "batch": ONE, "memory": options})
-        return next((each for each in search(_of_length(asked, 131_072)).ranked if each.name == "single"), None)
+        asked = question(
+            "8b",
+            {"device": "h100-80g", "per_node": 1},
+            "lora",
+            **{**LONG, "data": data, "batch": ONE, "memory": options},
+        )
+        return next(
+            (each for each in search(_of_length(asked, 131_072)).ranked if each.name == "single"),
+            None,
+        )
 
     found = best(LONG["memory"])
     assert found is not None and found.estimate.verdict == "fits"
@@ -173,12 +221,29 @@ def test_what_is_traced_is_what_was_estimated(tmp_path: Path) -> None:
         "model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": words,
         "num_key_value_heads": kv, "intermediate_size": middle, "max_position_embeddings": length, "pad_token_id": 0,
     }  # fmt: skip
-    model = {"id": None, "init": "random", "tokenizer": str(tmp_path / "tokenizer"), "config": shape}
-    sections = {**LONG, "adapter": "lora", "model": model, "data": {"packing": False, "max_length": length}, "batch": ONE}
+    model = {
+        "id": None,
+        "init": "random",
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "config": shape,
+    }
+    sections = {
+        **LONG,
+        "adapter": "lora",
+        "model": model,
+        "data": {"packing": False, "max_length": length},
+        "batch": ONE,
+    }
     path = write_config(tmp_path, tmp_path / "tokenizer", rows=8, **sections)
     plan = make_plan(Request(load(path, []), world_size=1), on_progress=lambda *_: None)
     config = plan.config
-    known = facts(load_config(plan.model_path, config.model), length, config.adapter, config.head, config.model.freeze)
+    known = facts(
+        load_config(plan.model_path, config.model),
+        length,
+        config.adapter,
+        config.head,
+        config.model.freeze,
+    )
     on_gpu = plan.model_copy(update={"device": "cuda"})
     said = memory(on_gpu, known, CLUSTER)
     traced = run(plan, 1, length)
@@ -191,10 +256,19 @@ REFUSED: dict[str, tuple[dict[str, Any], int]] = {
         {"memory": {"activation_offload": True, "activation_checkpointing": "selective"}},
         1,
     ),
-    "activation_offload × tp, cp, pp, ep, zero": ({"memory": {"activation_offload": True}, "strategy": "zero2"}, 2),
-    "activation_offload × compile": ({"memory": {"activation_offload": True}, "compile": {"enabled": True}}, 1),
+    "activation_offload × tp, cp, pp, ep, zero": (
+        {"memory": {"activation_offload": True}, "strategy": "zero2"},
+        2,
+    ),
+    "activation_offload × compile": (
+        {"memory": {"activation_offload": True}, "compile": {"enabled": True}},
+        1,
+    ),
     "checkpointed_blocks × no checkpointing": ({"memory": {"checkpointed_blocks": 1}}, 1),
-    "checkpointed_blocks × tp, cp, pp, ep, zero": ({"memory": {"checkpointed_blocks": 1, **FULL}, "strategy": "tp"}, 2),
+    "checkpointed_blocks × tp, cp, pp, ep, zero": (
+        {"memory": {"checkpointed_blocks": 1, **FULL}, "strategy": "tp"},
+        2,
+    ),
     "mlp_chunk × tp, cp, pp, ep, zero": ({"memory": {"mlp_chunk": 64}, "strategy": "cp"}, 2),
 }
 
@@ -237,7 +311,9 @@ class _Block(nn.Module):
         self.w = nn.Parameter(torch.linspace(0.5, 1.5, 64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (x * self.w).square()  # a graph that is gone before the backward; others come to lie where its tensors were
+        (
+            x * self.w
+        ).square()  # a graph that is gone before the backward; others come to lie where its tensors were
         return _Twice.apply(x, self.w).tanh() + (x * self.w).sin()
 
 
@@ -248,19 +324,25 @@ def test_what_is_offloaded_is_there_as_long_as_a_graph_has_it(backwards: int) ->
         set_blocks(model, ("_Block",))
         moves = ActivationOffload(model, "cpu") if offload else None
         for seed in range(2):
-            loss = model(torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(seed))).sum()
+            loss = model(
+                torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(seed))
+            ).sum()
             for left in reversed(range(backwards)):
                 loss.backward(retain_graph=left > 0)
         assert moves is None or (moves.moved > 0 and moves.here == 0)
         return [block.w.grad for block in model.children()]
 
-    assert all(torch.equal(mine, other) for mine, other in zip(grads(True), grads(False), strict=True))
+    assert all(
+        torch.equal(mine, other) for mine, other in zip(grads(True), grads(False), strict=True)
+    )
 
 
 def test_a_feed_forward_part_that_takes_more_than_hidden_states_is_cut_with_it() -> None:
     def step(tokens: int | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)).eval()  # its mlp adds the residual
+        model = BloomForCausalLM(
+            BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)
+        ).eval()  # its mlp adds the residual
         if tokens is not None:
             apply_mlp_chunks(model, tokens)
         ids = torch.arange(24).view(2, 12)

@@ -65,7 +65,12 @@ def move(model: Any) -> Any:
 
 def run_of(tmp_path: Path, folder: Path, model: Any, /, **sections: Any) -> Path:
     """A run folder with one checkpoint of an adapted model."""
-    values = {"model": {"id": str(folder)}, "data": {"train": [{"kind": "file", "path": "x"}]}, "adapter": LORA.model_dump(), **sections}
+    values = {
+        "model": {"id": str(folder)},
+        "data": {"train": [{"kind": "file", "path": "x"}]},
+        "adapter": LORA.model_dump(),
+        **sections,
+    }
     plan = Plan(
         config=Config.model_validate(values), run_dir=str(tmp_path / "run"), mesh=Mesh(), engine="native", device="cpu", backend="gloo",
         precision="fp32", batch=BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1),
@@ -73,7 +78,9 @@ def run_of(tmp_path: Path, folder: Path, model: Any, /, **sections: Any) -> Path
     )  # fmt: skip
     (tmp_path / "run").mkdir()
     plan.save(tmp_path / "run" / "plan.json")
-    checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", keep=2, keep_best=True, mode="min", asynchronous=False)
+    checkpointer = Checkpointer(
+        tmp_path / "run" / "checkpoints", keep=2, keep_best=True, mode="min", asynchronous=False
+    )
     checkpointer.save(1, canonical_tensors(model), {"step": 1}, None)
     (result,) = checkpointer.wait()
     assert result.error is None, result.error
@@ -90,7 +97,9 @@ def test_a_fresh_adapter_changes_nothing_and_only_it_learns(folder: Path) -> Non
     model(input_ids=IDS).logits.sum().backward()
     assert {name for name, p in model.named_parameters() if p.grad is not None} == set(names)
     saved = canonical_tensors(model)
-    assert {name for name in saved if name.startswith("model.")} == {f"model.{name}" for name in names}
+    assert {name for name in saved if name.startswith("model.")} == {
+        f"model.{name}" for name in names
+    }
 
 
 def test_first_values_hang_on_seed_and_name_alone(folder: Path) -> None:
@@ -101,7 +110,9 @@ def test_first_values_hang_on_seed_and_name_alone(folder: Path) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert all(torch.equal(a[name], adapters.first_values(name, a[name].shape, 0)) for name in a)
     assert all(torch.equal(a[name], other[name]) == name.endswith(adapters.B) for name in a)
-    first, second = (a[f"model.layers.0.self_attn.{layer}{adapters.A}"] for layer in ("q_proj", "k_proj"))
+    first, second = (
+        a[f"model.layers.0.self_attn.{layer}{adapters.A}"] for layer in ("q_proj", "k_proj")
+    )
     assert not torch.equal(first, second) and first.abs().max() <= 1 / first.shape[1] ** 0.5
 
 
@@ -123,12 +134,16 @@ def test_gpt2_has_conv1d(tmp_path: Path) -> None:
     before = model(input_ids=IDS).logits
     with torch.no_grad():
         adapters.inject(model, LoRAConfig(r=4, targets="attention"), seed=0)
-        assert len(learned(model)) == 2 * 2 * 2, "c_attn and c_proj of two blocks, not the c_proj of their MLPs"
+        assert len(learned(model)) == 2 * 2 * 2, (
+            "c_attn and c_proj of two blocks, not the c_proj of their MLPs"
+        )
         assert torch.equal(model(input_ids=IDS).logits, before)
         moved = move(model)(input_ids=IDS).logits
         adapters.merge(model)
         assert set(dict(model.named_parameters())) == set(dict(gpt2().named_parameters()))
-        assert not torch.allclose(moved, before) and torch.allclose(model(input_ids=IDS).logits, moved, atol=1e-5)
+        assert not torch.allclose(moved, before) and torch.allclose(
+            model(input_ids=IDS).logits, moved, atol=1e-5
+        )
 
 
 def test_unknown_targets_are_told_with_the_nearest(folder: Path) -> None:
@@ -151,7 +166,10 @@ def test_a_target_that_is_none_is_refused_before_data_are_prepared(
     with pytest.raises(ModelError, match=r"did you mean q_proj\?"):
         make_plan(Request(load(path, overrides), world_size=1), on_progress=lambda *_: None)
     code, _, err = run("prepare", path, *overrides)
-    assert code == 2 and "no layer of LlamaForCausalLM that can get an adapter is named 'q_porj'" in err
+    assert (
+        code == 2
+        and "no layer of LlamaForCausalLM that can get an adapter is named 'q_porj'" in err
+    )
     assert not (tmp_path / "cache").exists()
 
 
@@ -173,9 +191,14 @@ def test_threads_of_dp_have_no_adapter_over_the_embedding(folder: Path) -> None:
 def test_facts_count_what_learns(folder: Path) -> None:
     config, model = load_config(str(folder), ModelConfig(id=str(folder))), adapted(folder)
     found, plain = facts(config, 64, LORA), facts(config, 64)
-    assert found.trainable == sum(v.numel() for v in learned(model).values()) and plain.trainable == plain.parameters
+    assert (
+        found.trainable == sum(v.numel() for v in learned(model).values())
+        and plain.trainable == plain.parameters
+    )
     assert found.frozen == plain.parameters
-    assert found.flops_per_token == plain.flops_per_token - 2 * plain.parameters + 6 * found.trainable
+    assert (
+        found.flops_per_token == plain.flops_per_token - 2 * plain.parameters + 6 * found.trainable
+    )
 
 
 def test_merged_export_is_the_model_that_was_trained(folder: Path, tmp_path: Path) -> None:
@@ -184,7 +207,10 @@ def test_merged_export_is_the_model_that_was_trained(folder: Path, tmp_path: Pat
     model = move(adapted(folder))
     result = export(run_of(tmp_path, folder, model), tmp_path / "out", "last")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert result.max_logit_difference == 0.0 and not (tmp_path / "out" / "adapter_config.json").exists()
+    assert (
+        result.max_logit_difference == 0.0
+        and not (tmp_path / "out" / "adapter_config.json").exists()
+    )
     expected = model.eval()(input_ids=IDS).logits
     assert torch.allclose(again(input_ids=IDS).logits, expected, atol=1e-5)
     base = build_model(str(folder), ModelConfig(id=str(folder)), 0).eval()
@@ -198,13 +224,26 @@ def test_adapter_export_is_what_peft_reads(folder: Path, tmp_path: Path) -> None
     model = move(adapted(folder))
     result = export(run_of(tmp_path, folder, model), tmp_path / "out", "last", adapter=True)
     assert result.max_logit_difference == 0.0
-    assert {p.name for p in (tmp_path / "out").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors", "drumline.json"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "drumline.json",
+    }
     assert not (tmp_path / "out" / "model.safetensors").exists()
     written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert (written["r"], written["lora_alpha"], written["base_model_name_or_path"]) == (4, 16, str(folder))
-    assert set(written["target_modules"]) == {f"{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert (written["r"], written["lora_alpha"], written["base_model_name_or_path"]) == (
+        4,
+        16,
+        str(folder),
+    )
+    assert set(written["target_modules"]) == {
+        f"{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down")
+    }
     base = build_model(str(folder), ModelConfig(id=str(folder)), 0)
-    for again in (PeftModel.from_pretrained(base, tmp_path / "out"), AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")):
+    for again in (
+        PeftModel.from_pretrained(base, tmp_path / "out"),
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out"),
+    ):
         assert torch.equal(again.eval()(input_ids=IDS).logits, model.eval()(input_ids=IDS).logits)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) > 300
 
@@ -228,7 +267,12 @@ def test_an_empty_adapter_is_not_exported(folder: Path, tmp_path: Path, adapter:
         export(run_of(tmp_path, folder, adapted(folder)), tmp_path / "out", "last", adapter=adapter)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ModelError, match="the model has no adapter"):
-        adapters.save_adapter(build_model(str(folder), ModelConfig(id=str(folder)), 0), tmp_path / "out", str(folder), None)
+        adapters.save_adapter(
+            build_model(str(folder), ModelConfig(id=str(folder)), 0),
+            tmp_path / "out",
+            str(folder),
+            None,
+        )
 
 
 def test_an_adapter_over_a_random_model(folder: Path, tmp_path: Path) -> None:
@@ -238,7 +282,9 @@ def test_an_adapter_over_a_random_model(folder: Path, tmp_path: Path) -> None:
     from drumline.dist.seeds import derive
 
     own = {"model": {"id": str(folder), "init": "random"}, "run": {"seed": 5}}
-    model = build_model(str(folder), ModelConfig(id=str(folder), init="random"), seed=derive(5, "weights"))
+    model = build_model(
+        str(folder), ModelConfig(id=str(folder), init="random"), seed=derive(5, "weights")
+    )
     adapters.inject(model, LORA, 5)
     run = run_of(tmp_path, folder, move(model), **own)
     export(run, tmp_path / "out", "last")
@@ -249,18 +295,25 @@ def test_an_adapter_over_a_random_model(folder: Path, tmp_path: Path) -> None:
         export(run, tmp_path / "other", "last", adapter=True)
 
 
-def test_a_run_in_bf16_is_merged_into_the_base_as_it_was_loaded(folder: Path, tmp_path: Path) -> None:
+def test_a_run_in_bf16_is_merged_into_the_base_as_it_was_loaded(
+    folder: Path, tmp_path: Path
+) -> None:
     """The frozen base is rounded where the run computes with it; what is exported knows nothing of that."""
     from safetensors.torch import load_file
 
     model = move(adapted(folder))
     export(run_of(tmp_path, folder, model, precision="bf16"), tmp_path / "out", "last")
-    base, merged = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    base, merged = (
+        load_file(folder / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
     layer = "model.layers.0.mlp.up_proj"
     a, b = (learned(model)[f"{layer}{factor}"] for factor in (adapters.A, adapters.B))
     expected = base[f"{layer}.weight"] + 16 / 4 * b @ a
     assert torch.allclose(merged[f"{layer}.weight"], expected, rtol=0, atol=1e-6)
-    assert not torch.allclose(base[f"{layer}.weight"].bfloat16().float(), base[f"{layer}.weight"], rtol=0, atol=1e-4)
+    assert not torch.allclose(
+        base[f"{layer}.weight"].bfloat16().float(), base[f"{layer}.weight"], rtol=0, atol=1e-4
+    )
     assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
 
 
@@ -268,17 +321,25 @@ def test_a_plan_without_peft_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     """A plan asks for the sizes of adapters on a machine that need not train."""
     monkeypatch.setitem(sys.modules, "peft", None)
     config = load_config(str(tiny_model_dir(tmp_path / "model")), ModelConfig())
-    with pytest.raises(EnvironmentFault, match="adapter: the package peft is missing — pip install peft"):
+    with pytest.raises(
+        EnvironmentFault, match="adapter: the package peft is missing — pip install peft"
+    ):
         facts(config, 16, LoRAConfig())
 
 
 KINDS = {
     "dora": LoRAConfig(r=4, dora=True, rslora=True),
     "pissa": LoRAConfig(r=4, init="pissa"),
-    "fast pissa of all there is, with dora": LoRAConfig(r=40, alpha=20, init="pissa_fast", dora=True, rslora=True),
+    "fast pissa of all there is, with dora": LoRAConfig(
+        r=40, alpha=20, init="pissa_fast", dora=True, rslora=True
+    ),
     "whole modules": LoRAConfig(r=4, modules_to_save=("lm_head", "model.norm", "mlp.up_proj")),
     "tokens": LoRAConfig(r=4, trainable_tokens=(3, 200), targets="attention"),
-    "two": LoRAConfig(r=4, targets="attention", more={"feed": LoRAFactors(r=2, alpha=8, rslora=True, targets=["up_proj", "q_proj"])}),
+    "two": LoRAConfig(
+        r=4,
+        targets="attention",
+        more={"feed": LoRAFactors(r=2, alpha=8, rslora=True, targets=["up_proj", "q_proj"])},
+    ),
 }
 ENDS = ["q_proj", "lm_head", "embed_tokens"]
 KINDS |= {
@@ -291,8 +352,12 @@ KINDS |= {
 AGAIN = ("dora", "pissa")  # with --full: another has both
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full if kind in AGAIN else []) for kind in KINDS])
-def test_kinds_change_nothing_at_first_and_are_exported_as_they_were_trained(folder: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in AGAIN else []) for kind in KINDS]
+)
+def test_kinds_change_nothing_at_first_and_are_exported_as_they_were_trained(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
     """Merged for transformers, and apart for PEFT."""
     from transformers import AutoModelForCausalLM
 
@@ -308,18 +373,28 @@ def test_kinds_change_nothing_at_first_and_are_exported_as_they_were_trained(fol
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
     export(run, tmp_path / "apart", "last", adapter=True)
-    again = adapters.read_over(build_model(str(folder), ModelConfig(id=str(folder)), 0), tmp_path / "apart")
+    again = adapters.read_over(
+        build_model(str(folder), ModelConfig(id=str(folder)), 0), tmp_path / "apart"
+    )
     torch.testing.assert_close(again(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
     plain = adapters.merge_read(again).eval()
-    assert not any("base_layer" in name or "original_module" in name for name, _ in plain.named_modules())
+    assert not any(
+        "base_layer" in name or "original_module" in name for name, _ in plain.named_modules()
+    )
     torch.testing.assert_close(plain(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
     assert "pissa" not in (tmp_path / "apart" / "adapter_config.json").read_text()
     if options.more:
-        again = adapters.read_over(build_model(str(folder), ModelConfig(id=str(folder)), 0), tmp_path / "apart", all_of_them=False)
+        again = adapters.read_over(
+            build_model(str(folder), ModelConfig(id=str(folder)), 0),
+            tmp_path / "apart",
+            all_of_them=False,
+        )
         assert not torch.allclose(again(input_ids=IDS).logits, expected, atol=1e-2)
 
 
-def test_shared_experts_of_a_mixture_are_adapted_and_experts_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shared_experts_of_a_mixture_are_adapted_and_experts_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """PEFT by itself would take `gate_proj` for the experts, whose adapters no merge and no count of ours knows."""
     from transformers import AutoModelForCausalLM
 
@@ -336,8 +411,13 @@ def test_shared_experts_of_a_mixture_are_adapted_and_experts_are_not(tmp_path: P
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     torch.testing.assert_close(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
     export(run, tmp_path / "apart", "last", adapter=True)
-    assert "PEFT itself would take the targets down_proj, gate_proj, up_proj for the experts" in caplog.text
-    read = adapters.read_over(build_model(str(base), ModelConfig(id=str(base)), 0), tmp_path / "apart")
+    assert (
+        "PEFT itself would take the targets down_proj, gate_proj, up_proj for the experts"
+        in caplog.text
+    )
+    read = adapters.read_over(
+        build_model(str(base), ModelConfig(id=str(base)), 0), tmp_path / "apart"
+    )
     torch.testing.assert_close(read(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -359,11 +439,21 @@ def test_a_shard_begins_as_its_part_of_one_process(folder: Path) -> None:
     ("options", "says"),
     [
         ({"trainable_tokens": [10**6]}, "token 1000000 has no row: the embedding has 3"),
-        ({"modules_to_save": ["lm_haed"]}, "no module 'lm_haed' with weights — did you mean lm_head"),
-        ({"targets": ["lm_head"], "init": "pissa"}, "which the embedding looks up"),
-        ({"targets": ["lm_head"], "trainable_tokens": [3]}, "lm_head out of adapter.targets, or remove adapter.trainable_tokens"),
         (
-            {"targets": ["q_proj"], "trainable_tokens": [3], "more": {"x": {"targets": ["lm_head"]}}},
+            {"modules_to_save": ["lm_haed"]},
+            "no module 'lm_haed' with weights — did you mean lm_head",
+        ),
+        ({"targets": ["lm_head"], "init": "pissa"}, "which the embedding looks up"),
+        (
+            {"targets": ["lm_head"], "trainable_tokens": [3]},
+            "lm_head out of adapter.targets, or remove adapter.trainable_tokens",
+        ),
+        (
+            {
+                "targets": ["q_proj"],
+                "trainable_tokens": [3],
+                "more": {"x": {"targets": ["lm_head"]}},
+            },
             "lm_head out of adapter.more.x.targets, or remove adapter.trainable_tokens",
         ),
         (

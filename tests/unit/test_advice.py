@@ -14,7 +14,15 @@ from drumline.core.facts import with_length
 from drumline.errors import PlanError
 from drumline.planner.derived import with_lora
 from drumline.planner.report.table import show_heuristics
-from drumline.planner.search.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
+from drumline.planner.search.advice import (
+    STEP,
+    _largest,
+    _of_length,
+    max_batch,
+    max_length,
+    nothing_fits,
+    what_if,
+)
 from drumline.planner.search.answer import Question
 from drumline.planner.search.auto import choose, chosen_by, disagreements, heuristic_first
 from drumline.planner.search.search import fits, search, search_space
@@ -33,9 +41,21 @@ def test_an_adapter_without_building_it(model: str, adapter: str) -> None:
     built, lora = facts(model, adapter=adapter), laid(adapter)
     assert isinstance(lora, LoRAConfig)
     assert (made := with_lora(facts(model), lora)) is not None
-    names = ("parameters", "trainable", "frozen", "block_parameters", "attention_flops", "end_weights", "head_parameters")
-    assert {name: getattr(made, name) for name in names} == {name: getattr(built, name) for name in names}
-    assert [set(block) for block in made.block_weights] == [set(block) for block in built.block_weights]
+    names = (
+        "parameters",
+        "trainable",
+        "frozen",
+        "block_parameters",
+        "attention_flops",
+        "end_weights",
+        "head_parameters",
+    )
+    assert {name: getattr(made, name) for name in names} == {
+        name: getattr(built, name) for name in names
+    }
+    assert [set(block) for block in made.block_weights] == [
+        set(block) for block in built.block_weights
+    ]
     assert made.flops_per_token == pytest.approx(built.flops_per_token, rel=1e-12)
     assert with_lora(built, lora) is None, "it has one"
 
@@ -43,7 +63,10 @@ def test_an_adapter_without_building_it(model: str, adapter: str) -> None:
 @pytest.mark.parametrize("length", [64, 8192])
 def test_another_length_without_building_it(length: int) -> None:
     made, built = with_length(facts("8b"), 4096, length), facts("8b", length)
-    assert made.flops_per_token == pytest.approx(built.flops_per_token, rel=1e-12) and made.attention_flops == built.attention_flops
+    assert (
+        made.flops_per_token == pytest.approx(built.flops_per_token, rel=1e-12)
+        and made.attention_flops == built.attention_flops
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ the smallest change
@@ -60,13 +83,21 @@ def test_another_length_without_building_it(length: int) -> None:
         (asks("8b", "4x4090", batch={"global_samples": 7}), {"batch.global_samples=8"}),
     ],
 )  # fmt: skip
-def test_the_smallest_changes_that_would_fit(asked: Callable[[], Question], kinds: set[str]) -> None:
+def test_the_smallest_changes_that_would_fit(
+    asked: Callable[[], Question], kinds: set[str]
+) -> None:
     answer = search(asked())
     changes = nothing_fits(answer)
     assert not answer.ranked
-    assert all(any(kind in change.what for change in changes) for kind in kinds), [change.what for change in changes]
+    assert all(any(kind in change.what for change in changes) for kind in kinds), [
+        change.what for change in changes
+    ]
     for change in changes:
-        assert change.found.estimate.verdict != "no" and change.found.name in change.line() and " GB of " in change.line()
+        assert (
+            change.found.estimate.verdict != "no"
+            and change.found.name in change.line()
+            and " GB of " in change.line()
+        )
 
 
 @pytest.mark.slow
@@ -93,27 +124,46 @@ def test_the_largest_by_doubling_and_halving() -> None:
 def test_the_longest_row_of_each_family() -> None:
     asked = question("8b", "4xa100-80g")
     found = max_length(asked)
-    assert {"fsdp2", "fsdp2 offload"} <= {most.found.family for most in found} and [m.number for m in found] == sorted(
-        (m.number for m in found), reverse=True
-    )
+    assert {"fsdp2", "fsdp2 offload"} <= {most.found.family for most in found} and [
+        m.number for m in found
+    ] == sorted((m.number for m in found), reverse=True)
     for most in found[:3]:
         family = [way for way in search_space(asked) if way.names(4).family == most.found.family]
-        assert most.found.layout.length == most.number and most.number % STEP == 0 and most.found.estimate.verdict == "fits"
-        assert most.number > 131_072 - STEP or not fits(_of_length(asked, most.number + STEP), family)
+        assert (
+            most.found.layout.length == most.number
+            and most.number % STEP == 0
+            and most.found.estimate.verdict == "fits"
+        )
+        assert most.number > 131_072 - STEP or not fits(
+            _of_length(asked, most.number + STEP), family
+        )
 
 
 def test_the_largest_micro_batch_of_each_family() -> None:
     found = {most.found.family: most for most in max_batch(question("1b", "2xa100-80g"))}
     assert found["fsdp2"].number >= found["ddp"].number >= 1, "what is sharded leaves room"
     assert all(most.found.layout.batch.micro_batch == most.number for most in found.values())
-    staged = next(most.found for most in max_batch(question("0.1b", "2xa100-80g", strategy="pp")) if most.found.family == "pp")
-    assert staged.layout.strategy.kind == "pp" and staged.layout.batch.accumulation == 2, "a micro-batch for each stage"
+    staged = next(
+        most.found
+        for most in max_batch(question("0.1b", "2xa100-80g", strategy="pp"))
+        if most.found.family == "pp"
+    )
+    assert staged.layout.strategy.kind == "pp" and staged.layout.batch.accumulation == 2, (
+        "a micro-batch for each stage"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.full
 def test_more_hosts_side_by_side() -> None:
-    answers = what_if(question("8b", {"device": "h100-80g", "per_node": 8, "inter": "8x400Gb"}, batch={"global_samples": 512}), [1, 2, 4])
+    answers = what_if(
+        question(
+            "8b",
+            {"device": "h100-80g", "per_node": 8, "inter": "8x400Gb"},
+            batch={"global_samples": 512},
+        ),
+        [1, 2, 4],
+    )
     assert [answer.question.cluster.world_size for answer in answers] == [8, 16, 32]
     speeds = [answer.ranked[0].estimate.tokens_per_s for answer in answers]
     assert speeds == sorted(speeds) and speeds[-1] > 1.5 * speeds[0]
@@ -152,12 +202,23 @@ def test_the_tree_ends_in_offload() -> None:
 
 def test_where_guides_and_planner_disagree() -> None:
     found = {d.heuristic: d for d in disagreements(search(question("8b", "4x4090")))}
-    assert found["parameters"].says.startswith("zero3 (more than 7B parameters") and "GB > 25.3 GB" in found["parameters"].reason
+    assert (
+        found["parameters"].says.startswith("zero3 (more than 7B parameters")
+        and "GB > 25.3 GB" in found["parameters"].reason
+    )
     assert found["devices"].says.startswith("fsdp2 (") and "tree" not in found
     assert disagreements(search(question("0.1b", "1xa100-80g"))) == ()
     answer = search(question("8b", "8xa100-80g"))
-    slow = [replace(c, estimate=c.estimate.model_copy(update={"tokens_per_s": c.estimate.tokens_per_s / 2})) for c in answer.ranked]
-    guides = [[d.heuristic for d in disagreements(which)] for which in (answer, replace(answer, ranked=tuple(slow)))]
+    slow = [
+        replace(
+            c, estimate=c.estimate.model_copy(update={"tokens_per_s": c.estimate.tokens_per_s / 2})
+        )
+        for c in answer.ranked
+    ]
+    guides = [
+        [d.heuristic for d in disagreements(which)]
+        for which in (answer, replace(answer, ranked=tuple(slow)))
+    ]
     assert guides[0] == guides[1] == ["parameters"], "what is measured corrects both sides"
     _, why = choose(question("8b", "4x4090", strategy={"kind": "auto", "by": "rules"}))
     assert why is not None and "the planner would not" in why
@@ -167,8 +228,13 @@ def test_the_guide_that_was_asked_for_comes_first() -> None:
     asked = question("8b", "8xa100-80g", strategy={"kind": "auto", "by": "rules"})
     answer = search(asked)
     first, words = heuristic_first(answer)
-    assert answer.ranked[0].name != "zero3" == first.ranked[0].name and len({c.name for c in first.ranked}) == len(first.ranked)
-    assert words.startswith("First: zero3 by the heuristic `parameters`") and choose(asked)[0].strategy.kind == "zero3"
+    assert answer.ranked[0].name != "zero3" == first.ranked[0].name and len(
+        {c.name for c in first.ranked}
+    ) == len(first.ranked)
+    assert (
+        words.startswith("First: zero3 by the heuristic `parameters`")
+        and choose(asked)[0].strategy.kind == "zero3"
+    )
     small = search(question("8b", "4x4090", strategy={"kind": "auto", "by": "rules"}))
     same, words = heuristic_first(small)
     assert same.ranked == small.ranked and "GB > 25.3 GB" in words
@@ -181,23 +247,33 @@ def test_a_reason_that_guides_share_is_told_once(capsys: pytest.CaptureFixture[s
     show_heuristics(answer, Console(width=1000))
     said = capsys.readouterr().out
     assert said.count("no rank holds the weights of another") == 1
-    assert "parameters: zero3" in said and "devices: fsdp2" in said, "the third guide says ddp, as the numbers do"
+    assert "parameters: zero3" in said and "devices: fsdp2" in said, (
+        "the third guide says ddp, as the numbers do"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------------- auto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [{}, BATCH, {"global_samples": 64, "micro_batch": 1}, {"micro_batch": 2, "accumulation": 2}])
+@pytest.mark.parametrize(
+    "batch",
+    [{}, BATCH, {"global_samples": 64, "micro_batch": 1}, {"micro_batch": 2, "accumulation": 2}],
+)
 def test_auto_writes_what_it_chose(batch: dict[str, int]) -> None:
     asked = question("8b", "8xh100-80g", batch=batch)
     config, why = choose(asked)
     first, *others = search(asked).ranked
     assert config.strategy == first.layout.strategy and why is not None
-    assert why.startswith(f"strategy auto: {first.name}, micro-batch {first.layout.batch.micro_batch} × accumulation")
+    assert why.startswith(
+        f"strategy auto: {first.name}, micro-batch {first.layout.batch.micro_batch} × accumulation"
+    )
     second = next(other for other in others if other.family != first.family)
     assert f"second {second.name}" in why
-    (again,) = search(replace(asked, config=config), [way for way in search_space(asked) if way.names(8).name == first.name]).ranked
+    (again,) = search(
+        replace(asked, config=config),
+        [way for way in search_space(asked) if way.names(8).name == first.name],
+    ).ranked
     assert again.layout.batch == first.layout.batch, "what is not written comes out so anyway"
     assert again.layout.activation_checkpointing == first.layout.activation_checkpointing
     assert Config.model_validate(config.model_dump()).strategy == config.strategy

@@ -68,13 +68,19 @@ def filled(seed: int = 0) -> Many:
 def test_first_values_follow_the_modules_own_rules() -> None:
     model = filled()
     first = model.first.weight
-    assert first.abs().max() <= 0.6 and 0.2 < first.std() < 0.5, "trunc_normal_, which does nothing without memory"
+    assert first.abs().max() <= 0.6 and 0.2 < first.std() < 0.5, (
+        "trunc_normal_, which does nothing without memory"
+    )
     assert torch.equal(model.copy.weight, first) and torch.equal(model.copy.bias, model.first.bias)
     weight = model.orthogonal.weight
     assert torch.allclose(weight @ weight.T, torch.eye(16), atol=1e-5)
     assert model.head.weight is model.embed.weight and 0.015 < model.head.weight.std() < 0.025
     assert 0.01 < model.position.std() < 0.03 and not model.token.any()
-    assert model.norm.weight.eq(1).all() and model.batch_norm.running_var.eq(1).all() and model.batch_norm.num_batches_tracked == 0  # type: ignore[union-attr]
+    assert (
+        model.norm.weight.eq(1).all()
+        and model.batch_norm.running_var.eq(1).all()
+        and model.batch_norm.num_batches_tracked == 0
+    )  # type: ignore[union-attr]
     assert torch.equal(model.mask, torch.tril(torch.ones(8, 8)))  # type: ignore[arg-type]
 
 
@@ -117,18 +123,29 @@ class Rows(nn.Module):
 
     def __init__(self, width: int = 3, own: bool = False) -> None:
         super().__init__()
-        self.weight, self.base_layer = nn.Parameter(torch.full((4, width), 2.0)), nn.Embedding(4, width)
+        self.weight, self.base_layer = (
+            nn.Parameter(torch.full((4, width), 2.0)),
+            nn.Embedding(4, width),
+        )
         self.lora_A = nn.ModuleDict({"default": nn.Linear(2, 2, bias=False)})
         nn.init.constant_(self.lora_A["default"].weight, 5.0)
-        buffer = torch.empty(width, device="cpu") if own else torch.from_numpy(np.zeros(width, np.float32))
+        buffer = (
+            torch.empty(width, device="cpu")
+            if own
+            else torch.from_numpy(np.zeros(width, np.float32))
+        )
         with torch.no_grad():
             for index in range(4):
                 (buffer if own else buffer.numpy())[:] = index
                 self.base_layer.weight[index].copy_(buffer)
 
 
-@pytest.mark.parametrize(("width", "own"), [(3, False), (3, True), (2**19, True)], ids=["numpy", "torch", "large"])
-def test_values_are_those_that_the_host_had_then_whatever_weights_are_called(width: int, own: bool) -> None:
+@pytest.mark.parametrize(
+    ("width", "own"), [(3, False), (3, True), (2**19, True)], ids=["numpy", "torch", "large"]
+)
+def test_values_are_those_that_the_host_had_then_whatever_weights_are_called(
+    width: int, own: bool
+) -> None:
     model, source = lay_out_module(lambda: Rows(width, own), 0, "cpu")
     assert isinstance(source, Played) == (width == 3)
     Values(source, "cpu", 0).fill(model)
@@ -144,7 +161,10 @@ def test_what_the_tape_does_not_have_is_built_whole(build: type[nn.Module]) -> N
         torch.empty(1)  # a model of transformers was made before
     (first, source), (again, _) = lay_out_module(build, 3, "cpu"), lay_out_module(build, 3, "cpu")
     assert isinstance(source, Loaded)
-    assert all(torch.equal(a, b) and not a.is_meta for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) and not a.is_meta
+        for a, b in zip(first.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_build_must_give_a_module() -> None:
@@ -186,13 +206,23 @@ def hooked() -> nn.Module:
         (lambda: nn.Embedding(4, 2, sparse=True), False, "sparse gradients"),
         (lambda: nn.LazyLinear(2), False, "weight has no shape yet"),
         (lambda: with_weight(torch.zeros(2, dtype=torch.cfloat)), False, "weight is complex"),
-        (lambda: nn.Embedding(4, 2, max_norm=1.0), True, "max_norm of it changes a weight in forward"),
+        (
+            lambda: nn.Embedding(4, 2, max_norm=1.0),
+            True,
+            "max_norm of it changes a weight in forward",
+        ),
         (lambda: with_weight(torch.zeros(())), True, "weight has no dimension"),
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), True, "weights of float32 and float64"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
+            True,
+            "weights of float32 and float64",
+        ),
         (hooked, True, "weight has a hook"),
     ],
 )
-def test_what_no_engine_or_no_cut_one_trains(build: Callable[[], nn.Module], cut: bool, says: str) -> None:
+def test_what_no_engine_or_no_cut_one_trains(
+    build: Callable[[], nn.Module], cut: bool, says: str
+) -> None:
     with pytest.raises(ModelError, match=says):
         require_trainable(build(), cut=cut, deepspeed=cut)
     if cut:
@@ -210,7 +240,9 @@ def mlp() -> nn.Module:
 
 
 def plan(mesh: Mesh | None = None, **sections: Any) -> Plan:
-    config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "strategy": "single", **sections})
+    config = Config.model_validate(
+        {"data": {"train": [{"kind": "file", "path": "x"}]}, "strategy": "single", **sections}
+    )
     return Plan(
         config=config, run_dir="r", mesh=mesh or Mesh(), engine="native", device="cpu", backend="gloo", precision="fp32",
         batch=BatchPlan(global_samples=8, micro_batch=4, accumulation=2, eval_micro_batch=4), lr=1e-2, steps=3,
@@ -220,12 +252,17 @@ def plan(mesh: Mesh | None = None, **sections: Any) -> Plan:
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     draw = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 4, generator=draw), torch.randint(2, (4,), generator=draw)) for _ in range(2)]
+    return [
+        (torch.randn(4, 4, generator=draw), torch.randint(2, (4,), generator=draw))
+        for _ in range(2)
+    ]
 
 
 def objective(model: Any, batch: Any) -> Any:
     inputs, targets = batch
-    return SimpleNamespace(loss_sum=nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), sums={})
+    return SimpleNamespace(
+        loss_sum=nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), sums={}
+    )
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -243,7 +280,9 @@ def by_hand(engine: OpenEngine) -> float:
     """As a session does it: divided by something else first, and once by the weight."""
     for index, (inputs, targets) in enumerate(batches()):
         with engine.micro_batch(last=index == 1):
-            engine.backward(nn.functional.cross_entropy(engine.call(inputs), targets, reduction="sum"), 2.0)
+            engine.backward(
+                nn.functional.cross_entropy(engine.call(inputs), targets, reduction="sum"), 2.0
+            )
     engine.divide(torch.tensor(4.0))
     norm = engine.grad_norm()
     engine.step(None, norm, norm.isfinite())
@@ -255,11 +294,16 @@ def test_one_engine_for_an_objective_and_for_a_loop_of_ones_own() -> None:
     for _ in range(3):
         assert by_objective(one) == pytest.approx(by_hand(other), rel=1e-6)
     mine, others = one.tensors(), other.tensors()
-    assert mine.keys() == others.keys() and {"model.0.weight", "optim.0.weight.exp_avg", "optim.0.weight.step"} <= mine.keys()
+    assert (
+        mine.keys() == others.keys()
+        and {"model.0.weight", "optim.0.weight.exp_avg", "optim.0.weight.step"} <= mine.keys()
+    )
     assert all(torch.allclose(mine[name], others[name], rtol=1e-5, atol=1e-7) for name in mine)
 
 
-@pytest.mark.parametrize(("mesh", "what"), [(Mesh(tp=2), "requires a plan"), (Mesh(cp=2), "requires attention")])
+@pytest.mark.parametrize(
+    ("mesh", "what"), [(Mesh(tp=2), "requires a plan"), (Mesh(cp=2), "requires attention")]
+)
 def test_a_strategy_that_lacks_something_says_what(mesh: Mesh, what: str) -> None:
     with pytest.raises(PlanError, match=what):
         build_module(plan(mesh), mlp, "cpu")
@@ -286,8 +330,13 @@ class Running(nn.Module):
 
 
 def test_buffers_that_forward_changes_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    assert math.isfinite(by_hand(build_module(plan(), Running, "cpu", make_optimizer=make_optimizer)))  # in fp64, too
-    assert [record.message.partition(":")[0] for record in caplog.records if "changes" in record.message] == ["forward changes mean"]
+    # In fp64, too.
+    assert math.isfinite(
+        by_hand(build_module(plan(), Running, "cpu", make_optimizer=make_optimizer))
+    )
+    assert [
+        record.message.partition(":")[0] for record in caplog.records if "changes" in record.message
+    ] == ["forward changes mean"]
 
 
 def shared() -> nn.Module:
@@ -323,7 +372,10 @@ class Leaving(Staged):
         (Many(), "requires the stages of Many"),
         (shared(), "not submodules, each once"),
         (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "batch norms agree"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "1 stages with weights cannot be cut over 2 ranks"),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+            "1 stages with weights cannot be cut over 2 ranks",
+        ),
         (Outside(), r"more\.weight is in none of the stages"),
     ],
 )
@@ -333,12 +385,19 @@ def test_stages_that_cannot_be_cut(module: nn.Module, what: str) -> None:
 
 
 def test_stages_are_cut_where_they_hold_as_much() -> None:
-    assert cut(nn.Sequential(*sequence()), 2) == [(0, 3), (3, 6)]  # Flatten, 40 weights, Tanh | 144, Tanh, 34
+    # Flatten, 40 weights, Tanh | 144, Tanh, 34.
+    assert cut(nn.Sequential(*sequence()), 2) == [
+        (0, 3),
+        (3, 6),
+    ]
 
 
 @pytest.mark.parametrize(
     ("module", "what"),
-    [(Crossing(), "stage 5 of Crossing is not called once, with what the stage before it"), (Leaving(), "last stage alone")],
+    [
+        (Crossing(), "stage 5 of Crossing is not called once, with what the stage before it"),
+        (Leaving(), "last stage alone"),
+    ],
 )
 def test_stages_that_are_no_chain(module: nn.Module, what: str) -> None:
     with pytest.raises(PlanError, match=what):
@@ -368,7 +427,12 @@ def test_blocks_are_computed_again_where_checkpointing_is_on() -> None:
     norms = []
     for kind in ("none", "full"):
         calls.clear()
-        made = build_module(plan().model_copy(update={"activation_checkpointing": kind}), build, "cpu", units=["Block"])
+        made = build_module(
+            plan().model_copy(update={"activation_checkpointing": kind}),
+            build,
+            "cpu",
+            units=["Block"],
+        )
         norms.append(by_hand_norm(made))
         assert len(calls) == (4 if kind == "none" else 8)
     assert norms[0] == norms[1] and math.isfinite(norms[0])
@@ -384,5 +448,12 @@ def by_hand_norm(engine: OpenEngine) -> float:
 @pytest.mark.slow
 def test_no_transformers_on_the_way() -> None:
     code = "import sys; import drumline.strategies.build, drumline.parallel.native; print([n for n in sys.modules if n == 'transformers'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=ENV)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=ENV,
+    )
     assert done.stdout.strip() == "[]"

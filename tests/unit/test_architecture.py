@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = {path.stem for path in (ROOT / "drumline").iterdir() if path.name[0] != "_" and path.suffix in ("", ".py")}
+ROOMS = {
+    path.stem
+    for path in (ROOT / "drumline").iterdir()
+    if path.name[0] != "_" and path.suffix in ("", ".py")
+}
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 DOTTED = re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)[(`]", TEXT)
 NAMED = sorted({name for name in DOTTED if name.split(".")[0] in ROOMS and name[-3:] != ".py"})
@@ -17,7 +21,9 @@ NAMED = sorted({name for name in DOTTED if name.split(".")[0] in ROOMS and name[
 
 def names_in(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
     return defined | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 

@@ -20,12 +20,26 @@ from drumline.core.config import CompileConfig, Config
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, Layout
-from drumline.data.batches import Episodes, LabelledBatch, TokenBatch, collate, collate_episodes, learned_segment
+from drumline.data.batches import (
+    Episodes,
+    LabelledBatch,
+    TokenBatch,
+    collate,
+    collate_episodes,
+    learned_segment,
+)
 from drumline.errors import PlanError
 from drumline.models import attention
 from drumline.models.attention import KERNELS, Documents, _works, attend_by_documents, one_by_one
 from drumline.models.build import build_model
-from drumline.models.head import ForwardWithObjective, can_split, outputs, require_next_token, shares_prompts, split
+from drumline.models.head import (
+    ForwardWithObjective,
+    can_split,
+    outputs,
+    require_next_token,
+    shares_prompts,
+    split,
+)
 from drumline.models.load import facts, load_config
 from drumline.parallel.transforms import apply_activation_checkpointing
 from drumline.planner.cost.activations import formula
@@ -34,25 +48,53 @@ from tests.unit.test_models_head import KINDS, LLAMA
 
 WINDOW = {"sliding_window": 4}
 PACK = {
-    **{kind: {"model_type": kind, **KINDS[kind]} for kind in ("llama", "gpt2", "qwen2", "mixtral", "gemma2", "granite", "cohere")},
+    **{
+        kind: {"model_type": kind, **KINDS[kind]}
+        for kind in ("llama", "gpt2", "qwen2", "mixtral", "gemma2", "granite", "cohere")
+    },
     "mistral with a window": {"model_type": "mistral", **LLAMA, **WINDOW, "head_dim": 8},
     "gemma2 with a window": {"model_type": "gemma2", **LLAMA, **WINDOW, "head_dim": 8},
-    "gemma3": {"model_type": "gemma3_text", **LLAMA, **WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **LLAMA,
+        **WINDOW,
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen3": {"model_type": "qwen3", **LLAMA, "head_dim": 8},
 }
-GPT_OSS = {"model_type": "gpt_oss", **LLAMA, **WINDOW, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    **LLAMA,
+    **WINDOW,
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+}
 
 
-def layout(device: Any = "cpu", precision: Any = "fp32", devices: int = 1, packs: bool = True, **model: Any) -> Layout:
+def layout(
+    device: Any = "cpu", precision: Any = "fp32", devices: int = 1, packs: bool = True, **model: Any
+) -> Layout:
     model = {"id": None, "config": {"model_type": "llama"}, **model}
     data = {"train": [{"kind": "file", "path": "x"}], "packing": packs}
     config = Config.model_validate({"model": model, "algorithm": "pretrain", "data": data})
     batch = BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1)
-    return Layout(config=config, mesh=Mesh(), engine="native", devices_per_rank=devices, device=device, precision=precision, batch=batch)
+    return Layout(
+        config=config,
+        mesh=Mesh(),
+        engine="native",
+        devices_per_rank=devices,
+        device=device,
+        precision=precision,
+        batch=batch,
+    )
 
 
 def build(kind: str) -> Any:
-    return build_model(None, ModelConfig(id=None, config=(PACK | {"gpt_oss": GPT_OSS})[kind]), seed=0).eval()
+    return build_model(
+        None, ModelConfig(id=None, config=(PACK | {"gpt_oss": GPT_OSS})[kind]), seed=0
+    ).eval()
 
 
 def batch_of(*rows: tuple[int, ...], width: int = 16) -> TokenBatch:
@@ -62,17 +104,30 @@ def batch_of(*rows: tuple[int, ...], width: int = 16) -> TokenBatch:
     return replace(made, input_ids_BT=torch.randint(1, 64, made.input_ids_BT.shape))
 
 
-def loss_and_gradients(model: Any, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    model: Any, batch: TokenBatch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     loss_sum, _ = ForwardWithObjective(model)(batch, NextToken(chunk=0, answers=True).objective)
     loss_sum.backward()
-    return loss_sum.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss_sum.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 FEW = ("llama", "gpt2", "mistral with a window", "gpt_oss")
-BATCHES = {"packed": [(3, 7, 5), (16,)], "filler": [(1, 6, 9), ()], "padded": [(9,), (14,)], "full": [(16,), (16,)]}
+BATCHES = {
+    "packed": [(3, 7, 5), (16,)],
+    "filler": [(1, 6, 9), ()],
+    "padded": [(9,), (14,)],
+    "full": [(16,), (16,)],
+}
 KINDS_AND_ROWS = [
-    pytest.param(kind, rows, marks=[] if rows == "packed" or kind == "mistral with a window" else pytest.mark.full)
+    pytest.param(
+        kind,
+        rows,
+        marks=[] if rows == "packed" or kind == "mistral with a window" else pytest.mark.full,
+    )
     for kind in PACK
     for rows in BATCHES
 ]
@@ -95,13 +150,24 @@ def rollout(lengths: list[tuple[int, int]]) -> Episodes:
     """Completions of these lengths behind prompts of these, of other tokens; the same prompt where its length is the same."""
     generator = np.random.default_rng(0)
     prompts = {size: generator.integers(1, 64, size) for size, _ in lengths}
-    made = Episodes.start([prompts[size] for size, _ in lengths], [generator.integers(1, 64, size) for _, size in lengths])
+    made = Episodes.start(
+        [prompts[size] for size, _ in lengths],
+        [generator.integers(1, 64, size) for _, size in lengths],
+    )
     return replace(
-        made, weights_NM=torch.tensor(generator.random(made.mask_NM.shape)).float() * made.mask_NM, weight_N=torch.ones(len(made))
+        made,
+        weights_NM=torch.tensor(generator.random(made.mask_NM.shape)).float() * made.mask_NM,
+        weight_N=torch.ones(len(made)),
     )
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in FEW else pytest.mark.full) for kind in [*PACK, "gpt_oss"]])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in FEW else pytest.mark.full)
+        for kind in [*PACK, "gpt_oss"]
+    ],
+)
 def test_completions_behind_one_prompt_have_the_numbers_of_rows_of_their_own(kind: str) -> None:
     """Of groups in any order, a prompt with one completion, a completion without tokens, a filler."""
     episodes = rollout([(5, 4), (9, 1), (5, 7), (9, 6), (5, 0), (2, 3)])
@@ -116,7 +182,9 @@ def test_completions_behind_one_prompt_have_the_numbers_of_rows_of_their_own(kin
         made = outputs(model, batch, split(model) if can_split(model) else None)
         log_probs_BT, _ = made.log_probs(batch.targets_BT, 0)
         (log_probs_BT * batch.weights_BT).sum().backward()
-        return log_probs_BT.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return log_probs_BT.detach(), {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
 
     (alone, gradients_alone), (shared, gradients) = answers(False), answers(True)
     torch.testing.assert_close(shared, alone, rtol=1e-5, atol=1e-5)
@@ -134,7 +202,9 @@ def test_no_prompt_is_shared_by_a_model_that_would_give_other_numbers() -> None:
     attend_by_documents(model, layout())
     assert shares_prompts(model, "cpu")
     one_kernel = type(model.model.layers[0].self_attn).forward
-    with pytest.MonkeyPatch.context() as patch:  # a class that sees the order of tokens and not their positions
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # a class that sees the order of tokens and not their positions
 
         def shifted(self: Any, hidden_states: torch.Tensor, *given: Any, **more: Any) -> Any:
             return one_kernel(self, hidden_states + hidden_states.roll(1, 1), *given, **more)
@@ -167,19 +237,30 @@ def test_a_pack_of_gpt_oss_is_taken_by_documents_or_refused() -> None:
     """transformers' own mask does not keep its documents apart: its class hands no positions on to the mask."""
     model = build("gpt_oss")
     attend_by_documents(model, layout(attention="eager"))
-    with pytest.raises(PlanError, match=r"data.packing.*GptOssForCausalLM does not keep the documents of a pack apart"):
+    with pytest.raises(
+        PlanError,
+        match=r"data.packing.*GptOssForCausalLM does not keep the documents of a pack apart",
+    ):
         require_next_token(model, "cpu", packed=True)
     attend_by_documents(model, layout())
     require_next_token(model, "cpu", packed=True)
 
 
 def test_texts_of_a_bidirectional_classifier() -> None:
-    config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    config = {
+        "model_type": "bert",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+    }
     source = ModelConfig(id=None, config=config | {"vocab_size": 64})
     model = build_model(None, source, seed=0, head="text", labels=("a", "b")).eval()
     made = batch_of((9,), (16,), ())
     mask_BT = (torch.arange(16) < torch.tensor([9, 16, 1])[:, None]).long()
-    batch = LabelledBatch(**vars(made), labels_B=torch.zeros(3, dtype=torch.int64), attention_mask_BT=mask_BT)
+    batch = LabelledBatch(
+        **vars(made), labels_B=torch.zeros(3, dtype=torch.int64), attention_mask_BT=mask_BT
+    )
     masked = outputs(model, batch, None).class_logits()
     attend_by_documents(model, layout())
     with Seen() as seen:
@@ -198,10 +279,19 @@ class Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        by_condition = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
-        if by_condition or any(word in str(func) for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_pin_memory")):
+        by_condition = func is torch.ops.aten.index.Tensor and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
+        if by_condition or any(
+            word in str(func)
+            for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_pin_memory")
+        ):
             self.stops.append(str(func))
-        self.shapes |= {tuple(t.shape) for t in (made if isinstance(made, tuple | list) else [made]) if isinstance(t, torch.Tensor)}
+        self.shapes |= {
+            tuple(t.shape)
+            for t in (made if isinstance(made, tuple | list) else [made])
+            if isinstance(t, torch.Tensor)
+        }
         return made
 
     def pairs(self, width: int) -> set[tuple[int, ...]]:
@@ -211,7 +301,9 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", ["packed", pytest.param("padded", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mixtral", marks=pytest.mark.full)])
-def test_a_micro_batch_has_no_stop_and_no_mask(kind: str, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_has_no_stop_and_no_mask(
+    kind: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`.item()` and conditions reach the dispatcher; `.tolist()` and `.cpu()` of a CPU tensor do not."""
     model = build(kind)
     attend_by_documents(model, layout())
@@ -224,7 +316,8 @@ def test_a_micro_batch_has_no_stop_and_no_mask(kind: str, rows: str, monkeypatch
         (loss_sum / batch.weight).backward()
         log_probs_BT, _ = outputs(model, batch, split(model)).log_probs(batch.targets_BT, 8)
         log_probs_BT.sum().backward()
-    experts = {"nonzero", "_local_scalar_dense"} if kind == "mixtral" else set()  # transformers' own dealing of tokens to experts
+    # Transformers' own dealing of tokens to experts.
+    experts = {"nonzero", "_local_scalar_dense"} if kind == "mixtral" else set()
     assert not [stop for stop in seen.stops if not any(word in stop for word in experts)]
     assert not seen.pairs(batch.input_ids_BT.shape[1])
 
@@ -246,7 +339,10 @@ def test_a_recomputed_block_attends_to_its_own_batch() -> None:
         torch.testing.assert_close(parameter.grad, wanted[name], msg=name)
 
 
-CHECKPOINTING = [pytest.param(kind, marks=() if kind == "none" else pytest.mark.full) for kind in ("none", "full", "selective")]
+CHECKPOINTING = [
+    pytest.param(kind, marks=() if kind == "none" else pytest.mark.full)
+    for kind in ("none", "full", "selective")
+]
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
@@ -274,7 +370,10 @@ def test_a_compiled_block_is_one_graph(checkpointing: Any) -> None:
     assert len(graphs) == 2
 
 
-@pytest.mark.parametrize("kernel", ["varlen", pytest.param("flash_attention_2", marks=pytest.mark.full), "flex_attention"])
+@pytest.mark.parametrize(
+    "kernel",
+    ["varlen", pytest.param("flash_attention_2", marks=pytest.mark.full), "flex_attention"],
+)
 def test_a_kernel_is_a_part_of_the_graph(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced for a CPU, for which varlen has no form, and of flash_attn there is a stand-in."""
     model = build("llama")
@@ -303,7 +402,9 @@ def test_generation_is_that_of_the_model() -> None:
         model = build(kind)
         plain = model.generate(input_ids=ids_BT, max_new_tokens=4, do_sample=False)
         attend_by_documents(model, layout())
-        assert torch.equal(model.generate(input_ids=ids_BT, max_new_tokens=4, do_sample=False), plain)
+        assert torch.equal(
+            model.generate(input_ids=ids_BT, max_new_tokens=4, do_sample=False), plain
+        )
         with as_before(model):
             assert not by_documents(model)
         assert by_documents(model)
@@ -312,7 +413,9 @@ def test_generation_is_that_of_the_model() -> None:
 @pytest.mark.full
 def test_the_planner_charges_no_mask_where_none_is_made() -> None:
     sizes = facts(load_config(None, ModelConfig(id=None, config=PACK["llama"])), 64)
-    masked, by_document = (formula(layout(**of), sizes).saved_block for of in ({"attention": "sdpa"}, {}))
+    masked, by_document = (
+        formula(layout(**of), sizes).saved_block for of in ({"attention": "sdpa"}, {})
+    )
     queries, keys, repeated, joined = 32, 16, 2 * (32 - 16), 32
     assert sizes.heads * sizes.head_dim == queries and sizes.kv_heads * sizes.head_dim == keys
     assert masked - by_document == 4 * (layout().length + repeated - joined)
@@ -322,24 +425,52 @@ def test_the_planner_charges_no_mask_where_none_is_made() -> None:
 # ------------------------------------------------------------------------------------------------------- kernels for variable lengths
 
 
-def reference(q: Any, k: Any, v: Any, bounds_q: Any, bounds_k: Any, longest_q: int, longest_k: int, **options: Any) -> torch.Tensor:
+def reference(
+    q: Any,
+    k: Any,
+    v: Any,
+    bounds_q: Any,
+    bounds_k: Any,
+    longest_q: int,
+    longest_k: int,
+    **options: Any,
+) -> torch.Tensor:
     """What kernels for variable lengths document: tokens of all documents end to end, [N, H, D], and where documents begin."""
     left, right = options["window_size"]
     scale, cap = options.get("scale", options.get("softmax_scale")), options.get("softcap", 0.0)
-    assert bounds_q.dtype == torch.int32 and torch.equal(bounds_q, bounds_k) and longest_q == longest_k == int(bounds_q.diff().max())
+    assert (
+        bounds_q.dtype == torch.int32
+        and torch.equal(bounds_q, bounds_k)
+        and longest_q == longest_k == int(bounds_q.diff().max())
+    )
     made = []
     for start, stop in zip(bounds_q.tolist(), bounds_q.tolist()[1:], strict=False):
         places = torch.arange(stop - start)
         ahead = places[None] - places[:, None]
-        seen = (ahead <= right if right >= 0 else ahead < len(ahead)) & (-ahead <= left if left >= 0 else ahead < len(ahead))
-        keys, values = (t[start:stop].repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        seen = (ahead <= right if right >= 0 else ahead < len(ahead)) & (
+            -ahead <= left if left >= 0 else ahead < len(ahead)
+        )
+        keys, values = (
+            t[start:stop].repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v)
+        )
         scores = torch.einsum("qhd,khd->hqk", q[start:stop], keys) * (scale or q.shape[-1] ** -0.5)
         scores = cap * (scores / cap).tanh() if cap else scores
-        made.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
+        made.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+        )
     return torch.cat(made)
 
 
-def eager(module: Any, q: Any, k: Any, v: Any, mask: Any, softcap: float | None = None, scaling: float = 1.0, **_: Any) -> tuple[Any]:
+def eager(
+    module: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    softcap: float | None = None,
+    scaling: float = 1.0,
+    **_: Any,
+) -> tuple[Any]:
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q @ k.transpose(2, 3) * scaling
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
@@ -350,7 +481,9 @@ def eager(module: Any, q: Any, k: Any, v: Any, mask: Any, softcap: float | None 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_are_given_what_they_document(kernel: Any, cap: Any, causal: bool, window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_given_what_they_document(
+    kernel: Any, cap: Any, causal: bool, window: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """flex_attention itself, as it is; the rest against what they document, since they have no form for a CPU."""
     if (kernel == "varlen" and cap) or (window and not causal):
         return
@@ -363,7 +496,9 @@ def test_kernels_are_given_what_they_document(kernel: Any, cap: Any, causal: boo
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
     made = KERNELS[kernel](query, key, value, documents, 0.3, cap)
-    wanted = one_by_one(partial(eager, None), documents, True, query, key, value, softcap=cap, scaling=0.3)
+    wanted = one_by_one(
+        partial(eager, None), documents, True, query, key, value, softcap=cap, scaling=0.3
+    )
     torch.testing.assert_close(made[0, :15], wanted[0, :15])
     torch.testing.assert_close(made[1, :9], wanted[1, :9])
 
@@ -375,11 +510,16 @@ def test_a_kernel_that_does_not_work_is_not_used(caplog: pytest.LogCaptureFixtur
     model = build("llama")
     attend_by_documents(model, layout(attention="varlen"))
     torch.testing.assert_close(loss_and_gradients(model, batch)[0], wanted)
-    assert "attention by varlen does not work here" in caplog.text and "each document by itself instead" in caplog.text
+    assert (
+        "attention by varlen does not work here" in caplog.text
+        and "each document by itself instead" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_a_kernel_is_tried_within_a_block_that_is_computed_again(checkpointing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_tried_within_a_block_that_is_computed_again(
+    checkpointing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a stand-in, since none has a form for a CPU. What a forward is in, hooks and autocast, is not there in the trial."""
     model, batch, lengths, low, dtypes = build("llama"), batch_of((3, 7, 5), (9,)), [], [], set()
     attend_by_documents(model, layout())
@@ -389,7 +529,9 @@ def test_a_kernel_is_tried_within_a_block_that_is_computed_again(checkpointing: 
         lengths.append(q.shape[2])
         low.append(torch.is_autocast_enabled("cpu"))
         dtypes.update(tensor.dtype for tensor in (q, k, v))
-        return one_by_one(partial(eager, None), documents, True, q, k, v, scaling=q.shape[-1] ** -0.5)
+        return one_by_one(
+            partial(eager, None), documents, True, q, k, v, scaling=q.shape[-1] ** -0.5
+        )
 
     monkeypatch.setitem(KERNELS, "varlen", kernel)
     monkeypatch.setattr(attention, "_works", functools.lru_cache(_works.__wrapped__))
@@ -398,7 +540,10 @@ def test_a_kernel_is_tried_within_a_block_that_is_computed_again(checkpointing: 
     apply_activation_checkpointing(model, checkpointing)
     with torch.autocast("cpu", torch.bfloat16):
         gradients = [loss_and_gradients(model, batch)[1] for _ in range(2)]
-    assert lengths == [24] + [16] * 2 * 2 * model.config.num_hidden_layers and low == [False, *[True] * (len(lengths) - 1)]
+    assert lengths == [24] + [16] * 2 * 2 * model.config.num_hidden_layers and low == [
+        False,
+        *[True] * (len(lengths) - 1),
+    ]
     assert dtypes == {torch.bfloat16}  # rotary positions leave q and k in fp32 under autocast
     for made in gradients:
         assert made.keys() == wanted.keys()
@@ -406,19 +551,38 @@ def test_a_kernel_is_tried_within_a_block_that_is_computed_again(checkpointing: 
 
 
 def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(size: int = 64, caps: bool = False, own: bool = False, needs_mask: str = "", **of: Any) -> str:
+    def kernel(
+        size: int = 64, caps: bool = False, own: bool = False, needs_mask: str = "", **of: Any
+    ) -> str:
         return choose(layout(**of), size, caps, own, needs_mask).kernel
 
     gpu = {"device": "cuda", "precision": "bf16"}
     monkeypatch.setattr("drumline.core.attention.installed", lambda name: False)
     assert kernel() == kernel(device="cuda") == kernel(own=True, **gpu) == "documents"
-    assert kernel(**gpu) == "varlen" and kernel(caps=True, **gpu) == kernel(size=512, **gpu) == "flex_attention"
+    assert (
+        kernel(**gpu) == "varlen"
+        and kernel(caps=True, **gpu) == kernel(size=512, **gpu) == "flex_attention"
+    )
     assert kernel(packs=False, **gpu) == kernel(attention="documents", **gpu) == "documents"
-    assert kernel(needs_mask="why", **gpu) == kernel(attention="sdpa") == kernel(attention="eager") == kernel(devices=2, **gpu) == "masked"
+    assert (
+        kernel(needs_mask="why", **gpu)
+        == kernel(attention="sdpa")
+        == kernel(attention="eager")
+        == kernel(devices=2, **gpu)
+        == "masked"
+    )
     monkeypatch.setattr("drumline.core.attention.installed", lambda name: name == "flash_attn")
-    assert kernel(**gpu) == kernel(caps=True, **gpu) == "flash_attention_2" and kernel(attention="varlen", **gpu) == "varlen"
+    assert (
+        kernel(**gpu) == kernel(caps=True, **gpu) == "flash_attention_2"
+        and kernel(attention="varlen", **gpu) == "varlen"
+    )
     again, compiled = layout(), CompileConfig(enabled=True)
-    again = again.model_copy(update={"activation_checkpointing": "full", "config": again.config.model_copy(update={"compile": compiled})})
+    again = again.model_copy(
+        update={
+            "activation_checkpointing": "full",
+            "config": again.config.model_copy(update={"compile": compiled}),
+        }
+    )
     assert choose(again, 64, False, False, "").kernel == "documents"
     lines = [choose(each, 64, False, False, "").line for each in (layout(**gpu), layout())]
     assert "(experimental)" in lines[0] and lines[1].startswith("documents: ")

@@ -29,7 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
-def planned(path: Path, *overrides: str, world: int | None = None, resume: str | None = None) -> tuple[Plan, Request]:
+def planned(
+    path: Path, *overrides: str, world: int | None = None, resume: str | None = None
+) -> tuple[Plan, Request]:
     request = Request(load(path, list(overrides)), world_size=world, resume=resume)
     return make_plan(request, on_progress=lambda *_: None), request
 
@@ -39,18 +41,32 @@ def test_the_plan_knows_no_auto(model: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path, model, batch={"micro_batch": None})
     one, _ = planned(path)
     two, request = planned(path, world=2)
-    assert (one.config.strategy.kind, strategy_name(one), one.mesh.world_size) == ("single", "single", 1)
-    assert two.config.strategy.kind == "ddp" and two.mesh.world_size == 2 and two.batch.global_samples == 4
+    assert (one.config.strategy.kind, strategy_name(one), one.mesh.world_size) == (
+        "single",
+        "single",
+        1,
+    )
+    assert (
+        two.config.strategy.kind == "ddp"
+        and two.mesh.world_size == 2
+        and two.batch.global_samples == 4
+    )
     for plan in (one, two):
         (why,) = [line for line in plan.why if line.startswith("strategy auto: ")]
-        assert f"strategy auto: {strategy_name(plan)}, micro-batch {plan.batch.micro_batch} × accumulation" in why and "tokens/s at" in why
+        assert (
+            f"strategy auto: {strategy_name(plan)}, micro-batch {plan.batch.micro_batch} × accumulation"
+            in why
+            and "tokens/s at" in why
+        )
     assert "; second " in next(line for line in two.why if line.startswith("strategy auto"))
     saved, _ = claim_run_dir(two, request)
     assert Plan.load(saved).config.strategy.kind == "ddp"
     assert load(tmp_path / "run" / "config.yaml", []).config.strategy.kind == "ddp"
 
 
-def test_a_run_that_saves_nothing_asks_for_no_space(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_saves_nothing_asks_for_no_space(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, request = planned(write_config(tmp_path, model))
     monkeypatch.setattr(setup, "free_bytes", lambda folder: 1000)
     with pytest.raises(EnvironmentFault, match="one checkpoint needs about"):
@@ -60,8 +76,13 @@ def test_a_run_that_saves_nothing_asks_for_no_space(model: Path, tmp_path: Path,
 
 
 def test_by_rules(model: Path, tmp_path: Path) -> None:
-    plan, _ = planned(write_config(tmp_path, model, strategy={"kind": "auto", "by": "rules", "guide": "devices"}), world=2)
-    assert plan.config.strategy.kind == "ddp" and any("by the heuristic `devices`" in line for line in plan.why)
+    plan, _ = planned(
+        write_config(tmp_path, model, strategy={"kind": "auto", "by": "rules", "guide": "devices"}),
+        world=2,
+    )
+    assert plan.config.strategy.kind == "ddp" and any(
+        "by the heuristic `devices`" in line for line in plan.why
+    )
 
 
 def test_nothing_fits_here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +112,14 @@ HERE: list[tuple[dict[str, Any] | str | None, Machine, Any, int, tuple[int, int,
     (None, GPUS, "cuda", 8, (4, 2, "cuda"), False),
     (None, GPUS, "cpu", 2, (2, 1, "cpu"), False),
     (None, CPU, "cpu", 3, (3, 1, "cpu"), False),
-    ({"device": "4090", "per_node": 4, "nodes": 2, "inter": "400Gb"}, GPUS, "cuda", 8, (4, 2, "cuda"), False),
+    (
+        {"device": "4090", "per_node": 4, "nodes": 2, "inter": "400Gb"},
+        GPUS,
+        "cuda",
+        8,
+        (4, 2, "cuda"),
+        False,
+    ),
     ("8xh100-80g", GPUS, "cuda", 4, (4, 1, "cuda"), True),
     ("8xh100-80g", CPU, "cpu", 1, (1, 1, "cpu"), True),
 ]
@@ -99,10 +127,19 @@ HERE: list[tuple[dict[str, Any] | str | None, Machine, Any, int, tuple[int, int,
 
 @pytest.mark.parametrize(("said", "machine", "device", "world", "expected", "is_other"), HERE)
 def test_it_is_planned_for_what_is_here(
-    said: Any, machine: Machine, device: Any, world: int, expected: tuple[int, int, str], is_other: bool
+    said: Any,
+    machine: Machine,
+    device: Any,
+    world: int,
+    expected: tuple[int, int, str],
+    is_other: bool,
 ) -> None:
-    cluster, why = cluster_here(Config.model_validate({**DATA, "cluster": said}), machine, device, world)
+    cluster, why = cluster_here(
+        Config.model_validate({**DATA, "cluster": said}), machine, device, world
+    )
     assert (cluster.per_node, cluster.nodes, cluster.device.kind) == expected
     assert any("is not the one here" in line for line in why) is is_other
-    assert any("cluster.inter is not set" in line for line in why) is (cluster.nodes > 1 and said is None)
+    assert any("cluster.inter is not set" in line for line in why) is (
+        cluster.nodes > 1 and said is None
+    )
     assert said is None or is_other or cluster.inter.bandwidth == pytest.approx(50e9)

@@ -14,8 +14,11 @@ from benchmarks.common import commit
 from tests.harness import ENV, ROOT
 
 # A file without a main is what others import.
-FILES = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text())
-CHEAP = ("chunked_cross_entropy",)  # the others start processes that import all there is, several times
+FILES = sorted(
+    path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()
+)
+# The others start processes that import all there is, several times.
+CHEAP = ("chunked_cross_entropy",)
 # Without --smoke: all its parts are tiny where there is no GPU.
 ELSEWHERE = {"gpu": "tests/unit/test_gpu_parts.py"}
 
@@ -23,7 +26,9 @@ ELSEWHERE = {"gpu": "tests/unit/test_gpu_parts.py"}
 def run(path: Path, cwd: Path, *arguments: object, seconds: float = 60) -> str:
     """A benchmark as a user runs it, from any folder; what it printed."""
     command = [sys.executable, str(path), *map(str, arguments)]
-    ended = subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=seconds)
+    ended = subprocess.run(
+        command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=seconds
+    )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return ended.stdout
 
@@ -45,21 +50,35 @@ def test_help_says_what_it_measures(path: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, id=p.stem, marks=[] if p.stem in CHEAP else pytest.mark.full) for p in FILES if p.stem not in ELSEWHERE],
+    [
+        pytest.param(p, id=p.stem, marks=[] if p.stem in CHEAP else pytest.mark.full)
+        for p in FILES
+        if p.stem not in ELSEWHERE
+    ],
 )
 def test_smoke(path: Path, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     run(path, tmp_path, "--smoke", "--out", out, seconds=500)
     figures = json.loads(out.read_text())
     assert figures["command"].endswith(f"python benchmarks/{path.name} --smoke --out {out}")
-    assert figures["commit"] == commit() and figures["hardware"]["cores"] and figures["versions"]["torch"]
+    assert (
+        figures["commit"] == commit()
+        and figures["hardware"]["cores"]
+        and figures["versions"]["torch"]
+    )
     assert set(figures) > {"command", "commit", "hardware", "versions"}
 
 
 def test_the_commit_is_that_of_the_tree(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        done = subprocess.run(["git", *identity, "-C", str(tmp_path), *arguments], check=True, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            ["git", *identity, "-C", str(tmp_path), *arguments],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
         return done.stdout.strip()
 
     assert commit(tmp_path) == "unknown"

@@ -38,10 +38,20 @@ TOKENS = [
     ),
     *("<|end|>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
 ]
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
 USES = [
     {"role": "user", "content": "one and one?"},
-    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
     {"role": "tool", "content": "2"},
     {"role": "assistant", "content": "Two."},
 ]
@@ -77,16 +87,30 @@ def test_the_loss_falls_on_answers_alone(name: str) -> None:
     whole = WRITTEN[name]
     require(of, encoder(of).encode(pair), ["".join(whole[:3]), *whole[3:]])
     asked, ids = encoder(of).prompt(Row("r:1", {"prompt": TALK[:4]}))
-    assert "".join(whole).startswith(asked) and asked == "".join(whole[:3]) and of(asked, add_special_tokens=False)["input_ids"] == ids
-    assert end_ids(of) >= {of(whole[1], add_special_tokens=False)["input_ids"][-1]}, "generation stops where an answer ends"
+    assert (
+        "".join(whole).startswith(asked)
+        and asked == "".join(whole[:3])
+        and of(asked, add_special_tokens=False)["input_ids"] == ids
+    )
+    assert end_ids(of) >= {of(whole[1], add_special_tokens=False)["input_ids"][-1]}, (
+        "generation stops where an answer ends"
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "start"), [("qwen", im("system", QWEN)), ("alpaca", ALPACA), ("gemma", "<start_of_turn>user"), ("chatml", "<|im_start|>user")]
+    ("name", "start"),
+    [
+        ("qwen", im("system", QWEN)),
+        ("alpaca", ALPACA),
+        ("gemma", "<start_of_turn>user"),
+        ("chatml", "<|im_start|>user"),
+    ],
 )
 def test_without_words_of_the_system(name: str, start: str) -> None:
     of = tokenizer(name)
-    assert of.decode(encoder(of).encode(Row("r:1", {"messages": TALK[1:]})).tokens.tolist()).startswith(start)
+    assert of.decode(
+        encoder(of).encode(Row("r:1", {"messages": TALK[1:]})).tokens.tolist()
+    ).startswith(start)
 
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>Two.<|im_end|>'
@@ -99,7 +123,10 @@ OF_TOOLS = {
         '{"name": "add", "parameters": {"a": 1}}<|eot_id|>Two.<|eot_id|>',
     ),
     "mistral": (
-        ["[AVAILABLE_TOOLS] " + json.dumps([TOOL]), '[TOOL_RESULTS] {"content": "2"}[/TOOL_RESULTS]'],
+        [
+            "[AVAILABLE_TOOLS] " + json.dumps([TOOL]),
+            '[TOOL_RESULTS] {"content": "2"}[/TOOL_RESULTS]',
+        ],
         '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]<|im_end|> Two.<|im_end|>',
     ),
 }
@@ -119,31 +146,48 @@ def test_what_is_said_beside_a_call_is_learned(name: str) -> None:
     of, talk = tokenizer(name), [USES[0], {**USES[1], "content": "I add."}, *USES[2:]]
     example = encoder(of).encode(Row("r:1", {"messages": talk}))
     learned = of.decode(example.tokens[example.learn == 1].tolist())
-    assert learned.lstrip().startswith("I add.") and learned.partition("I add.")[2].lstrip() == OF_TOOLS[name][1]
+    assert (
+        learned.lstrip().startswith("I add.")
+        and learned.partition("I add.")[2].lstrip() == OF_TOOLS[name][1]
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in OF_TOOLS])
 def test_what_has_no_place_is_one_line(name: str) -> None:
     of = encoder(tokenizer(name))
-    assert "this row has tools, and the chat template does not show any" in complaint(of, {"messages": USES, "tools": [TOOL]})
-    assert f"the template {name} has no place for a function call — take such rows out" in complaint(of, {"messages": USES})
-    assert f"the template {name} has no place for the role 'tool'" in complaint(of, {"messages": [USES[0], USES[2], USES[3]]})
+    assert "this row has tools, and the chat template does not show any" in complaint(
+        of, {"messages": USES, "tools": [TOOL]}
+    )
+    assert (
+        f"the template {name} has no place for a function call — take such rows out"
+        in complaint(of, {"messages": USES})
+    )
+    assert f"the template {name} has no place for the role 'tool'" in complaint(
+        of, {"messages": [USES[0], USES[2], USES[3]]}
+    )
     assert f"the template {name} has no place for the role 'critic'" in complaint(
         of, {"messages": [*TALK, {"role": "critic", "content": "x"}]}
     )
 
 
 def test_a_turn_that_a_template_drops_silently_is_refused() -> None:
-    drops = CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role != 'system' %}")
+    drops = CHATML.replace(
+        "{% for message in messages %}", "{% for message in messages if message.role != 'system' %}"
+    )
     of = encoder(tokenizer(template=drops))
-    assert "the chat template leaves out messages[0], of the role 'system'" in complaint(of, {"messages": TALK})
+    assert "the chat template leaves out messages[0], of the role 'system'" in complaint(
+        of, {"messages": TALK}
+    )
     with pytest.raises(DataError, match="leaves out"):
         of.prompt(Row("r:1", {"prompt": TALK[:2]}))
     json_of_tools = CHATML.replace(
-        "message['content'] +", "(message['content'] | tojson if message.role == 'tool' else message['content']) +"
+        "message['content'] +",
+        "(message['content'] | tojson if message.role == 'tool' else message['content']) +",
     )
     quoted = [USES[0], {"role": "tool", "content": 'say "2"'}, USES[3]]
-    assert encoder(tokenizer(template=json_of_tools)).encode(Row("r:1", {"messages": quoted})).learned
+    assert (
+        encoder(tokenizer(template=json_of_tools)).encode(Row("r:1", {"messages": quoted})).learned
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- reasoning
@@ -165,20 +209,43 @@ def test_reasoning_is_kept_dropped_or_masked(name: str | None, answer: dict[str,
     of, row = tokenizer(name), Row("r:1", {"messages": [ASK, answer]})
     require(of, encoder(of).encode(row), [HEAD, "<think>\nso so\n</think>\n\nTwo.<|im_end|>", "\n"])
     require(of, encoder(of, reasoning="drop").encode(row), [HEAD, "Two.<|im_end|>", "\n"])
-    require(of, encoder(of, reasoning="mask").encode(row), [HEAD + "<think>\nso so\n</think>\n\n", "Two.<|im_end|>", "\n"])
+    require(
+        of,
+        encoder(of, reasoning="mask").encode(row),
+        [HEAD + "<think>\nso so\n</think>\n\n", "Two.<|im_end|>", "\n"],
+    )
 
 
 def test_reasoning_of_several_turns_and_texts() -> None:
     of = tokenizer("chatml")
-    twice = [ASK, {"role": "assistant", "content": "<think>a</think>One"}, ASK, {"role": "assistant", "content": "b</think>Two"}]
-    pieces = [HEAD + "<think>a</think>", "One<|im_end|>", "\n" + HEAD + "b</think>", "Two<|im_end|>", "\n"]
+    twice = [
+        ASK,
+        {"role": "assistant", "content": "<think>a</think>One"},
+        ASK,
+        {"role": "assistant", "content": "b</think>Two"},
+    ]
+    pieces = [
+        HEAD + "<think>a</think>",
+        "One<|im_end|>",
+        "\n" + HEAD + "b</think>",
+        "Two<|im_end|>",
+        "\n",
+    ]
     require(of, encoder(of, reasoning="mask").encode(Row("r:1", {"messages": twice})), pieces)
-    assert "think>" not in of.decode(encoder(of, reasoning="drop").encode(Row("r:1", {"messages": twice})).tokens.tolist())
-    everything = encoder(of, reasoning="mask", learn_on="all").encode(Row("r:1", {"messages": twice[:2]}))
+    assert "think>" not in of.decode(
+        encoder(of, reasoning="drop").encode(Row("r:1", {"messages": twice})).tokens.tolist()
+    )
+    everything = encoder(of, reasoning="mask", learn_on="all").encode(
+        Row("r:1", {"messages": twice[:2]})
+    )
     require(of, everything, ["", HEAD, "<think>a</think>", "One<|im_end|>\n"])
     plain = tokenizer(template=None)
     row = Row("r:1", {"prompt": "two?", "completion": "<think>so</think> Two."})
-    require(plain, encoder(plain, reasoning="mask").encode(row), ["two?<think>so</think> ", "Two.<|im_end|>"])
+    require(
+        plain,
+        encoder(plain, reasoning="mask").encode(row),
+        ["two?<think>so</think> ", "Two.<|im_end|>"],
+    )
     require(plain, encoder(plain, reasoning="drop").encode(row), ["two?", "Two.<|im_end|>"])
     document = Row("r:1", {"text": "<think>so</think> Two."})
     assert encoder(plain, reasoning="mask").encode(document).learn.all(), "a document is no answer"
@@ -191,23 +258,36 @@ def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
         "(message['content'] if loop.last else message['content'].split('</think>')[-1].lstrip()) +",
     )
     of = tokenizer(template=last_alone)
-    answers = [{"role": "assistant", "content": f"<think>{why}</think>Yes."} for why in ("first", "second")]
+    answers = [
+        {"role": "assistant", "content": f"<think>{why}</think>Yes."} for why in ("first", "second")
+    ]
     rows = [{"messages": [ASK, answers[0], ASK, answers[1]]}, {"messages": [ASK, answers[1]]}]
-    job = Job("", ModelConfig(), make(AlgorithmSpec, "sft"), DataConfig(train=[FileSource(path="x")], max_length=512))
+    job = Job(
+        "",
+        ModelConfig(),
+        make(AlgorithmSpec, "sft"),
+        DataConfig(train=[FileSource(path="x")], max_length=512),
+    )
     job.__dict__["tokenizer"] = of
     counts = job.encode([Row(f"r:{number}", row) for number, row in enumerate(rows)]).counts
     assert counts[0, "hides_reasoning"] == 1 and counts[0, "read"] == 2
     info = {"rows_read": 2, "limit": 512, "hides_reasoning": 1}
     (line,) = left_out("train", info)
-    assert line.endswith("1 of 2 rows without the reasoning of some turns, which the chat template leaves out")
+    assert line.endswith(
+        "1 of 2 rows without the reasoning of some turns, which the chat template leaves out"
+    )
 
 
 def test_a_template_that_renders_reasoning_does_it_itself() -> None:
     own = CHATML.replace(
-        "message['content'] +", "('(' + message.reasoning_content + ')' if message.reasoning_content else '') + message['content'] +"
+        "message['content'] +",
+        "('(' + message.reasoning_content + ')' if message.reasoning_content else '') + message['content'] +",
     )
     of = tokenizer(template=own)
-    row = Row("r:1", {"messages": [ASK, {"role": "assistant", "content": "Two.", "reasoning_content": "so"}]})
+    row = Row(
+        "r:1",
+        {"messages": [ASK, {"role": "assistant", "content": "Two.", "reasoning_content": "so"}]},
+    )
     assert "(so)Two." in of.decode(encoder(of).encode(row).tokens.tolist())
     assert "so" not in of.decode(encoder(of, reasoning="drop").encode(row).tokens.tolist())
     pieces = [HEAD, "(", "so", ")Two.<|im_end|>", "\n"]
@@ -234,7 +314,9 @@ def test_a_template_whose_tokens_are_not_there() -> None:
     )
     bare = tiny_tokenizer()
     bare.eos_token = None
-    with pytest.raises(ModelError, match="ends answers by the end-of-sequence token, and this tokenizer has none"):
+    with pytest.raises(
+        ModelError, match="ends answers by the end-of-sequence token, and this tokenizer has none"
+    ):
         set_template(bare, "zephyr")
 
 
@@ -263,4 +345,6 @@ def test_a_name_or_a_file(tmp_path: Path) -> None:
 
 def test_every_name_is_a_file() -> None:
     assert {path.stem for path in FOLDER.iterdir()} == set(TEMPLATES)
-    assert load_text("data: x.jsonl\nmodel: {chat_template: zephyr}", []).model == ModelConfig(chat_template="zephyr")
+    assert load_text("data: x.jsonl\nmodel: {chat_template: zephyr}", []).model == ModelConfig(
+        chat_template="zephyr"
+    )

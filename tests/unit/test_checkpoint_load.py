@@ -37,7 +37,9 @@ def refused(path: Path, tensors: dict[str, torch.Tensor]) -> str:
 
 def test_shapes_are_compared(path: Path) -> None:
     tensors = blank(content(7)) | {"model.3": torch.zeros(104, 301)}
-    assert "model.3 has shape [104, 300] in the checkpoint, [104, 301] in this run" in refused(path, tensors)
+    assert "model.3 has shape [104, 300] in the checkpoint, [104, 301] in this run" in refused(
+        path, tensors
+    )
 
 
 def test_dtypes_are_compared(path: Path) -> None:
@@ -46,7 +48,10 @@ def test_dtypes_are_compared(path: Path) -> None:
 
 
 def test_missing_optimizer_state_is_named(path: Path) -> None:
-    tensors = blank(content(7)) | {"optim.3.momentum_buffer": torch.zeros(3), "optim.4.momentum_buffer": torch.zeros(3)}
+    tensors = blank(content(7)) | {
+        "optim.3.momentum_buffer": torch.zeros(3),
+        "optim.4.momentum_buffer": torch.zeros(3),
+    }
     assert "holds no optim.3.momentum_buffer and 1 more" in refused(path, tensors)
 
 
@@ -57,7 +62,9 @@ def test_state_that_would_be_dropped_is_named(path: Path) -> None:
 
 
 def test_a_section_alone_may_be_loaded(path: Path) -> None:
-    tensors = {name: tensor for name, tensor in blank(content(7)).items() if name.startswith("model.")}
+    tensors = {
+        name: tensor for name, tensor in blank(content(7)).items() if name.startswith("model.")
+    }
     load(path, tensors)
     assert differing(tensors, {name: content(7)[name] for name in tensors}) == []
 
@@ -67,18 +74,30 @@ def test_folders_that_are_none_name_the_newest_that_is(path: Path, tmp_path: Pat
     unfinished.mkdir()
     (unfinished / "manifest.json").write_text("{}")
     (path.parent / "step-00000009").mkdir()
-    for other in (unfinished, path.parent / "step-00000009", path.parent, tmp_path, path.parent / "nowhere"):
-        with pytest.raises(CheckpointError, match=re.escape(f"not a committed checkpoint; newest valid: {path}")):
+    for other in (
+        unfinished,
+        path.parent / "step-00000009",
+        path.parent,
+        tmp_path,
+        path.parent / "nowhere",
+    ):
+        with pytest.raises(
+            CheckpointError, match=re.escape(f"not a committed checkpoint; newest valid: {path}")
+        ):
             check(other, verify=True)
     found = newest(path.parent, verify=True)
     assert found.path == path
-    assert [(skipped.name, "manifest.json" in reason) for skipped, reason in found.skipped] == [("step-00000009", True)]
+    assert [(skipped.name, "manifest.json" in reason) for skipped, reason in found.skipped] == [
+        ("step-00000009", True)
+    ]
 
 
 def test_nothing_near(tmp_path: Path) -> None:
     assert newest(tmp_path / "nowhere", verify=True).path is None
     assert pointed(tmp_path, "latest") is None
-    with pytest.raises(CheckpointError, match="not a committed checkpoint, and there is none near it"):
+    with pytest.raises(
+        CheckpointError, match="not a committed checkpoint, and there is none near it"
+    ):
         check(tmp_path, verify=True)
     with pytest.raises(CheckpointError):
         read_state(tmp_path)
@@ -101,7 +120,9 @@ def test_a_pointer_leads_nowhere_outside(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("closed", [".", "checkpoints", "checkpoints/step-00000007"])
-def test_what_may_not_be_read_is_one_line(tmp_path: Path, path: Path, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_not_be_read_is_one_line(
+    tmp_path: Path, path: Path, closed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / closed).chmod(0o700)
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,9 @@ from tests.checkpoint_ranks import blank, content, differing
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
-def save(checkpointer: Checkpointer, step: int, metric: float | None = None, shift: int = 0) -> SaveResult:
+def save(
+    checkpointer: Checkpointer, step: int, metric: float | None = None, shift: int = 0
+) -> SaveResult:
     checkpointer.save(step, content(step, shift), {"step": step, "shift": shift}, metric)
     (result,) = checkpointer.wait()
     assert result.error is None, result.error
@@ -42,7 +44,9 @@ def test_what_was_saved_is_loaded(tmp_path: Path, asynchronous: bool) -> None:
     checkpointer = Checkpointer(tmp_path, 2, True, "min", asynchronous)
     result = save(checkpointer, 20)
     assert result.path == tmp_path / "step-00000020" and result.step == 20
-    assert result.bytes == sum(f.stat().st_size for f in result.path.iterdir() if f.name != "manifest.json")
+    assert result.bytes == sum(
+        f.stat().st_size for f in result.path.iterdir() if f.name != "manifest.json"
+    )
     assert 0 <= result.blocked_seconds <= result.seconds
     assert differing(stored(result.path, content(20)), content(20)) == []
     assert read_state(result.path) == {"step": 20, "shift": 0}
@@ -87,14 +91,23 @@ def test_tensors_with_strides_and_gradients_are_stored_by_value(tmp_path: Path) 
 
 def test_copies_for_the_background_take_what_their_tensors_take() -> None:
     """Each in a storage of its own, or torch.distributed.checkpoint would copy it again."""
-    tensors = {"a": torch.randn(1000, 33), "b": torch.randn(3).bfloat16(), "c": torch.tensor(7), "d": torch.empty(0, 4)}
+    tensors = {
+        "a": torch.randn(1000, 33),
+        "b": torch.randn(3).bfloat16(),
+        "c": torch.tensor(7),
+        "d": torch.empty(0, 4),
+    }
     staging = Staging()
     assert staging.bytes_ == 0
     for _ in range(2):
         before, tensors = tensors, {name: tensor + 1 for name, tensor in tensors.items()}
         staged = staging.copy(before)
     torch.testing.assert_close(staged, before)
-    assert 0 <= staging.bytes_ - sum(tensor.nbytes for tensor in tensors.values()) < ALIGNED * len(tensors)
+    assert (
+        0
+        <= staging.bytes_ - sum(tensor.nbytes for tensor in tensors.values())
+        < ALIGNED * len(tensors)
+    )
     assert all(staged[name].untyped_storage().nbytes() == staged[name].nbytes for name in "abc")
     smaller = staging.copy({"a": tensors["a"]})
     assert smaller["a"] is staged["a"], "the memory that is there"
@@ -131,9 +144,13 @@ def test_a_run_taken_up_from_an_older_step_has_its_own_newest(tmp_path: Path) ->
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(("named", "then", "best"), [(20, 25, 20), (20, 40, 20), (10, 15, 15), (10, 40, 40)])
+@pytest.mark.parametrize(
+    ("named", "then", "best"), [(20, 25, 20), (20, 40, 20), (10, 15, 15), (10, 40, 40)]
+)
 @pytest.mark.parametrize("keep_best", [True, False])
-def test_the_best_is_of_the_branch_that_the_run_is_on(tmp_path: Path, keep_best: bool, named: int, then: int, best: int) -> None:
+def test_the_best_is_of_the_branch_that_the_run_is_on(
+    tmp_path: Path, keep_best: bool, named: int, then: int, best: int
+) -> None:
     """Also where the new branch has passed the steps of the one that was left."""
     checkpointer = Checkpointer(tmp_path, 4, keep_best, "min", False)
     for step, metric in [(10, 3.0), (20, 2.0), (30, 1.0)]:
@@ -152,11 +169,17 @@ def test_what_a_dead_run_left_is_removed_at_the_start(tmp_path: Path) -> None:
     (tmp_path / ".tmp-latest-cc").write_text("step")
     (tmp_path / "notes.txt").write_text("mine")
     Checkpointer(tmp_path, 2, True, "min", False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "notes.txt", "step-00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "notes.txt",
+        "step-00000001",
+    ]
 
 
 @pytest.mark.parametrize(("half", "back"), [((), 1), ((".tmp-",), 0), ((".tmp-", ".trash-"), None)])
-def test_a_step_that_was_saved_again_has_its_name_back_after_a_kill(tmp_path: Path, half: tuple[str, ...], back: int | None) -> None:
+def test_a_step_that_was_saved_again_has_its_name_back_after_a_kill(
+    tmp_path: Path, half: tuple[str, ...], back: int | None
+) -> None:
     """Between the two renames: the new one where that is whole, else the old one."""
     checkpointer, folder = Checkpointer(tmp_path, 2, True, "min", False), tmp_path / folder_name(8)
     for shift, mark in enumerate((".trash-", ".tmp-")):
@@ -204,7 +227,12 @@ def test_a_pointer_that_cannot_move_leaves_the_checkpoint_and_says_so(tmp_path: 
     (tmp_path / "latest").mkdir()
     checkpointer.save(1, content(1), {}, None)
     (result,) = checkpointer.wait()
-    assert result.path and result.error and "the checkpoint is whole" in result.error and "latest" in result.error
+    assert (
+        result.path
+        and result.error
+        and "the checkpoint is whole" in result.error
+        and "latest" in result.error
+    )
     assert check(result.path, verify=True).step == 1
 
 
@@ -213,4 +241,8 @@ def test_the_manifest_is_readable_json_with_its_own_checksum(tmp_path: Path) -> 
     assert path
     outer = json.loads((path / "manifest.json").read_text())
     assert set(outer) == {"sha256", "manifest"}
-    assert outer["manifest"]["metric"] == 0.25 and set(outer["manifest"]["files"]) == {"__0_0.distcp", ".metadata", "state.json"}
+    assert outer["manifest"]["metric"] == 0.25 and set(outer["manifest"]["files"]) == {
+        "__0_0.distcp",
+        ".metadata",
+        "state.json",
+    }

@@ -32,21 +32,50 @@ def test_a_system_without_affinity_and_proc(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("hidden", ["", "-1"])
 def test_hidden_gpus_are_not_there_and_not_asked_for(hidden: str) -> None:
     code = "import sys; from drumline.hardware.detect import detect; assert detect().device == 'cpu'; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "CUDA_VISIBLE_DEVICES": hidden}, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": hidden},
+        check=True,
+        timeout=60,
+    )
 
 
 # name → (the group's listing, files below the mount, cores, bytes)
 GROUPS: dict[str, tuple[str, dict[str, str], float, float]] = {
-    "v2, limited": ("0::/job\n", {"job/cpu.max": "150000 100000\n", "job/memory.max": "1000\n"}, 1.5, 1000),
-    "v2, limited above": ("0::/a/b\n", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000", "a/b/memory.max": "max"}, 2.0, math.inf),
-    "v2, limits only in the mount's root": ("0::/../elsewhere\n", {"cpu.max": "50000 100000", "memory.max": "7"}, 0.5, 7),
+    "v2, limited": (
+        "0::/job\n",
+        {"job/cpu.max": "150000 100000\n", "job/memory.max": "1000\n"},
+        1.5,
+        1000,
+    ),
+    "v2, limited above": (
+        "0::/a/b\n",
+        {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000", "a/b/memory.max": "max"},
+        2.0,
+        math.inf,
+    ),
+    "v2, limits only in the mount's root": (
+        "0::/../elsewhere\n",
+        {"cpu.max": "50000 100000", "memory.max": "7"},
+        0.5,
+        7,
+    ),
     "v1": (
         "3:cpu,cpuacct:/job\n2:memory:/job\n1:name=systemd:/\n",
-        {"cpu/job/cpu.cfs_quota_us": "300000", "cpu/job/cpu.cfs_period_us": "100000", "memory/job/memory.limit_in_bytes": "99"},
+        {
+            "cpu/job/cpu.cfs_quota_us": "300000",
+            "cpu/job/cpu.cfs_period_us": "100000",
+            "memory/job/memory.limit_in_bytes": "99",
+        },
         3.0,
         99,
     ),
-    "v1, unlimited": ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf, math.inf),
+    "v1, unlimited": (
+        "3:cpu:/\n",
+        {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+        math.inf,
+        math.inf,
+    ),
     "no groups": ("", {}, math.inf, math.inf),
 }
 

@@ -38,7 +38,9 @@ def test_when_copies_come_together(strategy: s.StrategySpec, together: list[int]
 )
 def test_when_fragments_are_sent(options: dict[str, int], sent: dict[int, int]) -> None:
     strategy = s.DiLoCoStrategy(period=5, **options)  # type: ignore[arg-type]
-    assert {step: number for step in range(10) if (number := strategy.sends(step)) is not None} == sent
+    assert {
+        step: number for step in range(10) if (number := strategy.sends(step)) is not None
+    } == sent
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 3, 7])
@@ -52,10 +54,14 @@ def test_kinds_of_steps_add_up_to_a_period(fragments: int, delay: int, bits: Any
         assert sum(kind[-2] == "1" for kind in kinds if kind != "apart") == fragments
 
 
-@pytest.mark.parametrize(("kind", "first"), [("none", 9), ("bf16", 0), ("int8", 0), ("topk", 3), ("powersgd", 3)])
+@pytest.mark.parametrize(
+    ("kind", "first"), [("none", 9), ("bf16", 0), ("int8", 0), ("topk", 3), ("powersgd", 3)]
+)
 def test_when_gradients_are_compressed(kind: Any, first: int) -> None:
     strategy = s.DDPStrategy(compression=s.Compression(kind=kind, start_step=3))
-    assert [step for step in range(9) if strategy.step_kind(step) == "compressed"] == list(range(first, 9))
+    assert [step for step in range(9) if strategy.step_kind(step) == "compressed"] == list(
+        range(first, 9)
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,19 +71,38 @@ def test_when_gradients_are_compressed(kind: Any, first: int) -> None:
         ({"strategy": ddp("bf16") | {"pp": 2}}, "compression × pp"),
         ({"strategy": ddp("topk"), "precision": "fp16"}, "units of a loss scale"),
         ({"strategy": ddp("powersgd"), "precision": "fp16"}, "units of a loss scale"),
-        ({"strategy": {"kind": "diloco", "period": 4, "fragments": 5}}, "strategy.fragments: fragments × period"),
-        ({"strategy": {"kind": "diloco", "period": 4, "delay": 4}}, "arrived before it is sent again — use delay=3 or less"),
-        ({"strategy": {"kind": "diloco", "delay": 4}, "precision": "fp16"}, "loss scales of their own"),
-        ({"strategy": {"kind": "diloco", "delay": 4}, "health": {"on_spike": "skip"}}, "before it knows the loss of the others"),
+        (
+            {"strategy": {"kind": "diloco", "period": 4, "fragments": 5}},
+            "strategy.fragments: fragments × period",
+        ),
+        (
+            {"strategy": {"kind": "diloco", "period": 4, "delay": 4}},
+            "arrived before it is sent again — use delay=3 or less",
+        ),
+        (
+            {"strategy": {"kind": "diloco", "delay": 4}, "precision": "fp16"},
+            "loss scales of their own",
+        ),
+        (
+            {"strategy": {"kind": "diloco", "delay": 4}, "health": {"on_spike": "skip"}},
+            "before it knows the loss of the others",
+        ),
     ],
 )
 def test_what_is_refused(sections: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError) as error:
         plan(world_size=4, batch={"global_samples": 8}, **sections)
-    assert says in error.value.line() and ("strategy." in error.value.line() or "health." in error.value.line())
+    assert says in error.value.line() and (
+        "strategy." in error.value.line() or "health." in error.value.line()
+    )
 
 
-PEERS: dict[str, Any] = {"kind": "diloco", "delay": 2, "peers": ["a:29600", "b:29600"], "secret": "${env:NAME}"}
+PEERS: dict[str, Any] = {
+    "kind": "diloco",
+    "delay": 2,
+    "peers": ["a:29600", "b:29600"],
+    "secret": "${env:NAME}",
+}
 
 
 @pytest.mark.parametrize(
@@ -119,6 +144,9 @@ def test_the_plan_says_why(strategy: Any, world_size: int, says: str) -> None:
 
 
 def test_what_is_kept_between_steps_is_counted() -> None:
-    keeps = {kind: s.DDPStrategy(compression=s.Compression(kind=kind)).kept_bytes(2) for kind in ("none", "int8", "topk", "powersgd")}
+    keeps = {
+        kind: s.DDPStrategy(compression=s.Compression(kind=kind)).kept_bytes(2)
+        for kind in ("none", "int8", "topk", "powersgd")
+    }
     assert keeps == {"none": 0, "int8": 0, "topk": 4, "powersgd": 4}
     assert (s.DiLoCoStrategy().outer_bytes(), s.LocalSGDStrategy().outer_bytes()) == (8, 0)

@@ -172,7 +172,9 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "wanted"), MEANINGS, ids=[f"{i} {next(iter(w))}" for i, (_, w) in enumerate(MEANINGS)])
+@pytest.mark.parametrize(
+    ("text", "wanted"), MEANINGS, ids=[f"{i} {next(iter(w))}" for i, (_, w) in enumerate(MEANINGS)]
+)
 def test_old_keys_in_new_words(text: str, wanted: dict[str, Any]) -> None:
     values = translated(text)
     for dotted, value in wanted.items():
@@ -183,19 +185,39 @@ def test_old_keys_in_new_words(text: str, wanted: dict[str, Any]) -> None:
 @pytest.mark.parametrize("warmup", ["warmup_steps: 0", "warmup_steps: 4", "warmup_ratio: 0.25"])
 @pytest.mark.parametrize(
     ("kind", "kwargs"),
-    [("linear", {}), ("cosine", {}), ("constant_with_warmup", {}), ("constant", {}), ("cosine_with_min_lr", {"min_lr": 1e-4})],
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("constant_with_warmup", {}),
+        ("constant", {}),
+        ("cosine_with_min_lr", {"min_lr": 1e-4}),
+    ],
 )
-def test_the_rates_of_training_arguments_are_those_of_transformers(kind: str, kwargs: dict[str, float], warmup: str) -> None:
+def test_the_rates_of_training_arguments_are_those_of_transformers(
+    kind: str, kwargs: dict[str, float], warmup: str
+) -> None:
     import torch
     from transformers import get_scheduler
 
-    text = DATA + f"learning_rate: 1e-3\nlr_scheduler_type: {kind}\nlr_scheduler_kwargs: {json.dumps(kwargs)}\nmax_steps: 12\n{warmup}\n"
+    text = (
+        DATA
+        + f"learning_rate: 1e-3\nlr_scheduler_type: {kind}\nlr_scheduler_kwargs: {json.dumps(kwargs)}\nmax_steps: 12\n{warmup}\n"
+    )
     config = load_text(text, ["data.train=[{kind: file, path: x}]"], "old.yaml")
     steps, schedule = config.run.steps or 0, config.schedule
-    rates = [config.optimizer.lr * schedule.rate(step, steps, warmup_steps(schedule, steps)) for step in range(steps)]
+    rates = [
+        config.optimizer.lr * schedule.rate(step, steps, warmup_steps(schedule, steps))
+        for step in range(steps)
+    ]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     warm = {"warmup_steps: 0": 0, "warmup_steps: 4": 4, "warmup_ratio: 0.25": 3}[warmup]
-    theirs = get_scheduler(kind, optimizer, num_warmup_steps=warm, num_training_steps=12, scheduler_specific_kwargs=kwargs or None)
+    theirs = get_scheduler(
+        kind,
+        optimizer,
+        num_warmup_steps=warm,
+        num_training_steps=12,
+        scheduler_specific_kwargs=kwargs or None,
+    )
     expected = []
     for _ in range(steps):
         expected += theirs.get_last_lr()
@@ -260,7 +282,9 @@ MISTAKES: list[tuple[str, list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "says"), MISTAKES, ids=[f"{i} {s[0][:40]}" for i, (_, s) in enumerate(MISTAKES)])
+@pytest.mark.parametrize(
+    ("text", "says"), MISTAKES, ids=[f"{i} {s[0][:40]}" for i, (_, s) in enumerate(MISTAKES)]
+)
 def test_a_mistake_names_the_old_line(text: str, says: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_text(text, [], "old.yaml")
@@ -281,8 +305,12 @@ WHOLE: list[tuple[dict[str, Any], list[str], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("rest", "place", "table"), WHOLE, ids=lambda v: "/".join(v) if isinstance(v, list) else "")
-def test_junk_in_any_key_is_one_line_or_nothing(rest: dict[str, Any], place: list[str], table: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("rest", "place", "table"), WHOLE, ids=lambda v: "/".join(v) if isinstance(v, list) else ""
+)
+def test_junk_in_any_key_is_one_line_or_nothing(
+    rest: dict[str, Any], place: list[str], table: dict[str, Any]
+) -> None:
     refused = 0
     for key in table:
         for junk in JUNK:
@@ -290,7 +318,11 @@ def test_junk_in_any_key_is_one_line_or_nothing(rest: dict[str, Any], place: lis
             for section in reversed(place):
                 inside = {section: inside}
             try:
-                load_text(json.dumps({**rest, **inside}), ["data.train=[{kind: file, path: x}]"], "old.yaml")
+                load_text(
+                    json.dumps({**rest, **inside}),
+                    ["data.train=[{kind: file, path: x}]"],
+                    "old.yaml",
+                )
             except ConfigError as error:
                 refused += 1
                 assert "\n" not in error.line() and "old.yaml" in error.line(), error.line()
@@ -298,25 +330,40 @@ def test_junk_in_any_key_is_one_line_or_nothing(rest: dict[str, Any], place: lis
 
 
 def test_every_key_without_a_meaning_gets_a_line() -> None:
-    text = DATA + "dataloader_num_workers: 4\nlocal_rank: 0\nhub_token: hf_sEcReT12345\npush_to_hub: true\nlogging_dir: x\n"
+    text = (
+        DATA
+        + "dataloader_num_workers: 4\nlocal_rank: 0\nhub_token: hf_sEcReT12345\npush_to_hub: true\nlogging_dir: x\n"
+    )
     told = notes(text)
-    for line, key in enumerate(("dataloader_num_workers", "local_rank", "hub_token", "push_to_hub", "logging_dir"), start=2):
+    for line, key in enumerate(
+        ("dataloader_num_workers", "local_rank", "hub_token", "push_to_hub", "logging_dir"), start=2
+    ):
         assert any(note.startswith(f"old.yaml:{line}: {key}: ") for note in told), key
     assert "hf_sEcReT12345" not in " ".join(told)
 
 
 def test_what_the_trainer_would_have_taken_is_said() -> None:
     (told,) = notes(DATA + "learning_rate: 1e-5\n")
-    assert "schedule.kind 'linear'" in told and "run.epochs 3.0" in told and "optimizer.lr" not in told
+    assert (
+        "schedule.kind 'linear'" in told and "run.epochs 3.0" in told and "optimizer.lr" not in told
+    )
 
 
 def test_whose_file_it_is() -> None:
     assert recognise({"distributed_type": "NO"}) == "accelerate"
     assert recognise({"zero_optimization": {}, "train_batch_size": 3}) == "deepspeed"
-    assert recognise({"training": {"output_dir": "x"}}) == recognise({"learning_rate": 1}) == "training"
+    assert (
+        recognise({"training": {"output_dir": "x"}})
+        == recognise({"learning_rate": 1})
+        == "training"
+    )
     assert recognise({"model": {"id": "x"}, "optimizer": {"lr": 1}, "batch": {}}) is None
-    assert recognise({"data": {"train": [{"kind": "file"}]}, "learning_rate": 3}) is None, "Drumline's own, with a mistake"
-    assert recognise({"model": "x", "data": {"path": "y"}, "run": {"steps": 2}}) is None, "Drumline's own, with a mistake"
+    assert recognise({"data": {"train": [{"kind": "file"}]}, "learning_rate": 3}) is None, (
+        "Drumline's own, with a mistake"
+    )
+    assert recognise({"model": "x", "data": {"path": "y"}, "run": {"steps": 2}}) is None, (
+        "Drumline's own, with a mistake"
+    )
     assert recognise({"optimizer": {"learning_rate": 3}}) == "training"
 
 
@@ -324,13 +371,19 @@ def test_the_tables_know_every_key_of_the_other_tools() -> None:
     """The installed accelerate, transformers and TRL are asked for their keys, so a new release shows what is missing."""
     transformers = pytest.importorskip("transformers")
     arguments = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
-    assert arguments <= ARGUMENTS.keys() | TABLE.keys(), sorted(arguments - ARGUMENTS.keys() - TABLE.keys())
+    assert arguments <= ARGUMENTS.keys() | TABLE.keys(), sorted(
+        arguments - ARGUMENTS.keys() - TABLE.keys()
+    )
     config = pytest.importorskip("accelerate.commands.config.config_args").ClusterConfig
     known = {field.name for field in dataclasses.fields(config)}
     assert known <= TABLE.keys(), sorted(known - TABLE.keys())
     parser = pytest.importorskip("accelerate.commands.launch").launch_command_parser()
     flags = {action.dest for action in parser._actions}
-    for prefix, table in (("fsdp_", FSDP), ("megatron_lm_", MEGATRON), ("parallelism_config_", PARALLELISM)):
+    for prefix, table in (
+        ("fsdp_", FSDP),
+        ("megatron_lm_", MEGATRON),
+        ("parallelism_config_", PARALLELISM),
+    ):
         wanted = {flag.removeprefix(prefix) for flag in flags if flag.startswith(prefix)}
         assert wanted <= table.keys(), sorted(wanted - table.keys())
     zero = {flag for flag in flags if flag.startswith(("deepspeed_", "zero", "offload_"))}

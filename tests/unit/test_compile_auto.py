@@ -20,7 +20,12 @@ from drumline.planner.search.search import evaluate
 from tests.unit.conftest import Run
 
 DATA = "data: {train: [{kind: file, path: a.jsonl}]}\n"
-LORA_8B: dict[str, Any] = {"model": "llama-3.1-8b", "cluster": "h100-80g", "length": 4096, "adapter": "lora"}
+LORA_8B: dict[str, Any] = {
+    "model": "llama-3.1-8b",
+    "cluster": "h100-80g",
+    "length": 4096,
+    "adapter": "lora",
+}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,9 @@ def long_run() -> Plans:
 def test_a_long_run_compiles_and_a_short_one_does_not(long_run: Plans) -> None:
     first = long_run.ranked[0]
     assert first.candidate.config.compile.enabled and first.config["compile"] == {"enabled": True}
-    assert first.tokens_per_s == max(ranked.tokens_per_s for ranked in long_run.ranked if ranked.name == "single")
+    assert first.tokens_per_s == max(
+        ranked.tokens_per_s for ranked in long_run.ranked if ranked.name == "single"
+    )
     startup = first.candidate.estimate.startup
     assert startup > 0
     assert first.hours() == pytest.approx((1000 * first.seconds + startup) / 3600)
@@ -71,7 +78,16 @@ def test_both_numbers_are_told(long_run: Plans) -> None:
 
 
 def test_plan_tells_them(run: Run) -> None:
-    flags = ["--model", "llama-3.1-8b", "--cluster", "h100-80g", "--length", "2048", "--adapter", "lora"]
+    flags = [
+        "--model",
+        "llama-3.1-8b",
+        "--cluster",
+        "h100-80g",
+        "--length",
+        "2048",
+        "--adapter",
+        "lora",
+    ]
     code, out, _ = run("plan", *flags, "run.steps=1000")
     told = " ".join(out.split())
     assert code == 0 and "compile auto: o" in told and "before the first step" in told
@@ -80,7 +96,9 @@ def test_plan_tells_them(run: Run) -> None:
 
 
 def on_h100(*overrides: str) -> Question:
-    return plan(overrides=["batch.global_samples=32", "run.steps=1000", *overrides], **LORA_8B).answer.question
+    return plan(
+        overrides=["batch.global_samples=32", "run.steps=1000", *overrides], **LORA_8B
+    ).answer.question
 
 
 @pytest.mark.parametrize(
@@ -88,7 +106,11 @@ def on_h100(*overrides: str) -> Question:
     [
         (["strategy=single"], True, "compile auto: on"),
         (["strategy=single", "run.steps=2"], False, "compile auto: off"),
-        (["strategy=single", "data.eval=[{kind: file, path: b}]", "eval.samples=2"], False, "blocks also sample"),
+        (
+            ["strategy=single", "data.eval=[{kind: file, path: b}]", "eval.samples=2"],
+            False,
+            "blocks also sample",
+        ),
         (["strategy=single", "adapter={kind: lora, quantize: 4bit}"], False, "unpacking"),
         (["strategy=single", "compile=false"], False, ""),
     ],
@@ -99,7 +121,12 @@ def test_a_named_strategy(overrides: list[str], enabled: bool, told: str) -> Non
 
 
 def test_on_a_cpu_it_is_off_and_nothing_is_told(long_run: Plans) -> None:
-    found = plan(model="llama-3.2-1b", cluster="cpu", length=256, overrides=["run.steps=1000000", "strategy=single"])
+    found = plan(
+        model="llama-3.2-1b",
+        cluster="cpu",
+        length=256,
+        overrides=["run.steps=1000000", "strategy=single"],
+    )
     question = found.answer.question
     assert choose_compile(question) == (question.config, "")
     made = evaluate(question, question.config, "")
@@ -115,7 +142,9 @@ def gain(*overrides: str, model: str, cluster: str, bandwidth: float | None) -> 
         cluster_: Cluster = replace(question.cluster, device=device)
         question = replace(question, cluster=cluster_)
     eager, compiled = (
-        evaluate(question, question.config.model_copy(update={"compile": CompileConfig(enabled=on)}), "").estimate
+        evaluate(
+            question, question.config.model_copy(update={"compile": CompileConfig(enabled=on)}), ""
+        ).estimate
         for on in (False, True)
     )
     return eager.seconds.total / compiled.seconds.total
@@ -129,7 +158,9 @@ def gain(*overrides: str, model: str, cluster: str, bandwidth: float | None) -> 
         ("llama-3.1-8b", 8192, 2, "selective", 6667 / 5762),
     ],
 )
-def test_what_compiling_gains_on_h100(model: str, length: int, micro: int, checkpointing: str, measured: float) -> None:
+def test_what_compiling_gains_on_h100(
+    model: str, length: int, micro: int, checkpointing: str, measured: float
+) -> None:
     """torchtitan's runs on H100 with 2.4 TB/s. What is fused was counted of a block, and not fitted to them."""
     overrides = [
         "strategy=fsdp2",
@@ -150,7 +181,9 @@ def test_one_gpu_without_a_batch_has_larger_micro_batches_looked_at() -> None:
     assert set_by_user.config["batch"]["micro_batch"] == 1
 
 
-def test_a_machine_without_triton_or_a_compiler_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_triton_or_a_compiler_stays_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     question = on_h100("strategy=single")
     here = replace(question, cluster=replace(question.cluster, found=True))
     monkeypatch.setattr(compiling, "installed", lambda package: False)

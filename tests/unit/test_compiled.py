@@ -22,10 +22,16 @@ from tests.unit.test_plan_memory import FACTS, layout
 
 def numbers(folder: Path, model: Path, **compiled: bool) -> list[float]:
     """Loss sums and gradient norms of three steps."""
-    sections: dict[str, Any] = {"compile": compiled, "optimizer": {"fused": False, "lr": 3e-3}, "batch": {"global_samples": 2}}
+    sections: dict[str, Any] = {
+        "compile": compiled,
+        "optimizer": {"fused": False, "lr": 3e-3},
+        "batch": {"global_samples": 2},
+    }
     folder.mkdir()
     path = write_config(folder, model, data={"packing": False, "max_length": 32}, **sections)
-    plan = make_plan(Request(load(path, ["batch.micro_batch=2"]), world_size=1), on_progress=lambda *_: None)
+    plan = make_plan(
+        Request(load(path, ["batch.micro_batch=2"]), world_size=1), on_progress=lambda *_: None
+    )
     engine, algorithm = build_engine(plan, "cpu"), plan.config.algorithm
     found = []
     for step in range(3):
@@ -43,7 +49,9 @@ def test_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     model = tiny_model_dir(tmp_path / "model")
     monkeypatch.setattr(losses, "_sums", losses._sums)  # set back behind the test
     plain = numbers(tmp_path / "plain", model)
-    assert numbers(tmp_path / "compiled", model, loss=True, optimizer=True) == pytest.approx(plain, rel=1e-5)
+    assert numbers(tmp_path / "compiled", model, loss=True, optimizer=True) == pytest.approx(
+        plain, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,8 +60,14 @@ def test_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ({"compile": {"optimizer": True}}, "compile.optimizer"),
         ({"compile": {"loss": True}, "strategy": "tp"}, "compile.loss × tp"),
         ({"model": {"kernels": "liger"}}, "kernels=liger × cpu"),
-        ({"precision": {"kind": "fp8"}, "adapter": {"kind": "lora"}}, "precision fp8 × tp, cp, pp, ep, zero, frozen weights"),
-        ({"precision": {"kind": "fp8", "gather": "fp8"}}, "gather=fp8 × the precision or the strategy"),
+        (
+            {"precision": {"kind": "fp8"}, "adapter": {"kind": "lora"}},
+            "precision fp8 × tp, cp, pp, ep, zero, frozen weights",
+        ),
+        (
+            {"precision": {"kind": "fp8", "gather": "fp8"}},
+            "gather=fp8 × the precision or the strategy",
+        ),
     ],
 )
 def test_refused_in_one_line(sections: dict[str, Any], name: str) -> None:

@@ -26,9 +26,19 @@ def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
     (tmp_path / "drumline").write_text(SCRIPT)
     (tmp_path / "drumline").chmod(0o755)
     env = {**ENV, "PATH": f"{tmp_path}:{ENV['PATH']}"}
-    done = subprocess.run(["bash", "--norc", "-c", ASK], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", ASK],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
-    found = {line.partition(": ")[0].split()[-1].rstrip(":"): line.partition(": ")[2].split() for line in done.stdout.splitlines()}
+    found = {
+        line.partition(": ")[0].split()[-1].rstrip(":"): line.partition(": ")[2].split()
+        for line in done.stdout.splitlines()
+    }
     assert "train" in found["tr"] and found["--dry"] == ["--dry-run"]
     assert found["run.dev"] == ["run.device=", "run.device=auto"]
     assert found["mi"] == []  # names of files are bash's own
@@ -36,9 +46,16 @@ def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
 
 def test_keys_are_those_of_the_schema() -> None:
     every = keys("")
-    assert len(every) > 250 and {"optimizer.lr", "strategy.offload", "batch.micro_batch", "data.train"} <= set(every)
+    assert len(every) > 250 and {
+        "optimizer.lr",
+        "strategy.offload",
+        "batch.micro_batch",
+        "data.train",
+    } <= set(every)
     assert keys("optimizer.lr_sc") == ["optimizer.lr_scaling=", "optimizer.lr_scaling=none"]
     assert keys("nothing") == [] and keys("health.on_sp")[0] == "health.on_spike="
     values = {"data": {"train": [{"kind": "digits"}]}}
-    defaults = [keys(key)[-1] for key in every if key.startswith(("run.s", "run.e", "health.on", "eval.e"))]
+    defaults = [
+        keys(key)[-1] for key in every if key.startswith(("run.s", "run.e", "health.on", "eval.e"))
+    ]
     assert len(defaults) >= 5 and load_values(values, defaults).config.run.seed == 0

@@ -62,8 +62,12 @@ def test_near_the_gradient(group: dist.ProcessGroup, kind: str, tolerance: float
     assert 0 < float((seen - flat).norm() / flat.norm()) < tolerance
 
 
-@pytest.mark.parametrize(("kind", "options"), [("topk", {"ratio": 0.05}), ("powersgd", {"rank": 2})])
-def test_nothing_is_lost_but_time(group: dist.ProcessGroup, kind: str, options: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"), [("topk", {"ratio": 0.05}), ("powersgd", {"rank": 2})]
+)
+def test_nothing_is_lost_but_time(
+    group: dist.ProcessGroup, kind: str, options: dict[str, float]
+) -> None:
     made = compressor(group, kind, **options)
     sent, given = torch.zeros(64 * 48 + 100), torch.zeros(64 * 48 + 100)
     for step in range(6):
@@ -86,7 +90,9 @@ def test_top_k_sends_the_largest(group: dist.ProcessGroup) -> None:
     assert float(seen[kept].abs().min()) >= float(flat[~kept].abs().max())
 
 
-def test_powersgd_finds_a_matrix_of_its_rank_and_sends_vectors_whole(group: dist.ProcessGroup) -> None:
+def test_powersgd_finds_a_matrix_of_its_rank_and_sends_vectors_whole(
+    group: dist.ProcessGroup,
+) -> None:
     made = compressor(group, "powersgd", rank=3)
     flat, parameters = gradients()
     flat[: 64 * 48] = (torch.randn(64, 3) @ torch.randn(3, 48)).flatten()
@@ -122,13 +128,28 @@ def test_sent_bytes_counts_what_is_called_by_the_ring(group: dist.ProcessGroup) 
 
 def test_fragments_are_views_of_weights_in_any_layout() -> None:
     """Transposed, of channels last, of one entry: what is written to a fragment stands in the weights, and each entry in one fragment."""
-    weights = [torch.zeros(3, 4).t(), torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.zeros(()), torch.zeros(1, 7)]
+    weights = [
+        torch.zeros(3, 4).t(),
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(()),
+        torch.zeros(1, 7),
+    ]
     fragments = cut(weights, 3)
     assert {sum(part.numel() for part in parts) for parts in fragments} <= {47, 46}
     for number, parts in enumerate(fragments, 1):
         for part in parts:
             part.add_(number)
-    assert [sum(map(torch.Tensor.numel, parts)) for parts in cut([torch.zeros(10)], 7)] == [1, 1, 2, 1, 2, 1, 2], "none is empty"
-    with pytest.raises(ConfigError, match=r"strategy\.fragments: 11 fragments of 10 trained weights"):
+    assert [sum(map(torch.Tensor.numel, parts)) for parts in cut([torch.zeros(10)], 7)] == [
+        1,
+        1,
+        2,
+        1,
+        2,
+        1,
+        2,
+    ], "none is empty"
+    with pytest.raises(
+        ConfigError, match=r"strategy\.fragments: 11 fragments of 10 trained weights"
+    ):
         cut([torch.zeros(10)], 11)
     assert {float(entry) for weight in weights for entry in weight.flatten()} == {1.0, 2.0, 3.0}

@@ -23,13 +23,29 @@ DATA = {"train": [{"kind": "file", "path": "x.jsonl"}]}
 VALIDATOR = jsonschema.Draft202012Validator(schema())
 
 
-def short_places(model: type[BaseModel] = Config, place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def short_places(
+    model: type[BaseModel] = Config, place: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
     """Where a section may be written short, found in the classes themselves. A list's item counts as `0`."""
     for name, field in model.model_fields.items():
-        parts = [*field.metadata, *(extra for inner in get_args(field.annotation) for extra in getattr(inner, "__metadata__", ()))]
+        parts = [
+            *field.metadata,
+            *(
+                extra
+                for inner in get_args(field.annotation)
+                for extra in getattr(inner, "__metadata__", ())
+            ),
+        ]
         here = (*place, name)
-        if any(isinstance(part, Short) or (isinstance(part, Registered) and part.base.short) for part in parts):
-            yield (*here, "0") if get_args(field.annotation) and str(field.annotation).startswith("list") else here
+        if any(
+            isinstance(part, Short) or (isinstance(part, Registered) and part.base.short)
+            for part in parts
+        ):
+            yield (
+                (*here, "0")
+                if get_args(field.annotation) and str(field.annotation).startswith("list")
+                else here
+            )
         for inside in models_at(here):
             if len(here) < 4 and inside is not model:
                 yield from short_places(inside, here)
@@ -44,7 +60,16 @@ def at(place: tuple[str, ...], value: Any) -> dict[str, Any]:
             made = [made]
             continue
         made = {key: made}
-        kinds = [kind for model in models_at(place[:depth]) for kind in _kind(model) if key in model.model_fields] if depth else []
+        kinds = (
+            [
+                kind
+                for model in models_at(place[:depth])
+                for kind in _kind(model)
+                if key in model.model_fields
+            ]
+            if depth
+            else []
+        )
         if kinds:
             made["kind"] = kinds[-1]
     return {"data": DATA, **made}
@@ -64,13 +89,32 @@ def accepted(values: dict[str, Any]) -> bool:
 
 
 MODELS = [("model",), ("algorithm", "value_model")]
-PLACES = sorted({place for place in short_places() if place[0] != "data" and not place[-1].endswith(("model", "new_tokens"))})
+PLACES = sorted(
+    {
+        place
+        for place in short_places()
+        if place[0] != "data" and not place[-1].endswith(("model", "new_tokens"))
+    }
+)
 
 
 def test_all_kinds_of_short_forms_are_found() -> None:
     dotted = {".".join(place) for place in PLACES}
-    assert {"strategy", "algorithm", "adapter", "precision", "schedule", "cluster", "cluster.device"} <= dotted
-    assert {"strategy.compression", "strategy.offload_optimizer", "strategy.offload_parameters", "algorithm.rewards.0"} <= dotted
+    assert {
+        "strategy",
+        "algorithm",
+        "adapter",
+        "precision",
+        "schedule",
+        "cluster",
+        "cluster.device",
+    } <= dotted
+    assert {
+        "strategy.compression",
+        "strategy.offload_optimizer",
+        "strategy.offload_parameters",
+        "algorithm.rewards.0",
+    } <= dotted
     assert "algorithm.generator" in dotted
 
 
@@ -85,7 +129,9 @@ def test_a_short_form_that_train_accepts_is_valid(place: tuple[str, ...]) -> Non
     assert taken
     for word in taken:
         VALIDATOR.validate(at(place, word))
-    assert not VALIDATOR.is_valid(at(place, [])) and (place[0] == "cluster" or not VALIDATOR.is_valid(at(place, "nope")))
+    assert not VALIDATOR.is_valid(at(place, [])) and (
+        place[0] == "cluster" or not VALIDATOR.is_valid(at(place, "nope"))
+    )
 
 
 @pytest.mark.parametrize("place", MODELS, ids=".".join)
@@ -97,7 +143,11 @@ def test_a_model_may_be_its_id(place: tuple[str, ...]) -> None:
 
 
 def test_new_tokens_may_be_a_list_or_a_mapping() -> None:
-    for short in (["<a>", "<b>"], {"<a>": "some text", "<b>": ""}, [{"token": "<a>", "text": "some text"}]):
+    for short in (
+        ["<a>", "<b>"],
+        {"<a>": "some text", "<b>": ""},
+        [{"token": "<a>", "text": "some text"}],
+    ):
         assert accepted(at(("model", "new_tokens"), short))
         VALIDATOR.validate(at(("model", "new_tokens"), short))
     for wrong in ("<a>", [3], {"<a>": 3}, [{"text": "a text"}]):
@@ -106,9 +156,20 @@ def test_new_tokens_may_be_a_list_or_a_mapping() -> None:
 
 
 def test_a_source_may_be_any_text() -> None:
-    fine = ["x.jsonl", ["x.jsonl", {"path": "y"}], {"train": "x"}, {"train": {"path": "x"}, "eval": ["hub:y", {"id": "o/n"}]}, DATA]
-    sources, mixing = {("data",), ("data", "train", "0"), ("data", "eval", "0")}, {"duplicates", "decontaminate", "curriculum", "stream"}
-    assert {place for place in short_places() if place[0] == "data"} == sources | {("data", key) for key in mixing}
+    fine = [
+        "x.jsonl",
+        ["x.jsonl", {"path": "y"}],
+        {"train": "x"},
+        {"train": {"path": "x"}, "eval": ["hub:y", {"id": "o/n"}]},
+        DATA,
+    ]
+    sources, mixing = (
+        {("data",), ("data", "train", "0"), ("data", "eval", "0")},
+        {"duplicates", "decontaminate", "curriculum", "stream"},
+    )
+    assert {place for place in short_places() if place[0] == "data"} == sources | {
+        ("data", key) for key in mixing
+    }
     for data in fine:
         assert accepted({"data": data})
         VALIDATOR.validate({"data": data})
@@ -142,11 +203,24 @@ def test_evaluation_sets_by_name() -> None:
     by_name = {"data": {**DATA, "eval": {"easy": [source], "hard": [source, source]}}}
     VALIDATOR.validate(by_name)
     config = TypeAdapter(Config).validate_python(by_name)
-    assert {name: len(sources) for name, sources in config.data.eval_sets.items()} == {"easy": 1, "hard": 2}
+    assert {name: len(sources) for name, sources in config.data.eval_sets.items()} == {
+        "easy": 1,
+        "hard": 2,
+    }
     assert TypeAdapter(Config).validate_python(config.model_dump(mode="json")) == config
-    short = TypeAdapter(Config).validate_python({"data": {**DATA, "eval": {"easy": "x.jsonl", "hard": ["x.jsonl", source]}}})
+    short = TypeAdapter(Config).validate_python(
+        {"data": {**DATA, "eval": {"easy": "x.jsonl", "hard": ["x.jsonl", source]}}}
+    )
     assert short == config
-    for wrong in ({"easy": 3}, {"easy": []}, {"tasks": [source]}, {"reward": "x.jsonl"}, {"a/b": [source]}, {"": [source]}, {1: [source]}):
+    for wrong in (
+        {"easy": 3},
+        {"easy": []},
+        {"tasks": [source]},
+        {"reward": "x.jsonl"},
+        {"a/b": [source]},
+        {"": [source]},
+        {1: [source]},
+    ):
         assert not accepted({"data": {**DATA, "eval": wrong}}), wrong
     assert not accepted({"data": {**DATA, "train": [{**source, "set": "a"}]}})
 
@@ -154,7 +228,12 @@ def test_evaluation_sets_by_name() -> None:
 def test_every_example_is_valid() -> None:
     for path in (Path(__file__).parents[2] / "examples").glob("*.yaml"):
         values = json.loads(json.dumps(yaml.safe_load(path.read_text())))
-        wrong = [error.message for error in VALIDATOR.iter_errors(values) if not isinstance(error.instance, str)]  # 1e-5 is text to PyYAML
+        # 1e-5 is text to PyYAML.
+        wrong = [
+            error.message
+            for error in VALIDATOR.iter_errors(values)
+            if not isinstance(error.instance, str)
+        ]
         assert not wrong, (path.name, wrong)
 
 
@@ -194,7 +273,9 @@ def test_null_is_accepted_wherever_there_is_a_default() -> None:
         if name == "kind" and len(models_at(place[:-1])) > 1:  # it selects the section
             continue
         field = model.model_fields[name]
-        accepts = type(None) in get_args(field.annotation) or null_means_default_at(place, kind_of(model))
+        accepts = type(None) in get_args(field.annotation) or null_means_default_at(
+            place, kind_of(model)
+        )
         if not accepts:
             refused.add(".".join(place))
         elif model is not Config:
@@ -204,7 +285,16 @@ def test_null_is_accepted_wherever_there_is_a_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["data.holdout", "data.max_length", "eval.mode", "eval.metric", "optimizer.betas", "model.kind", "precision.kind"]
+    "key",
+    [
+        "data.holdout",
+        "data.max_length",
+        "eval.mode",
+        "eval.metric",
+        "optimizer.betas",
+        "model.kind",
+        "precision.kind",
+    ],
 )
 def test_null_is_the_default(key: str) -> None:
     assert load_text("data: x.jsonl", [f"{key}=null"]) == load_text("data: x.jsonl", [])
@@ -213,9 +303,18 @@ def test_null_is_the_default(key: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["adapter.kind=null"], "`kind` is null, and must be one of none, lora — choose one of them"),
-        (["checkpoint.keep=null"], "null has no clear meaning here — set a number of checkpoints, or leave it out for 2"),
-        (["algorithm=ppo", "algorithm.kl=null"], "null has no clear meaning here — {coefficient: 0} for none"),
+        (
+            ["adapter.kind=null"],
+            "`kind` is null, and must be one of none, lora — choose one of them",
+        ),
+        (
+            ["checkpoint.keep=null"],
+            "null has no clear meaning here — set a number of checkpoints, or leave it out for 2",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.kl=null"],
+            "null has no clear meaning here — {coefficient: 0} for none",
+        ),
     ],
 )
 def test_where_null_is_refused_the_line_gives_the_choice(overrides: list[str], line: str) -> None:

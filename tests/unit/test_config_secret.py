@@ -33,20 +33,33 @@ def options(text: str) -> dict[str, Any]:
 
 
 def test_a_secret_of_the_yaml_is_withheld_and_revealed() -> None:
-    given = {"api_key": "hunter2hunter2", "nested": {"db": "postgres://me:hunter2@db/x"}, "password": 1234, "limit": 3, "pad_token": "<p>"}
+    given = {
+        "api_key": "hunter2hunter2",
+        "nested": {"db": "postgres://me:hunter2@db/x"},
+        "password": 1234,
+        "limit": 3,
+        "pad_token": "<p>",
+    }
     config = load_text(GRPO % "{}", [f"algorithm.rewards.0.options={given}"])
     written = to_yaml(config)
     assert "hunter2" not in written and "1234" not in written and "hunter2" not in repr(config)
     held = config.algorithm.rewards[0].options  # type: ignore[attr-defined]
-    assert held["api_key"] == f"${{env:{KEY}}}" and held["limit"] == 3 and held["pad_token"] == "<p>"
+    assert (
+        held["api_key"] == f"${{env:{KEY}}}" and held["limit"] == 3 and held["pad_token"] == "<p>"
+    )
     assert reveal(held, "options") == given and withheld()[KEY] == '"hunter2hunter2"'
-    assert redact("no access with hunter2hunter2 or 1234, 12345") == "no access with [redacted] or [redacted], 12345"
+    assert (
+        redact("no access with hunter2hunter2 or 1234, 12345")
+        == "no access with [redacted] or [redacted], 12345"
+    )
 
 
 def test_a_named_variable_is_looked_up_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     held = options("{api_key: '${env:MINE}', header: 'Bearer ${env:MINE}'}")
     assert held == {"api_key": "${env:MINE}", "header": "Bearer ${env:MINE}"}
-    with pytest.raises(ConfigError, match=r"o: the environment variable 'MINE', which 'api_key' names, is not set"):
+    with pytest.raises(
+        ConfigError, match=r"o: the environment variable 'MINE', which 'api_key' names, is not set"
+    ):
         reveal(held, "o")
     monkeypatch.setenv("MINE", "open-sesame")
     assert reveal(held, "o") == {"api_key": "open-sesame", "header": "Bearer open-sesame"}
@@ -57,26 +70,46 @@ def test_a_run_folders_config_lacks_the_secret(monkeypatch: pytest.MonkeyPatch) 
     written = to_yaml(load_text(GRPO % "{api_key: hunter2hunter2}", []))
     monkeypatch.delenv(KEY)
     again = load_text(written, [])
-    with pytest.raises(ConfigError, match=r"options: the secret 'api_key' is not kept in the run folder — go on with the YAML that has it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"options: the secret 'api_key' is not kept in the run folder — go on with the YAML that has it",
+    ):
         reveal(again.algorithm.rewards[0].options, "options")  # type: ignore[attr-defined]
 
 
 def test_urls_and_deepspeeds_own_config(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"comet": {"enabled": true, "api_key": "hunter2hunter2"}}')
-    (tmp_path / "c.yaml").write_text(DATA + "strategy: {kind: zero2, config: ds.json, options: {wandb: {token: abcdefgh}}}\n")
+    (tmp_path / "c.yaml").write_text(
+        DATA + "strategy: {kind: zero2, config: ds.json, options: {wandb: {token: abcdefgh}}}\n"
+    )
     written = to_yaml(load(tmp_path / "c.yaml", []).config)
     assert "hunter2" not in written and "abcdefgh" not in written
-    vllm = DATA + "algorithm: {kind: grpo, generator: {kind: vllm, url: 'http://me:hunter2@host:8000'}}\n"
+    vllm = (
+        DATA
+        + "algorithm: {kind: grpo, generator: {kind: vllm, url: 'http://me:hunter2@host:8000'}}\n"
+    )
     url = load_text(vllm, []).algorithm.generator.url  # type: ignore[attr-defined]
-    assert url == f"${{env:{OURS}ALGORITHM_GENERATOR_URL}}" and reveal(url, "url") == "http://me:hunter2@host:8000"
+    assert (
+        url == f"${{env:{OURS}ALGORITHM_GENERATOR_URL}}"
+        and reveal(url, "url") == "http://me:hunter2@host:8000"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (DATA + "model:\n  id: 'https://me:pw@host/m'\n", "c.yaml:3: model.id is a secret: it would be written into the run folder"),
-        (DATA + "model: {config: {api_key: x}}\n", "c.yaml:2: model.config.api_key is a secret: it would"),
-        ("data: {train: [{kind: file, path: '${env:ROWS}/x.jsonl'}]}\n", "c.yaml:1: data.train.0.path: no ${env:…} can stand here"),
+        (
+            DATA + "model:\n  id: 'https://me:pw@host/m'\n",
+            "c.yaml:3: model.id is a secret: it would be written into the run folder",
+        ),
+        (
+            DATA + "model: {config: {api_key: x}}\n",
+            "c.yaml:2: model.config.api_key is a secret: it would",
+        ),
+        (
+            "data: {train: [{kind: file, path: '${env:ROWS}/x.jsonl'}]}\n",
+            "c.yaml:1: data.train.0.path: no ${env:…} can stand here",
+        ),
         (DATA + "run: {dir: '${env:OUT}'}\n", "c.yaml:2: run.dir: no ${env:…} can stand here"),
     ],
 )
@@ -87,7 +120,12 @@ def test_elsewhere_they_are_refused(text: str, line: str) -> None:
 
 
 def test_ordinary_values_are_left_alone() -> None:
-    values = {"model": {"config": {"image_token": "<i>"}}, "optimizer": {"lr": 1e-4}, "a": [None, True, "http://host:1/x"], 3: "x"}
+    values = {
+        "model": {"config": {"image_token": "<i>"}},
+        "optimizer": {"lr": 1e-4},
+        "a": [None, True, "http://host:1/x"],
+        3: "x",
+    }
     assert withhold(values, lambda place: ".".join(place)) == values
 
 

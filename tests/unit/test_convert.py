@@ -35,7 +35,13 @@ def made(old: Path | list[str]) -> tuple[dict[str, Any], str]:
 
 def at(values: Any, dotted: str) -> Any:
     for key in dotted.split("."):
-        values = values[int(key)] if isinstance(values, list) else values[key] if isinstance(values, dict) and key in values else None
+        values = (
+            values[int(key)]
+            if isinstance(values, list)
+            else values[key]
+            if isinstance(values, dict) and key in values
+            else None
+        )
     return values
 
 
@@ -101,17 +107,27 @@ def test_no_key_is_dropped_silently(name: str, tmp_path: Path) -> None:
 
     whole = converted(old)
     kept = [key for key in old if f"{key}: {old[key]}" not in NEUTRAL]
-    assert not [key for key in kept if converted({k: v for k, v in old.items() if k != key}) == whole]
+    assert not [
+        key for key in kept if converted({k: v for k, v in old.items() if k != key}) == whole
+    ]
 
 
-@pytest.mark.parametrize("name", [name for name in MEANINGS if name.startswith(("lf", "axolotl_dpo", "axolotl_p"))])
+@pytest.mark.parametrize(
+    "name", [name for name in MEANINGS if name.startswith(("lf", "axolotl_dpo", "axolotl_p"))]
+)
 def test_plan_takes_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, new = tiny_model_dir(tmp_path / "model"), tmp_path / "new.yaml"
     with pytest.raises(SystemExit) as ended:
         cli.main(["convert", str(FILES / name), "-o", str(new)])
     assert not ended.value.code and load(new, []).config.model.id == "someone/base-model"
-    tiny = [f"model.id={model}", "run.device=cpu", *["adapter.targets=all-linear", "data.max_length=256"] * ("sft" in name)]
-    rewards = [f"algorithm.rewards=[{{kind: model, model: {{id: {model}}}}}]"] if "ppo" in name else []
+    tiny = [
+        f"model.id={model}",
+        "run.device=cpu",
+        *["adapter.targets=all-linear", "data.max_length=256"] * ("sft" in name),
+    ]
+    rewards = (
+        [f"algorithm.rewards=[{{kind: model, model: {{id: {model}}}}}]"] if "ppo" in name else []
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", str(new), *tiny, *rewards])
     assert not ended.value.code, capsys.readouterr().err
@@ -119,28 +135,85 @@ def test_plan_takes_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_notes_are_shown_once(is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_are_shown_once(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     to_stdout(FILES / "lf_sft.yaml", None)
     out, err = capsys.readouterr()
     note = "the report (RUN/report.html) has the plot"
-    assert out.count(note) == 1 and err.count(note) == (not is_terminal), "a file that stdout goes to has them, and so has the terminal"
+    assert out.count(note) == 1 and err.count(note) == (not is_terminal), (
+        "a file that stdout goes to has them, and so has the terminal"
+    )
 
 
 def test_a_command_and_its_file() -> None:
-    values, notes = made(["trl", "dpo", "--config", str(FILES / "trl_dpo.yaml"), "--beta", "0.3", "--output_dir=a b", "|", "tee", "log"])
-    assert values["algorithm"]["beta"] == 0.3 and values["run"]["dir"] == "a b" and values["precision"] == "bf16"
-    values, notes = made(["trl", "rloo", "--model_name_or_path", "a/b", "--dataset_name", "c/d", "--hub_token", SECRET, "--odd", "1"])
-    assert values["algorithm"]["estimator"] == "rloo" and values["algorithm"]["kl"]["coefficient"] == 0.05
-    assert SECRET not in notes and "--odd: 1: unknown key of `trl rloo`" in notes and "no reward function is named" in notes
-    values, notes = made(["python", "sft.py", "--model_name_or_path", "a/b", "--dataset_name", "c/d", "--max_length", "$LENGTH"][:6])
+    values, notes = made(
+        [
+            "trl",
+            "dpo",
+            "--config",
+            str(FILES / "trl_dpo.yaml"),
+            "--beta",
+            "0.3",
+            "--output_dir=a b",
+            "|",
+            "tee",
+            "log",
+        ]
+    )
+    assert (
+        values["algorithm"]["beta"] == 0.3
+        and values["run"]["dir"] == "a b"
+        and values["precision"] == "bf16"
+    )
+    values, notes = made(
+        [
+            "trl",
+            "rloo",
+            "--model_name_or_path",
+            "a/b",
+            "--dataset_name",
+            "c/d",
+            "--hub_token",
+            SECRET,
+            "--odd",
+            "1",
+        ]
+    )
+    assert (
+        values["algorithm"]["estimator"] == "rloo"
+        and values["algorithm"]["kl"]["coefficient"] == 0.05
+    )
+    assert (
+        SECRET not in notes
+        and "--odd: 1: unknown key of `trl rloo`" in notes
+        and "no reward function is named" in notes
+    )
+    values, notes = made(
+        [
+            "python",
+            "sft.py",
+            "--model_name_or_path",
+            "a/b",
+            "--dataset_name",
+            "c/d",
+            "--max_length",
+            "$LENGTH",
+        ][:6]
+    )
     assert values["optimizer"]["lr"] == 2e-5 and "TRL's default is all" in notes
 
 
 # A file, what its config then has, and what a line says: first of Axolotl.
 AX = "base_model: a/b\nsequence_len: 64\nlearning_rate: 1e-4\n"
-TALK = AX + "rl: dpo\ndatasets: [{path: p.jsonl, type: chat_template.KIND, field_messages: NAME, MORE}]\n"
-TALK_SFT = TALK.replace("rl: dpo\n", "").replace("MORE", "message_property_mappings: {role: ROLE, content: value}")
+TALK = (
+    AX
+    + "rl: dpo\ndatasets: [{path: p.jsonl, type: chat_template.KIND, field_messages: NAME, MORE}]\n"
+)
+TALK_SFT = TALK.replace("rl: dpo\n", "").replace(
+    "MORE", "message_property_mappings: {role: ROLE, content: value}"
+)
 DOCUMENTS = AX + "datasets: [{path: d.jsonl, type: completion, field: body}]\n"
 LF = "model_name_or_path: a/b\ndataset: c/d\ndataset_dir: ONLINE\n"
 HF = "train_file: x.jsonl\n"
@@ -211,7 +284,9 @@ MEANT: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("text", "wanted", "says"), MEANT, ids=range(len(MEANT)))
-def test_what_the_tool_would_do(text: str, wanted: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_what_the_tool_would_do(
+    text: str, wanted: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     (tmp_path / "old.yaml").write_text(text)
     values, notes = made(tmp_path / "old.yaml")
     assert {dotted: at(values, dotted) for dotted in wanted} == wanted and says in notes
@@ -236,7 +311,9 @@ COMMANDS: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("command", "wanted", "says"), COMMANDS, ids=[command for command, _, _ in COMMANDS])
+@pytest.mark.parametrize(
+    ("command", "wanted", "says"), COMMANDS, ids=[command for command, _, _ in COMMANDS]
+)
 def test_what_trl_would_do(command: str, wanted: dict[str, Any], says: str) -> None:
     values, notes = made(["trl", *command.split()[:1], *PAIRS.split(), *command.split()[1:]])
     assert {dotted: at(values, dotted) for dotted in wanted} == wanted and says in notes
@@ -250,13 +327,28 @@ AXOLOTL = "base_model: a/b\ndatasets: [{path: c/d, type: alpaca}]\nsequence_len:
 MISTAKES = [
     ("", "the file is empty"),
     ("- a", "holds a list"),
-    ("a: {b: 1}", "is no config of accelerate, DeepSpeed, transformers, TRL, LLaMA-Factory or Axolotl"),
-    ("stage: stf\nmodel_name_or_path: a/b\n", "old.yaml:1: stage: no 'stf' here — did you mean 'sft'?"),
-    ("stage: sft\ndataset: songs\n", "there is no data/dataset_info.json, which says what 'songs' is"),
-    ("stage: sft\ndataset_dir: DATA\ndataset: song\n", "has no dataset 'song' — did you mean 'songs'?"),
+    (
+        "a: {b: 1}",
+        "is no config of accelerate, DeepSpeed, transformers, TRL, LLaMA-Factory or Axolotl",
+    ),
+    (
+        "stage: stf\nmodel_name_or_path: a/b\n",
+        "old.yaml:1: stage: no 'stf' here — did you mean 'sft'?",
+    ),
+    (
+        "stage: sft\ndataset: songs\n",
+        "there is no data/dataset_info.json, which says what 'songs' is",
+    ),
+    (
+        "stage: sft\ndataset_dir: DATA\ndataset: song\n",
+        "has no dataset 'song' — did you mean 'songs'?",
+    ),
     ("stage: sft\ndataset_dir: DATA\ndataset: script\n", "has neither file_name nor hf_hub_url"),
     (AXOLOTL + "rl: dpp\n", "old.yaml:5: rl: no 'dpp' here — did you mean 'dpo'?"),
-    (AXOLOTL + "micro_batch_size: two\n", "old.yaml:5: micro_batch_size: 'two' given, a whole number is wanted"),
+    (
+        AXOLOTL + "micro_batch_size: two\n",
+        "old.yaml:5: micro_batch_size: 'two' given, a whole number is wanted",
+    ),
     (AXOLOTL.replace("path", "paht"), "dataset 1 has no path"),
     (LF + "stage: sft\nval_size: .inf\n", "val_size: inf given, a number is wanted"),
     (LF + "stage: sft\nval_size: .nan\n", "val_size: nan given, a number is wanted"),
@@ -274,23 +366,52 @@ def test_a_mistake_is_one_line(text: str, says: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ({"columns": {"messages": "conversations", "system": "sys"}}, "columns.system: 'sys': left out: it is system or"),
-        ({"columns": {"chosen": "better", "rejected": "rejected"}}, "columns.chosen: 'better': left out: it is chosen here"),
-        ({"columns": {"kto_tag": "good"}}, "columns.kto_tag: 'good': left out: it is label or kto_tag here"),
-        ({"tags": {"role_tag": "by", "content_tag": "value"}}, "tags.role_tag: 'by': left out: it is from or role here"),
-        ({"tags": {"user_tag": "gpt", "assistant_tag": "gpt"}}, "tags.user_tag: 'gpt': left out: it is human or user here"),
         (
-            {"columns": {"messages": "talk", "system": "system"}, "tags": {"role_tag": "role", "content_tag": "content"}},
+            {"columns": {"messages": "conversations", "system": "sys"}},
+            "columns.system: 'sys': left out: it is system or",
+        ),
+        (
+            {"columns": {"chosen": "better", "rejected": "rejected"}},
+            "columns.chosen: 'better': left out: it is chosen here",
+        ),
+        (
+            {"columns": {"kto_tag": "good"}},
+            "columns.kto_tag: 'good': left out: it is label or kto_tag here",
+        ),
+        (
+            {"tags": {"role_tag": "by", "content_tag": "value"}},
+            "tags.role_tag: 'by': left out: it is from or role here",
+        ),
+        (
+            {"tags": {"user_tag": "gpt", "assistant_tag": "gpt"}},
+            "tags.user_tag: 'gpt': left out: it is human or user here",
+        ),
+        (
+            {
+                "columns": {"messages": "talk", "system": "system"},
+                "tags": {"role_tag": "role", "content_tag": "content"},
+            },
             "columns.system: 'system': left out: nothing is read beside messages under talk — rename those to conversations",
         ),
         (
-            {"columns": {"messages": "talk"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "human"}},
+            {
+                "columns": {"messages": "talk"},
+                "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "human"},
+            },
             "tags.user_tag: 'human': left out: it is user here",
         ),
-        ({"columns": {"system": "system_prompt"}, "tags": {"role_tag": "from", "user_tag": "human", "observation_tag": "tool"}}, ""),
+        (
+            {
+                "columns": {"system": "system_prompt"},
+                "tags": {"role_tag": "from", "user_tag": "human", "observation_tag": "tool"},
+            },
+            "",
+        ),
     ],
 )
-def test_names_that_rows_of_sharegpt_do_not_have_here(entry: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_names_that_rows_of_sharegpt_do_not_have_here(
+    entry: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     sets = {"talks": {"file_name": "talks.jsonl", "formatting": "sharegpt", **entry}}
     (tmp_path / "data").mkdir()
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(sets))
@@ -300,7 +421,13 @@ def test_names_that_rows_of_sharegpt_do_not_have_here(entry: dict[str, Any], say
     assert all(ROLES[name] == OURS[key] for key in OURS for name in READ[key])
 
 
-OURS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool", "function_tag": "assistant"}
+OURS = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "system_tag": "system",
+    "observation_tag": "tool",
+    "function_tag": "assistant",
+}
 
 
 @pytest.mark.parametrize(
@@ -308,13 +435,22 @@ OURS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"
     [
         ({"hf_hub_url": "a/b", "num_samples": 50}, 10, 10, ""),
         ({"hf_hub_url": "a/b", "num_samples": 5}, 10, 5, ""),
-        ({"hf_hub_url": "a/b", "folder": "python"}, None, None, "folder: 'python': left out: all files of the dataset are read"),
+        (
+            {"hf_hub_url": "a/b", "folder": "python"},
+            None,
+            None,
+            "folder: 'python': left out: all files of the dataset are read",
+        ),
     ],
 )
-def test_how_much_of_a_dataset(entry: dict[str, Any], most: int | None, limit: int | None, says: str, tmp_path: Path) -> None:
+def test_how_much_of_a_dataset(
+    entry: dict[str, Any], most: int | None, limit: int | None, says: str, tmp_path: Path
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/dataset_info.json").write_text(json.dumps({"songs": entry}))
-    (tmp_path / "old.yaml").write_text(f"model_name_or_path: a/b\nstage: sft\ndataset: songs\nmax_samples: {most or 'null'}\n")
+    (tmp_path / "old.yaml").write_text(
+        f"model_name_or_path: a/b\nstage: sft\ndataset: songs\nmax_samples: {most or 'null'}\n"
+    )
     values, notes = made(tmp_path / "old.yaml")
     assert at(values, "data.train.0.limit") == limit and says in notes
 

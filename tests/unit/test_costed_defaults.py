@@ -12,8 +12,15 @@ from drumline.strategies.fsdp2.spec import FSDP2Strategy
 
 
 def estimated(strategy: str, model: str = "llama-3.1-8b") -> Estimate:
-    overrides = [f"strategy={strategy}", "memory.activation_checkpointing=full", "batch.global_samples=32", "compile=false"]
-    question = plan(model=model, cluster="8xh100-80g", length=4096, overrides=overrides).answer.question
+    overrides = [
+        f"strategy={strategy}",
+        "memory.activation_checkpointing=full",
+        "batch.global_samples=32",
+        "compile=false",
+    ]
+    question = plan(
+        model=model, cluster="8xh100-80g", length=4096, overrides=overrides
+    ).answer.question
     return evaluate(question, question.config, "").estimate
 
 
@@ -42,7 +49,9 @@ def test_ends_of_their_own_are_gone_while_blocks_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(FSDP2Strategy, "gathers_ends_apart", lambda *_: False)
     with_root = estimated("fsdp2")
     end = 2 * 128256 * 4096  # bytes of the embedding, or of the head, in bf16
-    assert with_root.memory.phases["forward"] - apart.memory.phases["forward"] == pytest.approx(2 * end)
+    assert with_root.memory.phases["forward"] - apart.memory.phases["forward"] == pytest.approx(
+        2 * end
+    )
     assert with_root.memory.phases["loss"] - apart.memory.phases["loss"] == pytest.approx(end)
     assert apart.traffic == with_root.traffic, "backward reads no embedding, so it is gathered once"
     assert estimated("fsdp2", "llama-3.2-1b").model_dump() == tied.model_dump()

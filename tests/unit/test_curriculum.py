@@ -36,12 +36,15 @@ def test_uncertain_domains_get_more() -> None:
     assert made.shares() == pytest.approx(dict.fromkeys(("sums", "logic", "words"), 1 / 3))
     made.learn({"sums": [1.0, 1.0, 0.0, 0.0], "logic": [1.0] * 4, "words": [0.0] * 4})
     assert made.rates == {"sums": 0.5, "logic": 1.0, "words": 0.0}
-    assert made.shares() == pytest.approx({"sums": 0.1 / 3 + 0.9, "logic": 0.1 / 3, "words": 0.1 / 3})
+    assert made.shares() == pytest.approx(
+        {"sums": 0.1 / 3 + 0.9, "logic": 0.1 / 3, "words": 0.1 / 3}
+    )
     made.learn({"logic": [0.0] * 4, "sums": []})
     assert made.rates["logic"] == 0.5 and made.rates["sums"] == 0.5
     made.learn({"logic": [1.0] * 9 + [0.0]})
     made.rates = {"sums": 1.0, "logic": 1.0, "words": 0.0}
-    assert made.shares() == pytest.approx(dict.fromkeys(("sums", "logic", "words"), 1 / 3))  # all settled: evenly
+    # All settled: evenly.
+    assert made.shares() == pytest.approx(dict.fromkeys(("sums", "logic", "words"), 1 / 3))
 
 
 def test_goes_on_from_its_state() -> None:

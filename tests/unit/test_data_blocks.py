@@ -41,7 +41,9 @@ class Streamed:
         self.tokenizer.save_pretrained(base / "tokenizer")
         train = []
         for name, rows, weight in (("a", 70, 2), ("b", 30, 1)):
-            (base / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {n}", "n": n}) + "\n" for n in range(rows)))
+            (base / f"{name}.jsonl").write_text(
+                "".join(json.dumps({"text": f"{name} {n}", "n": n}) + "\n" for n in range(rows))
+            )
             train.append({"kind": "file", "path": f"{name}.jsonl", "weight": weight})
         (base / "source.py").write_text(source)
         self.config = Config.model_validate(self.keys(data.pop("train", train), **data))
@@ -51,7 +53,11 @@ class Streamed:
 
     def keys(self, train: list[dict[str, Any]], **data: Any) -> dict[str, Any]:
         packed = {"max_length": 64, "packing": False, "cache_dir": str(self.base / "cache")}
-        return {"run": {"steps": 9}, "model": {}, "data": {"train": train, **packed, "stream": {"rows": 16, "blocks": 3}, **data}}
+        return {
+            "run": {"steps": 9},
+            "model": {},
+            "data": {"train": train, **packed, "stream": {"rows": 16, "blocks": 3}, **data},
+        }
 
     def blocks(self, makes: bool = True, known: dict[str, int] | None = None) -> Blocks:
         task = Task(self.config, self.config.data.train, self.root, None)
@@ -59,12 +65,17 @@ class Streamed:
         stream = self.config.data.stream
         assert stream is not None
         weighted = any(source.weight is not None for source in self.config.data.train)
-        made = Blocks(self.root, stream, maker, 7, known=known or {}, margin=4 * SIZE, weighted=weighted)
+        made = Blocks(
+            self.root, stream, maker, 7, known=known or {}, margin=4 * SIZE, weighted=weighted
+        )
         self.opened.append(made)
         return self.opened[-1]
 
     def texts(self, blocks: Blocks, start: int, stop: int) -> list[str]:
-        return [self.tokenizer.decode(blocks.segments(n)[0][0].tolist()).split("<")[0] for n in blocks.ids(start, stop).tolist()]
+        return [
+            self.tokenizer.decode(blocks.segments(n)[0][0].tolist()).split("<")[0]
+            for n in blocks.ids(start, stop).tolist()
+        ]
 
     def on_disk(self) -> list[str]:
         return sorted(path.name for path in self.root.iterdir() if path.name.isdecimal())
@@ -88,8 +99,18 @@ def test_positions_are_the_same_wherever_reading_begins(streamed: Streamed) -> N
     whole = streamed.texts(first, 0, 120)
     in_block = [sorted(whole[at : at + 16]) for at in range(0, 112, 16)]
     rows = [text for block in in_block for text in block]
-    assert [sum(text[0] == "a" for text in block) for block in in_block] == [11, 10, 11, 11, 10, 11, 11], "two to one, evenly"
-    assert rows.count("b 0") == rows.count("a 0") == 2 and rows.count("a 69") == 1, "a source that ends begins again"
+    assert [sum(text[0] == "a" for text in block) for block in in_block] == [
+        11,
+        10,
+        11,
+        11,
+        10,
+        11,
+        11,
+    ], "two to one, evenly"
+    assert rows.count("b 0") == rows.count("a 0") == 2 and rows.count("a 69") == 1, (
+        "a source that ends begins again"
+    )
     assert whole[:16] != in_block[0] and sorted(whole[:16]) == in_block[0]
     known = first.state(90)
     assert known == {"block": 5, "start": 80}
@@ -100,13 +121,21 @@ def test_positions_are_the_same_wherever_reading_begins(streamed: Streamed) -> N
     assert min(streamed.on_disk()) == "00000005"
     at_hand.close()
     streamed.forget()
-    assert streamed.texts(streamed.blocks(), 90, 120) == whole[90:], "counted from the first block on"
+    assert streamed.texts(streamed.blocks(), 90, 120) == whole[90:], (
+        "counted from the first block on"
+    )
 
 
 def small(base: Path, **data: Any) -> Streamed:
     """A stream of 24 rows in blocks of at most 1000."""
     source = "def rows():\n    return [{'text': f'c {number}'} for number in range(24)]\n"
-    return Streamed(base, source, train=[{"kind": "python", "path": "source.py:rows"}], stream={"rows": 1000, "blocks": 3}, **data)
+    return Streamed(
+        base,
+        source,
+        train=[{"kind": "python", "path": "source.py:rows"}],
+        stream={"rows": 1000, "blocks": 3},
+        **data,
+    )
 
 
 def test_a_block_ends_where_all_rows_have_come(tmp_path: Path) -> None:
@@ -133,7 +162,10 @@ def test_what_an_older_version_made_is_not_used(tmp_path: Path) -> None:
     (made.root / "stream.json").write_text(json.dumps({"first": {}, "samples": {"0": 1000}}))
     assert cached(made.config, str(tmp_path / "tokenizer"), tmp_path) is None
     assert prepare(made.config, str(tmp_path / "tokenizer"), tmp_path) == made.plan
-    with pytest.raises(CheckpointError, match="counted in blocks of 1,000 rows, and the blocks of this stream have 24"):
+    with pytest.raises(
+        CheckpointError,
+        match="counted in blocks of 1,000 rows, and the blocks of this stream have 24",
+    ):
         made.blocks(known={"block": 1, "start": 1000})
 
 
@@ -167,18 +199,31 @@ def collated(blocks: Blocks, ids: list[int]) -> TokenBatch:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_any_number_of_ranks_takes_the_same_samples_within_the_disk(streamed: Streamed, ranks: int) -> None:
-    batch = BatchPlan(global_samples=SIZE, micro_batch=2, accumulation=SIZE // 2 // ranks, eval_micro_batch=2)
+def test_any_number_of_ranks_takes_the_same_samples_within_the_disk(
+    streamed: Streamed, ranks: int
+) -> None:
+    batch = BatchPlan(
+        global_samples=SIZE, micro_batch=2, accumulation=SIZE // 2 // ranks, eval_micro_batch=2
+    )
     first = streamed.blocks()
     expected = [first.ids(at, at + SIZE).tolist() for at in range(0, 96, SIZE)]
     first.close()
     streams = []
     for rank in range(ranks):
         blocks = streamed.blocks(makes=not rank)
-        streams.append(BatchStream(blocks, blocks, batch, rank, ranks, 0, 96, partial(collated, blocks), prefetch=2))
+        streams.append(
+            BatchStream(
+                blocks, blocks, batch, rank, ranks, 0, 96, partial(collated, blocks), prefetch=2
+            )
+        )
     for at, batches in enumerate(zip(*streams, strict=True)):
-        assert all(each.sample_ids.tolist() == expected[at] and each.state == batches[0].state for each in batches)
-        assert sorted(n for each in batches for n in each.sample_ids[each.places].ravel().tolist()) == sorted(expected[at])
+        assert all(
+            each.sample_ids.tolist() == expected[at] and each.state == batches[0].state
+            for each in batches
+        )
+        assert sorted(
+            n for each in batches for n in each.sample_ids[each.places].ravel().tolist()
+        ) == sorted(expected[at])
         assert len(streamed.on_disk()) <= 6, "blocks of two prefetched batches, and those ahead"
     for stream in streams:
         stream.close()
@@ -190,8 +235,15 @@ def test_a_curriculum_rises_in_each_block(tmp_path: Path) -> None:
     blocks.seed = None
     numbers = [int(text.split()[1]) for text in made.texts(blocks, 0, 32)]
     blocks.close()
-    assert numbers[:16] == sorted(numbers[:16]) and numbers[16:] == sorted(numbers[16:]) and not any(n % 2 for n in numbers)
-    assert made.plan.left_out[0].startswith("data.train, first block:") and "left out by `where`" in made.plan.left_out[0]
+    assert (
+        numbers[:16] == sorted(numbers[:16])
+        and numbers[16:] == sorted(numbers[16:])
+        and not any(n % 2 for n in numbers)
+    )
+    assert (
+        made.plan.left_out[0].startswith("data.train, first block:")
+        and "left out by `where`" in made.plan.left_out[0]
+    )
 
 
 def test_what_fails_while_a_block_is_made_reaches_the_reader(streamed: Streamed) -> None:
@@ -209,11 +261,17 @@ def rows():
 """
 
 
-def test_a_source_that_stalls_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_stalls_is_no_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     board = heartbeat.new_board(1)
     assert board is not None
     heart = Heart(board, 0, {**dict.fromkeys(LIMITS, 5.0), "startup": 900.0})
-    made = Streamed(tmp_path, train=[{"kind": "python", "path": "source.py:rows"}], source=STALLS.replace("PLACE", repr(str(tmp_path))))
+    made = Streamed(
+        tmp_path,
+        train=[{"kind": "python", "path": "source.py:rows"}],
+        source=STALLS.replace("PLACE", repr(str(tmp_path))),
+    )
     makes, waits = made.blocks(), made.blocks(makes=False)
     assert makes.maker is not None
     makes.ids(0, 16)
@@ -223,7 +281,9 @@ def test_a_source_that_stalls_is_no_sign_of_life(tmp_path: Path, monkeypatch: py
     heart.beat("data")
     with ThreadPoolExecutor(2) as threads:
         found = [threads.submit(blocks.ids, 0, 80) for blocks in (makes, waits)]
-        while (makes.maker._came, makes.maker._reads) != (70, True) and not any(each.done() for each in found):
+        while (makes.maker._came, makes.maker._reads) != (70, True) and not any(
+            each.done() for each in found
+        ):
             time.sleep(0.01)
         # The rows that came before the stall are counted late where the machine is busy, so the count is read until it rests.
         before, now, deadline = 0, 1, time.monotonic() + 30.0
@@ -245,18 +305,28 @@ def test_a_second_prepare_reads_no_row(streamed: Streamed) -> None:
     again = prepare(streamed.config, str(streamed.base / "tokenizer"), streamed.base)
     assert again == streamed.plan and read_ledger(streamed.root)["samples"] == {"0": 16}
     (streamed.root / "stream.json").write_text("{")
-    assert prepare(streamed.config, str(streamed.base / "tokenizer"), streamed.base) == streamed.plan, "a damaged ledger is made anew"
+    assert (
+        prepare(streamed.config, str(streamed.base / "tokenizer"), streamed.base) == streamed.plan
+    ), "a damaged ledger is made anew"
 
 
 @pytest.mark.full
 def test_two_runs_do_not_share_blocks(tmp_path: Path) -> None:
     code = "import sys, pathlib\nfrom drumline.data.blocks import hold\n"
     code += "print(hold(pathlib.Path(sys.argv[1]), sys.argv[2]), flush=True)\ninput()"
-    holder = subprocess.Popen([sys.executable, "-c", code, tmp_path, "runs/one"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path, "runs/one"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert holder.stdout is not None and holder.stdout.readline() == "True\n"
     try:
         assert not hold(tmp_path, "runs/one"), "another process of the same run makes them"
-        with pytest.raises(EnvironmentFault, match=r"the run runs/one streams the same rows .* data.cache_dir of its own"):
+        with pytest.raises(
+            EnvironmentFault,
+            match=r"the run runs/one streams the same rows .* data.cache_dir of its own",
+        ):
             hold(tmp_path, "runs/two")
     finally:
         holder.communicate("\n", timeout=60)
@@ -271,14 +341,21 @@ def test_two_runs_do_not_share_blocks(tmp_path: Path) -> None:
         ({"data": {"holdout": 3}}, "holdout needs all rows at once"),
         ({"data": {"duplicates": "exact"}}, "duplicates needs all rows at once"),
         ({"data": {"temperature": 2}}, "temperature needs all rows"),
-        ({"data": {"train": [{"kind": "file", "path": "a", "cap": 3}]}}, "cap is a part of an epoch"),
+        (
+            {"data": {"train": [{"kind": "file", "path": "a", "cap": 3}]}},
+            "cap is a part of an epoch",
+        ),
         ({"algorithm": "classify"}, "its labels need all of them"),
         ({"algorithm": "dpo"}, "precomputed"),
         ({"algorithm": "grpo"}, "prompts are dealt by algorithm.curriculum"),
     ],
 )
 def test_what_needs_all_rows_is_refused(change: dict[str, Any], line: str) -> None:
-    keys: dict[str, Any] = {"run": {"steps": 3}, "model": {}, "data": {"train": [{"kind": "file", "path": "a"}], "stream": True}}
+    keys: dict[str, Any] = {
+        "run": {"steps": 3},
+        "model": {},
+        "data": {"train": [{"kind": "file", "path": "a"}], "stream": True},
+    }
     for name, value in change.items():
         keys[name] = {**keys[name], **value} if name == "data" else value
     with pytest.raises(ValidationError, match=line):

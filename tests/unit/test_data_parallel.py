@@ -27,17 +27,31 @@ class OnOneDevice(torch.nn.Module):
         super().__init__()
         self.module, self.parts = module, parts
 
-    def forward(self, tensors: dict[str, torch.Tensor], *rest: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(
+        self, tensors: dict[str, torch.Tensor], *rest: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         cut = zip(*(tensor.chunk(self.parts) for tensor in tensors.values()), strict=True)
         shares = [dict(zip(tensors, share, strict=True)) for share in cut]
-        outs = [replica(share, *rest) for replica, share in zip(replicate(self.module, range(len(shares))), shares, strict=True)]
-        return torch.cat([loss for loss, _ in outs]), {name: torch.cat([sums[name] for _, sums in outs]) for name in outs[0][1]}
+        outs = [
+            replica(share, *rest)
+            for replica, share in zip(
+                replicate(self.module, range(len(shares))), shares, strict=True
+            )
+        ]
+        return torch.cat([loss for loss, _ in outs]), {
+            name: torch.cat([sums[name] for _, sums in outs]) for name in outs[0][1]
+        }
 
 
 @pytest.fixture
 def copies_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def copies(tensors: list[torch.Tensor], devices: list[int], detach: bool = False) -> list[list[torch.Tensor]]:
-        return [[tensor.detach().clone() if detach else tensor.clone() for tensor in tensors] for _ in devices]
+    def copies(
+        tensors: list[torch.Tensor], devices: list[int], detach: bool = False
+    ) -> list[list[torch.Tensor]]:
+        return [
+            [tensor.detach().clone() if detach else tensor.clone() for tensor in tensors]
+            for _ in devices
+        ]
 
     module = sys.modules[replicate.__module__]
     monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copies)
@@ -59,9 +73,13 @@ def test_each_device_is_told_which_targets_are_its_own(parts: int) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
-def test_rows_over_replicas_are_one_model(tmp_path: Path, copies_on_the_cpu: None, parts: int) -> None:
+def test_rows_over_replicas_are_one_model(
+    tmp_path: Path, copies_on_the_cpu: None, parts: int
+) -> None:
     folder = str(tiny_model_dir(tmp_path / "model"))
-    whole, cut = (ForwardWithObjective(build_model(folder, ModelConfig(id=folder), seed=0)) for _ in range(2))
+    whole, cut = (
+        ForwardWithObjective(build_model(folder, ModelConfig(id=folder), seed=0)) for _ in range(2)
+    )
     ids = torch.randint(3, 300, (5, 12), generator=torch.Generator().manual_seed(0))
     targets = torch.cat([ids[:, 1:], torch.full((5, 1), -100)], 1)
     batch = TokenBatch(ids, targets, torch.arange(12).expand(5, 12), weight=55)
@@ -74,5 +92,7 @@ def test_rows_over_replicas_are_one_model(tmp_path: Path, copies_on_the_cpu: Non
         answers.append((loss.detach(), sums, [p.grad for p in model.parameters()]))
     (loss, sums, gradients), (its_loss, its_sums, its_gradients) = answers
     torch.testing.assert_close(its_loss, loss, rtol=1e-6, atol=0)
-    assert {name: int(value) for name, value in its_sums.items()} == {name: int(value) for name, value in sums.items()}
+    assert {name: int(value) for name, value in its_sums.items()} == {
+        name: int(value) for name, value in sums.items()
+    }
     torch.testing.assert_close(its_gradients, gradients, rtol=1e-4, atol=1e-6)

@@ -67,7 +67,9 @@ def arrow(path: Path, stream: bool) -> bytes:
     import pyarrow
 
     table = pyarrow.Table.from_pylist(ROWS)
-    with (pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file)(str(path), table.schema) as writer:
+    with (pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file)(
+        str(path), table.schema
+    ) as writer:
         writer.write(table)
     return path.read_bytes()
 
@@ -81,13 +83,19 @@ def arrow(path: Path, stream: bool) -> bytes:
         ("data: rows.jsonl", [{"path": "rows.jsonl"}]),
         ("data: [a.jsonl, b.csv.gz]", [{"path": "a.jsonl"}, {"path": "b.csv.gz"}]),
         ("data: {train: 's3://bucket/rows/*.parquet'}", [{"path": "s3://bucket/rows/*.parquet"}]),
-        ("data: {train: [a.jsonl, {path: b.jsonl, limit: 3}]}", [{"path": "a.jsonl"}, {"path": "b.jsonl", "limit": 3}]),
+        (
+            "data: {train: [a.jsonl, {path: b.jsonl, limit: 3}]}",
+            [{"path": "a.jsonl"}, {"path": "b.jsonl", "limit": 3}],
+        ),
         ("data: {train: owner/name}", [{"id": "owner/name"}]),
         ("data: {train: owner/name.jsonl}", [{"path": "owner/name.jsonl"}]),
         ("data: {train: 'modelscope:owner/name'}", [{"id": "modelscope:owner/name"}]),
         ("data: {train: hub:squad}", [{"id": "squad"}]),
         ("data: {train: {id: owner/name, split: test}}", [{"id": "owner/name", "split": "test"}]),
-        ("data: {train: 'tasks:leg_counting, rush_hour'}", [{"tasks": {"leg_counting": {}, "rush_hour": {}}}]),
+        (
+            "data: {train: 'tasks:leg_counting, rush_hour'}",
+            [{"tasks": {"leg_counting": {}, "rush_hour": {}}}],
+        ),
         ("data: {train: {query: t, path: rows.db}}", [{"query": "t", "path": "rows.db"}]),
         ("data: {train: digits, eval: rows.txt}", [{}, {"path": "rows.txt"}]),
     ],
@@ -98,7 +106,10 @@ def test_a_source_may_be_a_text(text: str, wanted: list[dict[str, Any]]) -> None
         found = [*config.data.train, *config.data.eval]
         assert [each.model_dump(exclude_defaults=True) for each in found] == wanted
     assert load_text(text, ["data.train.0.domain=x"]).data.train[0].domain == "x"
-    assert load_text(text, []).data.train[0].kind == load_text(text, ["data.max_length=7"]).data.train[0].kind
+    assert (
+        load_text(text, []).data.train[0].kind
+        == load_text(text, ["data.max_length=7"]).data.train[0].kind
+    )
 
 
 def test_a_text_is_what_lies_there(tmp_path: Path) -> None:
@@ -107,7 +118,11 @@ def test_a_text_is_what_lies_there(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved/state.json").write_text("{}")
     (tmp_path / "mine.yaml").write_text("data: [owner/name, saved, owner/other]")
-    assert [each.kind for each in load(tmp_path / "mine.yaml", []).config.data.train] == ["file", "saved", "hub"]
+    assert [each.kind for each in load(tmp_path / "mine.yaml", []).config.data.train] == [
+        "file",
+        "saved",
+        "hub",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -121,23 +136,42 @@ def test_a_text_is_what_lies_there(tmp_path: Path) -> None:
         ("data: {train: [{limit: 3}]}", "which `kind` this is was left out"),
         ("data: {train: 's3://me@bucket/x.jsonl'}", "it holds a user, a password or options"),
         ("data: {train: 'https://host/x.jsonl?key=abc'}", "it holds a user, a password or options"),
-        ("data: {train: {kind: sql, query: t}}", "name the database: `path` of an SQLite file, or `url_env`"),
-        ("data: {train: {query: t, path: 'postgresql://host/name'}}", "a database's URL may hold a password"),
+        (
+            "data: {train: {kind: sql, query: t}}",
+            "name the database: `path` of an SQLite file, or `url_env`",
+        ),
+        (
+            "data: {train: {query: t, path: 'postgresql://host/name'}}",
+            "a database's URL may hold a password",
+        ),
     ],
 )
 def test_a_wrong_source_is_one_line(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_text(text, [])
-    assert says in caught.value.line() and "abc" not in caught.value.line() and "\n" not in caught.value.line()
+    assert (
+        says in caught.value.line()
+        and "abc" not in caught.value.line()
+        and "\n" not in caught.value.line()
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- files
 
 
 @pytest.mark.parametrize(
-    ("ending", "pack"), [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", zstd)]
+    ("ending", "pack"),
+    [
+        ("", bytes),
+        (".gz", gzip.compress),
+        (".bz2", bz2.compress),
+        (".xz", lzma.compress),
+        (".zst", zstd),
+    ],
 )
-def test_every_format_in_every_compression(tmp_path: Path, ending: str, pack: Callable[[bytes], bytes]) -> None:
+def test_every_format_in_every_compression(
+    tmp_path: Path, ending: str, pack: Callable[[bytes], bytes]
+) -> None:
     import pandas
 
     pandas.DataFrame(ROWS).to_excel(tmp_path / "x", index=False, engine="openpyxl")
@@ -166,7 +200,11 @@ def test_packed_in_two_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl.gz", gzip.compress(LINES * 100)[:-20], "a.jsonl.gz: breaks off: Compressed file ended"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(LINES * 100)[:-20],
+            "a.jsonl.gz: breaks off: Compressed file ended",
+        ),
         ("a.jsonl.zst", zstd(LINES)[:-3], "a.jsonl.zst: breaks off: "),
         ("a.jsonl.bz2", LINES, "a.jsonl.bz2: breaks off: Invalid data stream"),
         ("a.jsonl.xz", LINES, "a.jsonl.xz: breaks off: "),
@@ -186,31 +224,51 @@ def test_sheets(tmp_path: Path) -> None:
 
     with pandas.ExcelWriter(tmp_path / "a.xlsx") as book:
         pandas.DataFrame(ROWS).to_excel(book, sheet_name="one", index=False)
-        pandas.DataFrame([{"prompt": 7, "completion": 2.5}, {}]).to_excel(book, sheet_name="two", index=False)
-    assert "has 2 sheets — set `sheet` of the source to 'one' or 'two'" in complaint("a.xlsx", tmp_path)
+        pandas.DataFrame([{"prompt": 7, "completion": 2.5}, {}]).to_excel(
+            book, sheet_name="two", index=False
+        )
+    assert "has 2 sheets — set `sheet` of the source to 'one' or 'two'" in complaint(
+        "a.xlsx", tmp_path
+    )
     assert "has no sheet 'three'" in complaint({"path": "a.xlsx", "sheet": "three"}, tmp_path)
-    assert values({"path": "a.xlsx", "sheet": "two"}, tmp_path) == [{"prompt": "7", "completion": "2.5"}]
+    assert values({"path": "a.xlsx", "sheet": "two"}, tmp_path) == [
+        {"prompt": "7", "completion": "2.5"}
+    ]
 
 
 def test_a_folder_is_its_files_of_one_split(tmp_path: Path) -> None:
-    for name in ("data/train-00000-of-00002", "data/train-00001-of-00002", "data/test-00000-of-00001"):
+    for name in (
+        "data/train-00000-of-00002",
+        "data/train-00001-of-00002",
+        "data/test-00000-of-00001",
+    ):
         parquet(tmp_path / "rows" / f"{name}.parquet")
     (tmp_path / "rows/README.txt").write_text("about")
     (tmp_path / "rows/dataset_infos.json").write_text("{}")
     assert values("rows", tmp_path) == ROWS * 2
     assert values({"path": "rows", "split": "test"}, tmp_path) == ROWS
-    assert "no files of the split 'validation' — set `split` of the source to test or train" in complaint(
-        {"path": "rows", "split": "validation"}, tmp_path
+    assert (
+        "no files of the split 'validation' — set `split` of the source to test or train"
+        in complaint({"path": "rows", "split": "validation"}, tmp_path)
     )
     (tmp_path / "rows/more.jsonl").write_bytes(LINES)
-    assert "files of several kinds: .jsonl, .parquet — name those that are meant: rows/*.jsonl" in complaint("rows", tmp_path)
+    assert (
+        "files of several kinds: .jsonl, .parquet — name those that are meant: rows/*.jsonl"
+        in complaint("rows", tmp_path)
+    )
 
 
 def test_urls(tmp_path: Path) -> None:
     import fsspec
 
     there = fsspec.filesystem("memory")
-    there.pipe({"/feed/train.jsonl.gz": gzip.compress(LINES), "/feed/test.jsonl": LINES, "/feed/a.parquet": parquet(tmp_path / "p")})
+    there.pipe(
+        {
+            "/feed/train.jsonl.gz": gzip.compress(LINES),
+            "/feed/test.jsonl": LINES,
+            "/feed/a.parquet": parquet(tmp_path / "p"),
+        }
+    )
     assert values("memory://feed/train.jsonl.gz", tmp_path) == ROWS
     assert values("memory://feed/*.parquet", tmp_path) == ROWS
     assert "files of several kinds" in complaint("memory://feed", tmp_path)
@@ -244,7 +302,9 @@ def test_a_web_server(tmp_path: Path, ranges: bool) -> None:
         assert file.content() != before
         assert "there is no such file" in complaint(f"{address}/gone.jsonl", tmp_path)
         server.shutdown()
-    assert "there is no such file, or it cannot be reached: " in complaint(f"{address}/a.jsonl", tmp_path)
+    assert "there is no such file, or it cannot be reached: " in complaint(
+        f"{address}/a.jsonl", tmp_path
+    )
 
 
 @pytest.mark.full
@@ -261,7 +321,12 @@ def test_a_bucket(tmp_path: Path) -> None:
         }
         for name, content in names.items():
             there.pipe_file(name, content)
-        for place in ("s3://rows/set", "s3://rows/set/train-0.jsonl.gz", "s3://rows/*.parquet", {"path": "s3://rows/set", "split": "test"}):
+        for place in (
+            "s3://rows/set",
+            "s3://rows/set/train-0.jsonl.gz",
+            "s3://rows/*.parquet",
+            {"path": "s3://rows/set", "split": "test"},
+        ):
             assert values(place, tmp_path) == ROWS
         line = complaint("s3://rows/gone.jsonl", tmp_path)
     assert "there is no such file" in line and buckets.SECRET not in line
@@ -283,7 +348,9 @@ class Ranged(Quiet):
         self.send_response(206 if parts else 200)
         if parts:
             start, stop = (int(each) for each in parts.removeprefix("bytes=").split("-"))
-            self.send_header("Content-Range", f"bytes {start}-{min(stop, len(content) - 1)}/{len(content)}")
+            self.send_header(
+                "Content-Range", f"bytes {start}-{min(stop, len(content) - 1)}/{len(content)}"
+            )
             content = content[start : stop + 1]
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(content)))
@@ -310,7 +377,10 @@ def test_rows_of_a_query(database: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert values({"query": query, "path": "rows.db"}, database) == ROWS[:0:-1]
     monkeypatch.setenv("ROWS_URL", f"sqlite:///{database}/rows.db")
     assert values({"query": "t", "url_env": "ROWS_URL"}, database) == ROWS
-    config, key = validated(drafted("data: {train: {query: t, path: rows.db}}", "c", database), []), []
+    config, key = (
+        validated(drafted("data: {train: {query: t, path: rows.db}}", "c", database), []),
+        [],
+    )
     for number in range(2):
         key.append(cache_key(_without_text(config), config.data.train, "train", "", database))
         if not number:
@@ -322,7 +392,9 @@ def test_rows_of_a_query(database: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _without_text(config: Config) -> Config:
-    return load_text("data: digits", ["algorithm={kind: classify, modality: image}"]).model_copy(update={"data": config.data})
+    return load_text("data: digits", ["algorithm={kind: classify, modality: image}"]).model_copy(
+        update={"data": config.data}
+    )
 
 
 @pytest.mark.parametrize(
@@ -336,12 +408,17 @@ def _without_text(config: Config) -> Config:
         ({"query": "t", "path": "gone.db"}, "no such file"),
         ({"query": "t", "path": "a.jsonl"}, "not an SQLite file"),
         ({"query": "SELECT * FROM t WHERE 1 = 0", "path": "rows.db"}, "the dataset is empty"),
-        ({"query": "t", "url_env": "NOWHERE"}, "url_env NOWHERE: this environment variable is not set"),
+        (
+            {"query": "t", "url_env": "NOWHERE"},
+            "url_env NOWHERE: this environment variable is not set",
+        ),
         ({"query": "t", "url_env": "BAD_URL"}, "the database cannot be reached: "),
         ({"query": "t", "url_env": "NO_DRIVER"}, "the database's driver is missing"),
     ],
 )
-def test_a_database_that_cannot_be_read(database: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], says: str) -> None:
+def test_a_database_that_cannot_be_read(
+    database: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], says: str
+) -> None:
     (database / "a.jsonl").write_bytes(LINES)
     monkeypatch.setenv("BAD_URL", "nonsense with sEcret")
     monkeypatch.setenv("NO_DRIVER", "oracle+cx_oracle://me:sEcret@localhost/x")

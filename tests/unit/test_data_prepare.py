@@ -47,8 +47,15 @@ def write_rows(base: Path, count: int, name: str = "rows.jsonl") -> None:
     (base / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def config(base: Path, algorithm: str = "sft", model: dict[str, Any] | None = None, **data: Any) -> Config:
-    settings = {"train": [{"kind": "file", "path": "rows.jsonl"}], "max_length": 64, "cache_dir": str(base / "cache"), **data}
+def config(
+    base: Path, algorithm: str = "sft", model: dict[str, Any] | None = None, **data: Any
+) -> Config:
+    settings = {
+        "train": [{"kind": "file", "path": "rows.jsonl"}],
+        "max_length": 64,
+        "cache_dir": str(base / "cache"),
+        **data,
+    }
     return Config.model_validate({"algorithm": algorithm, "data": settings, "model": model or {}})
 
 
@@ -56,7 +63,10 @@ def texts(folder: Path | None) -> list[list[str]]:
     """Each sample's segments, decoded."""
     assert folder is not None
     tokenizer, cache = tiny_tokenizer(), TokenCache.open(folder)
-    return [[tokenizer.decode(tokens.tolist()) for tokens, _ in cache.segments(sample)] for sample in range(len(cache))]
+    return [
+        [tokenizer.decode(tokens.tolist()) for tokens, _ in cache.segments(sample)]
+        for sample in range(len(cache))
+    ]
 
 
 def completions(folder: Path | None) -> list[int]:
@@ -77,19 +87,26 @@ def test_unpacked_rows_in_order(tmp_path: Path, tokenizer_dir: str) -> None:
     cache = TokenCache.open(prepared.train)
     assert prepared.eval is None and len(cache) == 10
     assert completions(prepared.train) == list(range(10))
-    assert texts(prepared.train)[1] == ["<|im_start|>user\nword <|im_end|>\n<|im_start|>assistant\nrow 1<|im_end|>\n"]
+    assert texts(prepared.train)[1] == [
+        "<|im_start|>user\nword <|im_end|>\n<|im_start|>assistant\nrow 1<|im_end|>\n"
+    ]
     for sample in range(10):
         ((tokens, learn),) = cache.segments(sample)
         assert tokens.dtype == np.uint16 and learn.dtype == np.uint8
         assert cache.lengths[sample] == len(tokens) and cache.learned[sample] == learn[1:].sum() > 0
     assert cache.lengths.dtype == np.int32 and cache.learned.dtype == np.int64
-    assert cache.info["rows"] == cache.info["samples"] == 10 and cache.info["tokens"] == cache.lengths.sum()
+    assert (
+        cache.info["rows"] == cache.info["samples"] == 10
+        and cache.info["tokens"] == cache.lengths.sum()
+    )
     assert cache.info["hash"] == prepared.train.name
 
 
 def test_packed_rows_are_all_there_once(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 40)
-    cache = TokenCache.open(prepare(config(tmp_path, max_length=200), tokenizer_dir, tmp_path).train)
+    cache = TokenCache.open(
+        prepare(config(tmp_path, max_length=200), tokenizer_dir, tmp_path).train
+    )
     assert sorted(completions(cache.folder)) == list(range(40))
     assert len(cache) < 40 and cache.lengths.max() <= 200
     for sample in range(len(cache)):
@@ -101,8 +118,14 @@ def test_packed_rows_are_all_there_once(tmp_path: Path, tokenizer_dir: str) -> N
 
 
 def test_pretraining_packs_are_cut_exactly(tmp_path: Path, tokenizer_dir: str) -> None:
-    (tmp_path / "book.txt").write_text("\n\n".join("The capital of France is Paris. " * n for n in range(1, 9)))
-    made = prepare(config(tmp_path, "pretrain", train=[{"kind": "file", "path": "book.txt"}], max_length=50), tokenizer_dir, tmp_path)
+    (tmp_path / "book.txt").write_text(
+        "\n\n".join("The capital of France is Paris. " * n for n in range(1, 9))
+    )
+    made = prepare(
+        config(tmp_path, "pretrain", train=[{"kind": "file", "path": "book.txt"}], max_length=50),
+        tokenizer_dir,
+        tmp_path,
+    )
     cache = TokenCache.open(made.train)
     assert cache.lengths[:-1].tolist() == [50] * (len(cache) - 1) and 0 < cache.lengths[-1] <= 50
     joined = "".join(text for sample in texts(made.train) for text in sample)
@@ -110,30 +133,61 @@ def test_pretraining_packs_are_cut_exactly(tmp_path: Path, tokenizer_dir: str) -
     assert joined == "".join(document.strip("\n") + "<|im_end|>" for document in documents)
     segments = [part for sample in range(len(cache)) for part in cache.segments(sample)]
     assert len(segments) > 8, "some documents are cut"
-    assert all((tokens[:-1] != 2).all() for tokens, _ in segments), "a segment ends where its document ends"
+    assert all((tokens[:-1] != 2).all() for tokens, _ in segments), (
+        "a segment ends where its document ends"
+    )
     assert cache.learned.sum() == sum(len(tokens) - 1 for tokens, _ in segments)
 
 
 def test_truncation_and_drops_are_counted(tmp_path: Path, tokenizer_dir: str) -> None:
-    rows = [{"prompt": "a", "completion": "b" * 50}, {"prompt": "a" * 80, "completion": "b"}, {"prompt": "a", "completion": "b"}]
+    rows = [
+        {"prompt": "a", "completion": "b" * 50},
+        {"prompt": "a" * 80, "completion": "b"},
+        {"prompt": "a", "completion": "b"},
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     counts = {}
     for policy in ("right", "left", "drop"):
-        made = prepare(config(tmp_path, truncation=policy, max_length=60, packing=False), tokenizer_dir, tmp_path)
+        made = prepare(
+            config(tmp_path, truncation=policy, max_length=60, packing=False),
+            tokenizer_dir,
+            tmp_path,
+        )
         info = TokenCache.open(made.train).info
-        counts[policy] = [info[key] for key in ("rows", "rows_read", "truncated", "dropped", "dropped_too_long", "dropped_unlearned")]
+        counts[policy] = [
+            info[key]
+            for key in (
+                "rows",
+                "rows_read",
+                "truncated",
+                "dropped",
+                "dropped_too_long",
+                "dropped_unlearned",
+            )
+        ]
     # Cut at its end, the second row has no answer left to learn: its prompt alone is too long.
-    assert counts == {"right": [2, 3, 1, 1, 1, 0], "left": [3, 3, 2, 0, 0, 0], "drop": [1, 3, 0, 2, 2, 0]}
-    with pytest.raises(DataError, match=r"rows.jsonl:1: \d+ tokens, longer than data.max_length 60"):
+    assert counts == {
+        "right": [2, 3, 1, 1, 1, 0],
+        "left": [3, 3, 2, 0, 0, 0],
+        "drop": [1, 3, 0, 2, 2, 0],
+    }
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: \d+ tokens, longer than data.max_length 60"
+    ):
         prepare(config(tmp_path, truncation="error", max_length=60), tokenizer_dir, tmp_path)
 
 
 def test_nothing_left_to_learn(tmp_path: Path, tokenizer_dir: str) -> None:
     rows = [{"messages": [{"role": "user", "content": "hello"}]}] * 3
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match=r"rows.jsonl: none of the 3 rows has a token to learn: all labels are masked"):
+    with pytest.raises(
+        DataError,
+        match=r"rows.jsonl: none of the 3 rows has a token to learn: all labels are masked",
+    ):
         prepare(config(tmp_path), tokenizer_dir, tmp_path)
-    with pytest.raises(DataError, match=r"rows.jsonl: all 3 rows are longer than data.max_length 4"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl: all 3 rows are longer than data.max_length 4"
+    ):
         prepare(config(tmp_path, truncation="drop", max_length=4), tokenizer_dir, tmp_path)
     assert folders(tmp_path) == [], "nothing half-made stays"
 
@@ -148,30 +202,47 @@ def test_holdout_is_exact_and_disjoint(tmp_path: Path, tokenizer_dir: str, packi
     lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "rows.jsonl").write_text("".join(reversed(lines)))
     again = prepare(config(tmp_path, holdout=9, packing=packing), tokenizer_dir, tmp_path)
-    assert again.train != made.train and sorted(completions(again.eval)) == sorted(held), "chosen by content, not by place"
+    assert again.train != made.train and sorted(completions(again.eval)) == sorted(held), (
+        "chosen by content, not by place"
+    )
 
 
 def test_holdout_of_a_pretraining_stream(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 20)
     made = prepare(config(tmp_path, "pretrain", holdout=5, max_length=32), tokenizer_dir, tmp_path)
     whole = prepare(config(tmp_path, "pretrain", max_length=32), tokenizer_dir, tmp_path)
-    count = {folder: TokenCache.open(folder).info["tokens"] for folder in (made.train, made.eval, whole.train) if folder}
+    count = {
+        folder: TokenCache.open(folder).info["tokens"]
+        for folder in (made.train, made.eval, whole.train)
+        if folder
+    }
     assert made.eval is not None and count[made.train] + count[made.eval] == count[whole.train]
 
 
 def test_holdout_that_cannot_be(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 5)
-    with pytest.raises(DataError, match="5 rows are to be held out of 5, which leaves none to learn"):
+    with pytest.raises(
+        DataError, match="5 rows are to be held out of 5, which leaves none to learn"
+    ):
         prepare(config(tmp_path, holdout=5), tokenizer_dir, tmp_path)
     with pytest.raises(ConfigError, match="two ways to say the same"):
-        prepare(config(tmp_path, holdout=2, eval=[{"kind": "file", "path": "rows.jsonl"}]), tokenizer_dir, tmp_path)
+        prepare(
+            config(tmp_path, holdout=2, eval=[{"kind": "file", "path": "rows.jsonl"}]),
+            tokenizer_dir,
+            tmp_path,
+        )
 
 
 def test_sources_are_joined_and_eval_has_its_own(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 6)
     write_rows(tmp_path, 3, "more.jsonl")
-    sources = [{"kind": "file", "path": "rows.jsonl", "limit": 4}, {"kind": "file", "path": "more.jsonl"}]
-    made = prepare(config(tmp_path, train=sources, eval=sources[1:], packing=False), tokenizer_dir, tmp_path)
+    sources = [
+        {"kind": "file", "path": "rows.jsonl", "limit": 4},
+        {"kind": "file", "path": "more.jsonl"},
+    ]
+    made = prepare(
+        config(tmp_path, train=sources, eval=sources[1:], packing=False), tokenizer_dir, tmp_path
+    )
     assert completions(made.train) == [0, 1, 2, 3, 0, 1, 2] and completions(made.eval) == [0, 1, 2]
 
 
@@ -179,9 +250,13 @@ def test_a_vocabulary_beyond_16_bits(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    core = Tokenizer(models.WordLevel({"end": 0} | {f"w{n}": n for n in range(1, 70_001)}, unk_token="end"))
+    core = Tokenizer(
+        models.WordLevel({"end": 0} | {f"w{n}": n for n in range(1, 70_001)}, unk_token="end")
+    )
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="end").save_pretrained(tmp_path / "large")
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="end").save_pretrained(
+        tmp_path / "large"
+    )
     (tmp_path / "rows.jsonl").write_text('{"text": "w1 w70000"}\n')
     cache = TokenCache.open(prepare(config(tmp_path), str(tmp_path / "large"), tmp_path).train)
     ((tokens, _),) = cache.segments(0)
@@ -193,13 +268,22 @@ def test_a_vocabulary_beyond_16_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_processes_give_the_same_cache_as_one(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_give_the_same_cache_as_one(
+    tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_rows(tmp_path, 1500)
     seen: list[tuple[str, int, int | None]] = []
-    alone = prepare(config(tmp_path, holdout=20, workers=1, cache_dir=str(tmp_path / "one")), tokenizer_dir, tmp_path)
+    alone = prepare(
+        config(tmp_path, holdout=20, workers=1, cache_dir=str(tmp_path / "one")),
+        tokenizer_dir,
+        tmp_path,
+    )
     monkeypatch.setattr(workers, "IN_LINE_ROWS", 100)
     both = prepare(
-        config(tmp_path, holdout=20, workers=2), tokenizer_dir, tmp_path, lambda phase, done, total: seen.append((phase, done, total))
+        config(tmp_path, holdout=20, workers=2),
+        tokenizer_dir,
+        tmp_path,
+        lambda phase, done, total: seen.append((phase, done, total)),
     )
     assert both.train.name == alone.train.name, "the number of workers is no part of the content"
     for one, two in ((alone.train, both.train), (alone.eval, both.eval)):
@@ -213,14 +297,19 @@ def test_processes_give_the_same_cache_as_one(tmp_path: Path, tokenizer_dir: str
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_bad_row_in_a_worker_gives_its_line(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_row_in_a_worker_gives_its_line(
+    tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_rows(tmp_path, 300)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "a", "completion": "b" * 100}) + "\n")
     monkeypatch.setattr(workers, "IN_LINE_ROWS", 100)
     with pytest.raises(DataError) as caught:
         prepare(config(tmp_path, workers=2, truncation="error"), tokenizer_dir, tmp_path)
-    assert caught.value.where == "rows.jsonl:301" and "longer than data.max_length 64" in caught.value.line()
+    assert (
+        caught.value.where == "rows.jsonl:301"
+        and "longer than data.max_length 64" in caught.value.line()
+    )
     assert folders(tmp_path) == []
 
 
@@ -230,7 +319,12 @@ def test_progress_knows_the_total_of_tasks(tmp_path: Path, tokenizer_dir: str) -
         {"kind": "tasks", "tasks": {"leg_counting": {}}, "size": 6},
         {"kind": "tasks", "tasks": {"leg_counting": {}}, "size": 5, "limit": 2},
     ]
-    prepare(config(tmp_path, train=sources, max_length=512), tokenizer_dir, tmp_path, lambda *event: seen.append(event))
+    prepare(
+        config(tmp_path, train=sources, max_length=512),
+        tokenizer_dir,
+        tmp_path,
+        lambda *event: seen.append(event),
+    )
     assert ("tokenise", 8, 8) in seen
 
 
@@ -240,14 +334,22 @@ def test_progress_knows_the_total_of_tasks(tmp_path: Path, tokenizer_dir: str) -
 def test_a_second_call_is_a_hit(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 10)
     wanted = config(tmp_path, holdout=2)
-    assert cached(wanted, tokenizer_dir, tmp_path) is None and not (tmp_path / "cache").exists(), "a dry run writes nothing"
+    assert cached(wanted, tokenizer_dir, tmp_path) is None and not (tmp_path / "cache").exists(), (
+        "a dry run writes nothing"
+    )
     made = prepare(wanted, tokenizer_dir, tmp_path)
     before = made.train.stat().st_mtime_ns
     seen: list[str] = []
-    assert prepare(wanted, tokenizer_dir, tmp_path, lambda phase, done, total: seen.append(phase)) == made
+    assert (
+        prepare(wanted, tokenizer_dir, tmp_path, lambda phase, done, total: seen.append(phase))
+        == made
+    )
     assert seen == ["hash"] and made.train.stat().st_mtime_ns == before
     found = cached(wanted, tokenizer_dir, tmp_path)
-    assert found is not None and (found.train_cache, found.eval_caches) == (str(made.train), {"": str(made.eval)})
+    assert found is not None and (found.train_cache, found.eval_caches) == (
+        str(made.train),
+        {"": str(made.eval)},
+    )
 
 
 def test_what_counts_and_what_does_not(tmp_path: Path, tokenizer_dir: str) -> None:
@@ -256,9 +358,25 @@ def test_what_counts_and_what_does_not(tmp_path: Path, tokenizer_dir: str) -> No
     for same in ({"workers": 3}, {"prefetch": 0}, {"order": "sequential"}):
         assert prepare(config(tmp_path, **same), tokenizer_dir, tmp_path).train == first, same
     (tmp_path / "moved.jsonl").write_bytes((tmp_path / "rows.jsonl").read_bytes())
-    assert prepare(config(tmp_path, train=[{"kind": "file", "path": "moved.jsonl"}]), tokenizer_dir, tmp_path).train == first
-    others: list[dict[str, Any]] = [{"max_length": 65}, {"packing": False}, {"learn_on": "all"}, {"truncation": "drop"}, {"holdout": 1}]
-    others += [{"algorithm": "pretrain"}, {"train": [{"kind": "file", "path": "rows.jsonl", "limit": 9}]}]
+    assert (
+        prepare(
+            config(tmp_path, train=[{"kind": "file", "path": "moved.jsonl"}]),
+            tokenizer_dir,
+            tmp_path,
+        ).train
+        == first
+    )
+    others: list[dict[str, Any]] = [
+        {"max_length": 65},
+        {"packing": False},
+        {"learn_on": "all"},
+        {"truncation": "drop"},
+        {"holdout": 1},
+    ]
+    others += [
+        {"algorithm": "pretrain"},
+        {"train": [{"kind": "file", "path": "rows.jsonl", "limit": 9}]},
+    ]
     (tmp_path / "own.jinja").write_text(CHATML.replace("assistant", "bot"))
     others += [{"model": {"chat_template": str(tmp_path / "own.jinja")}}]
     names = [cached_name(config(tmp_path, **other), tokenizer_dir, tmp_path) for other in others]
@@ -277,16 +395,26 @@ def cached_name(wanted: Config, tokenizer: str, base: Path) -> str:
 def test_a_chat_template_of_ones_own(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 2)
     (tmp_path / "own.jinja").write_text(
-        CHATML.replace("assistant", "bot").replace("message['role']", "('bot' if message['role'] == 'assistant' else 'you')")
+        CHATML.replace("assistant", "bot").replace(
+            "message['role']", "('bot' if message['role'] == 'assistant' else 'you')"
+        )
     )
-    made = prepare(config(tmp_path, model={"chat_template": str(tmp_path / "own.jinja")}, packing=False), tokenizer_dir, tmp_path)
-    assert texts(made.train)[0] == ["<|im_start|>you\n<|im_end|>\n<|im_start|>bot\nrow 0<|im_end|>\n"]
+    made = prepare(
+        config(tmp_path, model={"chat_template": str(tmp_path / "own.jinja")}, packing=False),
+        tokenizer_dir,
+        tmp_path,
+    )
+    assert texts(made.train)[0] == [
+        "<|im_start|>you\n<|im_end|>\n<|im_start|>bot\nrow 0<|im_end|>\n"
+    ]
     with pytest.raises(ConfigError, match=r"model.chat_template: no such file: .*gone.jinja"):
         prepare(config(tmp_path, model={"chat_template": "gone.jinja"}), tokenizer_dir, tmp_path)
 
 
 @pytest.mark.parametrize("harm", ["cut", "missing", "info"])
-def test_a_damaged_cache_is_noticed_and_made_anew(tmp_path: Path, tokenizer_dir: str, harm: str) -> None:
+def test_a_damaged_cache_is_noticed_and_made_anew(
+    tmp_path: Path, tokenizer_dir: str, harm: str
+) -> None:
     write_rows(tmp_path, 10)
     wanted = config(tmp_path)
     folder = prepare(wanted, tokenizer_dir, tmp_path).train
@@ -295,7 +423,10 @@ def test_a_damaged_cache_is_noticed_and_made_anew(tmp_path: Path, tokenizer_dir:
         (folder / "tokens.bin").write_bytes((folder / "tokens.bin").read_bytes()[:-2])
     else:
         (folder / ("learn.bin" if harm == "missing" else "info.json")).unlink()
-    with pytest.raises(DataError, match="not a prepared dataset, or files of it are missing or cut short — run `drumline prepare` again"):
+    with pytest.raises(
+        DataError,
+        match="not a prepared dataset, or files of it are missing or cut short — run `drumline prepare` again",
+    ):
         TokenCache.open(folder)
     assert cached(wanted, tokenizer_dir, tmp_path) is None
     assert prepare(wanted, tokenizer_dir, tmp_path).train == folder and texts(folder) == good
@@ -304,12 +435,19 @@ def test_a_damaged_cache_is_noticed_and_made_anew(tmp_path: Path, tokenizer_dir:
 def test_a_place_that_cannot_be_written(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 3)
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(EnvironmentFault, match=r"the token cache cannot be written: .* set data.cache_dir"):
-        prepare(config(tmp_path, cache_dir=str(tmp_path / "file" / "cache")), tokenizer_dir, tmp_path)
+    with pytest.raises(
+        EnvironmentFault, match=r"the token cache cannot be written: .* set data.cache_dir"
+    ):
+        prepare(
+            config(tmp_path, cache_dir=str(tmp_path / "file" / "cache")), tokenizer_dir, tmp_path
+        )
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFault, match="cannot be written: No space left on device"), temporary_folder(tmp_path) as folder:
+    with (
+        pytest.raises(EnvironmentFault, match="cannot be written: No space left on device"),
+        temporary_folder(tmp_path) as folder,
+    ):
         (folder / "part").write_text("x")
         with Path("/dev/full").open("wb", buffering=0) as full:
             full.write(b"tokens")
@@ -330,7 +468,12 @@ def test_two_processes_prepare_at_once(tmp_path: Path, tokenizer_dir: str) -> No
     )
     command = [sys.executable, "-c", code, str(tmp_path), tokenizer_dir]
     root = Path(__file__).parents[2]
-    several = [subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    several = [
+        subprocess.Popen(
+            command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
     try:
         for process in several:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -340,7 +483,9 @@ def test_two_processes_prepare_at_once(tmp_path: Path, tokenizer_dir: str) -> No
             process.kill()
             process.wait()
     assert [process.returncode for process in several] == [0, 0]
-    assert outputs[0] == outputs[1] and len(folders(tmp_path)) == 2, "one train cache, one eval cache, no leftovers"
+    assert outputs[0] == outputs[1] and len(folders(tmp_path)) == 2, (
+        "one train cache, one eval cache, no leftovers"
+    )
     train, held = (Path(name) for name in outputs[0].split())
     assert Counter(completions(train) + completions(held)) == Counter(range(400))
 
@@ -348,7 +493,9 @@ def test_two_processes_prepare_at_once(tmp_path: Path, tokenizer_dir: str) -> No
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="dying with the parent is Linux's prctl")
 @pytest.mark.full  # test_train_ends stops one in every way
-def test_a_killed_preparation_leaves_no_process_and_no_cache(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_a_killed_preparation_leaves_no_process_and_no_cache(
+    tmp_path: Path, tokenizer_dir: str
+) -> None:
     write_rows(tmp_path, 30_000)
     wanted = config(tmp_path, workers=2)
     (tmp_path / "config.json").write_text(wanted.model_dump_json())
@@ -376,19 +523,32 @@ def test_a_killed_preparation_leaves_no_process_and_no_cache(tmp_path: Path, tok
 
 
 def test_leftovers_of_killed_processes_go_after_a_day(tmp_path: Path) -> None:
-    for name, age in ((".tmp-1-1-0a0a0a0a-00000001", 25 * 3600), (".tmp-1-1-0a0a0a0a-00000002", 3600), (".tmp-other", 25 * 3600)):
+    for name, age in (
+        (".tmp-1-1-0a0a0a0a-00000001", 25 * 3600),
+        (".tmp-1-1-0a0a0a0a-00000002", 3600),
+        (".tmp-other", 25 * 3600),
+    ):
         (tmp_path / name).mkdir()
         past = (tmp_path / name).stat().st_mtime - age
         os.utime(tmp_path / name, (past, past))
     with temporary_folder(tmp_path):
         pass
-    assert {path.name for path in tmp_path.iterdir()} == {".tmp-1-1-0a0a0a0a-00000002", ".tmp-other"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".tmp-1-1-0a0a0a0a-00000002",
+        ".tmp-other",
+    }
 
 
 def test_the_example_chat_is_usable(tmp_path: Path, tokenizer_dir: str) -> None:
     example = Path(__file__).parents[2] / "examples" / "data" / "chat.jsonl"
     made = prepare(
-        config(tmp_path, train=[{"kind": "file", "path": str(example)}], max_length=512, truncation="error", packing=False),
+        config(
+            tmp_path,
+            train=[{"kind": "file", "path": str(example)}],
+            max_length=512,
+            truncation="error",
+            packing=False,
+        ),
         tokenizer_dir,
         tmp_path,
     )

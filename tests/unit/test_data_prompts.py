@@ -20,7 +20,11 @@ SOURCE = {"kind": "file", "path": "x.jsonl"}
 
 
 def encoder(chat_template: Any = "default", new: int = 8, **data: Any) -> PromptRows:
-    tokenizer = tiny_tokenizer() if chat_template == "default" else tiny_tokenizer(chat_template=chat_template)
+    tokenizer = (
+        tiny_tokenizer()
+        if chat_template == "default"
+        else tiny_tokenizer(chat_template=chat_template)
+    )
     algorithm = GRPOConfig(generator=HFGenerator(max_new_tokens=new))
     made = algorithm.encoder(tokenizer, DataConfig.model_validate({"train": [SOURCE], **data}))
     assert isinstance(made, PromptRows)
@@ -40,12 +44,20 @@ def test_a_prompt_ends_where_the_answer_starts() -> None:
         "level": {"hard": False},
     }
     (segment,) = made.segments
-    assert tiny_tokenizer().decode(segment.tokens) == made.meta["prompt"] and not segment.learn.any()
-    turns = [{"role": "user", "content": "two plus three"}, {"role": "assistant", "content": "five"}]
+    assert (
+        tiny_tokenizer().decode(segment.tokens) == made.meta["prompt"] and not segment.learn.any()
+    )
+    turns = [
+        {"role": "user", "content": "two plus three"},
+        {"role": "assistant", "content": "five"},
+    ]
     again = encoder().encode(row(turns, "messages"))
-    assert again is not None and again.segments[0].tokens.tolist() == segment.tokens.tolist()  # an answer that is there is left out
+    # An answer that is there is left out.
+    assert again is not None and again.segments[0].tokens.tolist() == segment.tokens.tolist()
     plain = encoder(None).encode(row("two plus three"))
-    assert plain is not None and tiny_tokenizer().decode(plain.segments[0].tokens) == "two plus three"
+    assert (
+        plain is not None and tiny_tokenizer().decode(plain.segments[0].tokens) == "two plus three"
+    )
     with pytest.raises(DataError, match="no chat template"):
         encoder(None).encode(row(turns, "messages"))
 
@@ -72,26 +84,49 @@ def test_a_long_prompt_is_one_clear_line(policy: str) -> None:
 
 def test_what_verifiers_ask_for_comes_along() -> None:
     pytest.importorskip("reasoning_gym")
-    source = TasksSource(kind="tasks", tasks={"chain_sum": {"max_terms": 2}, "spell_backward": {}}, size=4, question="{question} Now.")
+    source = TasksSource(
+        kind="tasks",
+        tasks={"chain_sum": {"max_terms": 2}, "spell_backward": {}},
+        size=4,
+        question="{question} Now.",
+    )
     rows = list(read_rows(source, Path(), PROMPT_FORMS))
     assert [r.domain for r in rows] == ["chain_sum", "spell_backward"] * 2
     extra = rows[0].extra
-    assert extra["task"] == "chain_sum" and extra["options"] == {"max_terms": 2} and extra["answer"] == extra["entry"]["answer"]
+    assert (
+        extra["task"] == "chain_sum"
+        and extra["options"] == {"max_terms": 2}
+        and extra["answer"] == extra["entry"]["answer"]
+    )
     assert rows[0].values["prompt"] == extra["entry"]["question"] + " Now."
     text = next(read_rows(source, Path()))
     assert text.values["completion"] == extra["answer"] and "entry" not in text.extra
     with pytest.raises(DataError, match="JSON cannot hold"):
-        next(read_rows(TasksSource(kind="tasks", tasks={"arc_agi": {}}, size=2), Path(), PROMPT_FORMS))
+        next(
+            read_rows(
+                TasksSource(kind="tasks", tasks={"arc_agi": {}}, size=2), Path(), PROMPT_FORMS
+            )
+        )
 
 
 def test_domains_are_named_by_source_or_file(tmp_path: Path) -> None:
     write_rows(tmp_path / "sums.jsonl", [{"prompt": "one"}])
-    named, unnamed = (FileSource(kind="file", path="sums.jsonl", domain=domain) for domain in ("maths", None))
-    assert [next(read_rows(source, tmp_path, PROMPT_FORMS)).domain for source in (named, unnamed)] == ["maths", "sums"]
+    named, unnamed = (
+        FileSource(kind="file", path="sums.jsonl", domain=domain) for domain in ("maths", None)
+    )
+    assert [
+        next(read_rows(source, tmp_path, PROMPT_FORMS)).domain for source in (named, unnamed)
+    ] == ["maths", "sums"]
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [("math/*.jsonl", "math"), ("math/train-*.jsonl", "train"), ("*.jsonl", "*"), ("a.b.jsonl", "a.b")]
+    ("path", "name"),
+    [
+        ("math/*.jsonl", "math"),
+        ("math/train-*.jsonl", "train"),
+        ("*.jsonl", "*"),
+        ("a.b.jsonl", "a.b"),
+    ],
 )
 def test_a_domain_has_a_name_where_its_files_have_a_pattern(path: str, name: str) -> None:
     assert domains(FileSource(kind="file", path=path)) == {name}
@@ -103,7 +138,11 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     from drumline.train.setup import Request, make_plan
 
     model = tiny_model_dir(tmp_path / "model")
-    grpo = {"kind": "grpo", "generator": {"kind": "hf", "max_new_tokens": 8}, "rewards": [{"kind": "regex", "pattern": "a"}]}
+    grpo = {
+        "kind": "grpo",
+        "generator": {"kind": "hf", "max_new_tokens": 8},
+        "rewards": [{"kind": "regex", "pattern": "a"}],
+    }
     config = write_config(tmp_path, model, algorithm=grpo)
     with pytest.raises(ConfigError, match="only episode of a prompt is its group's mean"):
         load(config, ["algorithm.group_size=1"])
@@ -115,23 +154,38 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(PlanError, match=said):
             make_plan(Request(load(config, more)), on_progress=lambda *_: None)
-    plan = make_plan(Request(load(config, ["algorithm.group_size=2", "run.steps=null", "run.epochs=2"])), on_progress=lambda *_: None)
-    assert plan.steps == 40 and (plan.config.eval.metric, plan.config.eval.mode) == ("reward", "max")
+    plan = make_plan(
+        Request(load(config, ["algorithm.group_size=2", "run.steps=null", "run.epochs=2"])),
+        on_progress=lambda *_: None,
+    )
+    assert plan.steps == 40 and (plan.config.eval.metric, plan.config.eval.mode) == (
+        "reward",
+        "max",
+    )
 
 
 @pytest.mark.slow
-def test_a_column_that_no_function_can_get_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_that_no_function_can_get_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from drumline.core.load import load
     from drumline.train.setup import Request, make_plan
 
     (tmp_path / "mine.py").write_text("def score(prompt, completion, **columns):\n    return 1.0\n")
     grpo = {"kind": "grpo", "group_size": 2, "generator": {"kind": "hf", "max_new_tokens": 8}}
     rewards = {"function": {"path": "mine.py:score"}, "regex": {"pattern": "a"}}
-    algorithms = {kind: grpo | {"rewards": [{"kind": kind, **reward}]} for kind, reward in rewards.items()}
+    algorithms = {
+        kind: grpo | {"rewards": [{"kind": kind, **reward}]} for kind, reward in rewards.items()
+    }
     model = tiny_model_dir(tmp_path / "model")
     for kind, algorithm in algorithms.items():
         config = write_config(tmp_path, model, algorithm=algorithm)
         for name in ("train.jsonl", "eval.jsonl"):
-            write_rows(tmp_path / name, [{"prompt": f"{number}?", "completion": "yes"} for number in range(40)])
+            write_rows(
+                tmp_path / name,
+                [{"prompt": f"{number}?", "completion": "yes"} for number in range(40)],
+            )
         make_plan(Request(load(config, [])), on_progress=lambda *_: None)
-        assert ("column `completion` is not given to reward functions" in capsys.readouterr().err) == (kind == "function")
+        assert (
+            "column `completion` is not given to reward functions" in capsys.readouterr().err
+        ) == (kind == "function")

@@ -37,15 +37,25 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def prepared(config: Path, model: Path, rows: list[dict[str, Any]] | None = None, check: bool = False, **data: Any) -> TokenCache:
+def prepared(
+    config: Path,
+    model: Path,
+    rows: list[dict[str, Any]] | None = None,
+    check: bool = False,
+    **data: Any,
+) -> TokenCache:
     """The cache of the training rows after `rows` took the place of those that were there."""
     if rows is not None:
         write_rows(config.parent / "train.jsonl", rows)
     over = [f"data.{key}={json.dumps(value)}" for key, value in data.items()]
-    return TokenCache.open(prepare(load(config, over).config, str(model), config.parent, check=check).train_cache)
+    return TokenCache.open(
+        prepare(load(config, over).config, str(model), config.parent, check=check).train_cache
+    )
 
 
-def test_every_flipped_bit_is_found_by_the_rank_that_has_the_block(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_flipped_bit_is_found_by_the_rank_that_has_the_block(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("drumline.data.cache.BLOCK", 1000)
     cache = prepared(write_config(tmp_path, model), model)
     sha256, files = cache.info["sha256"], sorted(cache.info["files"])
@@ -88,7 +98,12 @@ def test_a_run_does_not_start_on_a_damaged_cache(tmp_path: Path, model: Path, ki
     arguments = (Ranks(), None, lambda *_, **__: None, None, [], Goodput(0.0))
     with pytest.raises(DataError, match=r"learn.bin: damaged"):
         build(plan, *arguments)  # type: ignore[arg-type]
-    build(plan.model_copy(update={"config": load(tmp_path / "config.yaml", ["data.verify=false"]).config}), *arguments)  # type: ignore[arg-type]
+    build(
+        plan.model_copy(
+            update={"config": load(tmp_path / "config.yaml", ["data.verify=false"]).config}
+        ),
+        *arguments,
+    )  # type: ignore[arg-type]
 
 
 CHANGES = {
@@ -108,20 +123,34 @@ def test_what_changed_is_said_in_rows(tmp_path: Path, model: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "train.jsonl").rename(tmp_path / "elsewhere" / "train.jsonl")
     assert what_changed(old, identify(prepared(config, model, ROWS, workers=2))) is None
-    assert "their tokens or other columns differ" in (what_changed(old, identify(prepared(config, model, ROWS, learn_on="all"))) or "")
+    assert "their tokens or other columns differ" in (
+        what_changed(old, identify(prepared(config, model, ROWS, learn_on="all"))) or ""
+    )
     # Without the old cache there are its number of rows and what they come to.
     gone = old.model_copy(update={"cache": str(tmp_path / "gone")})
-    assert what_changed(gone, identify(prepared(config, model, ROWS[::-1]))) == "the same 40 rows, in another order or with other tokens"
-    assert what_changed(gone, identify(prepared(config, model, ROWS[1:]))) == "40 rows before, 39 now, and not the same ones"
+    assert (
+        what_changed(gone, identify(prepared(config, model, ROWS[::-1])))
+        == "the same 40 rows, in another order or with other tokens"
+    )
+    assert (
+        what_changed(gone, identify(prepared(config, model, ROWS[1:])))
+        == "40 rows before, 39 now, and not the same ones"
+    )
 
 
-def planned(config: Path, resume: str | None = None, allow: tuple[str, ...] = (), *over: str) -> tuple[Plan, Request]:
+def planned(
+    config: Path, resume: str | None = None, allow: tuple[str, ...] = (), *over: str
+) -> tuple[Plan, Request]:
     request = Request(load(config, list(over)), resume=resume, allow=allow)
     return make_plan(request, on_progress=lambda *_: None), request
 
 
 def checkpointed(plan: Plan, data: DataIdentity | None) -> None:
-    state = {"config": plan.config.model_dump(mode="json"), "trainer": {}, "data": data and data.model_dump()}
+    state = {
+        "config": plan.config.model_dump(mode="json"),
+        "trainer": {},
+        "data": data and data.model_dump(),
+    }
     if data is None:
         del state["data"]  # as commit 474a450 wrote it
     saver = Checkpointer(Path(plan.run_dir) / "checkpoints", 2, True, "min", asynchronous=False)
@@ -129,7 +158,9 @@ def checkpointed(plan: Plan, data: DataIdentity | None) -> None:
     assert saver.wait()[0].error is None
 
 
-def test_a_run_goes_on_with_its_own_data_alone(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_with_its_own_data_alone(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = write_config(tmp_path, model)
     plan, request = planned(config)
     claim_run_dir(plan, request)
@@ -142,12 +173,14 @@ def test_a_run_goes_on_with_its_own_data_alone(tmp_path: Path, model: Path, caps
     newest = str(Path(plan.run_dir) / "checkpoints" / "step-00000001")
     for resume in ("newest", plan.run_dir, newest):
         with pytest.raises(
-            CheckpointError, match=r"the training data changed since this checkpoint: the same 40 rows in another order — .*--allow data"
+            CheckpointError,
+            match=r"the training data changed since this checkpoint: the same 40 rows in another order — .*--allow data",
         ):
             claim_run_dir(*planned(config, resume))
         with pytest.raises(CheckpointError, match="the training data changed"):
             claim_run_dir(*planned(config, resume, ("optimizer.lr",)))
-    Path(newest).rename(Path(newest).with_name(".trash-step-00000001-0123abcd"))  # a kill came while it was saved again
+    # A kill came while it was saved again.
+    Path(newest).rename(Path(newest).with_name(".trash-step-00000001-0123abcd"))
     with pytest.raises(CheckpointError, match="the training data changed"):
         claim_run_dir(*planned(config, "newest"))
     for allowed in ("data", "all"):
@@ -162,11 +195,19 @@ def test_resume_from_no_checkpoint_is_refused_before_any_work(tmp_path: Path) ->
     for dry_run in (True, False):
         for named in ("empty", "nowhere", "a.yaml/x"):
             request = Request(load(config, []), resume=str(tmp_path / named))
-            with pytest.raises(CheckpointError, match=r"not a committed checkpoint|there is no such file or folder"):
-                make_plan(request, on_progress=lambda *work: pytest.fail(f"worked: {work}"), dry_run=dry_run)
+            with pytest.raises(
+                CheckpointError, match=r"not a committed checkpoint|there is no such file or folder"
+            ):
+                make_plan(
+                    request,
+                    on_progress=lambda *work: pytest.fail(f"worked: {work}"),
+                    dry_run=dry_run,
+                )
 
 
-def test_an_old_checkpoint_says_that_it_does_not_know(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_checkpoint_says_that_it_does_not_know(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = write_config(tmp_path, model)
     plan, request = planned(config)
     claim_run_dir(plan, request)
@@ -186,7 +227,12 @@ def test_what_was_left_out_is_said(tmp_path: Path, model: Path) -> None:
     for policy in ("left", "drop"):
         loaded = load(config, [f"data.truncation={policy}", "data.max_length=150"])
         said[policy] = prepare(loaded.config, str(model), tmp_path).left_out
-    assert said["left"][0].startswith("data.train: 3 of 35 rows cut at 150 tokens; 2 of 35 rows skipped: nothing to learn"), said
+    assert said["left"][0].startswith(
+        "data.train: 3 of 35 rows cut at 150 tokens; 2 of 35 rows skipped: nothing to learn"
+    ), said
     assert said["left"][1] == "data.eval: 1 of 5 rows cut at 150 tokens"
-    assert said["drop"][0] == "data.train: 3 of 35 rows dropped: longer than 150 tokens; 2 of 35 rows skipped: nothing to learn"
+    assert (
+        said["drop"][0]
+        == "data.train: 3 of 35 rows dropped: longer than 150 tokens; 2 of 35 rows skipped: nothing to learn"
+    )
     assert said["drop"][1] == "data.eval: 1 of 5 rows dropped: longer than 150 tokens"

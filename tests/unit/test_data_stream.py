@@ -57,12 +57,16 @@ def test_small_orders_are_spread_evenly(size: int) -> None:
     epochs = GlobalOrder(size, seed=0, shuffle=True).ids(0, 6000 * size).reshape(6000, size)
     for table in (
         np.stack([np.bincount(epochs[:, place], minlength=size) for place in range(size)]),
-        np.bincount(epochs[:, 0] * size + epochs[:, 1], minlength=size * size).reshape(size, size)[~np.eye(size, dtype=bool)][None],
+        np.bincount(epochs[:, 0] * size + epochs[:, 1], minlength=size * size).reshape(size, size)[
+            ~np.eye(size, dtype=bool)
+        ][None],
     ):
         expected = table.sum() / table.size
         freedom = table.size - 1
         statistic = ((table - expected) ** 2 / expected).sum()
-        assert statistic < freedom + 4 * (2 * freedom) ** 0.5, f"{statistic:.0f} for {freedom} degrees of freedom"
+        assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (
+            f"{statistic:.0f} for {freedom} degrees of freedom"
+        )
 
 
 def test_large_order_mixes_near_and_far() -> None:
@@ -105,7 +109,9 @@ def cache(tmp_path: Path) -> TokenCache:
     lengths = np.random.default_rng(4).integers(2, 13, SIZE)
     stops = np.cumsum(lengths)
     with temporary_folder(tmp_path) as folder:
-        np.repeat(np.arange(100, 100 + SIZE), lengths).astype(np.uint16).tofile(folder / "tokens.bin")
+        np.repeat(np.arange(100, 100 + SIZE), lengths).astype(np.uint16).tofile(
+            folder / "tokens.bin"
+        )
         np.ones(stops[-1], np.uint8).tofile(folder / "learn.bin")
         layout = Layout(folder)
         layout.add(np.stack((stops - lengths, stops), axis=1), np.arange(SIZE + 1), lengths - 1)
@@ -115,34 +121,57 @@ def cache(tmp_path: Path) -> TokenCache:
 
 
 def stream(
-    cache: TokenCache, ranks: int = 1, rank: int = 0, start: int = 0, stop: int = 40, accumulation: int = 1, **more: Any
+    cache: TokenCache,
+    ranks: int = 1,
+    rank: int = 0,
+    start: int = 0,
+    stop: int = 40,
+    accumulation: int = 1,
+    **more: Any,
 ) -> BatchStream:
     size = 8
-    batch = BatchPlan(global_samples=size, micro_batch=size // ranks // accumulation, accumulation=accumulation, eval_micro_batch=1)
+    batch = BatchPlan(
+        global_samples=size,
+        micro_batch=size // ranks // accumulation,
+        accumulation=accumulation,
+        eval_micro_batch=1,
+    )
     options: dict[str, Any] = {"prefetch": 2, "seed": 5, "shuffle": True, **more}
     order = GlobalOrder(len(cache), options.pop("seed"), options.pop("shuffle"))
     width = options.pop("width", None)
 
     def rows(ids: list[int]) -> TokenBatch:
-        return collate([cache.segments(sample) if sample >= 0 else None for sample in ids], 0, width)
+        return collate(
+            [cache.segments(sample) if sample >= 0 else None for sample in ids], 0, width
+        )
 
     return BatchStream(cache, order, batch, rank, ranks, start, stop, rows, **options)
 
 
 def taken(batches: list[GlobalBatch]) -> Counter[int]:
     """How often each sample's tokens stand first in a row."""
-    rows = [row for batch in batches for micro in batch.micro_batches for row in micro.input_ids_BT[:, 0].tolist()]
+    rows = [
+        row
+        for batch in batches
+        for micro in batch.micro_batches
+        for row in micro.input_ids_BT[:, 0].tolist()
+    ]
     return Counter(row - 100 for row in rows if row)
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
-def test_any_split_takes_the_same_samples_each_step(cache: TokenCache, ranks: int, accumulation: int) -> None:
+def test_any_split_takes_the_same_samples_each_step(
+    cache: TokenCache, ranks: int, accumulation: int
+) -> None:
     streams = [list(stream(cache, ranks, rank, accumulation=accumulation)) for rank in range(ranks)]
     expected = GlobalOrder(SIZE, 5, True).ids(0, 40).reshape(5, 8)
     weights = []
     for step, parts in enumerate(zip(*streams, strict=True)):
         assert taken(list(parts)) == Counter(expected[step].tolist())
-        assert all(part.sample_ids.tolist() == expected[step].tolist() and part.position == 8 * step + 8 for part in parts)
+        assert all(
+            part.sample_ids.tolist() == expected[step].tolist() and part.position == 8 * step + 8
+            for part in parts
+        )
         assert all(len(part.micro_batches) == accumulation for part in parts)
         assert sum(part.tokens for part in parts) == cache.lengths[expected[step]].sum()
         weights.append(sum(micro.weight for part in parts for micro in part.micro_batches))
@@ -152,8 +181,12 @@ def test_any_split_takes_the_same_samples_each_step(cache: TokenCache, ranks: in
 def test_a_stream_starts_anywhere_and_on_another_world_size(cache: TokenCache) -> None:
     whole = list(stream(cache))
     again = list(stream(cache, start=whole[1].position))
-    assert [batch.sample_ids.tolist() for batch in again] == [batch.sample_ids.tolist() for batch in whole[2:]]
-    assert torch.equal(again[0].micro_batches[0].input_ids_BT, whole[2].micro_batches[0].input_ids_BT)
+    assert [batch.sample_ids.tolist() for batch in again] == [
+        batch.sample_ids.tolist() for batch in whole[2:]
+    ]
+    assert torch.equal(
+        again[0].micro_batches[0].input_ids_BT, whole[2].micro_batches[0].input_ids_BT
+    )
     halves = [list(stream(cache, 2, rank, start=whole[1].position)) for rank in range(2)]
     assert taken(halves[0] + halves[1]) == taken(whole[2:])
 
@@ -163,7 +196,9 @@ def test_the_last_batch_is_filled_up(cache: TokenCache) -> None:
     assert [len(part) for part in parts] == [3] * 4, "every rank takes the same steps"
     assert parts[0][-1].sample_ids.tolist() == [16, 17, 18, 19, 20, 21, -1, -1]
     assert parts[0][-1].position == SIZE, "a longer run goes on where the samples ended"
-    assert taken([batch for part in parts for batch in part]) == Counter(range(SIZE)), "an evaluation takes each sample once"
+    assert taken([batch for part in parts for batch in part]) == Counter(range(SIZE)), (
+        "an evaluation takes each sample once"
+    )
     total = sum(micro.weight for part in parts for batch in part for micro in batch.micro_batches)
     assert total == cache.learned.sum()
     alone = list(stream(cache, 8, 7, stop=1))
@@ -175,14 +210,20 @@ def test_prefetching_changes_nothing(cache: TokenCache) -> None:
     for one, two in zip(stream(cache, prefetch=0), stream(cache, prefetch=3), strict=True):
         assert one.sample_ids.tolist() == two.sample_ids.tolist() and one.tokens == two.tokens
         for left, right in zip(one.micro_batches, two.micro_batches, strict=True):
-            assert torch.equal(left.input_ids_BT, right.input_ids_BT) and torch.equal(left.targets_BT, right.targets_BT)
+            assert torch.equal(left.input_ids_BT, right.input_ids_BT) and torch.equal(
+                left.targets_BT, right.targets_BT
+            )
 
 
 @pytest.fixture
 def threads() -> Threads:
     """Threads of streams that this test began: another file in this process may have left one open."""
     before = threading.enumerate()
-    return lambda: [each for each in threading.enumerate() if each.name.startswith("drumline-batches") and each not in before]
+    return lambda: [
+        each
+        for each in threading.enumerate()
+        if each.name.startswith("drumline-batches") and each not in before
+    ]
 
 
 def test_close_ends_the_thread_in_the_middle(cache: TokenCache, threads: Threads) -> None:
@@ -195,11 +236,14 @@ def test_close_ends_the_thread_in_the_middle(cache: TokenCache, threads: Threads
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_what_fails_in_the_thread_reaches_the_consumer(cache: TokenCache, prefetch: int, threads: Threads) -> None:
+def test_what_fails_in_the_thread_reaches_the_consumer(
+    cache: TokenCache, prefetch: int, threads: Threads
+) -> None:
     cache.lengths = cache.lengths.copy()
     bad = int(GlobalOrder(SIZE, 5, True).ids(8, 9)[0])
     cache._samples = cache._samples.copy()
-    cache._samples[bad + 1 :] = 10**6  # an index that points beyond the segments: what a damaged file would give
+    # An index that points beyond the segments: what a damaged file would give.
+    cache._samples[bad + 1 :] = 10**6
     batches = stream(cache, prefetch=prefetch, width=20, shuffle=False)
     with pytest.raises((ValueError, IndexError, AssertionError)):
         list(batches)
@@ -209,7 +253,11 @@ def test_what_fails_in_the_thread_reaches_the_consumer(cache: TokenCache, prefet
 
 
 def test_a_fixed_width(cache: TokenCache) -> None:
-    assert {micro.input_ids_BT.shape for batch in stream(cache, width=16) for micro in batch.micro_batches} == {(8, 16)}
+    assert {
+        micro.input_ids_BT.shape
+        for batch in stream(cache, width=16)
+        for micro in batch.micro_batches
+    } == {(8, 16)}
 
 
 @pytest.mark.parametrize(
@@ -239,12 +287,27 @@ class PairedPrompts:
 
 
 @pytest.mark.parametrize("previous", ["batch", "all"])
-def test_predecessors_are_the_same_on_any_number_of_ranks(previous: Literal["batch", "all"]) -> None:
+def test_predecessors_are_the_same_on_any_number_of_ranks(
+    previous: Literal["batch", "all"],
+) -> None:
     def found(ranks: int) -> list[set[tuple[int, int]]]:
-        batch = BatchPlan(global_samples=4, micro_batch=4 // ranks, accumulation=1, eval_micro_batch=1)
+        batch = BatchPlan(
+            global_samples=4, micro_batch=4 // ranks, accumulation=1, eval_micro_batch=1
+        )
         order, pairs = GlobalOrder(11, 0, shuffle=False), list[set[tuple[int, int]]]()
         for rank in range(ranks):
-            made = BatchStream(PairedPrompts(), order, batch, rank, ranks, 0, 11, lambda *both: set(zip(*both, strict=True)), 0, previous)
+            made = BatchStream(
+                PairedPrompts(),
+                order,
+                batch,
+                rank,
+                ranks,
+                0,
+                11,
+                lambda *both: set(zip(*both, strict=True)),
+                0,
+                previous,
+            )
             pairs.append(set.union(*(micro for one in made for micro in one.micro_batches)))
         return pairs
 

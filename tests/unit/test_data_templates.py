@@ -13,7 +13,10 @@ from drumline.data.templates import Encoder, Example, truncate
 from drumline.errors import DataError
 from tests.tiny import CHATML, tiny_tokenizer
 
-DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}" + CHATML
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    + CHATML
+)
 NO_GENERATION_PROMPT = CHATML[: CHATML.index("{% if add_generation_prompt")]
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -39,14 +42,19 @@ THINKS_LAST = (
 # The generation prompt opens a thought that no finished turn has (as DeepSeek-R1 does).
 PROMPTS_THOUGHT = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
 # A finished conversation is closed once more (as Phi 3 does), so no part of it is a prefix of the whole without a generation prompt.
-CLOSES_ALL = CHATML.replace("assistant\n' }}{% endif", "assistant\n' }}{% else %}{{ eos_token }}{% endif")
+CLOSES_ALL = CHATML.replace(
+    "assistant\n' }}{% endif", "assistant\n' }}{% else %}{{ eos_token }}{% endif"
+)
 # Nothing closes a turn but the header of the next (as GLM 4 does).
 OPENS_ONLY = CHATML.replace("'<|im_end|>' + '\n'", "'\n'")
 # What was said is taken from parts, of which text has none (as templates of models that see do).
-PARTS = CHATML.replace("message['content'] +", "(message['content'] | selectattr('text', 'defined') | join) +")
+PARTS = CHATML.replace(
+    "message['content'] +", "(message['content'] | selectattr('text', 'defined') | join) +"
+)
 # Old turns are shown without their reasoning.
 FORGETS = CHATML.replace(
-    "message['content'] +", "(message['content'] if loop.last else message['content'].split('</think>') | last | trim) +"
+    "message['content'] +",
+    "(message['content'] if loop.last else message['content'].split('</think>') | last | trim) +",
 )
 STRIPS = CHATML.replace("message['content'] +", "(message['content'] | trim) +")
 
@@ -60,16 +68,24 @@ TURNS = [
 
 def encoder(template: str | None, kind: Any = "sft", **data: Any) -> Encoder:
     settings = {"train": [{"kind": "file", "path": "unused"}], **data}
-    return Encoder(tiny_tokenizer(chat_template=template), kind == "pretrain", DataConfig.model_validate(settings))
+    return Encoder(
+        tiny_tokenizer(chat_template=template),
+        kind == "pretrain",
+        DataConfig.model_validate(settings),
+    )
 
 
 def learned(using: Encoder, **values: Any) -> list[str]:
     """Decoded runs of learned tokens, after a check that the tokens are the whole rendered text."""
     example = using.encode(Row("here:1", values))
     if "messages" in values:
-        assert using.tokenizer.decode(example.tokens) == using.tokenizer.apply_chat_template(values["messages"], tokenize=False)
+        assert using.tokenizer.decode(example.tokens) == using.tokenizer.apply_chat_template(
+            values["messages"], tokenize=False
+        )
     edges = np.flatnonzero(np.diff(example.learn, prepend=0, append=0))
-    return [using.tokenizer.decode(example.tokens[start:stop]) for start, stop in edges.reshape(-1, 2)]
+    return [
+        using.tokenizer.decode(example.tokens[start:stop]) for start, stop in edges.reshape(-1, 2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,21 +103,40 @@ def learned(using: Encoder, **values: Any) -> list[str]:
         (CLOSES_ALL, ["a<|im_end|>", "It is five.<|im_end|>\n<|im_end|>"]),
         (OPENS_ONLY, ["a\n<|im_start|>", "It is five.\n"]),
     ],
-    ids=["chatml", "default-system", "no-prompt", "marked", "brackets", "words", "thinks", "prompts-thought", "strips", "closes", "opens"],
+    ids=[
+        "chatml",
+        "default-system",
+        "no-prompt",
+        "marked",
+        "brackets",
+        "words",
+        "thinks",
+        "prompts-thought",
+        "strips",
+        "closes",
+        "opens",
+    ],
 )
 def test_only_what_the_assistant_says_is_learned(template: str, expected: list[str]) -> None:
     assert learned(encoder(template), messages=TURNS) == expected
 
 
-@pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM, NO_GENERATION_PROMPT, MARKED, BRACKETS, PROMPTS_THOUGHT])
+@pytest.mark.parametrize(
+    "template", [CHATML, DEFAULT_SYSTEM, NO_GENERATION_PROMPT, MARKED, BRACKETS, PROMPTS_THOUGHT]
+)
 def test_a_conversation_that_the_assistant_opens(template: str) -> None:
     turns = [{"role": "assistant", "content": "Hello!"}, *TURNS[:2]]
-    assert [text.strip() for text in learned(encoder(template), messages=turns)] == ["Hello!<|im_end|>", "a<|im_end|>"]
+    assert [text.strip() for text in learned(encoder(template), messages=turns)] == [
+        "Hello!<|im_end|>",
+        "a<|im_end|>",
+    ]
 
 
 def test_reasoning_that_later_turns_hide() -> None:
     turns = [TURNS[0], {"role": "assistant", "content": "<think>\n2 + 3\n</think>\n\nFive."}]
-    assert learned(encoder(FORGETS), messages=turns) == ["<think>\n2 + 3\n</think>\n\nFive.<|im_end|>"]
+    assert learned(encoder(FORGETS), messages=turns) == [
+        "<think>\n2 + 3\n</think>\n\nFive.<|im_end|>"
+    ]
     assert learned(encoder(FORGETS), messages=turns + turns)[0] == "Five.<|im_end|>"
 
 
@@ -123,8 +158,12 @@ def test_a_token_that_joins_the_header_to_the_content(trim: bool) -> None:
 
     using = encoder(WORDS.replace("assistant:'", "assistant: '"))
     using.tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
-    assert (using.tokenizer("b a", return_offsets_mapping=True)["offset_mapping"][-1] == (2, 3)) == trim
-    assert learned(using, messages=TURNS) == [" a\n", "It is five.\n"], "' a' is one token, ' I' is two"
+    assert (
+        using.tokenizer("b a", return_offsets_mapping=True)["offset_mapping"][-1] == (2, 3)
+    ) == trim
+    assert learned(using, messages=TURNS) == [" a\n", "It is five.\n"], (
+        "' a' is one token, ' I' is two"
+    )
 
 
 def test_prompt_and_completion_through_the_template() -> None:
@@ -138,14 +177,23 @@ def test_prompt_and_completion_through_the_template() -> None:
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_only_the_completion_is_learned_when_the_prompt_is_a_conversation(template: str) -> None:
-    assert learned(encoder(template), prompt=TURNS[:3], completion="It is five.") == ["It is five.<|im_end|>"]
-    assert learned(encoder(template), prompt=TURNS[:3], completion=TURNS[3:]) == ["It is five.<|im_end|>"]
+    assert learned(encoder(template), prompt=TURNS[:3], completion="It is five.") == [
+        "It is five.<|im_end|>"
+    ]
+    assert learned(encoder(template), prompt=TURNS[:3], completion=TURNS[3:]) == [
+        "It is five.<|im_end|>"
+    ]
 
 
 def test_prompt_and_completion_as_plain_text() -> None:
     plain = encoder(None)
     assert learned(plain, prompt="2 + 3 = ", completion="5") == ["5<|im_end|>"]
-    assert plain.tokenizer.decode(plain.encode(Row("", {"prompt": "2 + 3 = ", "completion": "5"})).tokens) == "2 + 3 = 5<|im_end|>"
+    assert (
+        plain.tokenizer.decode(
+            plain.encode(Row("", {"prompt": "2 + 3 = ", "completion": "5"})).tokens
+        )
+        == "2 + 3 = 5<|im_end|>"
+    )
     with pytest.raises(DataError, match="hold messages and this tokenizer has no chat template"):
         plain.encode(Row("a:1", {"prompt": TURNS, "completion": "5"}))
 
@@ -165,27 +213,57 @@ def test_text_opens_with_bos_where_the_tokenizer_does_so() -> None:
     )
     decode = opens.tokenizer.decode
     assert decode(opens.encode(Row("", {"text": "Rome"})).tokens) == "<|im_start|>Rome<|im_end|>"
-    assert decode(opens.encode(Row("", {"prompt": "R", "completion": "ome"})).tokens).count("<|im_end|>") == 1
-    assert decode(opens.encode(Row("", {"prompt": "R", "completion": "ome"})).tokens).count("<|im_start|>") == 1
+    assert (
+        decode(opens.encode(Row("", {"prompt": "R", "completion": "ome"})).tokens).count(
+            "<|im_end|>"
+        )
+        == 1
+    )
+    assert (
+        decode(opens.encode(Row("", {"prompt": "R", "completion": "ome"})).tokens).count(
+            "<|im_start|>"
+        )
+        == 1
+    )
 
 
 def test_learn_on_all_and_pretraining_learn_every_token() -> None:
-    for using in (encoder(CHATML, learn_on="all"), encoder(CHATML, kind="pretrain"), encoder(MARKED, kind="pretrain")):
+    for using in (
+        encoder(CHATML, learn_on="all"),
+        encoder(CHATML, kind="pretrain"),
+        encoder(MARKED, kind="pretrain"),
+    ):
         assert using.encode(Row("", {"messages": TURNS})).learn.all()
-    assert encoder(None, learn_on="all").encode(Row("", {"prompt": "a", "completion": "b"})).learn.all()
+    assert (
+        encoder(None, learn_on="all")
+        .encode(Row("", {"prompt": "a", "completion": "b"}))
+        .learn.all()
+    )
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED, DEFAULT_SYSTEM, NO_GENERATION_PROMPT, BRACKETS])
+@pytest.mark.parametrize(
+    "template", [CHATML, MARKED, DEFAULT_SYSTEM, NO_GENERATION_PROMPT, BRACKETS]
+)
 @pytest.mark.parametrize("kind", ["sft", "pretrain"])
 def test_what_has_no_weight_is_not_learned_beside_all_else(template: str, kind: str) -> None:
     using = encoder(template, kind, learn_on="all")
-    said = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"), ("user", "five")]
+    said = [
+        ("user", "one"),
+        ("assistant", "two"),
+        ("user", "three"),
+        ("assistant", "four"),
+        ("user", "five"),
+    ]
     talk = [{"role": role, "content": content} for role, content in said]
     for index, (_, content) in enumerate(said):
         messages = [{**turn, "weight": int(at != index)} for at, turn in enumerate(talk)]
         found = using.encode(Row("rows.jsonl:1", {"messages": messages}))
-        (start, stop), *more = np.flatnonzero(np.diff(found.learn, prepend=1, append=1)).reshape(-1, 2).tolist()
-        assert not more and using.tokenizer.decode(found.tokens[start:stop]).strip().startswith(content)
+        (start, stop), *more = (
+            np.flatnonzero(np.diff(found.learn, prepend=1, append=1)).reshape(-1, 2).tolist()
+        )
+        assert not more and using.tokenizer.decode(found.tokens[start:stop]).strip().startswith(
+            content
+        )
     whole = using.encode(Row("rows.jsonl:1", {"messages": talk}))
     assert whole.learn.all()
 
@@ -193,7 +271,9 @@ def test_what_has_no_weight_is_not_learned_beside_all_else(template: str, kind: 
 def test_no_chat_template() -> None:
     with pytest.raises(DataError) as caught:
         encoder(None).encode(Row("chat.jsonl:3", {"messages": TURNS}))
-    assert caught.value.line().startswith("chat.jsonl:3: `messages` need a chat template and this tokenizer has no chat template")
+    assert caught.value.line().startswith(
+        "chat.jsonl:3: `messages` need a chat template and this tokenizer has no chat template"
+    )
     assert "model.chat_template" in caught.value.line()
 
 
@@ -207,15 +287,22 @@ def test_no_end_of_sequence_token() -> None:
 def test_a_template_that_hides_what_was_said() -> None:
     with pytest.raises(DataError, match=r"does not render what messages\[1\] says in its place"):
         encoder(PARTS).encode(Row("chat.jsonl:9", {"messages": TURNS}))
-    shouts = encoder(THINKS_LAST.replace("m['content'] +", "(m['content'] if loop.last else 'left out') +"))
+    shouts = encoder(
+        THINKS_LAST.replace("m['content'] +", "(m['content'] if loop.last else 'left out') +")
+    )
     with pytest.raises(DataError) as caught:
         shouts.encode(Row("chat.jsonl:9", {"messages": TURNS}))
-    assert caught.value.line().startswith("chat.jsonl:9: the chat template does not render what messages[1] says in its place")
+    assert caught.value.line().startswith(
+        "chat.jsonl:9: the chat template does not render what messages[1] says in its place"
+    )
 
 
 def test_a_template_that_refuses() -> None:
     strict = encoder("{{ raise_exception('roles must take turns') }}")
-    with pytest.raises(DataError, match=r"chat.jsonl:2: the chat template refuses this conversation: roles must take turns"):
+    with pytest.raises(
+        DataError,
+        match=r"chat.jsonl:2: the chat template refuses this conversation: roles must take turns",
+    ):
         strict.encode(Row("chat.jsonl:2", {"messages": TURNS}))
 
 
@@ -243,8 +330,13 @@ class SlowTokenizer:
 
 def test_tokenizers_without_offsets() -> None:
     data = DataConfig.model_validate({"train": [{"kind": "file", "path": "unused"}]})
-    assert learned(Encoder(SlowTokenizer(), False, data), messages=TURNS) == [" a\n", " It is five.\n"]
-    with pytest.raises(DataError, match="joins a turn's header to its content, and gives no offsets"):
+    assert learned(Encoder(SlowTokenizer(), False, data), messages=TURNS) == [
+        " a\n",
+        " It is five.\n",
+    ]
+    with pytest.raises(
+        DataError, match="joins a turn's header to its content, and gives no offsets"
+    ):
         Encoder(SlowTokenizer(join=": a"), False, data).encode(Row("a:1", {"messages": TURNS}))
 
 
@@ -253,15 +345,31 @@ SHAPES = {
     "thinks last": THINKS_LAST, "prompts a thought": PROMPTS_THOUGHT, "closes all": CLOSES_ALL, "opens only": OPENS_ONLY, "parts": PARTS,
     "forgets": FORGETS, "strips": STRIPS,
 }  # fmt: skip
-LAST = ["It is five.", " five\n", "a", "assistant\nfive", "<think>two</think>five", "<|im_end|>", "five\n<|im_start|>assistant\nfive"]
+LAST = [
+    "It is five.",
+    " five\n",
+    "a",
+    "assistant\nfive",
+    "<think>two</think>five",
+    "<|im_end|>",
+    "five\n<|im_start|>assistant\nfive",
+]
 
 
 @pytest.mark.parametrize("template", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("answer", LAST)
-def test_a_usual_end_is_where_renderings_find_it(template: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_usual_end_is_where_renderings_find_it(
+    template: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def result() -> Any:
         try:
-            return encoder(template).encode(Row("a:1", {"messages": [*TURNS[:3], {"role": "assistant", "content": answer}]})).learn.tolist()
+            return (
+                encoder(template)
+                .encode(
+                    Row("a:1", {"messages": [*TURNS[:3], {"role": "assistant", "content": answer}]})
+                )
+                .learn.tolist()
+            )
         except DataError as error:
             return str(error)
 
@@ -293,6 +401,10 @@ def test_truncation() -> None:
     assert left is not None and left.tokens.tolist() == [2, 3, 4, 5] and left.learned == 3
     assert truncate(example, 4, "drop", "a:1") is None
     assert truncate(example, 6, "error", "a:1") is example
-    with pytest.raises(DataError, match=r"a:1: 6 tokens, longer than data.max_length 4 — raise data.max_length"):
+    with pytest.raises(
+        DataError, match=r"a:1: 6 tokens, longer than data.max_length 4 — raise data.max_length"
+    ):
         truncate(example, 4, "error", "a:1")
-    assert Example(example.tokens[3:], example.learn[3:]).learned == 2, "nothing predicts the first token"
+    assert Example(example.tokens[3:], example.learn[3:]).learned == 2, (
+        "nothing predicts the first token"
+    )

@@ -25,11 +25,21 @@ TEMPLATE = (
     '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}<|im_end|>{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "one and"},
-    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
     {"role": "tool", "content": "2"},
     {"role": "assistant", "content": "two."},
 ]
@@ -40,7 +50,9 @@ def write(folder: Path, *rows: dict[str, Any]) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def rows(folder: Path, name: str = "rows.jsonl", forms: Any = TEXT_FORMS, **columns: str) -> list[Row]:
+def rows(
+    folder: Path, name: str = "rows.jsonl", forms: Any = TEXT_FORMS, **columns: str
+) -> list[Row]:
     return list(read_rows(FileSource(path=name, columns=Columns(**columns)), folder, forms))
 
 
@@ -50,14 +62,26 @@ def said(row: Row, template: str = TEMPLATE) -> tuple[str, str]:
     encoded = TextRows(tokenizer, False, DATA).encode(row)
     assert encoded is not None
     (example,) = encoded.segments
-    return str(tokenizer.decode(example.tokens.tolist())), str(tokenizer.decode(example.tokens[example.learn == 1].tolist()))
+    return str(tokenizer.decode(example.tokens.tolist())), str(
+        tokenizer.decode(example.tokens[example.learn == 1].tolist())
+    )
 
 
-@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]], ids=["list", "text", "list of texts"])
+@pytest.mark.parametrize(
+    "tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]], ids=["list", "text", "list of texts"]
+)
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "OpenAI's text"])
-def test_tools_and_calls_reach_the_template_and_answers_are_learned(tmp_path: Path, tools: Any, arguments: Any) -> None:
+def test_tools_and_calls_reach_the_template_and_answers_are_learned(
+    tmp_path: Path, tools: Any, arguments: Any
+) -> None:
     calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
-    write(tmp_path, {"messages": [MESSAGES[0], {**MESSAGES[1], "tool_calls": calls}, *MESSAGES[2:]], "tools": tools})
+    write(
+        tmp_path,
+        {
+            "messages": [MESSAGES[0], {**MESSAGES[1], "tool_calls": calls}, *MESSAGES[2:]],
+            "tools": tools,
+        },
+    )
     seen, learned = said(*rows(tmp_path))
     assert json.dumps(TOOL) in seen and seen.startswith("<|im_start|>system")
     assert learned == f"{CALL}<|im_end|>two.<|im_end|>"
@@ -65,9 +89,13 @@ def test_tools_and_calls_reach_the_template_and_answers_are_learned(tmp_path: Pa
 
 def test_the_mask_is_the_templates_own_where_it_has_one(tmp_path: Path) -> None:
     write(tmp_path, {"messages": MESSAGES, "tools": [TOOL]})
-    marked = TEMPLATE.replace("<tool_call>", "<tool_call>{% generation %}").replace("</tool_call>", "{% endgeneration %}</tool_call>")
+    marked = TEMPLATE.replace("<tool_call>", "<tool_call>{% generation %}").replace(
+        "</tool_call>", "{% endgeneration %}</tool_call>"
+    )
     seen, learned = said(*rows(tmp_path), template=marked)
-    assert json.dumps(TOOL) in seen and learned == CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    assert json.dumps(TOOL) in seen and learned == CALL.removeprefix("<tool_call>").removesuffix(
+        "</tool_call>"
+    )
 
 
 def test_a_call_behind_reasoning_that_old_turns_lose_is_learned(tmp_path: Path) -> None:
@@ -96,18 +124,28 @@ def test_arguments_are_an_object(tmp_path: Path, call: dict[str, Any], arguments
     named = {"name": "add", **call}
     asked = {"from": "human", "value": "one and"}
     for row in (
-        {"messages": [MESSAGES[0], {**MESSAGES[1], "tool_calls": [{"type": "function", "function": named}]}]},
+        {
+            "messages": [
+                MESSAGES[0],
+                {**MESSAGES[1], "tool_calls": [{"type": "function", "function": named}]},
+            ]
+        },
         {"messages": [MESSAGES[0], {**MESSAGES[1], "tool_calls": [named]}]},
         {"conversations": [asked, {"from": "function_call", "value": json.dumps(named)}]},
     ):
         write(tmp_path, row)
         if arguments is None:
-            with pytest.raises(DataError, match=r"rows.jsonl:1: row 1: messages\[1\]: the arguments of the call 'add' are no JSON object"):
+            with pytest.raises(
+                DataError,
+                match=r"rows.jsonl:1: row 1: messages\[1\]: the arguments of the call 'add' are no JSON object",
+            ):
                 rows(tmp_path)
         else:
             (made,) = rows(tmp_path)[0].values["messages"][1]["tool_calls"]
             assert made.get("function", made) == {"name": "add", "arguments": arguments}
-    write(tmp_path, {"messages": [MESSAGES[0], {**MESSAGES[1], "tool_calls": [{"id": "1", **call}]}]})
+    write(
+        tmp_path, {"messages": [MESSAGES[0], {**MESSAGES[1], "tool_calls": [{"id": "1", **call}]}]}
+    )
     with pytest.raises(DataError, match="a call has no name"):
         rows(tmp_path)
 
@@ -119,13 +157,21 @@ TURN += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 @pytest.mark.parametrize(
     "turn",
-    ["{% if 'content' in m %}{{ m.content }}{% else %}" + SHOWN + "{% endif %}", "{{ m['content'] + '' }}" + SHOWN],
+    [
+        "{% if 'content' in m %}{{ m.content }}{% else %}" + SHOWN + "{% endif %}",
+        "{{ m['content'] + '' }}" + SHOWN,
+    ],
     ids=["none", "empty"],
 )
 @pytest.mark.parametrize("content", [None, ""])
-def test_a_content_beside_calls_is_none_or_empty_as_the_template_needs(tmp_path: Path, turn: str, content: Any) -> None:
+def test_a_content_beside_calls_is_none_or_empty_as_the_template_needs(
+    tmp_path: Path, turn: str, content: Any
+) -> None:
     write(tmp_path, {"messages": [MESSAGES[0], {**MESSAGES[1], "content": content}, *MESSAGES[2:]]})
-    assert said(*rows(tmp_path), template=TURN.replace("WORDS", turn))[1] == "<tool_call>add</tool_call><|im_end|>two.<|im_end|>"
+    assert (
+        said(*rows(tmp_path), template=TURN.replace("WORDS", turn))[1]
+        == "<tool_call>add</tool_call><|im_end|>two.<|im_end|>"
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,44 +179,103 @@ def test_a_content_beside_calls_is_none_or_empty_as_the_template_needs(tmp_path:
     [
         ("{{ m.content }}", "", 1, "a call of "),
         ("{{ m.content or '' }}", "I add.", 1, "a call of "),
-        ("{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}", "", 2, "a call of "),
-        ("{% if m.tool_calls %}" + SHOWN + "{% else %}{{ m.content }}{% endif %}", "I add.", 1, "what is said beside the calls of "),
+        (
+            "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}",
+            "",
+            2,
+            "a call of ",
+        ),
+        (
+            "{% if m.tool_calls %}" + SHOWN + "{% else %}{{ m.content }}{% endif %}",
+            "I add.",
+            1,
+            "what is said beside the calls of ",
+        ),
     ],
 )
 def test_calls_and_words_beside_them_that_a_template_leaves_out_are_an_error(
     tmp_path: Path, turn: str, content: str, calls: int, part: str
 ) -> None:
-    write(tmp_path, {"messages": [MESSAGES[0], {**MESSAGES[1], "content": content, "tool_calls": MESSAGES[1]["tool_calls"] * calls}]})
-    with pytest.raises(DataError, match=rf"rows.jsonl:1: the chat template leaves out {part}messages\[1\], of the role 'assistant' — take"):
+    write(
+        tmp_path,
+        {
+            "messages": [
+                MESSAGES[0],
+                {
+                    **MESSAGES[1],
+                    "content": content,
+                    "tool_calls": MESSAGES[1]["tool_calls"] * calls,
+                },
+            ]
+        },
+    )
+    with pytest.raises(
+        DataError,
+        match=rf"rows.jsonl:1: the chat template leaves out {part}messages\[1\], of the role 'assistant' — take",
+    ):
         said(*rows(tmp_path), template=TURN.replace("WORDS", turn))
     write(
         tmp_path,
-        {"prompt": [*MESSAGES[:1], {**MESSAGES[1], "content": content, "tool_calls": MESSAGES[1]["tool_calls"] * calls}, *MESSAGES[2:3]]},
+        {
+            "prompt": [
+                *MESSAGES[:1],
+                {
+                    **MESSAGES[1],
+                    "content": content,
+                    "tool_calls": MESSAGES[1]["tool_calls"] * calls,
+                },
+                *MESSAGES[2:3],
+            ]
+        },
     )
     with pytest.raises(DataError, match=f"leaves out {part}"):
-        PromptRows(tiny_tokenizer(chat_template=TURN.replace("WORDS", turn)), 8, DATA).encode(*rows(tmp_path, forms=PROMPT_FORMS))
+        PromptRows(tiny_tokenizer(chat_template=TURN.replace("WORDS", turn)), 8, DATA).encode(
+            *rows(tmp_path, forms=PROMPT_FORMS)
+        )
 
 
 def test_a_table_pads_and_a_file_of_objects_does_not(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    other = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object", "properties": {"b": {"type": "integer"}}}}}
-    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "sub", "arguments": {"b": 2}}}]}
-    both = [{"messages": MESSAGES, "tools": [TOOL]}, {"messages": [MESSAGES[0], call], "tools": [other]}]
+    other = {
+        "type": "function",
+        "function": {
+            "name": "sub",
+            "parameters": {"type": "object", "properties": {"b": {"type": "integer"}}},
+        },
+    }
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "sub", "arguments": {"b": 2}}}],
+    }
+    both = [
+        {"messages": MESSAGES, "tools": [TOOL]},
+        {"messages": [MESSAGES[0], call], "tools": [other]},
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(both), tmp_path / "rows.parquet")
-    for row, tool, arguments in zip(rows(tmp_path, "rows.parquet"), (TOOL, other), ('{"a": 1}', '{"b": 2}'), strict=True):
+    for row, tool, arguments in zip(
+        rows(tmp_path, "rows.parquet"), (TOOL, other), ('{"a": 1}', '{"b": 2}'), strict=True
+    ):
         seen, learned = said(row)
-        assert json.dumps(tool) in seen and f'"arguments": {arguments}}}' in learned and "null" not in seen
+        assert (
+            json.dumps(tool) in seen
+            and f'"arguments": {arguments}}}' in learned
+            and "null" not in seen
+        )
     null = [{"type": "function", "function": {"name": "add", "arguments": {"a": None}}}]
-    write(tmp_path, {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": null}], "tools": [TOOL]})
+    write(
+        tmp_path,
+        {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": null}], "tools": [TOOL]},
+    )
     assert '"arguments": {"a": null}' in said(*rows(tmp_path))[1]
 
 
 def test_tools_that_nobody_would_see_are_an_error(tmp_path: Path) -> None:
     write(tmp_path, {"messages": MESSAGES[:1] + MESSAGES[3:], "tools": [TOOL]})
     with pytest.raises(
-        DataError, match=r"rows.jsonl:1: this row has tools, and the chat template does not show any — .*columns: \{tools: ''\}"
+        DataError,
+        match=r"rows.jsonl:1: this row has tools, and the chat template does not show any — .*columns: \{tools: ''\}",
     ):
         said(*rows(tmp_path), template=CHATML)
     assert said(*rows(tmp_path, tools=""), template=CHATML)[1] == "two.<|im_end|>"
@@ -190,12 +295,18 @@ def test_pairs_and_prompts_have_them_too(tmp_path: Path) -> None:
     write(tmp_path, {"prompt": "one", "chosen": "two", "rejected": "three", "functions": [TOOL]})
     (pair,) = rows(tmp_path, forms=PAIR_FORMS, tools="functions")
     encoded = PairRows(tokenizer, DATA).encode(pair)
-    assert encoded is not None and all(json.dumps(TOOL) in tokenizer.decode(side.tokens.tolist()) for side in encoded.segments)
+    assert encoded is not None and all(
+        json.dumps(TOOL) in tokenizer.decode(side.tokens.tolist()) for side in encoded.segments
+    )
     write(tmp_path, {"prompt": "one", "tools": [TOOL], "answer": "2"})
     (row,) = rows(tmp_path, forms=PROMPT_FORMS)
     prompt = PromptRows(tokenizer, 8, DATA).encode(row)
     assert prompt is not None and prompt.meta is not None
-    assert json.dumps(TOOL) in prompt.meta["prompt"] and prompt.meta["tools"] == [TOOL] and prompt.meta["answer"] == "2"
+    assert (
+        json.dumps(TOOL) in prompt.meta["prompt"]
+        and prompt.meta["tools"] == [TOOL]
+        and prompt.meta["answer"] == "2"
+    )
     assert not np.any(prompt.segments[0].learn)
 
 
@@ -203,9 +314,13 @@ def test_pairs_and_prompts_have_them_too(tmp_path: Path) -> None:
 def test_a_key_that_a_row_names_twice_is_an_error(tmp_path: Path, name: str) -> None:
     row = '{"prompt": "one", "completion": "two", "prompt": "three"}'
     (tmp_path / name).write_text(f"[{row}]" if name == "rows.json" else f'{{"text": "x"}}\n{row}\n')
-    with pytest.raises(DataError, match=rf"{name}.*names the key 'prompt' twice — keep one of them"):
+    with pytest.raises(
+        DataError, match=rf"{name}.*names the key 'prompt' twice — keep one of them"
+    ):
         rows(tmp_path, name)
-    (tmp_path / name).write_text('{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}')
+    (tmp_path / name).write_text(
+        '{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}'
+    )
     with pytest.raises(DataError, match=r"names the key 'role' twice"):
         rows(tmp_path, name)
 
@@ -217,9 +332,13 @@ def test_a_glob_reads_each_file_once(tmp_path: Path) -> None:
     plain = ["a/b/two.jsonl", "a/one.jsonl", "top.jsonl"]
     for links in (0, 1, 2):
         for link in range(links):  # two of them: without care 2^40 names
-            (tmp_path / f"loop{link}").symlink_to(tmp_path) if not (tmp_path / f"loop{link}").exists() else None
+            (tmp_path / f"loop{link}").symlink_to(tmp_path) if not (
+                tmp_path / f"loop{link}"
+            ).exists() else None
         for pattern in ("**/*.jsonl", "./**/*.jsonl", "**/**/*.jsonl"):
-            assert sorted(str(path.relative_to(tmp_path)) for path in find(pattern, tmp_path)) == plain
+            assert (
+                sorted(str(path.relative_to(tmp_path)) for path in find(pattern, tmp_path)) == plain
+            )
     (tmp_path / "again.jsonl").symlink_to(tmp_path / "top.jsonl")
     assert [path.name for path in find("*.jsonl", tmp_path)] == ["again.jsonl"]
     assert [path.name for path in find("a/**", tmp_path)] == ["two.jsonl", "one.jsonl"]

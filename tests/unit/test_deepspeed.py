@@ -43,14 +43,38 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(model_dir: Path, strategy: Any, precision: str = "fp32", **sections: Any) -> Plan:
-    common = {"data": {"train": [{"kind": "file", "path": "x"}]}, "batch": {"global_samples": 2, "micro_batch": 1}}
-    config = Config.model_validate({**common, "model": {"id": str(model_dir)}, "strategy": strategy, "precision": "fp32", **sections})
+    common = {
+        "data": {"train": [{"kind": "file", "path": "x"}]},
+        "batch": {"global_samples": 2, "micro_batch": 1},
+    }
+    config = Config.model_validate(
+        {
+            **common,
+            "model": {"id": str(model_dir)},
+            "strategy": strategy,
+            "precision": "fp32",
+            **sections,
+        }
+    )
     machine = Machine(device="cpu", devices=[], cores=1, memory_bytes=2**30, bf16=False)
-    made = resolve(config, run_dir="r", machine=machine, world_size=1, facts=None, model_path=str(model_dir), data=None)
+    made = resolve(
+        config,
+        run_dir="r",
+        machine=machine,
+        world_size=1,
+        facts=None,
+        model_path=str(model_dir),
+        data=None,
+    )
     if precision != "fp16":
         return made
     assert made.deepspeed is not None
-    return made.model_copy(update={"precision": "fp16", "deepspeed": made.deepspeed | {"fp16": {"enabled": True, "hysteresis": 1}}})
+    return made.model_copy(
+        update={
+            "precision": "fp16",
+            "deepspeed": made.deepspeed | {"fp16": {"enabled": True, "hysteresis": 1}},
+        }
+    )
 
 
 def engine(model_dir: Path, strategy: Any, precision: str = "fp32", **sections: Any) -> Any:
@@ -79,17 +103,29 @@ def steps(made: Any, number: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("kind", ZERO)
-@pytest.mark.parametrize("optimizer", [{"kind": "adamw", "weight_decay": 0.1}, {"kind": "sgd", "weight_decay": 0.1}], ids=["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [{"kind": "adamw", "weight_decay": 0.1}, {"kind": "sgd", "weight_decay": 0.1}],
+    ids=["adamw", "sgd"],
+)
 def test_as_the_native_engine(model_dir: Path, kind: str, optimizer: dict[str, Any]) -> None:
-    ours, reference = engine(model_dir, kind, optimizer=optimizer), engine(model_dir, "single", optimizer=optimizer)
+    ours, reference = (
+        engine(model_dir, kind, optimizer=optimizer),
+        engine(model_dir, "single", optimizer=optimizer),
+    )
     before, expected = whole(ours), whole(reference)
-    assert before.keys() == expected.keys() and all(torch.equal(before[name], expected[name]) for name in before), "before the first step"
+    assert before.keys() == expected.keys() and all(
+        torch.equal(before[name], expected[name]) for name in before
+    ), "before the first step"
     for got, wanted in zip(steps(ours, 3), steps(reference, 3), strict=True):
         assert got == pytest.approx(wanted, rel=1e-5)
-    assert ours.evaluate(batches(), OBJECTIVE) == pytest.approx(reference.evaluate(batches(), OBJECTIVE), rel=1e-5)
+    assert ours.evaluate(batches(), OBJECTIVE) == pytest.approx(
+        reference.evaluate(batches(), OBJECTIVE), rel=1e-5
+    )
     after = whole(ours)
     for name, tensor in whole(reference).items():
-        tolerance = 3e-5 if name.startswith("optim.") else 1e-5  # moments hold the roundings of three steps' gradients
+        # Moments hold the roundings of three steps' gradients.
+        tolerance = 3e-5 if name.startswith("optim.") else 1e-5
         assert float((after[name] - tensor).norm()) <= tolerance * float(tensor.norm()), name
 
 
@@ -103,7 +139,13 @@ def test_skip_leaves_everything(model_dir: Path, kind: str) -> None:
     assert math.isfinite(norm)
     made.step(3e-3, norm, torch.tensor(False))
     assert all(torch.equal(tensor, before[name]) for name, tensor in whole(made).items())
-    made.forward_backward(batches(), lambda out, batch: SimpleNamespace(loss_sum=OBJECTIVE(out, batch).loss_sum * math.nan, sums={}), 46.0)
+    made.forward_backward(
+        batches(),
+        lambda out, batch: SimpleNamespace(
+            loss_sum=OBJECTIVE(out, batch).loss_sum * math.nan, sums={}
+        ),
+        46.0,
+    )
     norm = made.grad_norm()
     assert not math.isfinite(norm)
     made.step(3e-3, norm, torch.tensor(False))
@@ -115,16 +157,22 @@ def test_skip_leaves_everything(model_dir: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ZERO)
 def test_fp16_scales_its_loss(model_dir: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU only, says DeepSpeed; the arithmetic is the same here."""
-    monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda _: True)
+    monkeypatch.setattr(
+        "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda _: True
+    )
     made = engine(model_dir, kind, "fp16")
     reference = engine(model_dir, "single")
     for got, wanted in zip(steps(made, 2), steps(reference, 2), strict=True):
         assert got == pytest.approx(wanted, rel=3e-2)
     assert made.rescales() and made.state()["scaler"] == {"scale": 65536.0, "good_steps": 2}
-    assert all(t.dtype == torch.float32 for n, t in made.tensors().items() if n.startswith("model.")), "fp32 masters"
+    assert all(
+        t.dtype == torch.float32 for n, t in made.tensors().items() if n.startswith("model.")
+    ), "fp32 masters"
     made.forward_backward(batches(), OBJECTIVE, 46.0)
     made.step(3e-3, made.grad_norm(), torch.tensor(False))
-    assert made.state()["scaler"] == {"scale": 65536.0, "good_steps": 2}, "a loss that jumps is no overflow"
+    assert made.state()["scaler"] == {"scale": 65536.0, "good_steps": 2}, (
+        "a loss that jumps is no overflow"
+    )
     made.load_state({"scaler": {"scale": 2.0**40, "good_steps": 5}}, made.tensors())
     before = whole(made)
     made.forward_backward(batches(), OBJECTIVE, 46.0)
@@ -139,7 +187,9 @@ def test_fp16_scales_its_loss(model_dir: Path, kind: str, monkeypatch: pytest.Mo
 def test_bf16_keeps_the_masters_it_was_given(model_dir: Path, kind: str) -> None:
     made, reference = engine(model_dir, kind, precision="bf16"), engine(model_dir, "single")
     mine = whole(made)
-    assert all(torch.equal(mine[name], tensor) for name, tensor in whole(reference).items()), "not rounded to bf16"
+    assert all(torch.equal(mine[name], tensor) for name, tensor in whole(reference).items()), (
+        "not rounded to bf16"
+    )
     steps(made, 2)
     saved = whole(made)
     other = engine(model_dir, kind, precision="bf16")
@@ -161,7 +211,10 @@ def test_compiled_blocks(tmp_path: Path) -> None:
 
 def test_the_flops_profile(model_dir: Path, tmp_path: Path) -> None:
     made = plan(model_dir, {"kind": "zero2", "flops_profiler": True})
-    assert made.deepspeed is not None and made.deepspeed["flops_profiler"]["output_file"] == "r/flops_profile.txt"
+    assert (
+        made.deepspeed is not None
+        and made.deepspeed["flops_profiler"]["output_file"] == "r/flops_profile.txt"
+    )
     profile = tmp_path / "profile.txt"
     made.deepspeed["flops_profiler"]["output_file"] = str(profile)
     model, source = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)
@@ -173,7 +226,14 @@ def test_the_flops_profile(model_dir: Path, tmp_path: Path) -> None:
 
 def test_nothing_is_printed_for_being_installed() -> None:
     code = "import drumline, accelerate, transformers, deepspeed; from accelerate.utils import DeepSpeedPlugin"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=200, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=ENV,
+        timeout=200,
+        check=True,
+    )
     assert "accelerator" not in told.stdout + told.stderr
 
 
@@ -185,11 +245,21 @@ def test_weights_come_a_block_at_a_time_and_leave_a_part_in_fp32(model_dir: Path
     expected, masters = dict(original.named_parameters()), dict[str, torch.Tensor]()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen = []
-    for parameter in filled(made, model, Values(source, "cpu", 0), masters, lambda full: part(full, 1, 3)):
+    for parameter in filled(
+        made, model, Values(source, "cpu", 0), masters, lambda full: part(full, 1, 3)
+    ):
         seen.append(names[id(parameter)])
-        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, expected[seen[-1]].bfloat16())
-        real = {".".join(name.split(".")[:3]) for name, other in model.named_parameters() if not other.is_meta and name not in seen}
-        assert len(real - {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"}) <= 1, "of other blocks nothing"
+        assert parameter.dtype == torch.bfloat16 and torch.equal(
+            parameter, expected[seen[-1]].bfloat16()
+        )
+        real = {
+            ".".join(name.split(".")[:3])
+            for name, other in model.named_parameters()
+            if not other.is_meta and name not in seen
+        }
+        assert (
+            len(real - {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"}) <= 1
+        ), "of other blocks nothing"
         parameter.data = torch.empty(0)  # as it is cut
     assert set(seen) == set(names.values()) == set(masters) and len(seen) == len(names)
     flat = expected["model.norm.weight"].flatten()
@@ -213,9 +283,21 @@ def test_a_helper_that_torch_came_after_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "breaks", "said"),
     [
-        ("zero2", ("importlib.util.find_spec", lambda name: None), "the package deepspeed is missing"),
-        ({"kind": "zero3", "offload_optimizer": {"kind": "nvme", "path": "."}}, ("shutil.which", lambda name: None), "ninja is missing"),
-        ({"kind": "zero3", "offload_optimizer": {"kind": "nvme", "path": "/nowhere"}}, None, "/nowhere is no folder"),
+        (
+            "zero2",
+            ("importlib.util.find_spec", lambda name: None),
+            "the package deepspeed is missing",
+        ),
+        (
+            {"kind": "zero3", "offload_optimizer": {"kind": "nvme", "path": "."}},
+            ("shutil.which", lambda name: None),
+            "ninja is missing",
+        ),
+        (
+            {"kind": "zero3", "offload_optimizer": {"kind": "nvme", "path": "/nowhere"}},
+            None,
+            "/nowhere is no folder",
+        ),
         (
             {"kind": "zero3", "offload_optimizer": {"kind": "nvme", "path": "."}},
             ("ctypes.util.find_library", lambda name: None),
@@ -228,7 +310,8 @@ def test_what_is_missing_is_told_before_launch(
     model_dir: Path, strategy: Any, breaks: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = plan(model_dir, strategy)
-    monkeypatch.setattr(helpers.ctypes.util, "find_library", lambda name: f"lib{name}.so")  # this machine may lack libaio
+    # This machine may lack libaio.
+    monkeypatch.setattr(helpers.ctypes.util, "find_library", lambda name: f"lib{name}.so")
     if breaks:
         monkeypatch.setattr(f"drumline.strategies.zero.machine.{breaks[0]}", breaks[1])
         monkeypatch.setattr("pathlib.Path.exists", lambda _: False)

@@ -20,7 +20,12 @@ from tests.tiny import tiny_model_dir
 
 SIZES = {"hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
          "vocab_size": 320, "max_position_embeddings": 512}  # fmt: skip
-EXPERTS = {"num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+EXPERTS = {
+    "num_local_experts": 6,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+}
 ROTARY = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128,
           "rope_theta": 5e5}  # fmt: skip
 
@@ -28,12 +33,25 @@ ROTARY = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 def sized(kind: str, **more: Any) -> dict[str, Any]:
     known = next(known.values for known in KNOWN.values() if known.values["model_type"] == kind)
     own = {"head_dim": 32} if "head_dim" in known else {}
-    return {**known, **SIZES, **{key: value for key, value in EXPERTS.items() if key in known}, **own, **more}
+    return {
+        **known,
+        **SIZES,
+        **{key: value for key, value in EXPERTS.items() if key in known},
+        **own,
+        **more,
+    }
 
 
 def differences(made: ModelFacts, counted: ModelFacts) -> dict[str, tuple[Any, Any]]:
-    each = {field.name: (getattr(made, field.name), getattr(counted, field.name)) for field in fields(ModelFacts)}
-    return {name: (mine, theirs) for name, (mine, theirs) in each.items() if mine != theirs or type(mine) is not type(theirs)}
+    each = {
+        field.name: (getattr(made, field.name), getattr(counted, field.name))
+        for field in fields(ModelFacts)
+    }
+    return {
+        name: (mine, theirs)
+        for name, (mine, theirs) in each.items()
+        if mine != theirs or type(mine) is not type(theirs)
+    }
 
 
 @pytest.fixture
@@ -42,19 +60,39 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-FILE = {"mlp_bias": False, "torch_dtype": "bfloat16", "rope_theta": 5e5, "rope_scaling": None, "pretraining_tp": 1}
+FILE = {
+    "mlp_bias": False,
+    "torch_dtype": "bfloat16",
+    "rope_theta": 5e5,
+    "rope_scaling": None,
+    "pretraining_tp": 1,
+}
 LIKE_KNOWN = {
     **{kind: sized(kind) for kind in FAMILIES},
     "llama, long": sized("llama", pad_token_id=0, head_dim=48),
     "llama, tied": sized("llama", tie_word_embeddings=True, mlp_bias=False, attention_bias=False),
-    "qwen2, tied": sized("qwen2", tie_word_embeddings=True, use_sliding_window=False, sliding_window=64),
-    "qwen3, kinds of layers": sized("qwen3", layer_types=["full_attention"] * 3, rope_parameters=ROTARY),
+    "qwen2, tied": sized(
+        "qwen2", tie_word_embeddings=True, use_sliding_window=False, sliding_window=64
+    ),
+    "qwen3, kinds of layers": sized(
+        "qwen3", layer_types=["full_attention"] * 3, rope_parameters=ROTARY
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LIKE_KNOWN)
-@pytest.mark.parametrize("adapter", [None, {"r": 4}, {"r": 3, "targets": "attention", "dropout": 0.1}, {"targets": ["q_proj", "k_proj"]}])
-def test_sizes_of_a_family_are_those_that_are_counted(name: str, adapter: dict[str, Any] | None, kept: Path) -> None:
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        None,
+        {"r": 4},
+        {"r": 3, "targets": "attention", "dropout": 0.1},
+        {"targets": ["q_proj", "k_proj"]},
+    ],
+)
+def test_sizes_of_a_family_are_those_that_are_counted(
+    name: str, adapter: dict[str, Any] | None, kept: Path
+) -> None:
     model, lora = ModelConfig(id=None, config=LIKE_KNOWN[name]), adapter and LoRAConfig(**adapter)
     made = sizes_of(Found(model, None), 3000, "lm", adapter=lora)
     assert not kept.exists(), "it was counted"
@@ -69,7 +107,9 @@ def test_adapters_of_any_known_shape(name: str) -> None:
 
 
 def test_adapters_over_experts_are_counted() -> None:
-    config = load_config(None, ModelConfig(id=None, config={**KNOWN["deepseek-v3"].values, "num_hidden_layers": 4}))
+    config = load_config(
+        None, ModelConfig(id=None, config={**KNOWN["deepseek-v3"].values, "num_hidden_layers": 4})
+    )
     assert with_lora(facts(config, 64), LoRAConfig()) is None
 
 
@@ -84,12 +124,19 @@ def test_adapters_over_experts_are_counted() -> None:
         {"quantization_config": {"quant_method": "gptq"}},
     ],
 )
-def test_what_may_be_more_than_sizes_is_counted(more: dict[str, Any], kept: Path, tmp_path: Path) -> None:
+def test_what_may_be_more_than_sizes_is_counted(
+    more: dict[str, Any], kept: Path, tmp_path: Path
+) -> None:
     folder = tiny_model_dir(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     found = Found(ModelConfig(id=str(folder)), str(folder))
     (folder / "config.json").write_text(json.dumps({**config, **FILE}))
-    assert not differences(sizes_of(found, 64, "lm"), facts(load_config(str(folder), found.model), 64))
+    assert not differences(
+        sizes_of(found, 64, "lm"), facts(load_config(str(folder), found.model), 64)
+    )
     assert not kept.exists(), "a folder like a known shape is not counted"
     (folder / "config.json").write_text(json.dumps({**config, **more}))
-    assert sizes_of(found, 64, "lm") == facts(load_config(str(folder), found.model), 64) and kept.exists()
+    assert (
+        sizes_of(found, 64, "lm") == facts(load_config(str(folder), found.model), 64)
+        and kept.exists()
+    )

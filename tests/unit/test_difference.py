@@ -23,22 +23,45 @@ def run_of(key_share: float) -> list[tuple[str, float, float, float]]:
 def test_steps_of_rounding_are_not_felt() -> None:
     distances, noise = _distances(run_of(1e-8))
     assert noise == ("model.k.bias",)
-    assert distances["model.k.bias"] <= 1e-9 and distances["optim.k.bias.exp_avg_sq"] <= 1e-9 and distances["optim.k.bias.step"] == 0
-    assert distances["model.w"] == pytest.approx(1e-2), "what has a gradient is compared by its own norm"
+    assert (
+        distances["model.k.bias"] <= 1e-9
+        and distances["optim.k.bias.exp_avg_sq"] <= 1e-9
+        and distances["optim.k.bias.step"] == 0
+    )
+    assert distances["model.w"] == pytest.approx(1e-2), (
+        "what has a gradient is compared by its own norm"
+    )
 
 
 def test_a_small_gradient_is_felt() -> None:
     distances, noise = _distances(run_of(1e-3))
-    assert not noise and distances["model.k.bias"] == pytest.approx(1e-2) and distances["optim.k.bias.exp_avg_sq"] == pytest.approx(1.0)
+    assert (
+        not noise
+        and distances["model.k.bias"] == pytest.approx(1e-2)
+        and distances["optim.k.bias.exp_avg_sq"] == pytest.approx(1.0)
+    )
 
 
 def test_the_keys_part_of_one_bias_is_found_by_its_entries() -> None:
-    assert _rounded(torch.tensor([1.0, 1e-4, 1e-14, 0.0])).tolist() == [False, False, True, False], "0 is no gradient at all"
+    assert _rounded(torch.tensor([1.0, 1e-4, 1e-14, 0.0])).tolist() == [
+        False,
+        False,
+        True,
+        False,
+    ], "0 is no gradient at all"
 
 
 def test_a_weight_is_read_with_its_moments() -> None:
-    shapes = {"model.a": [2**26], "model.b": [1], "optim.a.exp_avg_sq": [2**26], "optim.b.exp_avg_sq": [1]}
-    assert list(_portions(shapes)) == [["model.a", "optim.a.exp_avg_sq"], ["model.b", "optim.b.exp_avg_sq"]]
+    shapes = {
+        "model.a": [2**26],
+        "model.b": [1],
+        "optim.a.exp_avg_sq": [2**26],
+        "optim.b.exp_avg_sq": [1],
+    }
+    assert list(_portions(shapes)) == [
+        ["model.a", "optim.a.exp_avg_sq"],
+        ["model.b", "optim.b.exp_avg_sq"],
+    ]
 
 
 def test_what_is_not_finite_is_infinitely_apart() -> None:

@@ -20,7 +20,12 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 
 def test_a_wrong_one_is_noticed() -> None:
-    for line in ("drumline train mine.yaml --dry", "drumline trian mine.yaml", "srun drumline stop", "cat x | drumline doctor - --yes"):
+    for line in (
+        "drumline train mine.yaml --dry",
+        "drumline trian mine.yaml",
+        "srun drumline stop",
+        "cat x | drumline doctor - --yes",
+    ):
         with pytest.raises((KeyError, typer.BadParameter.__base__)):  # type: ignore[arg-type]  # typer exports only subclasses of this
             parsed(line)
     assert [name for name, _ in parsed("dmesg -T | drumline doctor -")] == ["doctor"]
@@ -40,12 +45,17 @@ def test_each_command_is_one(page: Path) -> None:
                 load_values(ROWS, overrides)
         words = shlex.split(line)
         for name in words:
-            if re.fullmatch(r"(benchmarks|scripts|tests|examples)/[\w/.-]+", name) and "results" not in name:
+            if (
+                re.fullmatch(r"(benchmarks|scripts|tests|examples)/[\w/.-]+", name)
+                and "results" not in name
+            ):
                 assert (ROOT / name).exists(), f"{page.name}: {line}"
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
         if words[:2] == ["pip", "install"]:
-            named = {extra for found in re.findall(r"\[([\w,]+)\]", line) for extra in found.split(",")}
+            named = {
+                extra for found in re.findall(r"\[([\w,]+)\]", line) for extra in found.split(",")
+            }
             assert named <= set(EXTRAS), line
         if words[0] == "python" and words[1] == "-m" and words[2].startswith("tests."):
             assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists(), line

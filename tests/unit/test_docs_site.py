@@ -14,9 +14,13 @@ import pytest
 
 from tests.harness import ENV, ROOT
 
-pytestmark = pytest.mark.skipif(find_spec("zensical") is None, reason="needs `pip install zensical`")
+pytestmark = pytest.mark.skipif(
+    find_spec("zensical") is None, reason="needs `pip install zensical`"
+)
 # What a browser loads by itself: attributes of these tags (a link to another page is <a>), and what styles name.
-LOADED = re.compile(r"<(?:script|link|img|iframe|source|video|audio|object|embed|use)\b[^>]*?\b(?:src|href|srcset|data)=[\"']?([^\"'\s>]+)")
+LOADED = re.compile(
+    r"<(?:script|link|img|iframe|source|video|audio|object|embed|use)\b[^>]*?\b(?:src|href|srcset|data)=[\"']?([^\"'\s>]+)"
+)
 STYLED = re.compile(r"(?:url\(|@import)\s*[\"']?([^\"')]+)")
 
 
@@ -39,14 +43,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_is_there_and_in_the_menu(site: Path) -> None:
     menu = (ROOT / "zensical.toml").read_text()
     for page in (ROOT / "docs").glob("*.md"):
-        assert (site / page.name).with_suffix(".html").exists() and f'"{page.name}"' in menu, f"{page.name} is not in zensical.toml"
+        assert (site / page.name).with_suffix(".html").exists() and f'"{page.name}"' in menu, (
+            f"{page.name} is not in zensical.toml"
+        )
 
 
 def test_a_page_has_labels_in_its_language(site: Path) -> None:
     for page in (ROOT / "docs").glob("*.md"):
         language, label = ("zh", "查找") if page.stem.endswith(".zh") else ("en", "Search")
         text = (site / page.name).with_suffix(".html").read_text()
-        assert f'<html lang="{language}"' in text and re.search(rf'class="md-search__button">\s*{label}\s*<', text), page.name
+        assert f'<html lang="{language}"' in text and re.search(
+            rf'class="md-search__button">\s*{label}\s*<', text
+        ), page.name
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
@@ -61,9 +69,13 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
 
 
 def test_links_lead_to_files(site: Path) -> None:
-    for page in sorted(set(site.glob("*.html")) - {site / "404.html"}):  # its links are those of a server's root
+    for page in sorted(
+        set(site.glob("*.html")) - {site / "404.html"}
+    ):  # its links are those of a server's root
         for link in re.findall(r'<a\b[^>]*?href="([^"#]+)', page.read_text()):
             target = unquote(link.partition("?")[0])
-            assert re.match(r"(https?:|mailto:)", target) or (site / target).is_file() or (site / target / "index.html").is_file(), (
-                f"{page.name}: {link}"
-            )
+            assert (
+                re.match(r"(https?:|mailto:)", target)
+                or (site / target).is_file()
+                or (site / target / "index.html").is_file()
+            ), f"{page.name}: {link}"

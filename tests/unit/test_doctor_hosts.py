@@ -21,16 +21,42 @@ def little_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "WRITTEN", host.MIB)
 
 
-def answering(torch: str = "2.13", found: str = "free", verdict: str = "ok", clocks: float = 0.01) -> Reached:
+def answering(
+    torch: str = "2.13", found: str = "free", verdict: str = "ok", clocks: float = 0.01
+) -> Reached:
     """A host that answers without being there."""
 
     def run(module: str, question: str, seconds: float) -> tuple[int | None, str, str]:
         values = json.loads(question)
         if module == "drumline.doctor.host":
             checks = [{"name": "port", "found": found, "verdict": verdict, "mend": "end it"}]
-            return 0, json.dumps({"name": "vm", "checks": checks, "facts": {"torch": torch}, "ranks": 2, "port": 1234}), ""
-        assert values["address"] == "10.0.0.1" and values["port"] == 1234 and values["hosts"] == ["a", "a", "b", "b"]
-        ends = [(0, json.dumps({**RESULT, "clocks": clocks, "pairs": []}) if values["first"] == 0 else "", "")] * values["count"]
+            return (
+                0,
+                json.dumps(
+                    {
+                        "name": "vm",
+                        "checks": checks,
+                        "facts": {"torch": torch},
+                        "ranks": 2,
+                        "port": 1234,
+                    }
+                ),
+                "",
+            )
+        assert (
+            values["address"] == "10.0.0.1"
+            and values["port"] == 1234
+            and values["hosts"] == ["a", "a", "b", "b"]
+        )
+        ends = [
+            (
+                0,
+                json.dumps({**RESULT, "clocks": clocks, "pairs": []})
+                if values["first"] == 0
+                else "",
+                "",
+            )
+        ] * values["count"]
         return 0, json.dumps(ends), ""
 
     return Reached("10.0.0.1", run)
@@ -46,7 +72,9 @@ def test_preflight_of_two_hosts() -> None:
     assert clock.startswith("all: clocks: 9.000 s apart — have all hosts' clocks set by NTP")
     with pytest.raises(EnvironmentFault, match=r"host b: port: held — end it"):
         before(a=answering(), b=answering(found="held", verdict="fail"))
-    with pytest.raises(EnvironmentFault, match=r"preflight: torch: differs: 2\.13 on a, 2\.11 on b"):
+    with pytest.raises(
+        EnvironmentFault, match=r"preflight: torch: differs: 2\.13 on a, 2\.11 on b"
+    ):
         before(a=answering(), b=answering(torch="2.11"))
     dead = Reached("", lambda *_: (255, "", "ssh: connect to host b port 22: Connection refused\n"))
     with pytest.raises(EnvironmentFault, match=r"host b: host: ssh: connect to host b"):

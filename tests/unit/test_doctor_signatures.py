@@ -15,10 +15,23 @@ from drumline.doctor.signatures import ANY, signatures
 from tests.unit.provoked import FULL, PROVOKED
 
 TABLE = {signature.name: signature for signature in signatures()}
-RECORDED: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parents[1] / "fixtures/doctor/recorded.yaml").read_text())
-HEALTHY: dict[str, dict[str, str]] = yaml.safe_load((Path(__file__).parents[1] / "fixtures/doctor/healthy.yaml").read_text())
+RECORDED: dict[str, dict[str, str]] = yaml.safe_load(
+    (Path(__file__).parents[1] / "fixtures/doctor/recorded.yaml").read_text()
+)
+HEALTHY: dict[str, dict[str, str]] = yaml.safe_load(
+    (Path(__file__).parents[1] / "fixtures/doctor/healthy.yaml").read_text()
+)
 # Told by events of a run, and by a kernel that mounts: tests of their own.
-ELSEWHERE = {"slow-loader", "fp16-overflow", "hang", "weights-differ", "loss-spike", "straggler", "read-only", "record-damaged"}
+ELSEWHERE = {
+    "slow-loader",
+    "fp16-overflow",
+    "hang",
+    "weights-differ",
+    "loss-spike",
+    "straggler",
+    "read-only",
+    "record-damaged",
+}
 ELSEWHERE |= {"nan-skipped", "rank-failed"}
 
 
@@ -27,8 +40,15 @@ def found(text: str) -> list[Finding]:
 
 
 def test_a_line_that_repeats_itself_takes_no_time() -> None:
-    for begin in ("srun: error: ", "nodes are available: ", "SO_ERROR: ", "ZeRO-3 ", "connecting to address "):
-        assert not found(begin * 20_000)  # within the suite's time limit: squared, it would take minutes
+    for begin in (
+        "srun: error: ",
+        "nodes are available: ",
+        "SO_ERROR: ",
+        "ZeRO-3 ",
+        "connecting to address ",
+    ):
+        # Within the suite's time limit: squared, it would take minutes.
+        assert not found(begin * 20_000)
 
 
 def test_the_table_is_whole() -> None:
@@ -42,7 +62,10 @@ def test_the_table_is_whole() -> None:
 
 
 def test_no_signature_follows_from_itself_by_a_circle() -> None:
-    follows = {one.name: {other.name for other in TABLE.values() if one.follows(other)} for one in TABLE.values()}
+    follows = {
+        one.name: {other.name for other in TABLE.values() if one.follows(other)}
+        for one in TABLE.values()
+    }
     assert list(TopologicalSorter(follows).static_order())  # raises CycleError
 
 
@@ -58,11 +81,18 @@ def test_recorded(name: str) -> None:
     assert record["source"].startswith("https://") and 1 <= len(lines) <= 3
     findings = found(record["lines"])
     first, shown = findings[0], lines[findings[0].evidence.line - 1].strip()
-    assert first.signature.name == name.partition(" (")[0] and not first.follows and "not named here" not in first.cause
+    assert (
+        first.signature.name == name.partition(" (")[0]
+        and not first.follows
+        and "not named here" not in first.cause
+    )
     assert first.evidence.text.rstrip("…") == shown[:300]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in PROVOKED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in PROVOKED],
+)
 def test_provoked(name: str) -> None:
     if name == "no-gpu":
         torch = pytest.importorskip("torch")
@@ -75,5 +105,8 @@ def test_provoked(name: str) -> None:
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_what_sounds_like_a_fault_and_is_none(name: str) -> None:
-    assert HEALTHY[name]["source"].startswith("https://") and len(HEALTHY[name]["lines"].splitlines()) <= 3
+    assert (
+        HEALTHY[name]["source"].startswith("https://")
+        and len(HEALTHY[name]["lines"].splitlines()) <= 3
+    )
     assert found(HEALTHY[name]["lines"]) == []

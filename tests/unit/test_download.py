@@ -15,7 +15,12 @@ from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.download import download
 
-FILES = {"config.json": b"{}", "model.safetensors": bytes(5 * 2**20), "consolidated.safetensors": b"x", "pytorch_model.bin": b"x"}
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": bytes(5 * 2**20),
+    "consolidated.safetensors": b"x",
+    "pytorch_model.bin": b"x",
+}
 COMMIT = "0" * 40
 
 
@@ -28,10 +33,17 @@ class Hub(BaseHTTPRequestHandler):
             self._send(200, FILES[name])
         elif "/tree/" in self.path and "one/model" in self.path:
             oid = hashlib.sha1(b"").hexdigest()
-            rows = [{"type": "file", "path": name, "size": len(data), "oid": oid} for name, data in FILES.items()]
+            rows = [
+                {"type": "file", "path": name, "size": len(data), "oid": oid}
+                for name, data in FILES.items()
+            ]
             self._send(200, json.dumps(rows).encode())
         elif self.path.startswith("/api/models/one/model"):
-            about = {"id": "one/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}
+            about = {
+                "id": "one/model",
+                "sha": COMMIT,
+                "siblings": [{"rfilename": name} for name in FILES],
+            }
             self._send(200, json.dumps(about).encode())
         else:
             self._send(404, b"{}")
@@ -58,7 +70,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     yield tmp_path
@@ -78,4 +94,6 @@ def test_files_that_ranks_read_are_fetched_and_counted(hub: Path) -> None:
 
 def test_a_folder_and_a_model_of_its_config_need_none(tmp_path: Path) -> None:
     download(str(tmp_path), ModelConfig(id=str(tmp_path)), lambda *given: pytest.fail("asked"))
-    download("one/model", ModelConfig(id="one/model", init="random"), lambda *given: pytest.fail("asked"))
+    download(
+        "one/model", ModelConfig(id="one/model", init="random"), lambda *given: pytest.fail("asked")
+    )

@@ -80,7 +80,9 @@ if case == "killed":
 def launcher(folder: Path, case: str) -> list[Any]:
     """What LAUNCHER prints, a value a line."""
     (folder / "rank.py").write_text(RANK)
-    env = {name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"} | {"BEFORE": "1"}
+    env = {name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"} | {
+        "BEFORE": "1"
+    }
     command = [sys.executable, "-c", LAUNCHER, str(folder), case]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert not done.stderr, done.stderr
@@ -89,12 +91,21 @@ def launcher(folder: Path, case: str) -> list[Any]:
 
 def test_goes_on_as_a_new_process_would(tmp_path: Path) -> None:
     assert launcher(tmp_path, "begun") == [[True, 7, 7], [False, False]]
-    assert json.loads((tmp_path / "out").read_text()) == [["plan.json"], "__main__", "7", False, True, True]
+    assert json.loads((tmp_path / "out").read_text()) == [
+        ["plan.json"],
+        "__main__",
+        "7",
+        False,
+        True,
+        True,
+    ]
     assert (tmp_path / "err").read_text() == "an error\n"
 
 
 @pytest.mark.parametrize(("case", "waiting"), [("other threads", 2), ("dead", 0)])
-def test_a_rank_whose_threads_are_others_or_that_has_died_is_started_as_usual(tmp_path: Path, case: str, waiting: int) -> None:
+def test_a_rank_whose_threads_are_others_or_that_has_died_is_started_as_usual(
+    tmp_path: Path, case: str, waiting: int
+) -> None:
     assert launcher(tmp_path, case) == [["usual", waiting], [False, False]]
 
 
@@ -146,14 +157,19 @@ def test_torchao_is_imported_by_whoever_needs_it(monkeypatch: pytest.MonkeyPatch
 
 def test_they_are_killed_with_the_launcher(tmp_path: Path) -> None:
     assert launcher(tmp_path, "killed") == [[False, False]]
-    _, alive = psutil.wait_procs([p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])], timeout=3.0)
+    _, alive = psutil.wait_procs(
+        [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])],
+        timeout=3.0,
+    )
     assert not alive
 
 
 def test_there_are_none_where_this_process_has_used_torch(tmp_path: Path) -> None:
     import torch  # noqa: F401
 
-    config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "launch": {"nproc": 2}})
+    config = Config.model_validate(
+        {"data": {"train": [{"kind": "file", "path": "x"}]}, "launch": {"nproc": 2}}
+    )
     with EarlyRanks(config) as ranks:
         assert not ranks.waiting
 
@@ -162,7 +178,13 @@ def test_there_are_none_where_this_process_has_used_torch(tmp_path: Path) -> Non
 def test_they_are_gone_where_there_is_no_plan(tmp_path: Path) -> None:
     config = write_config(tmp_path, tmp_path / "no-model")
     command = [sys.executable, "-m", "drumline", "train", str(config)]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == PlanError.exit_code and len(done.stderr.splitlines()) == 1, done.stderr
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(config) in (p.info["cmdline"] or [])]
+    done = subprocess.run(
+        command, env=ENV, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == PlanError.exit_code and len(done.stderr.splitlines()) == 1, (
+        done.stderr
+    )
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if str(config) in (p.info["cmdline"] or [])
+    ]
     assert not (tmp_path / "run").exists()

@@ -65,45 +65,74 @@ BY_NAME = {
 }
 
 
-@pytest.mark.parametrize(("mode", "metric"), [(mode, metric) for mode, names in BY_NAME.items() for metric in names.split()])
+@pytest.mark.parametrize(
+    ("mode", "metric"),
+    [(mode, metric) for mode, names in BY_NAME.items() for metric in names.split()],
+)
 def test_which_way_is_better_follows_from_the_name(mode: str, metric: str) -> None:
     assert direction(metric) == mode and EvalConfig(metric=metric).mode == mode
 
 
-@pytest.mark.parametrize("flags", [{"limit": 3}, {"include_path": Path()}, {"generate": 2, "lm_eval": "arc_easy"}])
-def test_flags_of_eval_that_would_be_left_out_are_refused(config: Path, flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "flags", [{"limit": 3}, {"include_path": Path()}, {"generate": 2, "lm_eval": "arc_easy"}]
+)
+def test_flags_of_eval_that_would_be_left_out_are_refused(
+    config: Path, flags: dict[str, Any]
+) -> None:
     with pytest.raises(UserError, match="--lm-eval"):
         cli.evaluate(config, **flags)
 
 
 def test_which_way_is_better_is_shown_and_may_be_set(config: Path) -> None:
-    assert [load(config, each).config.eval.mode for each in ([], ["eval.metric=token_accuracy"])] == ["min", "max"]
+    assert [
+        load(config, each).config.eval.mode for each in ([], ["eval.metric=token_accuracy"])
+    ] == ["min", "max"]
     assert "mode: max" in to_yaml(load(config, ["eval.metric=token_accuracy"]).config)
     assert load(config, ["eval.metric=token_accuracy", "eval.mode=min"]).config.eval.mode == "min"
     rollouts = ["algorithm=grpo", "data.packing=false", "eval.every=null"]
-    assert [load(config, [*rollouts, *each]).config.eval.mode for each in ([], ["eval.metric=hard/reward"])] == ["max", "max"]
+    assert [
+        load(config, [*rollouts, *each]).config.eval.mode
+        for each in ([], ["eval.metric=hard/reward"])
+    ] == ["max", "max"]
     assert load(config, [*rollouts, "eval.mode=min"]).config.eval.mode == "min"
 
 
 def test_a_run_of_an_older_version_goes_on_by_the_name(config: Path) -> None:
     """It took min for every metric. Any other change of what is best is refused."""
     loss, by_name, lowest = (
-        load(config, [f"eval={{{each}}}"]).config for each in ("", "metric: exact_match", "metric: exact_match, mode: min")
+        load(config, [f"eval={{{each}}}"]).config
+        for each in ("", "metric: exact_match", "metric: exact_match, mode: min")
     )
     assert refused(lowest, by_name, ()) == ("", [])
-    assert refused(by_name, lowest, ())[1] == ["eval.mode"] and refused(loss, by_name, ())[1] == ["eval.metric", "eval.mode"]
+    assert refused(by_name, lowest, ())[1] == ["eval.mode"] and refused(loss, by_name, ())[1] == [
+        "eval.metric",
+        "eval.mode",
+    ]
 
 
 def plan(config: Path, *overrides: str, dry_run: bool = True) -> Any:
-    return make_plan(Request(load(config, [*overrides]), world_size=2), on_progress=lambda *_: None, dry_run=dry_run)
+    return make_plan(
+        Request(load(config, [*overrides]), world_size=2),
+        on_progress=lambda *_: None,
+        dry_run=dry_run,
+    )
 
 
 def test_what_cannot_be_written_is_refused_in_the_plan(config: Path) -> None:
     for overrides, line in (
         (["eval.samples=2", "data.eval=[]"], "eval.samples × no held-out rows"),
-        (["eval.samples=2", "algorithm=classify", "data.packing=false"], "eval.samples × a model without text"),
-        (["eval.tasks=[a.yaml]", "algorithm=classify", "data.packing=false"], "eval.tasks × a model without text"),
-        (["eval.samples=2", "strategy=fsdp2", "adapter={kind: lora, quantize: 4bit}"], "QLoRA × eval.samples of a cut model"),
+        (
+            ["eval.samples=2", "algorithm=classify", "data.packing=false"],
+            "eval.samples × a model without text",
+        ),
+        (
+            ["eval.tasks=[a.yaml]", "algorithm=classify", "data.packing=false"],
+            "eval.tasks × a model without text",
+        ),
+        (
+            ["eval.samples=2", "strategy=fsdp2", "adapter={kind: lora, quantize: 4bit}"],
+            "QLoRA × eval.samples of a cut model",
+        ),
     ):
         with pytest.raises(PlanError) as error:
             plan(config, *overrides)
@@ -113,28 +142,42 @@ def test_what_cannot_be_written_is_refused_in_the_plan(config: Path) -> None:
 
 
 def test_the_planner_counts_the_copy(config: Path) -> None:
-    without, with_samples = (plan(config, "strategy=fsdp2", *more).predicted.estimate.memory for more in ([], ["eval.samples=2"]))
+    without, with_samples = (
+        plan(config, "strategy=fsdp2", *more).predicted.estimate.memory
+        for more in ([], ["eval.samples=2"])
+    )
     whole = 4 * plan(config).predicted.parameters
     assert with_samples.buffers - without.buffers == whole
-    alone, beside = (plan(config, "strategy=ddp", *more).predicted.estimate.memory for more in ([], ["eval.samples=2"]))
+    alone, beside = (
+        plan(config, "strategy=ddp", *more).predicted.estimate.memory
+        for more in ([], ["eval.samples=2"])
+    )
     assert alone.buffers == beside.buffers
 
 
 def test_prompts_that_leave_no_room(config: Path) -> None:
-    with pytest.raises(DataError, match=r"data.eval.hard: no prompt leaves room for 100000 tokens in the model's \d+ positions"):
+    with pytest.raises(
+        DataError,
+        match=r"data.eval.hard: no prompt leaves room for 100000 tokens in the model's \d+ positions",
+    ):
         plan(config, "eval={samples: 2, max_new_tokens: 100000}", dry_run=False)
 
 
 @pytest.mark.full
 def test_tasks_are_looked_at_before_the_start(config: Path) -> None:
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
-    rows = write_rows(config.parent / "rows.jsonl", [{"question": f"{n}?", "label": n % 2} for n in range(4)])
+    rows = write_rows(
+        config.parent / "rows.jsonl", [{"question": f"{n}?", "label": n % 2} for n in range(4)]
+    )
     (config.parent / "mine.yaml").write_text(tiny_task(rows, "mine"))
     (config.parent / "torn.yaml").write_text("task: [")
     (config.parent / "no_data.yaml").write_text(tiny_task(config.parent / "nowhere.jsonl", "mine"))
     for options, line in (
         ("eval={tasks: [mine.yaml], metric: tasks/mine/acc}", None),
-        ("eval={tasks: [mine.yaml], metric: tasks/mine/f1}", "no task has 'tasks/mine/f1' — one of tasks/mine/acc"),
+        (
+            "eval={tasks: [mine.yaml], metric: tasks/mine/f1}",
+            "no task has 'tasks/mine/f1' — one of tasks/mine/acc",
+        ),
         ("eval={tasks: [lost.yaml]}", "there is no file"),
         ("eval={tasks: [torn.yaml]}", "lm-eval failed: "),
         ("eval={tasks: [no_data.yaml]}", "lm-eval failed: "),
@@ -151,10 +194,19 @@ def test_tasks_are_looked_at_before_the_start(config: Path) -> None:
 
 def test_without_lm_eval(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EnvironmentFault, match=r"eval.tasks: the package lm-eval is missing — pip install lm-eval"):
+    with pytest.raises(
+        EnvironmentFault, match=r"eval.tasks: the package lm-eval is missing — pip install lm-eval"
+    ):
         manager_of(load(config, ["eval.tasks=[a]"]).config.eval, config.parent)
 
 
 def test_metrics_of_the_harness() -> None:
-    found = {"gsm8k": {"alias": "gsm8k", "exact_match,strict": 0.5, "exact_match_stderr,strict": "N/A", "acc,none": 1}}
+    found = {
+        "gsm8k": {
+            "alias": "gsm8k",
+            "exact_match,strict": 0.5,
+            "exact_match_stderr,strict": "N/A",
+            "acc,none": 1,
+        }
+    }
     assert metrics_of(found) == {"gsm8k": {"exact_match strict": 0.5, "acc": 1.0}}

@@ -12,7 +12,14 @@ import torch
 from drumline.core.config import Config
 from drumline.core.estimate import Memory
 from drumline.core.mesh import Mesh
-from drumline.core.out_of_memory import Exhausted, correction, is_out_of_memory, limit, misestimate, verdict
+from drumline.core.out_of_memory import (
+    Exhausted,
+    correction,
+    is_out_of_memory,
+    limit,
+    misestimate,
+    verdict,
+)
 from drumline.hardware.detect import Groups, detect
 from drumline.launchers.postmortem import RankEnd, exhausted
 from drumline.planner.search.advice import changed
@@ -26,14 +33,32 @@ CUDA = (
     " non-PyTorch memory, this process has 77.00 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 512.00"
     " MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting …"
 )
-CAPPED = CUDA.replace("Of the allocated", "8.00 GiB allowed; Of the allocated").replace("70.00 GiB is alloc", "7.25 GiB is alloc")
+CAPPED = CUDA.replace("Of the allocated", "8.00 GiB allowed; Of the allocated").replace(
+    "70.00 GiB is alloc", "7.25 GiB is alloc"
+)
 CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
 
 
 def planned(**more: Any) -> Memory:
     """20 GiB of states and 20 that come on top."""
-    figures = {"parameters": 5 * GiB, "gradients": 5 * GiB, "optimizer": 10 * GiB, "activations": 14 * GiB, "logits": 4 * GiB}
-    return Memory(**{**figures, "buffers": 2 * GiB, "overhead": GiB, "peak": 40 * GiB, "reserved": 45 * GiB, "phase": "backward", **more})
+    figures = {
+        "parameters": 5 * GiB,
+        "gradients": 5 * GiB,
+        "optimizer": 10 * GiB,
+        "activations": 14 * GiB,
+        "logits": 4 * GiB,
+    }
+    return Memory(
+        **{
+            **figures,
+            "buffers": 2 * GiB,
+            "overhead": GiB,
+            "peak": 40 * GiB,
+            "reserved": 45 * GiB,
+            "phase": "backward",
+            **more,
+        }
+    )
 
 
 STATS = {"parameters": 5 * GiB, "gradients": 5 * GiB, "optimizer": 10 * GiB}
@@ -45,7 +70,12 @@ STATS = {"parameters": 5 * GiB, "gradients": 5 * GiB, "optimizer": 10 * GiB}
         (torch.OutOfMemoryError(CUDA), True),
         (MemoryError(), True),
         (RuntimeError(CPU), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("shape mismatch"), False),
         (ValueError("out of memory"), False),
     ],
@@ -78,7 +108,12 @@ def test_what_was_done_is_read_from_the_stack() -> None:
 
 
 def test_figures_of_cudas_message() -> None:
-    assert reported_by_cuda(CUDA) == {"requested": 2 * GiB, "allocated": 70 * GiB, "reserved": round(70.5 * GiB), "room": 72 * GiB}
+    assert reported_by_cuda(CUDA) == {
+        "requested": 2 * GiB,
+        "allocated": 70 * GiB,
+        "reserved": round(70.5 * GiB),
+        "room": 72 * GiB,
+    }
     assert reported_by_cuda(CAPPED)["room"] == 8 * GiB
     assert reported_by_cuda("CUDA error: out of memory") == {}
 
@@ -86,15 +121,47 @@ def test_figures_of_cudas_message() -> None:
 @pytest.mark.parametrize(
     ("out", "category", "by"),
     [
-        (Exhausted(rank=0, during="backward", allocated=44 * GiB, requested=2 * GiB, memory_stats=STATS), "activations", 6 * GiB),
-        (Exhausted(rank=0, during="the loss", allocated=44 * GiB, requested=2 * GiB, memory_stats=STATS), "logits", 6 * GiB),
         (
-            Exhausted(rank=0, during="the optimizer's step", allocated=44 * GiB, memory_stats=STATS | {"optimizer": 20 * GiB}),
+            Exhausted(
+                rank=0, during="backward", allocated=44 * GiB, requested=2 * GiB, memory_stats=STATS
+            ),
+            "activations",
+            6 * GiB,
+        ),
+        (
+            Exhausted(
+                rank=0, during="the loss", allocated=44 * GiB, requested=2 * GiB, memory_stats=STATS
+            ),
+            "logits",
+            6 * GiB,
+        ),
+        (
+            Exhausted(
+                rank=0,
+                during="the optimizer's step",
+                allocated=44 * GiB,
+                memory_stats=STATS | {"optimizer": 20 * GiB},
+            ),
             "optimizer",
             10 * GiB,
         ),
-        (Exhausted(rank=0, during="loading", allocated=41 * GiB, requested=GiB), "parameters", 2 * GiB),
-        (Exhausted(rank=0, during="backward", allocated=30 * GiB, requested=2 * GiB, memory_stats=STATS, room=31 * GiB), None, 0),
+        (
+            Exhausted(rank=0, during="loading", allocated=41 * GiB, requested=GiB),
+            "parameters",
+            2 * GiB,
+        ),
+        (
+            Exhausted(
+                rank=0,
+                during="backward",
+                allocated=30 * GiB,
+                requested=2 * GiB,
+                memory_stats=STATS,
+                room=31 * GiB,
+            ),
+            None,
+            0,
+        ),
         (Exhausted(rank=0, during="", killed=True), None, 0),
     ],
 )
@@ -104,17 +171,41 @@ def test_which_line_was_misestimate(out: Exhausted, category: str | None, by: in
 
 
 def test_a_plan_that_was_right_says_that_there_is_too_little() -> None:
-    out = Exhausted(rank=0, during="backward", allocated=30 * GiB, requested=2 * GiB, memory_stats=STATS, room=31 * GiB)
-    assert verdict(out, planned()) == "the plan predicted 40.00 GiB, more than there is room for; most of it activations, 14.00 GiB"
+    out = Exhausted(
+        rank=0,
+        during="backward",
+        allocated=30 * GiB,
+        requested=2 * GiB,
+        memory_stats=STATS,
+        room=31 * GiB,
+    )
+    assert (
+        verdict(out, planned())
+        == "the plan predicted 40.00 GiB, more than there is room for; most of it activations, 14.00 GiB"
+    )
     assert correction(out, planned()) == 1.0
     assert limit(out, planned(), 80 * GiB) == 32 * GiB
 
 
 def test_what_the_plan_was_short_of_makes_the_limit_smaller() -> None:
-    out = Exhausted(rank=0, during="backward", allocated=48 * GiB, requested=12 * GiB, memory_stats=STATS, room=59 * GiB)
+    out = Exhausted(
+        rank=0,
+        during="backward",
+        allocated=48 * GiB,
+        requested=12 * GiB,
+        memory_stats=STATS,
+        room=59 * GiB,
+    )
     assert correction(out, planned()) == 1.5
     assert limit(out, planned(), 80 * GiB) == 40 * GiB
-    fragmented = Exhausted(rank=0, during="backward", allocated=30 * GiB, reserved=86 * GiB, requested=2 * GiB, room=87 * GiB)
+    fragmented = Exhausted(
+        rank=0,
+        during="backward",
+        allocated=30 * GiB,
+        reserved=86 * GiB,
+        requested=2 * GiB,
+        room=87 * GiB,
+    )
     assert correction(fragmented, planned()) == 2.0
 
 
@@ -122,7 +213,10 @@ def test_a_kill_counts_where_the_kernel_counts_it(tmp_path: Path) -> None:
     killed = RankEnd(1, -9, None, Path("/nowhere"), kills=(3, 4))
     told = exhausted(killed)
     assert told is not None and told.killed and told.rank == 1
-    assert exhausted(replace(killed, kills=(3, 3))) is None and exhausted(replace(killed, kills=(None, None))) is None
+    assert (
+        exhausted(replace(killed, kills=(3, 3))) is None
+        and exhausted(replace(killed, kills=(None, None))) is None
+    )
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "memory.events").write_text("low 0\noom 5\noom_kill 2\n")
     assert Groups(tmp_path, "0::/job\n").oom_kills() == 2
@@ -130,7 +224,13 @@ def test_a_kill_counts_where_the_kernel_counts_it(tmp_path: Path) -> None:
 
 
 def test_changes_are_keys_of_the_yaml() -> None:
-    old = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "batch": {"micro_batch": 8}, "strategy": "ddp"})
+    old = Config.model_validate(
+        {
+            "data": {"train": [{"kind": "file", "path": "x"}]},
+            "batch": {"micro_batch": 8},
+            "strategy": "ddp",
+        }
+    )
     new = Config.model_validate(
         {
             "data": {"train": [{"kind": "file", "path": "x"}]},

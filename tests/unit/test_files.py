@@ -8,19 +8,37 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.files import create_whole, give_name, take_name, temporary_folder, whole_file, write_whole
+from drumline.core.files import (
+    create_whole,
+    give_name,
+    take_name,
+    temporary_folder,
+    whole_file,
+    write_whole,
+)
 
 PACKAGE = Path(__file__).parents[2] / "drumline"
 # Who renames besides: a lease that is taken away, what torch's checkpoint writer asks for, and files between two temporary folders.
-RENAME = {"core/files.py", "launchers/lease.py", "checkpoint/storage.py", "data/blocks.py", "data/make.py"}
+RENAME = {
+    "core/files.py",
+    "launchers/lease.py",
+    "checkpoint/storage.py",
+    "data/blocks.py",
+    "data/make.py",
+}
 
 
 @pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, private: bool, shared: bool) -> None:
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(
+    tmp_path: Path, private: bool, shared: bool
+) -> None:
     path = tmp_path / "x"
     write_whole(path, "old", private=private, shared=shared)
-    with pytest.raises(ZeroDivisionError), whole_file(path, private=private, shared=shared, durable=True) as file:
+    with (
+        pytest.raises(ZeroDivisionError),
+        whole_file(path, private=private, shared=shared, durable=True) as file,
+    ):
         file.write(b"half")
         assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
         raise ZeroDivisionError
@@ -48,7 +66,9 @@ def test_folders_take_their_names(tmp_path: Path) -> None:
     with temporary_folder(tmp_path) as fresh:
         (fresh / "x").write_text("third")
         take_name(fresh, final, aside, durable=True)
-    assert (final / "x").read_text() == "third" and [each.name for each in tmp_path.iterdir()] == ["final"]
+    assert (final / "x").read_text() == "third" and [each.name for each in tmp_path.iterdir()] == [
+        "final"
+    ]
 
 
 @pytest.mark.slow
@@ -56,9 +76,15 @@ def test_nobody_else_renames() -> None:
     """A temporary file or folder that takes its name is made here alone."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        for call, name in ((call, call.func.attr) for call in calls if isinstance(call.func, ast.Attribute)):
-            if name == "rename" or (name == "replace" and len(call.args) == 1 and not call.keywords):
+        calls = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ]
+        for call, name in (
+            (call, call.func.attr) for call in calls if isinstance(call.func, ast.Attribute)
+        ):
+            if name == "rename" or (
+                name == "replace" and len(call.args) == 1 and not call.keywords
+            ):
                 found.add(str(path.relative_to(PACKAGE)))
     assert found == RENAME
 
@@ -69,9 +95,14 @@ def test_nobody_else_starts_processes() -> None:
     found = set()
     for path in PACKAGE.rglob("*.py"):
         tree = list(ast.walk(ast.parse(path.read_text())))
-        names = {alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names}
+        names = {
+            alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names
+        }
         names |= {node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module}
-        forks = any(isinstance(node, ast.Attribute) and node.attr in ("fork", "execv", "posix_spawn") for node in tree)
+        forks = any(
+            isinstance(node, ast.Attribute) and node.attr in ("fork", "execv", "posix_spawn")
+            for node in tree
+        )
         if forks or names & {"subprocess", "multiprocessing"}:
             found.add(str(path.relative_to(PACKAGE)))
     assert found == {"core/process.py"}

@@ -36,32 +36,51 @@ class Ranked(Algorithm):
         raise AssertionError("nothing is learned here")
 
 
-def batches(order: np.ndarray[Any, Any], rank: int, ranks: int, accumulation: int, size: int) -> Iterator[GlobalBatch]:
+def batches(
+    order: np.ndarray[Any, Any], rank: int, ranks: int, accumulation: int, size: int
+) -> Iterator[GlobalBatch]:
     for start in range(0, SAMPLES, size):
         ids = np.full(size, -1)
         ids[: len(order[start : start + size])] = order[start : start + size]
         lengths = np.where(ids >= 0, ids % 4 + 2, 0)
         places = assign(lengths, ranks, accumulation, size // ranks // accumulation)[rank]
         rows = [
-            [None if ids[p] < 0 else [(np.full(lengths[p], ids[p], np.uint32), np.ones(lengths[p], np.uint8))] for p in mine]
+            [
+                None
+                if ids[p] < 0
+                else [(np.full(lengths[p], ids[p], np.uint32), np.ones(lengths[p], np.uint8))]
+                for p in mine
+            ]
             for mine in places
         ]
-        yield GlobalBatch([collate(row, 0, None) for row in rows], ids, start + size, 0, places=places)
+        yield GlobalBatch(
+            [collate(row, 0, None) for row in rows], ids, start + size, 0, places=places
+        )
 
 
-def told(cut: BatchPlan, ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], torch.Tensor]:
+def told(
+    cut: BatchPlan, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The numbers of each training batch, and those of the held-out set, as each of the ranks has them; the tables of ranks are added up as
     a collective would."""
     order = np.random.default_rng(0).permutation(SAMPLES)
     found: list[list[GlobalBatch]] = []
     held: list[list[GlobalBatch]] = []
     tables: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
-    for again in (False, True):  # the first time each rank's part is noted, the second time they are added
+    for again in (
+        False,
+        True,
+    ):  # the first time each rank's part is noted, the second time they are added
         found, held = [], []
         for rank in range(ranks):
             calls = iter(range(100))
 
-            def add_up(table: torch.Tensor, rank: int = rank, calls: Iterator[int] = calls, again: bool = again) -> torch.Tensor:
+            def add_up(
+                table: torch.Tensor,
+                rank: int = rank,
+                calls: Iterator[int] = calls,
+                again: bool = again,
+            ) -> torch.Tensor:
                 call = next(calls)
                 if not again:
                     tables[rank].append(table)
@@ -75,36 +94,58 @@ def told(cut: BatchPlan, ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[l
                 {"": lambda rank=rank: batches(np.arange(SAMPLES), rank, ranks, 1, 2 * ranks)},
                 lambda _: iter(()),
             )
-            made = FirstPass(algorithm, algorithm.first_pass, FakeEngine(), True, "cpu").prepared(streams)
+            made = FirstPass(algorithm, algorithm.first_pass, FakeEngine(), True, "cpu").prepared(
+                streams
+            )
             found.append(list(made.training))
             held.append(list(made.held_out[""]()))
     for of_rank in (*found, *held):
         for batch in of_rank:
             for micro, places in zip(batch.micro_batches, batch.places, strict=True):
                 assert isinstance(micro.first, First) and micro.places_P.shape == (len(places),)
-                for row, place, token in zip(micro.places_P.tolist(), places, micro.input_ids_BT[:, 0].tolist(), strict=True):
+                for row, place, token in zip(
+                    micro.places_P.tolist(), places, micro.input_ids_BT[:, 0].tolist(), strict=True
+                ):
                     assert (row < 0) == (batch.sample_ids[place] < 0)
-                    assert row < 0 or micro.first.numbers_NK[row].tolist() == [token + 100, (token + 100) ** 2]
+                    assert row < 0 or micro.first.numbers_NK[row].tolist() == [
+                        token + 100,
+                        (token + 100) ** 2,
+                    ]
     numbers = [[batch.micro_batches[0].first.numbers_NK for batch in of_rank] for of_rank in found]
     whole = [of_rank[0].micro_batches[0].first.numbers_NK for of_rank in held]
     for other, others_whole in zip(numbers[1:], whole[1:], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(numbers[0], other, strict=True)) and torch.equal(whole[0], others_whole)
+        assert all(
+            torch.equal(a, b) for a, b in zip(numbers[0], other, strict=True)
+        ) and torch.equal(whole[0], others_whole)
     return numbers[0], whole[0]
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 3), (2, 1), (3, 2)])
-def test_the_same_numbers_on_every_rank_and_any_number_of_ranks(ranks: int, accumulation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_numbers_on_every_rank_and_any_number_of_ranks(
+    ranks: int, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cut(ranks: int, accumulation: int) -> BatchPlan:
         micro = SIZE // ranks // accumulation
-        return BatchPlan(global_samples=SIZE, micro_batch=micro, accumulation=accumulation, eval_micro_batch=micro)
+        return BatchPlan(
+            global_samples=SIZE,
+            micro_batch=micro,
+            accumulation=accumulation,
+            eval_micro_batch=micro,
+        )
 
     one, whole = told(cut(1, 1), 1, monkeypatch)
     assert [len(numbers) for numbers in one] == [6, 5] and len(whole) == SAMPLES
     more, more_whole = told(cut(ranks, accumulation), ranks, monkeypatch)
-    assert all(torch.equal(a, b) for a, b in zip(one, more, strict=True)) and torch.equal(whole, more_whole)
+    assert all(torch.equal(a, b) for a, b in zip(one, more, strict=True)) and torch.equal(
+        whole, more_whole
+    )
 
 
 def test_what_shares_its_samples_with_another_rank_adds_nothing() -> None:
     algorithm = Ranked()
     (batch, _) = batches(np.arange(SAMPLES), 0, 1, 1, SIZE)
-    assert not FirstPass(algorithm, algorithm.first_pass, FakeEngine(), False, "cpu").numbers(batch).any()
+    assert (
+        not FirstPass(algorithm, algorithm.first_pass, FakeEngine(), False, "cpu")
+        .numbers(batch)
+        .any()
+    )

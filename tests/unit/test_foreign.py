@@ -32,10 +32,15 @@ def test_an_error_of_the_users_code_names_its_line(tmp_path: Path) -> None:
     f = find_object("mine.py:f", tmp_path, "here", "function")
     with pytest.raises(json.JSONDecodeError) as raised:
         f()
-    assert foreign.class_and_line(raised.value.with_traceback(raised.tb.tb_next)) == "JSONDecodeError in mine.py:3"
+    assert (
+        foreign.class_and_line(raised.value.with_traceback(raised.tb.tb_next))
+        == "JSONDecodeError in mine.py:3"
+    )
     with pytest.raises(DataError) as ours:
         foreign.read_object(tmp_path / "none.json", DataError)
-    assert foreign.class_and_line(ours.value.with_traceback(ours.tb.tb_next)) == "DataError", "no line of the user's"
+    assert foreign.class_and_line(ours.value.with_traceback(ours.tb.tb_next)) == "DataError", (
+        "no line of the user's"
+    )
 
 
 @pytest.fixture
@@ -107,7 +112,9 @@ def test_json_has_limits(name: str, tmp_path: Path) -> None:
 def test_json_within_the_limits_is_read() -> None:
     said = {"a": [1, 2.5, "é", None, True], "b": {"c": 2**63 - 1}, "smile": "😀"}
     assert foreign.parse_json(json.dumps(said), "x", DataError, numbers=True) == said
-    assert foreign.parse_json('{"a": 99999999999999999999}', "x", DataError) == {"a": 99999999999999999999}
+    assert foreign.parse_json('{"a": 99999999999999999999}', "x", DataError) == {
+        "a": 99999999999999999999
+    }
 
 
 def test_what_a_library_raises_is_one_line() -> None:
@@ -116,7 +123,10 @@ def test_what_a_library_raises_is_one_line() -> None:
         (ValueError("first:\nsecond"), "first: second"),
         (RecursionError(), "RecursionError"),
     ):
-        with pytest.raises(DataError, match=f"odd: {words}"), foreign.judged("odd", "here", DataError):
+        with (
+            pytest.raises(DataError, match=f"odd: {words}"),
+            foreign.judged("odd", "here", DataError),
+        ):
             raise raised
     with pytest.raises(KeyboardInterrupt), foreign.judged("odd", "here", DataError):
         raise KeyboardInterrupt
@@ -144,13 +154,21 @@ def _leaves(annotation: Any, limits: list[Any]) -> Iterator[tuple[Any, list[Any]
         yield from _leaves(annotation.__origin__, [*limits, *annotation.__metadata__])
     elif typing.get_origin(annotation) is not typing.Literal:
         parts = typing.get_args(annotation)
-        yield from ((annotation, limits),) if not parts else (leaf for part in parts for leaf in _leaves(part, limits))
+        yield from (
+            ((annotation, limits),)
+            if not parts
+            else (leaf for part in parts for leaf in _leaves(part, limits))
+        )
 
 
 def test_every_number_of_the_schema_has_an_upper_bound() -> None:
     found = dict(numbers(Config, set()))
     assert len(found) > 100 and "OptimizerConfig.betas" in found
-    assert not [place for place, limits in found.items() if "Le(" not in limits and "Lt(" not in limits and "le=" not in limits]
+    assert not [
+        place
+        for place, limits in found.items()
+        if "Le(" not in limits and "Lt(" not in limits and "le=" not in limits
+    ]
 
 
 OUT_OF_RANGE = {
@@ -197,8 +215,13 @@ def test_metrics_are_those_that_the_algorithms_measure() -> None:
         config = load_text(DATA, [f"algorithm={kind}"])
         measured = config.algorithm.build().metrics(Sums({"top": 1.0, "tp.0": 1.0}))
         assert set(measured) == set(known), kind
-        assert load_text(DATA, [f"algorithm={kind}", f"eval.metric={known[0]}"]).eval.metric == known[0]
-    assert load_text(DATA, ["algorithm=grpo", "eval.metric=reward/sums"]).eval.metric == "reward/sums"
+        assert (
+            load_text(DATA, [f"algorithm={kind}", f"eval.metric={known[0]}"]).eval.metric
+            == known[0]
+        )
+    assert (
+        load_text(DATA, ["algorithm=grpo", "eval.metric=reward/sums"]).eval.metric == "reward/sums"
+    )
 
 
 # -------------------------------------------------------------------------------------------------- events, the last net
@@ -222,15 +245,23 @@ def test_events_in_a_folder_are_one_line_and_odd_ones_are_passed_over(tmp_path: 
     assert [(event.kind, event.values()["step"]) for event in read(path)] == [("preempt", 3)]
 
 
-def test_memory_that_runs_out_in_a_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_that_runs_out_in_a_command_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def large(*_: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 19660800000000 bytes")
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 19660800000000 bytes"
+        )
 
     monkeypatch.setattr("drumline.train.command.prepare", large)
     with pytest.raises(SystemExit) as ended:
         cli.main(["prepare", "x.yaml"])
     line = capsys.readouterr().err
-    assert ended.value.code == 2 and line.startswith("error: this machine has too little memory: ") and line.count("\n") == 1
+    assert (
+        ended.value.code == 2
+        and line.startswith("error: this machine has too little memory: ")
+        and line.count("\n") == 1
+    )
 
 
 def test_what_nobody_foresaw_is_one_line_and_its_traceback_is_kept(
@@ -244,7 +275,11 @@ def test_what_nobody_foresaw_is_one_line_and_its_traceback_is_kept(
     with pytest.raises(SystemExit) as ended:
         cli.main(["prepare", "x.yaml"])
     line = capsys.readouterr().err
-    assert ended.value.code == 1 and line.startswith("error: unexpected error: ZeroDivisionError") and line.count("\n") == 1
+    assert (
+        ended.value.code == 1
+        and line.startswith("error: unexpected error: ZeroDivisionError")
+        and line.count("\n") == 1
+    )
     kept = Path(line.rpartition(" with ")[2].strip())
     text = kept.read_text()
     kept.unlink()
@@ -256,13 +291,17 @@ def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"kind": "step"}\n' * 10)
     tracemalloc.start()
     try:
-        assert len(foreign.read_bytes(tmp_path / "events.jsonl", EnvironmentFault, most=2**30)) == 170
+        assert (
+            len(foreign.read_bytes(tmp_path / "events.jsonl", EnvironmentFault, most=2**30)) == 170
+        )
         assert tracemalloc.get_traced_memory()[1] < 4 * foreign.MIB
     finally:
         tracemalloc.stop()
 
 
-def test_a_package_s_syntax_is_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_s_syntax_is_not_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A first import compiles: what Python says of it meets users where the package was installed without."""
     (tmp_path / "loosely_written.py").write_text('KIND = "a"\nSAME = KIND is "a"\n')
     monkeypatch.syspath_prepend(tmp_path)

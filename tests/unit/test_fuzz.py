@@ -87,10 +87,31 @@ def one_line(*arguments: str) -> str:
     return text
 
 
-RUN: dict[str, Any] = {"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}, "run": {"steps": 1, "dir": "run"}}
+RUN: dict[str, Any] = {
+    "data": {"train": [{"kind": "file", "path": "rows.jsonl"}]},
+    "run": {"steps": 1, "dir": "run"},
+}
 
 numbers = st.sampled_from(
-    [0, -1, 1, 2, 7, 10**9, 2**63 - 1, -(2**63), 10**30, 10**400, 0.5, -0.5, 1e300, 1e-300, float("inf"), float("nan"), 1.0]
+    [
+        0,
+        -1,
+        1,
+        2,
+        7,
+        10**9,
+        2**63 - 1,
+        -(2**63),
+        10**30,
+        10**400,
+        0.5,
+        -0.5,
+        1e300,
+        1e-300,
+        float("inf"),
+        float("nan"),
+        1.0,
+    ]
 )
 words = st.sampled_from(
     [
@@ -118,7 +139,11 @@ words = st.sampled_from(
 )
 texts = words | st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 plain = numbers | texts | st.booleans() | st.none()
-values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=6)
+values = st.recursive(
+    plain,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
 
 
 def places(model: Any = Config, prefix: str = "", depth: int = 0) -> list[str]:
@@ -128,7 +153,11 @@ def places(model: Any = Config, prefix: str = "", depth: int = 0) -> list[str]:
     for name, field in model.model_fields.items():
         found.append(prefix + name)
         if depth < 3:
-            found += [place for section in _sections(field.annotation) for place in places(section, f"{prefix}{name}.", depth + 1)]
+            found += [
+                place
+                for section in _sections(field.annotation)
+                for place in places(section, f"{prefix}{name}.", depth + 1)
+            ]
     return sorted(set(found))
 
 
@@ -139,7 +168,9 @@ def test_any_value_at_any_place_of_the_yaml(place: str, value: Any) -> None:
     inside = made
     *sections, last = place.split(".")
     for section in sections:
-        inside = inside.setdefault(section, {}) if isinstance(inside.get(section, {}), dict) else inside
+        inside = (
+            inside.setdefault(section, {}) if isinstance(inside.get(section, {}), dict) else inside
+        )
     inside[last] = value
     with alarm():
         try:
@@ -151,16 +182,26 @@ def test_any_value_at_any_place_of_the_yaml(place: str, value: Any) -> None:
 
 
 @cases(80)
-@given(text=st.text(max_size=60) | st.text("[]{}:,-&*!|>'\"#%@` \n\t0a~?", max_size=60) | st.binary(max_size=40))
+@given(
+    text=st.text(max_size=60)
+    | st.text("[]{}:,-&*!|>'\"#%@` \n\t0a~?", max_size=60)
+    | st.binary(max_size=40)
+)
 def test_any_bytes_as_a_config(tmp_path: Path, text: str | bytes) -> None:
-    (tmp_path / "t.yaml").write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    (tmp_path / "t.yaml").write_bytes(
+        text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    )
     with alarm(), pytest.raises(ConfigError) as error:
         load(tmp_path / "t.yaml", [])
     assert error.value.line().isprintable()
 
 
 @cases(80)
-@given(text=st.text(max_size=40) | st.text('[]{}:,"\\ud80019e-+.', max_size=60) | values.map(json.dumps))
+@given(
+    text=st.text(max_size=40)
+    | st.text('[]{}:,"\\ud80019e-+.', max_size=60)
+    | values.map(json.dumps)
+)
 def test_any_json(text: str) -> None:
     with alarm():
         try:
@@ -174,22 +215,51 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a model, rows and a config that work; the current one, and all that is looked for outside of it is not there."""
     folder = tmp_path_factory.mktemp("fuzz")
     tiny_model_dir(folder / "model")
-    (folder / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    (folder / "rows.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
     made = {**RUN, "model": {"id": "model"}, "batch": {"global_samples": 1}, "strategy": "single"}
     made["data"] = {**RUN["data"], "max_length": 64}
     (folder / "c.yaml").write_text(yaml.safe_dump(made))
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         # The hub as one without a network sees it.
-        for place in ("huggingface_hub.constants.HF_HUB_OFFLINE", "transformers.utils.hub.constants.HF_HUB_OFFLINE"):
+        for place in (
+            "huggingface_hub.constants.HF_HUB_OFFLINE",
+            "transformers.utils.hub.constants.HF_HUB_OFFLINE",
+        ):
             patch.setattr(place, True)
         yield folder
 
 
 DRY = ("train", "c.yaml", "--dry-run", "run.device=cpu")
 KINDS = ("sft", "pretrain", "dpo", "reward", "grpo", "classify")
-COMMANDS = ("train", "plan", "prepare", "convert", "export", "eval", "chat", "strategies", "c.yaml", "model", "--resume")
-COMMANDS += ("--json", "--to", "--model", "--cluster", "--length", "--check", "-y", "--which", "strategy=ddp", "a=", "=")
+COMMANDS = (
+    "train",
+    "plan",
+    "prepare",
+    "convert",
+    "export",
+    "eval",
+    "chat",
+    "strategies",
+    "c.yaml",
+    "model",
+    "--resume",
+)
+COMMANDS += (
+    "--json",
+    "--to",
+    "--model",
+    "--cluster",
+    "--length",
+    "--check",
+    "-y",
+    "--which",
+    "strategy=ddp",
+    "a=",
+    "=",
+)
 
 
 @cases(25)
@@ -199,7 +269,13 @@ def test_any_command_line(home: Path, arguments: list[str]) -> None:
 
 
 @cases(20)
-@given(arguments=st.lists(st.sampled_from(("--model", "model", "--cluster", "--data", "rows.jsonl", "--length")) | texts, max_size=5))
+@given(
+    arguments=st.lists(
+        st.sampled_from(("--model", "model", "--cluster", "--data", "rows.jsonl", "--length"))
+        | texts,
+        max_size=5,
+    )
+)
 def test_any_command_line_of_init(home: Path, arguments: list[str]) -> None:
     """It plans with the model that is named, and would convert one that is installed: here none is."""
     with contextlib.suppress(FileNotFoundError):
@@ -248,20 +324,39 @@ def test_any_value_in_a_tokenizers_config(home: Path, key: str, value: Any) -> N
         one_line("prepare", "c.yaml")
 
 
-COLUMNS = ["messages", "prompt", "completion", "text", "chosen", "rejected", "label", "images", "tools", "margin"]
+COLUMNS = [
+    "messages",
+    "prompt",
+    "completion",
+    "text",
+    "chosen",
+    "rejected",
+    "label",
+    "images",
+    "tools",
+    "margin",
+]
 SPOKEN = st.sampled_from(["user", "assistant", "tool"])
 MESSAGES = st.lists(
-    st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), values | SPOKEN, max_size=3),
+    st.dictionaries(
+        st.sampled_from(["role", "content", "tool_calls", "name"]), values | SPOKEN, max_size=3
+    ),
     max_size=3,
 )
-ROWS = st.dictionaries(st.sampled_from(COLUMNS) | texts, values, max_size=3) | st.fixed_dictionaries({"messages": MESSAGES}) | values
+ROWS = (
+    st.dictionaries(st.sampled_from(COLUMNS) | texts, values, max_size=3)
+    | st.fixed_dictionaries({"messages": MESSAGES})
+    | values
+)
 
 
 @cases(20)
 @given(rows=st.lists(ROWS, max_size=2), algorithm=st.sampled_from(KINDS))
 def test_any_rows(home: Path, rows: list[Any], algorithm: str) -> None:
     (home / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    one_line("prepare", "c.yaml", f"algorithm={algorithm}", "data.train=[{kind: file, path: r.jsonl}]")
+    one_line(
+        "prepare", "c.yaml", f"algorithm={algorithm}", "data.train=[{kind: file, path: r.jsonl}]"
+    )
 
 
 PIECES = [
@@ -275,7 +370,11 @@ PIECES = [
 
 
 @cases(60)
-@given(template=st.lists(st.sampled_from(PIECES), max_size=6).map("".join) | st.text(max_size=20) | st.just(CHATML))
+@given(
+    template=st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
+    | st.text(max_size=20)
+    | st.just(CHATML)
+)
 def test_any_template(template: str) -> None:
     """What a template does wrong is judged as where it is used; nothing but a text or that error comes out."""
     rendering.limit()
@@ -283,7 +382,9 @@ def test_any_template(template: str) -> None:
         patch.setattr(rendering, "MOST_STEPS", 5_000)
         try:
             with judged("the chat template refuses this conversation", "row", DataError):
-                text = render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=template)[0][0]
+                text = render_jinja_template(
+                    [[{"role": "user", "content": "a"}]], chat_template=template
+                )[0][0]
         except DataError as error:
             assert error.line().isprintable() and "MemoryError" not in error.line()
         else:

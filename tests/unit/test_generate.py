@@ -17,12 +17,28 @@ from drumline.errors import DataError, DrumlineError, PlanError
 from drumline.models.attention import attend_by_documents
 from drumline.models.build import build_model
 from drumline.rl.continuous import ContinuousGenerator
-from drumline.rl.generate import AtEndings, Endings, HFGenerator, Request, Sampler, deal, gumbel, request_seed
+from drumline.rl.generate import (
+    AtEndings,
+    Endings,
+    HFGenerator,
+    Request,
+    Sampler,
+    deal,
+    gumbel,
+    request_seed,
+)
 from drumline.vendor.torch import TorchDispatchMode
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 from tests.unit.test_attention import PACK, layout
 
-TEXTS = ["The", "What is two plus three?", "Every rank keeps in step with the drum: one, two", "A gradient", "Rome", "one two three"]
+TEXTS = [
+    "The",
+    "What is two plus three?",
+    "Every rank keeps in step with the drum: one, two",
+    "A gradient",
+    "Rome",
+    "one two three",
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +64,8 @@ def hf(model: Any, seed: int = 7, **options: Any) -> HFGenerator:
 def test_noise_is_gumbels_and_stays_what_it_is() -> None:
     seeds = torch.tensor([request_seed(1, 2, (3, row)) for row in range(64)])
     noise = gumbel(seeds, torch.arange(64), 4096).double()
-    assert abs(float(noise.mean()) - 0.57722) < 0.01 and abs(float(noise.var()) - 1.64493) < 0.03  # Euler's γ, π²/6
+    # Euler's γ, π²/6.
+    assert abs(float(noise.mean()) - 0.57722) < 0.01 and abs(float(noise.var()) - 1.64493) < 0.03
     assert torch.isfinite(noise).all() and noise.unique().numel() > 0.99 * noise.numel()
     # A run goes on with the numbers that it began with, on any machine and version: these are stored.
     torch.testing.assert_close(
@@ -61,7 +78,14 @@ def test_noise_is_gumbels_and_stays_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.9, "temperature": 2.0}]
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 3},
+        {"top_p": 0.8},
+        {"top_k": 4, "top_p": 0.9, "temperature": 2.0},
+    ],
 )
 def test_samples_have_the_probabilities_asked_for(options: dict[str, float]) -> None:
     logits, draws = torch.tensor([1.5, 1.0, 0.0, -0.5, -2.0, 0.7]), 40_000
@@ -70,11 +94,18 @@ def test_samples_have_the_probabilities_asked_for(options: dict[str, float]) -> 
     likely = torch.zeros_like(probabilities)
     if top_k := int(options.get("top_k", 0)):
         order = order[:top_k]
-    before = torch.cumsum(probabilities[order] / probabilities[order].sum(), 0) - probabilities[order] / probabilities[order].sum()
+    before = (
+        torch.cumsum(probabilities[order] / probabilities[order].sum(), 0)
+        - probabilities[order] / probabilities[order].sum()
+    )
     likely[order[before < options.get("top_p", 1.0)]] = 1
     expected = probabilities * likely / (probabilities * likely).sum()
-    sampler = Sampler(options.get("temperature", 1.0), int(options.get("top_k", 0)), options.get("top_p", 1.0))
-    scores, log_probs = sampler.choose(logits.expand(draws, -1), torch.full((draws,), 11), torch.arange(draws))
+    sampler = Sampler(
+        options.get("temperature", 1.0), int(options.get("top_k", 0)), options.get("top_p", 1.0)
+    )
+    scores, log_probs = sampler.choose(
+        logits.expand(draws, -1), torch.full((draws,), 11), torch.arange(draws)
+    )
     chosen = scores.argmax(-1)
     seen = torch.bincount(chosen, minlength=6) / draws
     assert (seen - expected).abs().max() < 4 * (0.25 / draws) ** 0.5
@@ -92,7 +123,9 @@ def test_greedy_decoding_draws_no_lots_among_equal_logits() -> None:
 def test_a_sample_hangs_on_neither_batch_nor_order_nor_company(model: Any) -> None:
     whole = hf(model, batch=6).generate(prompts(), step=3)
     for batch in (1, 4):
-        for one, other in zip(whole, hf(model, batch=batch).generate(prompts(), step=3), strict=True):
+        for one, other in zip(
+            whole, hf(model, batch=batch).generate(prompts(), step=3), strict=True
+        ):
             assert one.tokens == other.tokens
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
     backwards = hf(model, batch=3).generate(prompts()[::-1], step=3)[::-1]
@@ -142,7 +175,10 @@ def test_a_completion_that_is_read_one_token_late_ends_at_the_same_token() -> No
     assert found[False] == found[True] == [2, 3, None]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral with a window", pytest.param("gemma3", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "gpt2", "mistral with a window", pytest.param("gemma3", marks=pytest.mark.full)],
+)
 def test_a_group_of_requests_reads_its_prompt_once(kind: str) -> None:
     model = build_model(None, ModelConfig(id=None, config=PACK[kind]), seed=0).eval()
     read: list[int] = []
@@ -151,7 +187,10 @@ def test_a_group_of_requests_reads_its_prompt_once(kind: str) -> None:
         read.append((args[0] if args else inputs["input_ids"]).numel())
 
     model.get_decoder().register_forward_pre_hook(look, with_kwargs=True)
-    groups = [[Request([5 + i, *range(8, 8 + length)], (i, sample)) for sample in range(4)] for i, length in enumerate((2, 8, 5))]
+    groups = [
+        [Request([5 + i, *range(8, 8 + length)], (i, sample)) for sample in range(4)]
+        for i, length in enumerate((2, 8, 5))
+    ]
     generator = hf(model, max_new_tokens=6)
     together = generator.generate([request for group in groups for request in group], step=1)
     # Prompts but for their last tokens, three rows 8 wide; then a token of each of the twelve.
@@ -163,10 +202,15 @@ def test_a_group_of_requests_reads_its_prompt_once(kind: str) -> None:
 
 
 def test_requests_of_a_prompt_go_together_where_prompts_divide_by_ranks() -> None:
-    groups = [[Request([1] * (3 + prompt), (prompt, sample)) for sample in range(3)] for prompt in range(4)]
+    groups = [
+        [Request([1] * (3 + prompt), (prompt, sample)) for sample in range(3)]
+        for prompt in range(4)
+    ]
     requests = [request for group in groups for request in group]
     shares = deal(requests, 2)
-    assert sorted(len(share) for share in shares) == [6, 6] and sorted(i for share in shares for i in share) == list(range(12))
+    assert sorted(len(share) for share in shares) == [6, 6] and sorted(
+        i for share in shares for i in share
+    ) == list(range(12))
     assert all(len({requests[i].key[0] for i in share}) == 2 for share in shares)
     assert sorted(len(share) for share in deal(requests, 3)) == [4, 4, 4]
 
@@ -183,30 +227,45 @@ def test_seed_step_and_key_each_change_the_sample(model: Any) -> None:
 
 def test_log_probs_are_those_of_the_model_at_the_temperature(model: Any) -> None:
     requests = prompts()
-    for request, made in zip(requests, hf(model, temperature=0.7, top_k=20).generate(requests, 0), strict=True):
+    for request, made in zip(
+        requests, hf(model, temperature=0.7, top_k=20).generate(requests, 0), strict=True
+    ):
         ids = torch.tensor([request.tokens + made.tokens])
         with torch.no_grad():
             log_probs = (model(ids).logits[0].float() / 0.7).log_softmax(-1)
         at = range(len(request.tokens) - 1, ids.shape[1] - 1)
-        expected = [float(log_probs[position, token]) for position, token in zip(at, made.tokens, strict=True)]
+        expected = [
+            float(log_probs[position, token])
+            for position, token in zip(at, made.tokens, strict=True)
+        ]
         assert made.log_probs == pytest.approx(expected, abs=1e-5)
 
 
 def test_top_k_1_is_greedy_decoding(model: Any) -> None:
     request = prompts()[0]
-    expected = model.generate(torch.tensor([request.tokens]), do_sample=False, max_new_tokens=24)[0, len(request.tokens) :].tolist()
+    expected = model.generate(torch.tensor([request.tokens]), do_sample=False, max_new_tokens=24)[
+        0, len(request.tokens) :
+    ].tolist()
     assert hf(model, top_k=1).generate([request], 0)[0].tokens == expected
 
 
 def test_a_completion_ends_at_an_end_token_or_a_stop_text(model: Any) -> None:
     free = hf(model).generate(prompts(), 0)
-    assert not any(c.ended for c in free) and all(len(c.tokens) == len(c.log_probs) == 24 for c in free)
+    assert not any(c.ended for c in free) and all(
+        len(c.tokens) == len(c.log_probs) == 24 for c in free
+    )
     model.generation_config.eos_token_id = [2, free[0].tokens[5], free[1].tokens[9]]
     ended = hf(model).generate(prompts(), 0)
     for was, now in zip(free, ended, strict=True):
-        ends = [i for i, token in enumerate(was.tokens) if token in model.generation_config.eos_token_id]
+        ends = [
+            i for i, token in enumerate(was.tokens) if token in model.generation_config.eos_token_id
+        ]
         count = ends[0] + 1 if ends else 24
-        assert now.tokens == was.tokens[:count] and len(now.log_probs) == count and now.ended == bool(ends)
+        assert (
+            now.tokens == was.tokens[:count]
+            and len(now.log_probs) == count
+            and now.ended == bool(ends)
+        )
     assert any(c.ended for c in ended)
 
 
@@ -221,7 +280,11 @@ def test_a_stop_text_ends_where_it_is_complete() -> None:
     tokens = tokenizer.encode("What is two plus three? Two plus three is five.")
     endings = Endings(frozenset({2}), ("ee? T", "</answer>"), tokenizer)
     count, ended = cut(endings, tokens)
-    assert ended and "ee? T" in tokenizer.decode(tokens[:count]) and "ee? T" not in tokenizer.decode(tokens[: count - 1])
+    assert (
+        ended
+        and "ee? T" in tokenizer.decode(tokens[:count])
+        and "ee? T" not in tokenizer.decode(tokens[: count - 1])
+    )
     assert cut(endings, tokens[: count - 1]) == (count - 1, False)
     assert cut(endings, [5, 2, 7]) == (2, True)
 
@@ -233,7 +296,9 @@ def test_stop_texts_end_generation_of_a_model(model: Any) -> None:
     stopped = hf(model, stop=(stop,)).generate(prompts(), 0)
     expected = [cut(Endings(frozenset({2}), (stop,), tokenizer), c.tokens) for c in free]
     assert [(len(c.tokens), c.ended) for c in stopped] == expected and expected[3][1]
-    assert all(now.tokens == was.tokens[: len(now.tokens)] for was, now in zip(free, stopped, strict=True))
+    assert all(
+        now.tokens == was.tokens[: len(now.tokens)] for was, now in zip(free, stopped, strict=True)
+    )
 
 
 def test_the_model_is_left_as_it_was_and_its_own_generation_config_has_no_say(model: Any) -> None:
@@ -251,7 +316,8 @@ def test_the_model_is_left_as_it_was_and_its_own_generation_config_has_no_say(mo
 
 def test_no_room_and_no_prompt_are_one_line(model: Any) -> None:
     with pytest.raises(
-        PlanError, match="a prompt of 500 tokens and max_new_tokens 24 are more than the model's 512 positions — at most 12"
+        PlanError,
+        match="a prompt of 500 tokens and max_new_tokens 24 are more than the model's 512 positions — at most 12",
     ):
         hf(model).generate([Request([5] * 500, (0, 0))], 0)
     with pytest.raises(DataError, match="prompt \\(0, 0\\) has no tokens"):
@@ -260,20 +326,30 @@ def test_no_room_and_no_prompt_are_one_line(model: Any) -> None:
 
 
 def continuous(model: Any, **options: Any) -> ContinuousGenerator:
-    return ContinuousGenerator(ContinuousConfig(**{"max_new_tokens": 24, **options}), model, tiny_tokenizer(), 7)
+    return ContinuousGenerator(
+        ContinuousConfig(**{"max_new_tokens": 24, **options}), model, tiny_tokenizer(), 7
+    )
 
 
 MORE = ({"batch": 2}, {"top_p": 0.8, "temperature": 0.7})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, *(pytest.param(o, marks=pytest.mark.full) for o in MORE)], ids=str)
-def test_continuous_batching_samples_what_generate_samples(model: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param(o, marks=pytest.mark.full) for o in MORE)], ids=str
+)
+def test_continuous_batching_samples_what_generate_samples(
+    model: Any, options: dict[str, Any]
+) -> None:
     """Twice as many requests as prompts: equal prompts share their cache, and their samples differ."""
     requests = [Request(p.tokens, (p.key[0], sample)) for p in prompts() for sample in range(2)]
     attention = model.config._attn_implementation
     model.train()
-    for one, other in zip(hf(model, **options).generate(requests, 4), continuous(model, **options).generate(requests, 4), strict=True):
+    for one, other in zip(
+        hf(model, **options).generate(requests, 4),
+        continuous(model, **options).generate(requests, 4),
+        strict=True,
+    ):
         assert one.tokens == other.tokens and one.ended == other.ended
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
     assert model.training and model.config._attn_implementation == attention

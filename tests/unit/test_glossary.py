@@ -25,8 +25,17 @@ PARTS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 def banned(where: str) -> list[tuple[str, str]]:
     """(word, what to write instead) of the rows of the table that say `where`."""
     section = TABLE.read_text().partition("\n## Words\n")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| `")]
-    return [(word, instead) for words, instead, places in rows if where in places.split(", ") for word in re.findall(r"`([^`]+)`", words)]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("| `")
+    ]
+    return [
+        (word, instead)
+        for words, instead, places in rows
+        if where in places.split(", ")
+        for word in re.findall(r"`([^`]+)`", words)
+    ]
 
 
 @cache
@@ -59,7 +68,9 @@ def defined(node: ast.AST) -> Iterator[str]:
 def descriptions(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from [inner] if key == "description" and isinstance(inner, str) else descriptions(inner)
+            yield from (
+                [inner] if key == "description" and isinstance(inner, str) else descriptions(inner)
+            )
     elif isinstance(value, list):
         for inner in value:
             yield from descriptions(inner)
@@ -69,12 +80,16 @@ def descriptions(value: Any) -> Iterator[str]:
 def texts() -> dict[str, str]:
     """Place → prose that users read. Pages without their code."""
     pages = {
-        page.name: re.sub(r"```.*?```|`[^`\n]*`|^    .*$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        page.name: re.sub(
+            r"```.*?```|`[^`\n]*`|^    .*$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE
+        )
         for page in [*PAGES, *HOUSE]
     }
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for name, command in commands.items():
-        pages[f"{name} --help"] = " ".join([command.help or "", *(getattr(each, "help", None) or "" for each in command.params)])
+        pages[f"{name} --help"] = " ".join(
+            [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
+        )
     return pages | {"drumline schema": "\n".join(descriptions(schema()))}
 
 
@@ -98,7 +113,9 @@ def test_no_name_is_banned(where: str) -> None:
 
 @pytest.mark.parametrize(("word", "instead"), banned("prose"))
 def test_no_text_has_the_word(word: str, instead: str) -> None:
-    places = [place for place, text in texts().items() if re.search(rf"\b{word}\b", text, re.IGNORECASE)]
+    places = [
+        place for place, text in texts().items() if re.search(rf"\b{word}\b", text, re.IGNORECASE)
+    ]
     assert not places, f"{word!r} — write {instead}"
 
 
@@ -108,6 +125,11 @@ def test_lines_of_prose_fit(page: Path) -> None:
     code = False
     for number, line in enumerate(page.read_text().splitlines(), start=1):
         code ^= line.startswith("```")
-        if code or line.lstrip().startswith("|") or line.startswith(("    ", "```")) or " " not in line.strip():
+        if (
+            code
+            or line.lstrip().startswith("|")
+            or line.startswith(("    ", "```"))
+            or " " not in line.strip()
+        ):
             continue
         assert len(line) <= 120, f"{page.name}:{number} has {len(line)}"

@@ -21,7 +21,14 @@ from drumline.telemetry.flight import blame, describe, first_difference
 from tests.harness import ENV, ROOT
 
 
-def entry(number: int, op: str = "all_reduce", size: int = 3, dtype: str = "Float", line: str = "a.py:1 in f", waits: bool = False) -> Any:
+def entry(
+    number: int,
+    op: str = "all_reduce",
+    size: int = 3,
+    dtype: str = "Float",
+    line: str = "a.py:1 in f",
+    waits: bool = False,
+) -> Any:
     sizes, dtypes = [[size]], [dtype]
     return {
         "id": number,
@@ -40,9 +47,19 @@ def seen(rank: int, *collectives: Any, **more: Any) -> Seen:
 
 
 def test_who_has_not_come_is_to_blame_and_who_waits_is_named() -> None:
-    hang = name_hang([seen(0, entry(1), entry(2, waits=True)), seen(1, entry(1)), seen(2, entry(1), entry(2, waits=True))], elsewhere=False)
+    hang = name_hang(
+        [
+            seen(0, entry(1), entry(2, waits=True)),
+            seen(1, entry(1)),
+            seen(2, entry(1), entry(2, waits=True)),
+        ],
+        elsewhere=False,
+    )
     assert (hang.culprit, hang.ranks) == (1, (1,))
-    assert hang.message == "hangs in backward at step 8, for 6 s (limit 5 s): it has not come to the all_reduce that the others wait in"
+    assert (
+        hang.message
+        == "hangs in backward at step 8, for 6 s (limit 5 s): it has not come to the all_reduce that the others wait in"
+    )
     waits = "waits in all_reduce Float [3] (number 2 of group 0 default_pg) at a.py:1 in f"
     assert hang.waits() == [f"rank 0 {waits}", f"rank 2 {waits}"]
 
@@ -51,17 +68,24 @@ def test_who_has_not_come_is_to_blame_and_who_waits_is_named() -> None:
     ("culprit", "why"),
     [
         ({"state": "T"}, "it is suspended (SIGSTOP)"),
-        ({"state": "D", "sleeps_in": "percpu_rwsem_wait"}, "it sleeps in the kernel (percpu_rwsem_wait), state D: it waits for a disk"),
+        (
+            {"state": "D", "sleeps_in": "percpu_rwsem_wait"},
+            "it sleeps in the kernel (percpu_rwsem_wait), state D: it waits for a disk",
+        ),
         ({"begun": False}, "it has not come to its first line"),
     ],
 )
 def test_what_the_kernel_says_of_a_rank_comes_first(culprit: dict[str, Any], why: str) -> None:
-    hang = name_hang([seen(0, entry(2, waits=True)), Seen(1, "data", 7, 6.0, 5.0, **culprit)], elsewhere=False)
+    hang = name_hang(
+        [seen(0, entry(2, waits=True)), Seen(1, "data", 7, 6.0, 5.0, **culprit)], elsewhere=False
+    )
     assert hang.culprit == 1 and hang.why.startswith(why)
 
 
 def test_a_rank_that_does_not_answer_holds_pythons_lock() -> None:
-    hang = name_hang([seen(0, entry(2, waits=True)), Seen(1, "forward", 7, 6.0, 5.0)], elsewhere=False)
+    hang = name_hang(
+        [seen(0, entry(2, waits=True)), Seen(1, "forward", 7, 6.0, 5.0)], elsewhere=False
+    )
     assert hang.culprit == 1 and "does not answer" in hang.why
 
 
@@ -72,12 +96,18 @@ def test_another_operation_shape_or_type_is_found_and_the_minority_blamed(other:
     found = first_difference(ranks)
     assert found and {rank: each["number"] for rank, each in found.items()} == {0: 2, 1: 2, 2: 2}
     blamed, what = blame(found, ranks)
-    assert blamed == [1] and what.startswith("the ranks begin different collectives: rank 0: all_reduce Float [3]")
+    assert blamed == [1] and what.startswith(
+        "the ranks begin different collectives: rank 0: all_reduce Float [3]"
+    )
     assert first_difference({0: alike, 1: alike}) is None
 
 
 def test_one_that_was_left_out_is_found_by_its_lines() -> None:
-    lines = [entry(1, line="a.py:1 in f"), entry(2, line="a.py:2 in f"), entry(3, line="a.py:3 in f")]
+    lines = [
+        entry(1, line="a.py:1 in f"),
+        entry(2, line="a.py:2 in f"),
+        entry(3, line="a.py:3 in f"),
+    ]
     skips = [entry(1, line="a.py:1 in f"), entry(2, line="a.py:3 in f")]
     assert first_difference({0: lines, 1: skips}) is None
     hang = name_hang([seen(0, *lines), seen(1, *skips)], elsewhere=False)
@@ -86,22 +116,39 @@ def test_one_that_was_left_out_is_found_by_its_lines() -> None:
 
 
 def test_uneven_collectives_may_differ_in_size() -> None:
-    assert first_difference({0: [entry(1, "all_to_all", 3)], 1: [entry(1, "all_to_all", 5)]}) is None
-    assert first_difference({0: [entry(1, "scatter")], 1: [{**entry(1, "scatter"), "sizes": [], "dtypes": []}]}) is None
-    assert first_difference({0: [entry(1, "all_gather", 3)], 1: [entry(1, "all_gather", 5)]}) is not None
+    assert (
+        first_difference({0: [entry(1, "all_to_all", 3)], 1: [entry(1, "all_to_all", 5)]}) is None
+    )
+    assert (
+        first_difference(
+            {0: [entry(1, "scatter")], 1: [{**entry(1, "scatter"), "sizes": [], "dtypes": []}]}
+        )
+        is None
+    )
+    assert (
+        first_difference({0: [entry(1, "all_gather", 3)], 1: [entry(1, "all_gather", 5)]})
+        is not None
+    )
 
 
 def test_where_all_of_a_host_wait_another_one_is_to_blame() -> None:
     waiting = [seen(0, entry(2, waits=True)), seen(1, entry(2, waits=True))]
     hang = name_hang(waiting, elsewhere=True)
-    assert hang.culprit is None and hang.message.startswith("Timed out waiting in backward for ranks of other hosts")
+    assert hang.culprit is None and hang.message.startswith(
+        "Timed out waiting in backward for ranks of other hosts"
+    )
     assert name_hang(waiting, elsewhere=False).culprit == 0
 
 
 def test_without_an_answer_another_host_may_be_to_blame() -> None:
     silent = Seen(0, "backward", 7, 6.0, 5.0)
-    assert name_hang([silent], elsewhere=False).sure and not name_hang([silent], elsewhere=True).sure
-    assert name_hang([seen(0, entry(1))], elsewhere=True).sure and name_hang([Seen(0, "data", 7, 6.0, 5.0, state="T")], elsewhere=True).sure
+    assert (
+        name_hang([silent], elsewhere=False).sure and not name_hang([silent], elsewhere=True).sure
+    )
+    assert (
+        name_hang([seen(0, entry(1))], elsewhere=True).sure
+        and name_hang([Seen(0, "data", 7, 6.0, 5.0, state="T")], elsewhere=True).sure
+    )
 
 
 def test_a_rank_that_waits_is_not_to_blame_where_what_it_waits_for_is_not_known() -> None:
@@ -139,7 +186,13 @@ def hearts(watch: Watch, **limits: float) -> list[Heart]:
     made = []
     for place in range(2):
         folder, _, number = watch.variable(place)[heartbeat.VARIABLE].rpartition(":")
-        made.append(Heart(Board(Path(folder), 0), int(number), {**dict.fromkeys(LIMITS, 100.0), "hang": 5.0, **limits}))
+        made.append(
+            Heart(
+                Board(Path(folder), 0),
+                int(number),
+                {**dict.fromkeys(LIMITS, 100.0), "hang": 5.0, **limits},
+            )
+        )
     return made
 
 
@@ -163,7 +216,9 @@ def test_limits_are_learned_and_first_steps_are_not(watch: Watch) -> None:
             heart.beat("backward")
     one.beat("forward")
     two.beat("forward")
-    assert watch._limit(0) == pytest.approx(9.0, abs=0.1) == watch._limit(1), "three times the longest, on all ranks"
+    assert watch._limit(0) == pytest.approx(9.0, abs=0.1) == watch._limit(1), (
+        "three times the longest, on all ranks"
+    )
     one.beat("optimizer")
     one.beat("data")
     assert watch._limit(0) == 100.0, "that of start-up, before one was seen"
@@ -177,7 +232,9 @@ def test_limits_are_learned_and_first_steps_are_not(watch: Watch) -> None:
 
 
 @pytest.mark.parametrize("phase", heartbeat.LEARNING)
-def test_what_comes_between_steps_has_the_limit_of_health_until_it_was_over_once(watch: Watch, phase: str) -> None:
+def test_what_comes_between_steps_has_the_limit_of_health_until_it_was_over_once(
+    watch: Watch, phase: str
+) -> None:
     one, two = hearts(watch)
     assert late(watch, 0.0) is None
     for step in range(3):
@@ -198,13 +255,17 @@ def test_what_comes_between_steps_has_the_limit_of_health_until_it_was_over_once
     one.beat("report")
     for heart in (one, two):
         heart.beat(phase)
-        assert watch._limit(heart.place) == pytest.approx(27.0, abs=0.1), "three times the longest, on all ranks"
+        assert watch._limit(heart.place) == pytest.approx(27.0, abs=0.1), (
+            "three times the longest, on all ranks"
+        )
     part(0.1, granted=60.0)
     assert watch._limit(0) == 60.0
     part(50.0, granted=1000.0)
     assert watch._limit(0) == 100.0, "at most what health says"
     part(50.0)
-    assert watch._limit(0) == pytest.approx(27.0, abs=0.1), "of parts with a limit of their own nothing is learned"
+    assert watch._limit(0) == pytest.approx(27.0, abs=0.1), (
+        "of parts with a limit of their own nothing is learned"
+    )
     one.beat("report")
     assert watch._limit(0) == 100.0
 
@@ -220,14 +281,20 @@ def after_steps(watch: Watch, *phases: str) -> heartbeat.Heart:
     return one
 
 
-def test_a_wait_for_rows_has_a_limit_of_its_own_where_a_rank_does_nothing_else(watch: Watch) -> None:
+def test_a_wait_for_rows_has_a_limit_of_its_own_where_a_rank_does_nothing_else(
+    watch: Watch,
+) -> None:
     one = after_steps(watch, "data", "forward")
     before = one.ints[one.at + heartbeat.COUNT]
     one.waits(True, 60.0)
-    assert watch._limit(0) == 5.0 and one.ints[one.at + heartbeat.COUNT] == before, "a thread that fetches batches is not the rank"
+    assert watch._limit(0) == 5.0 and one.ints[one.at + heartbeat.COUNT] == before, (
+        "a thread that fetches batches is not the rank"
+    )
     one.beat("data")
     one.waits(False, 60.0)
-    assert watch._limit(0) == 60.0 and one.ints[one.at + heartbeat.COUNT] == before + 1, "nothing came"
+    assert watch._limit(0) == 60.0 and one.ints[one.at + heartbeat.COUNT] == before + 1, (
+        "nothing came"
+    )
     one.waits(True, float("inf"))
     assert watch._limit(0) == one.floats[one.at + heartbeat.LIMIT + LIMITS.index("startup")]
     assert one.ints[one.at + heartbeat.COUNT] == before + 2
@@ -249,10 +316,14 @@ def test_a_rank_that_waits_does_not_hang_while_another_is_at_work(watch: Watch) 
     two.beat("save")
     assert late(watch, 500.0) is None, "one waits for the other's checkpoint"
     two.step(1, 0, free=False)
-    assert watch.look({0: os.getpid(), 1: os.getpid()}) is not None, "but it does not wait for one that is ahead of it"
+    assert watch.look({0: os.getpid(), 1: os.getpid()}) is not None, (
+        "but it does not wait for one that is ahead of it"
+    )
 
 
-def test_a_suspended_rank_hangs_whatever_it_was_at(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_rank_hangs_whatever_it_was_at(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also in a phase that may take long, such as the report of a step, and while the other is in one."""
     one, two = hearts(watch, save=1000.0)
     one.beat("save")
@@ -264,13 +335,18 @@ def test_a_suspended_rank_hangs_whatever_it_was_at(watch: Watch, monkeypatch: py
 
 
 @pytest.mark.parametrize("gone", [False, "DistNetworkError: the store has gone"])
-def test_a_host_that_waits_does_not_hang_while_another_one_is_at_work(gone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_waits_does_not_hang_while_another_one_is_at_work(
+    gone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("drumline.launchers.watch.ELSEWHERE_SECONDS", 0.2)
     watch, mine = Watch(1, 0, 2), {0: os.getpid()}
     try:
         folder, _, _ = watch.variable(0)[heartbeat.VARIABLE].rpartition(":")
         heart = Heart(Board(Path(folder), 0), 0, {**dict.fromkeys(LIMITS, 1.0)})
-        answers = {"collectives": [entry(number, waits=number == 2) for number in range(3)], "elsewhere": True}
+        answers = {
+            "collectives": [entry(number, waits=number == 2) for number in range(3)],
+            "elsewhere": True,
+        }
         heart.answers = {name: lambda name=name: answers[name] for name in answers}  # type: ignore[misc]
         assert watch.look(mine) is None
         watch.pulses[0].waited += 60.0
@@ -313,10 +389,14 @@ def test_limits_are_learned_from_the_longest_part(watch: Watch) -> None:
         one.alive()
         one.beat("backward")
     one.beat("forward")
-    assert watch._limit(0) == pytest.approx(12.0, abs=0.1), "three times the part before the sign of life"
+    assert watch._limit(0) == pytest.approx(12.0, abs=0.1), (
+        "three times the part before the sign of life"
+    )
 
 
-def test_time_in_which_any_thread_of_a_rank_had_no_core_does_not_count(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_which_any_thread_of_a_rank_had_no_core_does_not_count(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hearts(watch)
     waited = {1: 0.0, 2: 7.0}
     monkeypatch.setattr("drumline.launchers.watch.starved", lambda pid: {**waited})
@@ -342,7 +422,10 @@ def test_nothing_is_left_in_memory(watch: Watch) -> None:
 
 def test_states_of_processes() -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=subprocess.PIPE, env=ENV, cwd=ROOT
+        [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"],
+        stdout=subprocess.PIPE,
+        env=ENV,
+        cwd=ROOT,
     )
     try:
         assert child.stdout and child.stdout.readline()

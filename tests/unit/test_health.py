@@ -43,17 +43,27 @@ def poisoned(step: int, poison: int = 40) -> GlobalBatch:
     if step != POISON:
         return usual
     targets = torch.tensor([[poison, -100]])
-    return replace(usual, micro_batches=[TokenBatch(torch.zeros_like(targets), targets, torch.arange(2)[None], 1)] * 2)
+    return replace(
+        usual,
+        micro_batches=[TokenBatch(torch.zeros_like(targets), targets, torch.arange(2)[None], 1)]
+        * 2,
+    )
 
 
-def run(folder: Path, policy: str, **sections: Any) -> tuple[Loop, FakeEngine, list[dict[str, Any]]]:
+def run(
+    folder: Path, policy: str, **sections: Any
+) -> tuple[Loop, FakeEngine, list[dict[str, Any]]]:
     engine, steps = FakeEngine(), sections.pop("steps", STEPS)
     health = {"on_spike": policy, "spike_window": 20, **sections.pop("health", {})}
-    built, said = loop(folder, engine, range(0), held_out=False, schedule="constant", health=health, **sections)
+    built, said = loop(
+        folder, engine, range(0), held_out=False, schedule="constant", health=health, **sections
+    )
     built.stream = (poisoned(step) for step in range(steps))
 
     def rewind() -> Any:
-        vars(built.state).update(vars(Start.find(built.plan, "newest").restore(engine, built.emit, 0.0)))
+        vars(built.state).update(
+            vars(Start.find(built.plan, "newest").restore(engine, built.emit, 0.0))
+        )
         return (poisoned(step) for step in range(built.state.position // 2, steps))
 
     built.rewind = rewind
@@ -83,15 +93,23 @@ def test_watching_changes_no_number(tmp_path: Path, policy: str) -> None:
 def test_a_spike_is_skipped_and_its_samples_are_named(tmp_path: Path, log_every: int) -> None:
     built, engine, said = run(tmp_path, "skip", run={"log_every": log_every})
     (spike,) = of(said, "spike")
-    assert (spike["step"], spike["policy"], spike["sample_ids"]) == (POISON + 1, "skip", [2 * POISON, 2 * POISON + 1])
+    assert (spike["step"], spike["policy"], spike["sample_ids"]) == (
+        POISON + 1,
+        "skip",
+        [2 * POISON, 2 * POISON + 1],
+    )
     assert spike["loss"] > spike["limit"] > spike["mean"]
     assert float(engine.weight) == pytest.approx(trained(STEPS - 1)) and engine.skipped == 1
     assert built.state.step == STEPS and built.state.skips == 0
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
-def test_a_spike_goes_back_to_the_checkpoint_and_passes_over_the_batch(tmp_path: Path, log_every: int) -> None:
-    built, engine, said = run(tmp_path, "rollback", checkpoint={"every": 8}, run={"log_every": log_every})
+def test_a_spike_goes_back_to_the_checkpoint_and_passes_over_the_batch(
+    tmp_path: Path, log_every: int
+) -> None:
+    built, engine, said = run(
+        tmp_path, "rollback", checkpoint={"every": 8}, run={"log_every": log_every}
+    )
     (spike,) = of(said, "spike")
     assert spike["policy"] == "rollback"
     (restore,) = of(said, "restore")
@@ -99,28 +117,40 @@ def test_a_spike_goes_back_to_the_checkpoint_and_passes_over_the_batch(tmp_path:
     assert float(engine.weight) == pytest.approx(trained(STEPS - 1))
     assert (built.state.step, built.state.position) == (STEPS, 2 * STEPS)
     if log_every == 1:
-        assert [e["step"] for e in of(said, "step")] == [*range(1, POISON + 2), *range(25, STEPS + 1)]
+        assert [e["step"] for e in of(said, "step")] == [
+            *range(1, POISON + 2),
+            *range(25, STEPS + 1),
+        ]
     assert built.goodput.seconds["recompute"] > 0
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_a_resumed_run_knows_what_is_a_spike_and_what_was_passed_over(tmp_path: Path, policy: str) -> None:
+def test_a_resumed_run_knows_what_is_a_spike_and_what_was_passed_over(
+    tmp_path: Path, policy: str
+) -> None:
     """It stopped after 36 steps, or, with `skip`, before the spike."""
     stops = POISON if policy == "skip" else 36
     health = {"on_spike": policy, "spike_window": 20}
     first, _, _ = run(tmp_path, policy, steps=stops, checkpoint={"every": 8, "keep": 9})
     engine = FakeEngine()
-    state = Start.find(first.plan, "newest" if policy == "skip" else str(tmp_path / "checkpoints" / "step-00000032")).restore(
-        engine, first.emit, 0.0
+    state = Start.find(
+        first.plan,
+        "newest" if policy == "skip" else str(tmp_path / "checkpoints" / "step-00000032"),
+    ).restore(engine, first.emit, 0.0)
+    again, said = loop(
+        tmp_path, engine, range(0), held_out=False, schedule="constant", health=health, state=state
     )
-    again, said = loop(tmp_path, engine, range(0), held_out=False, schedule="constant", health=health, state=state)
-    assert again.spikes.losses and again.spikes.rollbacks == len(again.spikes.passed_over) == (policy == "rollback")
+    assert again.spikes.losses and again.spikes.rollbacks == len(again.spikes.passed_over) == (
+        policy == "rollback"
+    )
     again.stream = (poisoned(step) for step in range(POISON if policy == "skip" else 0, STEPS))
     again.run()
     assert [e["policy"] for e in of(said, "spike")] == (["skip"] if policy == "skip" else [])
 
 
-def test_weights_that_are_made_again_are_compared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_made_again_are_compared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compared: list[int] = []
 
     def checksum(engine: FakeEngine) -> torch.Tensor:
@@ -128,18 +158,35 @@ def test_weights_that_are_made_again_are_compared_again(tmp_path: Path, monkeypa
         return torch.zeros((), dtype=torch.int64)
 
     monkeypatch.setattr("drumline.train.health.checksum", checksum)
-    run(tmp_path, "rollback", checkpoint={"every": 8}, run={"log_every": 1}, health={"check_weights_every": 6})
+    run(
+        tmp_path,
+        "rollback",
+        checkpoint={"every": 8},
+        run={"log_every": 1},
+        health={"check_weights_every": 6},
+    )
     assert compared.count(30) == 2, "the spike at 31 had the run go back to 24"
 
 
 def test_without_a_checkpoint_the_spike_is_skipped(tmp_path: Path) -> None:
     _, engine, said = run(tmp_path, "rollback")
-    assert [e["policy"] for e in of(said, "spike")] == ["skip"] and float(engine.weight) == pytest.approx(trained(STEPS - 1))
+    assert [e["policy"] for e in of(said, "spike")] == ["skip"] and float(
+        engine.weight
+    ) == pytest.approx(trained(STEPS - 1))
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
-    built, said = loop(tmp_path, FakeEngine(), range(0), held_out=False, health={"on_spike": "skip", "spike_window": 20, "max_skips": 3})
-    far = [replace(poisoned(POISON), position=2 * (step + 1), sample_ids=np.array([step])) for step in range(25, 35)]
+    built, said = loop(
+        tmp_path,
+        FakeEngine(),
+        range(0),
+        held_out=False,
+        health={"on_spike": "skip", "spike_window": 20, "max_skips": 3},
+    )
+    far = [
+        replace(poisoned(POISON), position=2 * (step + 1), sample_ids=np.array([step]))
+        for step in range(25, 35)
+    ]
     built.stream = iter([*(batch(step) for step in range(25)), *far])
     with pytest.raises(TrainingStopped, match="4 of such"):
         built.run()
@@ -151,7 +198,9 @@ def test_a_window_that_is_too_short_says_nothing() -> None:
     spikes.losses.extend([1.0] * 19)
     assert spikes.limit() is None
     spikes.losses.append(1.0)
-    assert spikes.limit() == pytest.approx(1.06), "a loss that does not move has a deviation of one percent"
+    assert spikes.limit() == pytest.approx(1.06), (
+        "a loss that does not move has a deviation of one percent"
+    )
     assert Spikes(HealthConfig(), lambda event: None).limit() is None
 
 
@@ -172,7 +221,10 @@ def test_any_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
     assert checksum(engine) == before  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("sums", "ranks"), [({0: 1, 1: 1, 2: 5}, [2]), ({0: 1, 1: 5}, [0, 1]), ({0: 1, 1: 1}, []), ({3: 9}, [])])
+@pytest.mark.parametrize(
+    ("sums", "ranks"),
+    [({0: 1, 1: 1, 2: 5}, [2]), ({0: 1, 1: 5}, [0, 1]), ({0: 1, 1: 1}, []), ({3: 9}, [])],
+)
 def test_the_majority_is_right(sums: dict[int, int], ranks: list[int]) -> None:
     assert odd_ones(sums) == ranks
 
@@ -196,13 +248,31 @@ def test_which_ranks_hold_the_same_weights(kind: str, mesh: Mesh, sets: list[lis
 @pytest.mark.parametrize(
     ("sections", "mesh", "words"),
     [
-        ({"strategy": "fsdp2", "health": {"check_weights_every": 5}}, Mesh(shard=2), "no rank holds the weights of another"),
-        ({"strategy": "local_sgd", "health": {"check_weights_every": 5}}, Mesh(replicate=2), "weights of its own between two exchanges"),
-        ({"algorithm": GRPO, "health": {"on_spike": "rollback"}}, Mesh(), "a rollout depends on the weights"),
-        ({"strategy": "ddp", "health": {"check_weights_every": 5, "on_spike": "rollback"}}, Mesh(replicate=2), None),
+        (
+            {"strategy": "fsdp2", "health": {"check_weights_every": 5}},
+            Mesh(shard=2),
+            "no rank holds the weights of another",
+        ),
+        (
+            {"strategy": "local_sgd", "health": {"check_weights_every": 5}},
+            Mesh(replicate=2),
+            "weights of its own between two exchanges",
+        ),
+        (
+            {"algorithm": GRPO, "health": {"on_spike": "rollback"}},
+            Mesh(),
+            "a rollout depends on the weights",
+        ),
+        (
+            {"strategy": "ddp", "health": {"check_weights_every": 5, "on_spike": "rollback"}},
+            Mesh(replicate=2),
+            None,
+        ),
     ],
 )
-def test_what_cannot_be_watched_is_refused(sections: dict[str, Any], mesh: Mesh, words: str | None) -> None:
+def test_what_cannot_be_watched_is_refused(
+    sections: dict[str, Any], mesh: Mesh, words: str | None
+) -> None:
     values = {"data": {"train": [{"kind": "file", "path": "x"}]}, "strategy": "single", **sections}
     case = Case(Config.model_validate(values), mesh, "cpu", "fp32", None)
     if words is None:
@@ -214,9 +284,23 @@ def test_what_cannot_be_watched_is_refused(sections: dict[str, Any], mesh: Mesh,
 def test_what_is_found_is_one_line_of_the_display() -> None:
     out = io.StringIO()
     progress = Progress(Console(file=out, width=200))
-    progress.on_event(Spike(step=3, policy="skip", loss=9.0, mean=1.0, deviation=0.1, limit=1.6, sample_ids=[7, 8]))
+    progress.on_event(
+        Spike(
+            step=3, policy="skip", loss=9.0, mean=1.0, deviation=0.1, limit=1.6, sample_ids=[7, 8]
+        )
+    )
     progress.on_event(WeightsDiffer(step=8, ranks=[1], agreed=6))
-    progress.on_event(Straggler(step=20, rank=5, host="b", device="cpu", seconds=1.21, median=0.83, lost_tokens_per_s=31204.0))
+    progress.on_event(
+        Straggler(
+            step=20,
+            rank=5,
+            host="b",
+            device="cpu",
+            seconds=1.21,
+            median=0.83,
+            lost_tokens_per_s=31204.0,
+        )
+    )
     assert out.getvalue().splitlines() == [
         "step 3: loss 9 jumps above 1.6 (mean before 1) — skip (samples 7, 8)",
         "step 8: the weights of rank 1 differ; they agreed after step 6",

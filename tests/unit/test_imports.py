@@ -27,23 +27,81 @@ MAY: dict[str, set[str]] = {
     "telemetry": {"core", "dist"},
     "report": {"core", "telemetry"},
     "models": {"core", "hardware", "dist", "checkpoint"},
-    "data": {"core", "hardware", "models"},  # the tokenizer, so that preparing and training cannot disagree about it
+    "data": {
+        "core",
+        "hardware",
+        "models",
+    },  # the tokenizer, so that preparing and training cannot disagree about it
     "algorithms": {"core", "data"},
     "parallel": {"core", "dist", "models", "telemetry"},
     "strategies": {"core", "dist", "models", "parallel", "telemetry"},
     "rl": {"core", "hardware", "dist", "data", "algorithms", "parallel", "telemetry"},
-    "planner": {"core", "hardware", "telemetry", "report", "models", "data", "algorithms", "parallel", "strategies"},  # traces run engines
+    "planner": {
+        "core",
+        "hardware",
+        "telemetry",
+        "report",
+        "models",
+        "data",
+        "algorithms",
+        "parallel",
+        "strategies",
+    },  # traces run engines
     "launchers": {"core", "hardware", "telemetry", "doctor"},
     "doctor": {"core", "hardware", "dist", "telemetry"},
     "train": {
-        *("core", "hardware", "compat", "dist", "checkpoint", "telemetry", "report", "models", "data", "algorithms", "parallel"),
+        *(
+            "core",
+            "hardware",
+            "compat",
+            "dist",
+            "checkpoint",
+            "telemetry",
+            "report",
+            "models",
+            "data",
+            "algorithms",
+            "parallel",
+        ),
         *("strategies", "rl", "planner", "launchers"),
     },
-    "bench": {"core", "hardware", "dist", "checkpoint", "telemetry", "report", "models", "launchers", "planner", "train"},
-    "inference": {"core", "dist", "checkpoint", "telemetry", "report", "models", "data", "rl", "launchers", "train"},
+    "bench": {
+        "core",
+        "hardware",
+        "dist",
+        "checkpoint",
+        "telemetry",
+        "report",
+        "models",
+        "launchers",
+        "planner",
+        "train",
+    },
+    "inference": {
+        "core",
+        "dist",
+        "checkpoint",
+        "telemetry",
+        "report",
+        "models",
+        "data",
+        "rl",
+        "launchers",
+        "train",
+    },
     "cli": {
         *("cli_data", "cli_report", "cli_runs", "cli_scale", "cli_usage"),
-        *("core", "report", "telemetry", "planner", "launchers", "train", "bench", "inference", "doctor"),
+        *(
+            "core",
+            "report",
+            "telemetry",
+            "planner",
+            "launchers",
+            "train",
+            "bench",
+            "inference",
+            "doctor",
+        ),
     },
     "cli_report": {"cli_runs", "report", "launchers"},
     "cli_data": {"cli_runs", "train"},
@@ -68,7 +126,11 @@ def imports(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from [node.module] if node.module != "drumline" else [f"drumline.{alias.name}" for alias in node.names]
+            yield from (
+                [node.module]
+                if node.module != "drumline"
+                else [f"drumline.{alias.name}" for alias in node.names]
+            )
 
 
 def room_of(path: Path) -> str:
@@ -91,18 +153,32 @@ def tree_of(path: Path) -> ast.Module:
 
 @pytest.mark.parametrize("room", MAY)
 def test_imports_keep_to_the_plan(room: str) -> None:
-    allowed = MAY[room] | LATE.get(room, set()) | {room, "errors", "foreign", "vendor", "__version__"}
+    allowed = (
+        MAY[room] | LATE.get(room, set()) | {room, "errors", "foreign", "vendor", "__version__"}
+    )
     for path in of_room(room):
         for name in imports(tree_of(path)):
             top, _, rest = name.partition(".")
-            assert top != "drumline" or not rest or rest.split(".")[0] in allowed, f"{path} imports {name}; it may import {sorted(allowed)}"
-        top_level = [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
-        for name in imports(ast.Module(body=list(top_level), type_ignores=[])) if room in LIGHT else ():
-            assert name.split(".")[0] not in HEAVY and not name.startswith("drumline.vendor."), f"{path} imports {name} at its top"
+            assert top != "drumline" or not rest or rest.split(".")[0] in allowed, (
+                f"{path} imports {name}; it may import {sorted(allowed)}"
+            )
+        top_level = [
+            node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        for name in (
+            imports(ast.Module(body=list(top_level), type_ignores=[])) if room in LIGHT else ()
+        ):
+            assert name.split(".")[0] not in HEAVY and not name.startswith("drumline.vendor."), (
+                f"{path} imports {name} at its top"
+            )
 
 
 # What a library shows: of these only the top, and these folders; of torch everything without an underscore.
-SHOWN = {"transformers": {"transformers.utils"}, "peft": set(), "deepspeed": {"deepspeed.accelerator", "deepspeed.utils"}}
+SHOWN = {
+    "transformers": {"transformers.utils"},
+    "peft": set(),
+    "deepspeed": {"deepspeed.accelerator", "deepspeed.utils"},
+}
 
 
 def privately(tree: ast.AST) -> Iterator[str]:
@@ -111,29 +187,45 @@ def privately(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                known[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+                known[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
             yield from (alias.name for alias in node.names if hidden(alias.name))
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if hidden(node.module, alias.name))
+            known |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
+            yield from (
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if hidden(node.module, alias.name)
+            )
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             parts, at = [node.attr], node.value
             while isinstance(at, ast.Attribute):
                 parts.append(at.attr)
                 at = at.value
-            ours = not (isinstance(at, ast.Name) and known.get(at.id, "").split(".")[0] in {"torch", *SHOWN})
-            if not ours and any(part.startswith("_") and not part.startswith("__") for part in parts):
+            ours = not (
+                isinstance(at, ast.Name) and known.get(at.id, "").split(".")[0] in {"torch", *SHOWN}
+            )
+            if not ours and any(
+                part.startswith("_") and not part.startswith("__") for part in parts
+            ):
                 yield ".".join(reversed(parts))
 
 
 def hidden(module: str, name: str = "") -> bool:
     top = module.split(".")[0]
     if top == "torch":
-        return any(part.startswith("_") and not part.startswith("__") for part in (*module.split("."), name))
+        return any(
+            part.startswith("_") and not part.startswith("__")
+            for part in (*module.split("."), name)
+        )
     if top not in SHOWN:
         return False
-    submodule = module == top == "transformers" and name.islower()  # `from transformers import masking_utils`
+    # `from transformers import masking_utils`.
+    submodule = module == top == "transformers" and name.islower()
     return submodule or name.startswith("_") or (module != top and module not in SHOWN[top])
 
 
@@ -141,7 +233,9 @@ def hidden(module: str, name: str = "") -> bool:
 def test_names_that_libraries_hide_are_imported_in_one_place(room: str) -> None:
     for path in of_room(room):
         found = sorted(set(privately(tree_of(path))))
-        assert not found, f"{path} uses {found}: add them to drumline/vendor/, and import them from there"
+        assert not found, (
+            f"{path} uses {found}: add them to drumline/vendor/, and import them from there"
+        )
 
 
 def test_hidden_names_are_seen() -> None:
@@ -171,7 +265,11 @@ def module_of(path: Path) -> str:
 
 def needed(node: ast.AST) -> Iterator[str]:
     """Modules and names that code imports, in functions too; what only a type checker imports is left out."""
-    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+    if (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    ):
         return
     if isinstance(node, ast.ImportFrom) and node.module:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -189,17 +287,25 @@ def graph() -> dict[str, set[str]]:
     def imported(name: str) -> str:
         return name if name in modules else name.rpartition(".")[0]  # a name in a module
 
-    return {module: {imported(name) for name in needed(tree_of(path))} & modules.keys() - {module} for module, path in modules.items()}
+    return {
+        module: {imported(name) for name in needed(tree_of(path))} & modules.keys() - {module}
+        for module, path in modules.items()
+    }
 
 
 def test_no_module_needs_itself(graph: dict[str, set[str]]) -> None:
-    assert list(TopologicalSorter(graph).static_order())  # raises CycleError, with the modules of the circle
+    # Raises CycleError, with the modules of the circle.
+    assert list(TopologicalSorter(graph).static_order())
 
 
 def test_no_rank_needs_the_planner(graph: dict[str, set[str]]) -> None:
     """A rank imports its entry, and strategies and algorithms by name."""
     reached = dict[str, str]()
-    todo = [(module, module) for module in graph if module == "drumline.train.entry" or room(module) in ("strategies", "algorithms")]
+    todo = [
+        (module, module)
+        for module in graph
+        if module == "drumline.train.entry" or room(module) in ("strategies", "algorithms")
+    ]
     while todo:
         module, walk = todo.pop()
         if module not in reached:
@@ -223,14 +329,28 @@ HELP = "import sys; from drumline.cli import main\ntry: main(['--help'])\nexcept
 
 
 def test_keys_of_other_tools_are_imported_where_one_is_met() -> None:
-    code = "from drumline.core.load import load_values; from drumline.train.command import requested\n"
+    code = (
+        "from drumline.core.load import load_values; from drumline.train.command import requested\n"
+    )
     code += "requested({'data': {'train': [{'kind': 'digits'}]}, 'model': 'gpt2'}, [], None, ())()\nimport sys; print(*sys.modules)"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.split())
-    assert "drumline.train.command" in loaded and not {name for name in loaded if name.startswith("drumline.compat")}
+    loaded = set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        ).stdout.split()
+    )
+    assert "drumline.train.command" in loaded and not {
+        name for name in loaded if name.startswith("drumline.compat")
+    }
 
 
 @pytest.mark.parametrize("code", [IMPORT, HELP], ids=["light rooms", "--help"])
 def test_torch_is_not_imported_for_nothing(code: str) -> None:
-    told = subprocess.run([sys.executable, "-c", f"{code}\nprint(*sys.modules)"], capture_output=True, text=True, check=True, timeout=60)
+    told = subprocess.run(
+        [sys.executable, "-c", f"{code}\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     loaded = set(told.stdout.split())
     assert {"sys", "drumline"} <= loaded and not HEAVY & loaded

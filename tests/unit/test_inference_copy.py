@@ -41,18 +41,35 @@ def shaken(model: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", [pytest.param(False, marks=pytest.mark.full), True], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "adapter", [pytest.param(False, marks=pytest.mark.full), True], ids=["whole", "lora"]
+)
 @pytest.mark.parametrize("kind", [c.HFGenerator, c.ContinuousGenerator])
 def test_a_copy_samples_what_the_live_model_samples(folder: Path, adapter: bool, kind: Any) -> None:
     learned, tokenizer = shaken(load(folder, adapter=adapter)), tiny_tokenizer()
-    requests = [Request(tokenizer.encode(text), (i, 0)) for i, text in enumerate(["one two", "The capital of France is"])]
-    live, none = generator(kind(max_new_tokens=12), tokenizer, 1, learned, lambda: pytest.fail("a live model needs no copy"))
-    apart, refresh = generator(kind(max_new_tokens=12), tokenizer, 1, None, lambda: load(folder, adapter=adapter))
+    requests = [
+        Request(tokenizer.encode(text), (i, 0))
+        for i, text in enumerate(["one two", "The capital of France is"])
+    ]
+    live, none = generator(
+        kind(max_new_tokens=12),
+        tokenizer,
+        1,
+        learned,
+        lambda: pytest.fail("a live model needs no copy"),
+    )
+    apart, refresh = generator(
+        kind(max_new_tokens=12), tokenizer, 1, None, lambda: load(folder, adapter=adapter)
+    )
     assert none is None and refresh is not None
     before = [completion.tokens for completion in apart.generate(requests, 0)]
     refresh(learned.named_parameters())  # what is tied comes once
     made = apart.generate(requests, 0)
-    assert [completion.tokens for completion in made] == [completion.tokens for completion in live.generate(requests, 0)] != before
+    assert (
+        [completion.tokens for completion in made]
+        == [completion.tokens for completion in live.generate(requests, 0)]
+        != before
+    )
     assert learned.training
 
 
@@ -61,8 +78,14 @@ def test_a_copy_in_bf16_rounds_and_stays_where_it_is(folder: Path) -> None:
     places = {name: tensor.data_ptr() for name, tensor in copy.tensors.items()}
     copy.refresh(learned.named_parameters())
     for name, tensor in copy.model.state_dict().items():
-        assert torch.equal(tensor, learned.state_dict()[name].bfloat16()) and tensor.data_ptr() == places[name]
-    assert not any(parameter.requires_grad for parameter in copy.model.parameters()) and not copy.model.training
+        assert (
+            torch.equal(tensor, learned.state_dict()[name].bfloat16())
+            and tensor.data_ptr() == places[name]
+        )
+    assert (
+        not any(parameter.requires_grad for parameter in copy.model.parameters())
+        and not copy.model.training
+    )
 
 
 def test_weights_that_do_not_fit_are_named_after_all_have_come(folder: Path) -> None:
@@ -85,13 +108,29 @@ def test_weights_that_do_not_fit_are_named_after_all_have_come(folder: Path) -> 
 
 
 def test_under_autocast_continuous_batching_takes_a_copy(folder: Path) -> None:
-    _, refresh = generator(c.ContinuousGenerator(), tiny_tokenizer(), 1, load(folder), lambda: load(folder, torch.bfloat16), torch.bfloat16)
+    _, refresh = generator(
+        c.ContinuousGenerator(),
+        tiny_tokenizer(),
+        1,
+        load(folder),
+        lambda: load(folder, torch.bfloat16),
+        torch.bfloat16,
+    )
     assert refresh is not None
     live = load(folder)
-    made, none = generator(c.HFGenerator(max_new_tokens=4), tiny_tokenizer(), 1, live, lambda: pytest.fail("no copy"), torch.bfloat16)
+    made, none = generator(
+        c.HFGenerator(max_new_tokens=4),
+        tiny_tokenizer(),
+        1,
+        live,
+        lambda: pytest.fail("no copy"),
+        torch.bfloat16,
+    )
     completion = made.generate([Request([5, 6, 7], (0, 0))], 0)[0]
     ids = torch.tensor([[5, 6, 7, *completion.tokens]])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         log_probs = live(ids).logits[0, 2:-1].float().log_softmax(-1)
     assert none is None
-    assert completion.log_probs == pytest.approx(log_probs.gather(1, ids[0, 3:, None]).squeeze(1).tolist(), abs=0.02)
+    assert completion.log_probs == pytest.approx(
+        log_probs.gather(1, ids[0, 3:, None]).squeeze(1).tolist(), abs=0.02
+    )

@@ -29,10 +29,17 @@ def a_plan(tf32: bool, compiled: bool, rolls_out: bool) -> Any:
 
 
 @pytest.mark.parametrize("tf32", [True, False])
-@pytest.mark.parametrize(("compiled", "rolls_out", "cudnn"), [(True, False, True), (False, False, False), (True, True, False)])
+@pytest.mark.parametrize(
+    ("compiled", "rolls_out", "cudnn"),
+    [(True, False, True), (False, False, False), (True, True, False)],
+)
 def test_kernels(tf32: bool, compiled: bool, rolls_out: bool, cudnn: bool) -> None:
     """TF32 is said to products and to convolutions; cuDNN's attention is kept where all batches are of one width."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cuda.cudnn_sdp_enabled()
+    before = (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
     try:
         build.set_kernels(a_plan(tf32, compiled, rolls_out))
         assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == tf32
@@ -62,7 +69,9 @@ def test_drawing_touches_one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("said", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.parametrize("nvml", ["libc.so.6", "libnot-there.so.1"])
-def test_segments_expand_unless_somebody_said_otherwise(said: str | None, nvml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_expand_unless_somebody_said_otherwise(
+    said: str | None, nvml: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor where NVML cannot be loaded, without which torch crashes at the first segment."""
     from drumline.cli import main
 
@@ -86,5 +95,12 @@ def test_segments_expand_unless_somebody_said_otherwise(said: str | None, nvml: 
 
 def test_processes_of_tests_keep_the_path_that_was_given() -> None:
     there = environment({"PYTHONPATH": "/wheels", "HOME": "/h"}, gpu=True)
-    assert there["PYTHONPATH"] == f"{ROOT}{os.pathsep}/wheels" and "OMP_NUM_THREADS" not in there and there["HOME"] == "/h"
-    assert environment({}, gpu=False)["PYTHONPATH"] == str(ROOT) and environment({}, gpu=False)["OMP_NUM_THREADS"] == "1"
+    assert (
+        there["PYTHONPATH"] == f"{ROOT}{os.pathsep}/wheels"
+        and "OMP_NUM_THREADS" not in there
+        and there["HOME"] == "/h"
+    )
+    assert (
+        environment({}, gpu=False)["PYTHONPATH"] == str(ROOT)
+        and environment({}, gpu=False)["OMP_NUM_THREADS"] == "1"
+    )

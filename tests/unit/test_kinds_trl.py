@@ -25,14 +25,19 @@ from drumline.data.batches import Episodes, First, PairBatch, pair_batch
 from drumline.models.head import Outputs
 from tests.reference.pairs import FIGURES
 
-TRL: dict[str, Any] = json.loads((Path(__file__).parents[1] / "reference" / "kinds_trl.json").read_text())
+TRL: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "reference" / "kinds_trl.json").read_text()
+)
 PAIRS = len(TRL["lengths"]) // 2
 CUTS = [[[0, 1, 2, 3]], [[2, 0], [3, -1, 1]], [[3], [1], [0], [2, -1]]]
 
 
 def batch(picks: list[int]) -> PairBatch:
     """TRL's pairs; -1: a filler."""
-    rows = [torch.tensor(TRL["tokens_BT"][row][: size + 1]).numpy() for row, size in enumerate(TRL["lengths"])]
+    rows = [
+        torch.tensor(TRL["tokens_BT"][row][: size + 1]).numpy()
+        for row, size in enumerate(TRL["lengths"])
+    ]
     segments = [(tokens, torch.tensor([0] + [1] * (len(tokens) - 1)).numpy()) for tokens in rows]
     pairs = [(segments[pick], segments[PAIRS + pick]) if pick >= 0 else None for pick in picks]
     return pair_batch(pairs, picks, [{}] * len(picks), pad_id=0, width=6)
@@ -44,7 +49,10 @@ def rows_of(picks: list[int]) -> list[int]:
 
 def first_pass(algorithm: DPO, pairs: PairBatch, picks: list[int]) -> PairBatch:
     """With what the reference gives, and the numbers of the whole batch where the algorithm asks for them."""
-    reference_2N, logits_BTV = torch.tensor(TRL["reference_B"]).double(), torch.tensor(TRL["logits_BTV"])
+    reference_2N, logits_BTV = (
+        torch.tensor(TRL["reference_B"]).double(),
+        torch.tensor(TRL["logits_BTV"]),
+    )
     pairs = replace(pairs, reference_B=reference_2N[rows_of(picks)])
     if algorithm.first_pass is None:
         return pairs
@@ -65,7 +73,9 @@ def check(algorithm: Any, case: dict[str, Any], cuts: list[list[int]]) -> None:
             sums[key] = sums.get(key, 0.0) + float(value)
     figures = algorithm.metrics(sums)
     assert figures["loss"] == pytest.approx(case["loss"], rel=1e-5)
-    theirs = {mine: case["metrics"][name] for mine, name in FIGURES.items() if name in case["metrics"]}
+    theirs = {
+        mine: case["metrics"][name] for mine, name in FIGURES.items() if name in case["metrics"]
+    }
     assert {name: figures[name] for name in theirs} == pytest.approx(theirs, rel=1e-5)
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, torch.tensor(case["gradient_BTV"]), rtol=1e-5, atol=1e-6)
@@ -100,16 +110,26 @@ def test_the_yaml_knows_every_loss() -> None:
 
 
 def test_what_is_certain_has_finite_odds_and_gradients() -> None:
-    chosen_P, rejected_P = (torch.zeros(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    chosen_P, rejected_P = (
+        torch.zeros(2, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
     loss_P = odds_ratio(chosen_P, rejected_P, beta=0.1)
     loss_P.sum().backward()
     assert loss_P.isfinite().all() and chosen_P.grad is not None and chosen_P.grad.isfinite().all()
 
 
 MISTAKES: list[tuple[type[DPOConfig | GRPOConfig], dict[str, Any], str]] = [
-    (DPOConfig, {"loss": "hinge", "label_smoothing": 0.1}, "label_smoothing requires loss: sigmoid or robust"),
+    (
+        DPOConfig,
+        {"loss": "hinge", "label_smoothing": 0.1},
+        "label_smoothing requires loss: sigmoid or robust",
+    ),
     (DPOConfig, {"loss": "exo_pair"}, "exo_pair requires label_smoothing above 0"),
-    (DPOConfig, {"loss": "aot", "f_divergence": "forward_kl"}, "f_divergence requires loss: sigmoid"),
+    (
+        DPOConfig,
+        {"loss": "aot", "f_divergence": "forward_kl"},
+        "f_divergence requires loss: sigmoid",
+    ),
     (DPOConfig, {"loss": "ipo", "loss_weights": {"hinge": 1.0}}, "leave out loss"),
     (GRPOConfig, {"delta": 1.1}, "above 1 \\+ clip_high"),
     (GRPOConfig, {"delta": 3.0, "surrogate": "cispo"}, "requires surrogate: clip"),
@@ -131,9 +151,15 @@ def test_rloo_has_other_defaults_and_says_all_of_them() -> None:
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_truncated_completion_counts_in_no_mean(masked: bool) -> None:
-    grpo = GRPOConfig.model_validate({"group_size": 2, "mask_truncated": masked, "normalize": "sequence"})
+    grpo = GRPOConfig.model_validate(
+        {"group_size": 2, "mask_truncated": masked, "normalize": "sequence"}
+    )
     tokens = [np.ones(2, np.int64)] * 2
     episodes = Episodes.start(tokens, tokens, ended=[True, False])
     made = grpo.credited(episodes, torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
-    assert made.weight_N.tolist() == [1.0, float(not masked)] and bool(made.weights_NM[1].any()) is not masked
-    assert made.advantages_NM[0, 0] > 0 > made.advantages_NM[1, 0]  # its reward is its group's all the same
+    assert (
+        made.weight_N.tolist() == [1.0, float(not masked)]
+        and bool(made.weights_NM[1].any()) is not masked
+    )
+    # Its reward is its group's all the same.
+    assert made.advantages_NM[0, 0] > 0 > made.advantages_NM[1, 0]

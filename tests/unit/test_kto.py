@@ -214,7 +214,9 @@ def test_a_batch_of_one_sample_is_refused_for_the_kl_alone() -> None:
         algorithm = {"kind": "kto", **algorithm}
         return Config.model_validate({**sections, "algorithm": algorithm, "batch": batch})
 
-    with pytest.raises(PlanError, match="a global batch of 1 sample has no answer to another prompt"):
+    with pytest.raises(
+        PlanError, match="a global batch of 1 sample has no answer to another prompt"
+    ):
         resolve_batch(config({}, global_samples=1), 1)
     assert resolve_batch(config({}), 1).global_samples == 2, "chosen"
     apo = {"loss": "apo_zero_unpaired"}
@@ -289,7 +291,9 @@ def test_pairs_by_mapped_columns_and_without_a_prompt(tmp_path: Path) -> None:
     columns = {"prompt": "q", "chosen": "better", "rejected": "worse"}
     source = FileSource.model_validate({"path": "rows.jsonl", "columns": columns})
     assert [row.values for row in read_rows(source, tmp_path, JUDGED_FORMS)] == PAIR
-    (tmp_path / "named.jsonl").write_text(json.dumps({"q": "q", "chosen": "a", "rejected": "b"}) + "\n")
+    (tmp_path / "named.jsonl").write_text(
+        json.dumps({"q": "q", "chosen": "a", "rejected": "b"}) + "\n"
+    )
     source = FileSource.model_validate({"path": "named.jsonl", "columns": {"prompt": "q"}})
     assert [row.values for row in read_rows(source, tmp_path, JUDGED_FORMS)] == PAIR
     (tmp_path / "texts.jsonl").write_text(
@@ -309,7 +313,12 @@ def test_pairs_by_mapped_columns_and_without_a_prompt(tmp_path: Path) -> None:
 def prepared(folder: Path, held_out: int) -> DataPlan:
     """The rows of `folder`, some of them held out."""
     tokenizer().save_pretrained(folder / "tokenizer")
-    sections = {"train": "rows.jsonl", "max_length": 64, "holdout": held_out, "cache_dir": str(folder)}
+    sections = {
+        "train": "rows.jsonl",
+        "max_length": 64,
+        "holdout": held_out,
+        "cache_dir": str(folder),
+    }
     config = Config.model_validate(
         {"model": {"id": "m"}, "algorithm": "kto", "data": sections, "optimizer": {"lr": 1e-3}}
     )

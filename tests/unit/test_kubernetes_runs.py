@@ -36,12 +36,26 @@ def later(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return shown
 
 
-def test_its_state_is_the_cluster_s(later: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    waits, works = Look(pods=[pod("a-0", 0, "Pending")]), Look(pods=[pod("a-0", 0, "Running", state=RUNNING)])
-    for look, state in ((waits, "queued"), (works, "running"), (Look(DONE), "finished"), (Look(FAILED), "failed")):
+def test_its_state_is_the_cluster_s(
+    later: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    waits, works = (
+        Look(pods=[pod("a-0", 0, "Pending")]),
+        Look(pods=[pod("a-0", 0, "Running", state=RUNNING)]),
+    )
+    for look, state in (
+        (waits, "queued"),
+        (works, "running"),
+        (Look(DONE), "finished"),
+        (Look(FAILED), "failed"),
+    ):
         with later(look):
             (found,) = runs.states(Path("runs"))
-            assert found.state == state and found.where.startswith("TrainJob run-tiny-") and found.where.endswith("in namespace ml")
+            assert (
+                found.state == state
+                and found.where.startswith("TrainJob run-tiny-")
+                and found.where.endswith("in namespace ml")
+            )
     with later() as (_, api):
         api.objects.clear()
         assert [each.state for each in runs.states(Path("runs"))] == ["gone"]
@@ -50,7 +64,9 @@ def test_its_state_is_the_cluster_s(later: Any, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_logs_of_its_pods(later: Any, capsys: Any) -> None:
-    both = Look(pods=[pod("a-1", 1, "Running", state=RUNNING), pod("a-0", 0, "Running", state=RUNNING)])
+    both = Look(
+        pods=[pod("a-1", 1, "Running", state=RUNNING), pod("a-0", 0, "Running", state=RUNNING)]
+    )
     with later(both, log="step 1\n") as (folder, api):
         capsys.readouterr()
         runs.print_logs(folder, None)
@@ -58,7 +74,9 @@ def test_logs_of_its_pods(later: Any, capsys: Any) -> None:
         assert out == "pod a-0 | step 1\npod a-1 | step 1\n" and "experimental" in err
         runs.print_logs(folder, 9)  # eight ranks a pod
         assert capsys.readouterr().out == "pod a-1 | step 1\n"
-        assert [query["follow"] for _, path, query in api.requests if path.endswith("/log")] == [["False"]] * 3
+        assert [query["follow"] for _, path, query in api.requests if path.endswith("/log")] == [
+            ["False"]
+        ] * 3
         with pytest.raises(UserError, match="has no pod of rank 16 now"):
             runs.print_logs(folder, 16)
 
@@ -78,7 +96,9 @@ def test_stopped_from_elsewhere(later: Any, capsys: Any) -> None:
     running = Look(pods=[pod("a-0", 0, "Running", state=RUNNING)])
     with later(running, leaving=[running]) as (folder, api):
         runs.stop(folder)
-        assert [path.rpartition("/")[2] for method, path, _ in api.requests if method == "DELETE"] == [folder.name]
+        assert [
+            path.rpartition("/")[2] for method, path, _ in api.requests if method == "DELETE"
+        ] == [folder.name]
     assert "go on with --resume" in capsys.readouterr().err
 
 
@@ -91,15 +111,24 @@ def test_a_server_that_is_busy_ends_neither_a_display_nor_a_stop(
 
     def refused_once(end: str) -> None:
         answers = [{end: (status, "apiserver is shutting down")}, {}]
-        on_request(monkeypatch, end, lambda api: setattr(api, "refuse", answers.pop(0) if len(answers) > 1 else answers[0]))
+        on_request(
+            monkeypatch,
+            end,
+            lambda api: setattr(api, "refuse", answers.pop(0) if len(answers) > 1 else answers[0]),
+        )
 
     with later(running, Look(DONE)) as (folder, _):
         refused_once("/pods")
         assert runs.follow(folder, lambda event: None) == 0
         shown = capsys.readouterr().err
-        assert f"the API server does not answer: {status} " in shown and "the run goes on without this display" in shown
+        assert (
+            f"the API server does not answer: {status} " in shown
+            and "the run goes on without this display" in shown
+        )
     with later(running, running, Look(DONE), leaving=[running]) as (folder, api):
         refused_once(folder.name)
         runs.stop(folder)
-        assert [method for method, _, _ in api.requests].count("DELETE") == 2 and api.deleted.is_set()
+        assert [method for method, _, _ in api.requests].count(
+            "DELETE"
+        ) == 2 and api.deleted.is_set()
         assert capsys.readouterr().err.count("asked to stop") == 1

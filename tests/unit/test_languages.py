@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [page.stem for page in sorted((ROOT / "docs").glob("*.md")) if not page.stem.endswith(".zh")]
-TWINS = {"README.md": "README.zh-CN.md"} | {f"docs/{page}.md": f"docs/{page}.zh.md" for page in PAGES}
+PAGES = [
+    page.stem for page in sorted((ROOT / "docs").glob("*.md")) if not page.stem.endswith(".zh")
+]
+TWINS = {"README.md": "README.zh-CN.md"} | {
+    f"docs/{page}.md": f"docs/{page}.zh.md" for page in PAGES
+}
 
 
 def links(text: str) -> set[str]:
@@ -19,7 +23,10 @@ def links(text: str) -> set[str]:
 def commands(text: str) -> list[str]:
     """Lines of code without their comments, which are translated."""
     fenced = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)).splitlines()
-    lines = [line.split("#")[0].strip() for line in (*fenced, *re.findall(r"^    (.*)$", text, re.MULTILINE))]
+    lines = [
+        line.split("#")[0].strip()
+        for line in (*fenced, *re.findall(r"^    (.*)$", text, re.MULTILINE))
+    ]
     return sorted(line for line in lines if line)
 
 
@@ -29,13 +36,25 @@ def test_a_page_says_the_same_in_both_languages(english: str, chinese: str) -> N
     # Each page names its twin, by a link that the other has under its own name.
     assert links(one) - {Path(english).name} == links(other) - {Path(english).name}
     assert commands(one) == commands(other)
-    assert one.count("\n## ") == other.count("\n## ") and one.count("\n### ") == other.count("\n### ")
+    assert one.count("\n## ") == other.count("\n## ") and one.count("\n### ") == other.count(
+        "\n### "
+    )
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
 def test_the_readme_is_one_screen_and_its_links_lead_somewhere(page: str) -> None:
     """One table, one block of commands, a picture."""
     text = (ROOT / page).read_text()
-    assert len(text.splitlines()) <= 45 and text.count("|---|") == 1 and text.count("```") == 2 and "\n## " not in text
-    named = [link for link in re.findall(r"\]\(([^)#]+)|(?:src|href)=\"([^\"]+)", text) for link in link if link]
+    assert (
+        len(text.splitlines()) <= 45
+        and text.count("|---|") == 1
+        and text.count("```") == 2
+        and "\n## " not in text
+    )
+    named = [
+        link
+        for link in re.findall(r"\]\(([^)#]+)|(?:src|href)=\"([^\"]+)", text)
+        for link in link
+        if link
+    ]
     assert named and all(link.startswith("https://") or (ROOT / link).is_file() for link in named)

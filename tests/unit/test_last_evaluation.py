@@ -36,7 +36,9 @@ def test_the_last_weights_are_rated_though_they_were_saved_before(tmp_path: Path
     """Step 6 is one of `checkpoint.every`, and is evaluated as the last."""
     built, said = loop(tmp_path, checkpoint={"every": 2}, eval={"every": 4}, schedule="constant")
     built.run()
-    assert [e["step"] for e in of(said, "eval")] == [0, 4, 6] and [e["step"] for e in of(said, "save")] == [2, 4, 6]
+    assert [e["step"] for e in of(said, "eval")] == [0, 4, 6] and [
+        e["step"] for e in of(said, "save")
+    ] == [2, 4, 6]
     assert metric_of_the_newest(tmp_path) == built.state.best == of(said, "eval")[-1]["loss"]
     best = pointed(tmp_path / "checkpoints", "best")
     assert best is not None and best.name == "step-00000006"
@@ -45,8 +47,14 @@ def test_the_last_weights_are_rated_though_they_were_saved_before(tmp_path: Path
 @pytest.mark.parametrize("loss", [1.0, 3.0], ids=["the best", "not the best"])
 def test_the_metric_of_the_last_weights_is_written_beside_them(tmp_path: Path, loss: float) -> None:
     """No tensor is written again, and retention and a start that goes on know the metric."""
-    checkpointer = Checkpointer(tmp_path, keep=1, keep_best=True, mode="min loss", asynchronous=True)
-    state = {"trainer": TrainState(step=4, evaluated=2, best=2.0).dump(), "engine": {}, "config": {}}
+    checkpointer = Checkpointer(
+        tmp_path, keep=1, keep_best=True, mode="min loss", asynchronous=True
+    )
+    state = {
+        "trainer": TrainState(step=4, evaluated=2, best=2.0).dump(),
+        "engine": {},
+        "config": {},
+    }
     for step, metric in ((2, 2.0), (4, None)):
         checkpointer.save(step, {"model.w": torch.ones(3)}, state, metric)
     assert checkpointer.write_metric(4, float("nan")) is None
@@ -56,7 +64,9 @@ def test_the_metric_of_the_last_weights_is_written_beside_them(tmp_path: Path, l
     assert (shard.stat().st_ino, shard.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     best = pointed(tmp_path, "best")
     assert best is not None and best.name == ("step-00000004" if loss < 2 else "step-00000002")
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == sorted({best.name, "step-00000004"})
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == sorted(
+        {best.name, "step-00000004"}
+    )
     manifest = check(tmp_path / "step-00000004", verify=True, alone=True)
     assert (manifest.metric, manifest.rated) == (loss, "min loss")
     start = Start(tmp_path / "step-00000004", [], frozenset(), EvalConfig(every=2, patience=3))
@@ -66,17 +76,23 @@ def test_the_metric_of_the_last_weights_is_written_beside_them(tmp_path: Path, l
 
 def test_the_copy_at_a_url_gets_the_metric_too(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'store'}"
-    checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", 1, True, "min loss", False, url=url)
+    checkpointer = Checkpointer(
+        tmp_path / "run" / "checkpoints", 1, True, "min loss", False, url=url
+    )
     for step, metric in ((2, 2.0), (4, None)):
         checkpointer.save(step, {"model.w": torch.ones(3)}, {"step": step}, metric)
     assert checkpointer.write_metric(4, 1.0) is None
     _, folder, manifest = choose(url, "best")
     assert folder == "checkpoints/step-00000004" and manifest.metric == 1.0
-    assert checkpointer.remote is not None and checkpointer.remote.store.folders("checkpoints") == ["step-00000004"]
+    assert checkpointer.remote is not None and checkpointer.remote.store.folders("checkpoints") == [
+        "step-00000004"
+    ]
 
 
 def test_a_metric_that_cannot_be_written_loses_no_weights(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, keep=2, keep_best=True, mode="min loss", asynchronous=False)
+    checkpointer = Checkpointer(
+        tmp_path, keep=2, keep_best=True, mode="min loss", asynchronous=False
+    )
     checkpointer.save(4, {"model.w": torch.ones(3)}, {"step": 4}, None)
     assert "step-00000006" in str(checkpointer.write_metric(6, 1.0))
     manifest = tmp_path / "step-00000004" / "manifest.json"
@@ -137,26 +153,46 @@ def test_tasks_are_scored_where_a_rollout_passes_over_their_step(tmp_path: Path)
     built.stream = (replace(batch(s), checkpointable=s % 3 == 2) for s in range(12))
     built.tasks = Scored(built.plan)
     built.run()
-    assert [(e["step"], "tasks/a/acc" in e) for e in of(said, "eval")] == [(0, True), (3, False), (6, True), (9, True), (12, True)]
+    assert [(e["step"], "tasks/a/acc" in e) for e in of(said, "eval")] == [
+        (0, True),
+        (3, False),
+        (6, True),
+        (9, True),
+        (12, True),
+    ]
 
 
 def test_the_last_weights_of_a_run_that_ends_early_are_scored(tmp_path: Path) -> None:
-    built, said = loop(tmp_path, eval={"every": 1, "patience": 2, "min_delta": 9.0, "tasks": ["a"], "tasks_every": 5}, schedule="constant")
+    built, said = loop(
+        tmp_path,
+        eval={"every": 1, "patience": 2, "min_delta": 9.0, "tasks": ["a"], "tasks_every": 5},
+        schedule="constant",
+    )
     built.tasks = Scored(built.plan)
     assert built.run() is not None
-    assert [(e["step"], "tasks/a/acc" in e) for e in of(said, "eval")] == [(0, True), (1, False), (2, False), (3, True)]
+    assert [(e["step"], "tasks/a/acc" in e) for e in of(said, "eval")] == [
+        (0, True),
+        (1, False),
+        (2, False),
+        (3, True),
+    ]
     assert built.state.stale == 2
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"tasks": ["arc_easy"]}, "eval.metric: 'loss' is measured on held-out rows, and there are none"),
+        (
+            {"tasks": ["arc_easy"]},
+            "eval.metric: 'loss' is measured on held-out rows, and there are none",
+        ),
         ({"every": 2, "patience": 3}, "eval.patience × no held-out rows"),
     ],
 )
 def test_what_nothing_is_held_out_for(tmp_path: Path, options: dict[str, Any], line: str) -> None:
-    path = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), eval=options, data={"eval": []})
+    path = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), eval=options, data={"eval": []}
+    )
     with pytest.raises(DrumlineError) as refused:
         make_plan(Request(load(path, []), 1), on_progress=lambda *_: None, dry_run=True)
     assert line in refused.value.line()

@@ -12,7 +12,14 @@ import pytest
 from drumline.core.plan import Plan
 from drumline.core.signals import LauncherSignals
 from drumline.launchers.local import exit_code, launch, newest_or, next_attempt, progress_since
-from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, read_error, report, root_cause
+from drumline.launchers.postmortem import (
+    RankEnd,
+    Restarts,
+    exhausted,
+    read_error,
+    report,
+    root_cause,
+)
 from drumline.telemetry.events import Eval, EventLog, Restore, Save, read
 from tests.faults.test_launch import toy
 from tests.unit.report_runs import start
@@ -26,26 +33,72 @@ def raised(message: str, time: float, code: int = 1) -> dict[str, Any]:
 
 
 def ended(
-    rank: int, code: int, *, error: dict[str, Any] | None = None, killed: bool = False, at: float = 0.0, log: Path | None = None
+    rank: int,
+    code: int,
+    *,
+    error: dict[str, Any] | None = None,
+    killed: bool = False,
+    at: float = 0.0,
+    log: Path | None = None,
 ) -> RankEnd:
-    return RankEnd(rank, code, error, log or Path("/nowhere/rank.log"), killed, error["time"] if error else at)
+    return RankEnd(
+        rank, code, error, log or Path("/nowhere/rank.log"), killed, error["time"] if error else at
+    )
 
 
 @pytest.mark.parametrize(
     ("ends", "blamed"),
     [
         ([ended(0, 1, error=raised(PEER, 10.0)), ended(1, -9, at=10.2)], 1),
-        ([ended(0, 1, error=raised("OSError: something unheard of", 10.0)), ended(1, -9, at=10.2)], 1),
-        ([ended(0, 1, error=raised(PEER, 9.0)), ended(1, 1, error=raised("ValueError: x", 9.5))], 1),
-        ([ended(0, 1, error=raised("ValueError: y", 9.0)), ended(1, 1, error=raised("ValueError: x", 8.0))], 1),
+        (
+            [
+                ended(0, 1, error=raised("OSError: something unheard of", 10.0)),
+                ended(1, -9, at=10.2),
+            ],
+            1,
+        ),
+        (
+            [ended(0, 1, error=raised(PEER, 9.0)), ended(1, 1, error=raised("ValueError: x", 9.5))],
+            1,
+        ),
+        (
+            [
+                ended(0, 1, error=raised("ValueError: y", 9.0)),
+                ended(1, 1, error=raised("ValueError: x", 8.0)),
+            ],
+            1,
+        ),
         ([ended(0, -6, at=9.1), ended(1, 1, error=raised("ValueError: x", 9.0))], 1),
         ([ended(0, -11, at=9.1), ended(1, 1, error=raised(PEER, 9.0))], 0),
-        ([ended(0, 1, error=raised(PEER, 9.1)), ended(1, 1, error=raised("ValueError: x", 9.0), killed=True)], 1),
+        (
+            [
+                ended(0, 1, error=raised(PEER, 9.1)),
+                ended(1, 1, error=raised("ValueError: x", 9.0), killed=True),
+            ],
+            1,
+        ),
         ([ended(0, -9, killed=True), ended(1, 7, at=9.0)], 1),
-        ([ended(0, -9, killed=True), ended(1, 1, error=raised("RuntimeError: Timed out waiting 600000ms for recv", 9.0))], 1),
+        (
+            [
+                ended(0, -9, killed=True),
+                ended(1, 1, error=raised("RuntimeError: Timed out waiting 600000ms for recv", 9.0)),
+            ],
+            1,
+        ),
         ([ended(0, 0), ended(1, -9, at=3.0), ended(2, -9, at=2.0)], 2),
     ],
-    ids=["kill", "kill, odd words", "closed first", "earlier", "abort after", "segfault", "stuck", "mute", "timeout", "earlier kill"],
+    ids=[
+        "kill",
+        "kill, odd words",
+        "closed first",
+        "earlier",
+        "abort after",
+        "segfault",
+        "stuck",
+        "mute",
+        "timeout",
+        "earlier kill",
+    ],
 )
 def test_root_cause(ends: list[RankEnd], blamed: int) -> None:
     assert root_cause(ends).rank == blamed
@@ -53,18 +106,25 @@ def test_root_cause(ends: list[RankEnd], blamed: int) -> None:
 
 def test_an_abort_over_a_lost_peer_is_a_consequence(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
-    log.write_text("terminate called after throwing an instance of 'std::exception'\nwhat(): Connection closed by peer\n")
+    log.write_text(
+        "terminate called after throwing an instance of 'std::exception'\nwhat(): Connection closed by peer\n"
+    )
     assert ended(0, -6, log=log).is_consequence
     log.write_text("terminate called: out of range\n")
     assert not ended(0, -6, log=log).is_consequence
 
 
-def test_report_tells_the_cause_once_and_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_tells_the_cause_once_and_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     error = raised("ValueError: no access with hf_abcdefgh", 9.0)
     log = tmp_path / "rank-1.log"
     log.write_text("".join(f"line {n}\n" for n in range(40)) + error["traceback"])
-    said = report(ended(1, 1, error=error, log=log), [ended(0, 1, error=raised(PEER, 9.1)), ended(1, 1, error=error, log=log)])
+    said = report(
+        ended(1, 1, error=error, log=log),
+        [ended(0, 1, error=raised(PEER, 9.1)), ended(1, 1, error=error, log=log)],
+    )
     assert said.startswith("rank 1: ValueError: no access with [redacted]")
     assert said.count("Traceback") == 1 and said.count("hf_abcdefgh") == 0
     assert "line 39" in said and "line 25" in said and "line 24" not in said and str(log) in said
@@ -94,7 +154,11 @@ def test_notes_that_are_none(tmp_path: Path, text: str) -> None:
         ([ended(0, 75), ended(1, 1, error=raised(PEER, 1.0))], 15, 75),
         ([ended(0, 2), ended(1, -9, killed=True)], 0, 2),
         ([ended(0, 3), ended(1, 3)], 0, 3),
-        ([ended(0, 75, error=raised("saved", 1.0, 75), killed=True), ended(1, -9, killed=True)], 15, 75),
+        (
+            [ended(0, 75, error=raised("saved", 1.0, 75), killed=True), ended(1, -9, killed=True)],
+            15,
+            75,
+        ),
         ([ended(0, -15), ended(1, -9, killed=True)], 15, 75),
         ([ended(0, -9, killed=True), ended(1, -9, killed=True)], 15, 1),
         ([ended(0, 0), ended(1, -9, killed=True)], 15, 1),
@@ -179,36 +243,62 @@ def test_an_error_of_code_or_of_values_is_not_tried_again(message: str, tried: b
 TIMED_OUT = "RuntimeError: Timed out waiting 600000ms for recv operation to complete"
 
 
-def test_a_rank_that_was_suspended_is_named_beside_the_error_of_one_that_waited(tmp_path: Path) -> None:
+def test_a_rank_that_was_suspended_is_named_beside_the_error_of_one_that_waited(
+    tmp_path: Path,
+) -> None:
     """Rank 1 got SIGSTOP; rank 0 waited in vain, said so, and could not leave: the launcher killed both."""
     waited = ended(0, 1, error=raised(TIMED_OUT, 9.0), killed=True)
-    suspended = RankEnd(1, -9, None, tmp_path / "rank-1.log", killed=True, suspended=True, kills=(0, 3))
+    suspended = RankEnd(
+        1, -9, None, tmp_path / "rank-1.log", killed=True, suspended=True, kills=(0, 3)
+    )
     cause = root_cause([waited, suspended])
     said = report(cause, [waited, suspended])
-    assert cause.rank == 0 and said.startswith("rank 0: RuntimeError: Timed out waiting") and "Traceback" in said
-    assert "rank 1 did not end by itself and was killed by the launcher: it was suspended (SIGSTOP)" in said
+    assert (
+        cause.rank == 0
+        and said.startswith("rank 0: RuntimeError: Timed out waiting")
+        and "Traceback" in said
+    )
+    assert (
+        "rank 1 did not end by itself and was killed by the launcher: it was suspended (SIGSTOP)"
+        in said
+    )
     assert "dmesg" not in said, "that SIGKILL was the launcher's"
     assert exhausted(suspended) is None, "memory ran out elsewhere on this machine"
 
 
 def test_a_rank_that_waited_and_said_nothing_is_not_blamed() -> None:
-    ends = [ended(0, -9, killed=True), ended(1, 1, error=raised(TIMED_OUT, 9.0), killed=True), ended(2, -9, killed=True)]
+    ends = [
+        ended(0, -9, killed=True),
+        ended(1, 1, error=raised(TIMED_OUT, 9.0), killed=True),
+        ended(2, -9, killed=True),
+    ]
     assert root_cause(ends).rank == 1
-    silent = [ended(0, -9, killed=True), RankEnd(1, -9, None, Path("/nowhere"), killed=True, suspended=True)]
+    silent = [
+        ended(0, -9, killed=True),
+        RankEnd(1, -9, None, Path("/nowhere"), killed=True, suspended=True),
+    ]
     assert root_cause(silent).rank == 1, "of the silent ones the suspended one"
     assert "memory" not in report(silent[0], silent) and "hung" in report(silent[0], silent)
 
 
 @pytest.mark.parametrize(
-    ("named", "read"), [("/other/run", "/other/run/checkpoints/step-00000004"), ("s3://b/run", "r/fetched/step-00000004")]
+    ("named", "read"),
+    [
+        ("/other/run", "/other/run/checkpoints/step-00000004"),
+        ("s3://b/run", "r/fetched/step-00000004"),
+    ],
 )
-def test_a_run_goes_on_where_it_was_to_begin_until_it_has_saved(tmp_path: Path, named: str, read: str) -> None:
+def test_a_run_goes_on_where_it_was_to_begin_until_it_has_saved(
+    tmp_path: Path, named: str, read: str
+) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     saved: dict[str, Any] = {"seconds": 1.0, "bytes": 1, "blocked_seconds": 0.0}
-    log.emit(Save(step=9, path="checkpoints/step-00000009", error=None, **saved))  # of a start before, which it has left
+    # Of a start before, which it has left.
+    log.emit(Save(step=9, path="checkpoints/step-00000009", error=None, **saved))
     log.emit(Restore(step=4, path=read, seconds=1.0, skipped=[]))
     assert (
-        newest_or(None, tmp_path, False) == newest_or("newest", tmp_path, False) == "newest" and newest_or(named, tmp_path, False) == named
+        newest_or(None, tmp_path, False) == newest_or("newest", tmp_path, False) == "newest"
+        and newest_or(named, tmp_path, False) == named
     )
     log.emit(Save(step=5, path=None, error="no space", **saved))
     assert newest_or(named, tmp_path, False) == named
@@ -241,7 +331,14 @@ def test_a_copy_beside_its_own_is_not_the_newest_once_it_was_read(tmp_path: Path
 def test_saves_of_other_starts_are_not_its_own(tmp_path: Path, named: str, at: str) -> None:
     """Where the first attempt dies before it has read, and where the same start was made before."""
     log, events = EventLog(tmp_path / "events.jsonl"), tmp_path / "events.jsonl"
-    save = Save(step=8, path="checkpoints/step-00000008", error=None, seconds=1.0, bytes=1, blocked_seconds=0.0)
+    save = Save(
+        step=8,
+        path="checkpoints/step-00000008",
+        error=None,
+        seconds=1.0,
+        bytes=1,
+        blocked_seconds=0.0,
+    )
     log.emit(save)
     assert newest_or(named, tmp_path, False) == named, "dead before its first event"
     log.emit(replace(start(), resumed_from=at))
@@ -249,7 +346,9 @@ def test_saves_of_other_starts_are_not_its_own(tmp_path: Path, named: str, at: s
     log.emit(save)
     log.emit(replace(start(), resumed_from="newest"))
     assert newest_or(named, tmp_path, False) == "newest"
-    assert newest_or(named, tmp_path, False, since=len(read(events))) == named, "a launcher that begins there anew"
+    assert newest_or(named, tmp_path, False, since=len(read(events))) == named, (
+        "a launcher that begins there anew"
+    )
     log.emit(replace(start(), resumed_from=at))
     assert newest_or(named, tmp_path, False) == named
 
@@ -270,7 +369,14 @@ class DiesOnce:
 def test_a_restart_goes_on_from_where_the_run_was_to_begin(tmp_path: Path) -> None:
     plan_path, ranks = toy(tmp_path, "", max_restarts=1), DiesOnce()
     EventLog(tmp_path / "events.jsonl").emit(replace(start(), resumed_from="/x/step-00000004"))
-    EventLog(tmp_path / "events.jsonl").emit(Save(step=8, path="there", error=None, seconds=1.0, bytes=1, blocked_seconds=0.0))
-    assert launch(Plan.load(plan_path), plan_path, "/x/step-00000004", lambda event: None, ranks=ranks) == 0
+    EventLog(tmp_path / "events.jsonl").emit(
+        Save(step=8, path="there", error=None, seconds=1.0, bytes=1, blocked_seconds=0.0)
+    )
+    assert (
+        launch(Plan.load(plan_path), plan_path, "/x/step-00000004", lambda event: None, ranks=ranks)
+        == 0
+    )
     assert ranks.starts == [["--resume", "/x/step-00000004"]] * 2
-    assert ranks.logs == ["attempt-0", "attempt-1"], "also where the first has left no folder, or it is seen late"
+    assert ranks.logs == ["attempt-0", "attempt-1"], (
+        "also where the first has left no folder, or it is seen late"
+    )

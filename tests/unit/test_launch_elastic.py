@@ -40,8 +40,17 @@ class Starter:
 class Called:
     """One agent: what it was told, and its answers by what it shall do. It beats."""
 
-    def __init__(self, hosts: Hosts, name: str, answers: dict[str, Callable[[Message], Message | None]] | None = None) -> None:
-        self.link, self.told, self.answers = call(*hosts.place, hosts.secret), list[Message](), answers or {}
+    def __init__(
+        self,
+        hosts: Hosts,
+        name: str,
+        answers: dict[str, Callable[[Message], Message | None]] | None = None,
+    ) -> None:
+        self.link, self.told, self.answers = (
+            call(*hosts.place, hosts.secret),
+            list[Message](),
+            answers or {},
+        )
         self.link.send({"hello": name, "process": name, "votes": [name, 1]})
         for work in (self._listen, self._beat):
             threading.Thread(target=work, daemon=True).start()
@@ -63,7 +72,9 @@ class Called:
 @pytest.fixture
 def elastic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ElasticHosts]:
     monkeypatch.setattr(hosts_elastic, "RECALL_SECONDS", 0.05)
-    made = ElasticHosts(["a", "b", "c"], Starter(), "127.0.0.1", None, None, [], least=2, most=3, own="a")
+    made = ElasticHosts(
+        ["a", "b", "c"], Starter(), "127.0.0.1", None, None, [], least=2, most=3, own="a"
+    )
     made.size, made.resize = lambda name: 1, lambda ranks: True
     made.require = lambda name: made.compared.update({name: made.remotes[name].link})
     made.run = {"run_dir": str(tmp_path), "plan": str(tmp_path / "plan.json"), "token": "mine"}
@@ -89,7 +100,10 @@ def test_a_host_that_is_lost_while_the_plan_is_made_leaves_the_rest(
     elastic: ElasticHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(elastic, "_require_right", lambda: None)
-    agents = {name: Called(elastic, name, {"know": confirms, "start": ends("ac".find(name))}) for name in "abc"}
+    agents = {
+        name: Called(elastic, name, {"know": confirms, "start": ends("ac".find(name))})
+        for name in "abc"
+    }
     starter: Any = elastic.starter
     elastic._begin_recall()
 
@@ -101,7 +115,9 @@ def test_a_host_that_is_lost_while_the_plan_is_made_leaves_the_rest(
         return True
 
     elastic.counts, elastic.resize = {"a": 1}, resize
-    found = elastic.attempt(["worker", "plan.json"], tmp_path / "logs" / "attempt-0", LauncherSignals())
+    found = elastic.attempt(
+        ["worker", "plan.json"], tmp_path / "logs" / "attempt-0", LauncherSignals()
+    )
     assert [end.exitcode for end in found] == [0, 0] and list(elastic.counts) == ["a", "c"]
     assert elastic.members == {"a": ["a", 1], "c": ["c", 1]}
 
@@ -142,7 +158,9 @@ def test_a_plan_that_fails_leaves_the_ranks_of_the_one_that_is_there(elastic: El
         assert elastic.counts == {"a": 1, "b": 1, "c": 1}
 
 
-def test_hosts_that_are_lost_while_they_are_compared_are_waited_for(elastic: ElasticHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_are_lost_while_they_are_compared_are_waited_for(
+    elastic: ElasticHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hosts_elastic, "BACK_SECONDS", 0.5)
     agents = {name: Called(elastic, name) for name in "ab"}
 
@@ -160,7 +178,9 @@ def test_hosts_that_are_lost_while_they_are_compared_are_waited_for(elastic: Ela
 
 def test_an_answer_is_to_its_own_question(elastic: ElasticHosts) -> None:
     orders = list[Message]()
-    agents = {name: Called(elastic, name, {"know": lambda order: orders.append(order)}) for name in "ab"}
+    agents = {
+        name: Called(elastic, name, {"know": lambda order: orders.append(order)}) for name in "ab"
+    }
     Called(elastic, "c").link.close()
     with pytest.raises(EnvironmentFault, match="host c"):
         elastic.ask({"do": "know", "number": 1}, "known", ["a", "b", "c"])
@@ -168,7 +188,10 @@ def test_an_answer_is_to_its_own_question(elastic: ElasticHosts) -> None:
     for agent in agents.values():  # too late, to the first
         agent.link.send(confirms(orders[0]))
         agent.answers = {"know": lambda order: {"known": "another", "of": order["id"]}}
-    assert elastic.ask({"do": "know", "number": 2}, "known", ["a", "b"]) == {"a": "another", "b": "another"}
+    assert elastic.ask({"do": "know", "number": 2}, "known", ["a", "b"]) == {
+        "a": "another",
+        "b": "another",
+    }
 
 
 @pytest.fixture
@@ -182,7 +205,11 @@ def hosts() -> Iterator[Hosts]:
 def test_what_belongs_to_an_earlier_attempt_does_not_count(hosts: Hosts, tmp_path: Path) -> None:
     started = list[Message]()
     a = Called(hosts, "a", {"start": lambda order: started.append(order)})
-    b = Called(hosts, "b", {"start": lambda order: {"refused": "cannot reach port 7", "attempt": order["attempt"]}})
+    b = Called(
+        hosts,
+        "b",
+        {"start": lambda order: {"refused": "cannot reach port 7", "attempt": order["attempt"]}},
+    )
     (first,) = hosts.attempt(["worker"], tmp_path / "logs" / "attempt-1", LauncherSignals())
     assert first.message == "host b cannot reach port 7"
     until(lambda: {"do": "elsewhere", "attempt": "attempt-1", "codes": [1]} in a.told)
@@ -195,7 +222,10 @@ def test_what_belongs_to_an_earlier_attempt_does_not_count(hosts: Hosts, tmp_pat
     a.answers, b.answers = {"start": late}, {"start": ends(1)}
     second = hosts.attempt(["worker"], tmp_path / "logs" / "attempt-2", LauncherSignals())
     assert [(end.exitcode, end.log.parent.name) for end in second] == [(0, "attempt-2")] * 2
-    assert not any(order.get("attempt") == "attempt-2" and order["do"] == "elsewhere" for order in a.told + b.told)
+    assert not any(
+        order.get("attempt") == "attempt-2" and order["do"] == "elsewhere"
+        for order in a.told + b.told
+    )
 
 
 def test_attempts_that_follow_each_other_have_names_of_their_own(

@@ -18,7 +18,13 @@ import pytest
 from drumline.cli import main
 from drumline.core.signals import CtrlC, Interrupted, LauncherSignals, Stoppable
 from drumline.errors import EnvironmentFault
-from drumline.launchers.environment import first_rank, launched_by, listen, other_rank_runs, port_holder
+from drumline.launchers.environment import (
+    first_rank,
+    launched_by,
+    listen,
+    other_rank_runs,
+    port_holder,
+)
 from drumline.launchers.tasks import JOINED
 
 ALL = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
@@ -50,7 +56,9 @@ def test_any_free_port_is_on_loopback_and_ours() -> None:
 def test_a_held_port_names_pid_and_command_without_its_secrets(tmp_path: Path) -> None:
     code = "import socket, sys; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, "--api-key", "hunter2hunter2"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdin and holder.stdout
         try:
             port = int(holder.stdout.readline())
@@ -59,7 +67,11 @@ def test_a_held_port_names_pid_and_command_without_its_secrets(tmp_path: Path) -
         finally:
             holder.stdin.close()
     line = fault.value.line()
-    assert f"port {port} is held by pid {holder.pid} (" in line and "python" in line and "hunter2" not in line
+    assert (
+        f"port {port} is held by pid {holder.pid} (" in line
+        and "python" in line
+        and "hunter2" not in line
+    )
     assert "launch.port" in line and len(line.splitlines()) == 1
     assert port_holder(port) is None
 
@@ -82,7 +94,10 @@ def terminal() -> Iterator[None]:
 
 @pytest.mark.usefixtures("terminal")
 def test_signals_are_noted_once_and_handlers_come_back() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    }
     with LauncherSignals() as asked:
         assert asked.number == 0
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
@@ -105,11 +120,15 @@ def test_without_prctl_a_rank_dies_with_its_parent_all_the_same() -> None:
     )
     rank += "; print(os.getpid(), flush=True); time.sleep(600)"
     parent = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {rank!r}], stdout=subprocess.PIPE).stdout.readline())"
-    said = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True, timeout=60).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     process = int("".join(filter(str.isdigit, said)))
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(process).wait(timeout=30)
-    assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    assert (
+        not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    )
 
 
 def test_who_holds_a_port_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,13 +148,24 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_what_one_rank_does_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_one_rank_does_for_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert first_rank() and not other_rank_runs("plan")
     for name, value in {**ALL, "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert not first_rank() and other_rank_runs("plan") and other_rank_runs("prepare") and not other_rank_runs("train")
-    monkeypatch.setattr("drumline.train.command.die_with_launchers", lambda: None)  # not with what runs these tests
-    for command in (["plan", str(tmp_path / "no.yaml")], ["train", str(tmp_path / "no.yaml"), "--dry-run"]):
+    assert (
+        not first_rank()
+        and other_rank_runs("plan")
+        and other_rank_runs("prepare")
+        and not other_rank_runs("train")
+    )
+    # Not with what runs these tests.
+    monkeypatch.setattr("drumline.train.command.die_with_launchers", lambda: None)
+    for command in (
+        ["plan", str(tmp_path / "no.yaml")],
+        ["train", str(tmp_path / "no.yaml"), "--dry-run"],
+    ):
         with contextlib.suppress(SystemExit):
             main(command)
     with pytest.raises(SystemExit) as ended:
@@ -147,7 +177,11 @@ def test_what_one_rank_does_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_signals_end_work_that_has_nothing_to_save() -> None:
-    with subprocess.Popen(["sleep", "600"]) as child, pytest.raises(Interrupted) as stop, Stoppable():
+    with (
+        subprocess.Popen(["sleep", "600"]) as child,
+        pytest.raises(Interrupted) as stop,
+        Stoppable(),
+    ):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
     assert child.returncode == -signal.SIGKILL and str(stop.value) == "SIGTERM: nothing was lost"
@@ -197,7 +231,9 @@ def test_a_lost_terminal_that_is_ignored_stays_ignored() -> None:
 RANK = "import sys, time; from drumline.launchers.environment import die_with_launchers, launchers; die_with_launchers()\n"
 RANK += "print(*[p.pid for p in launchers()], flush=True); time.sleep(600)"
 INNER = "import subprocess, sys, os; print(os.getpid(), flush=True)\n"
-INNER += "subprocess.Popen([sys.executable, '-c', {rank!r}, '--local_rank=0', *sys.argv[-2:]]).wait()"
+INNER += (
+    "subprocess.Popen([sys.executable, '-c', {rank!r}, '--local_rank=0', *sys.argv[-2:]]).wait()"
+)
 OUTER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}, *sys.argv[-2:]]).wait()"
 
 
@@ -206,14 +242,18 @@ OUTER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!
 def test_a_rank_dies_with_each_launcher_above_it(who: str, tmp_path: Path) -> None:
     outer = OUTER.format(inner=INNER.format(rank=RANK))
     command = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", outer, "train", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as shell:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as shell:
         assert shell.stdout
         inner = int(shell.stdout.readline())
         watched = [int(pid) for pid in shell.stdout.readline().split()]
         (runner,) = psutil.Process(shell.pid).children()
         family = [runner, *runner.children(recursive=True)]
         try:
-            assert watched == [inner, runner.pid], "not the shell, which may end before what it started"
+            assert watched == [inner, runner.pid], (
+                "not the shell, which may end before what it started"
+            )
             os.kill(runner.pid if who == "the runner" else inner, signal.SIGKILL)
             rank = family[-1]
             assert not psutil.wait_procs([rank], timeout=3 * 1.0 + 10)[1], "it goes on by itself"

@@ -53,10 +53,14 @@ def test_a_majority_makes_one_launcher_and_no_second_one_in_its_term(voters: lis
     assert c.win() == 3, "the winner of a term may have gone, too"
     c.at = ("10.0.0.3", 7)
     assert d.launcher() == c.at and b.launcher() == c.at, "not that of a, whose term is over"
-    assert not d.confirm((1, 2), d.members, {}), "a launcher of an earlier term is not followed any more"
+    assert not d.confirm((1, 2), d.members, {}), (
+        "a launcher of an earlier term is not followed any more"
+    )
 
 
-def test_a_side_without_a_majority_makes_no_launcher_and_raises_no_term(voters: list[Voter]) -> None:
+def test_a_side_without_a_majority_makes_no_launcher_and_raises_no_term(
+    voters: list[Voter],
+) -> None:
     a, b, c, d = voters
     for each in (a, b):
         each.at = ("10.0.0.1", 9)
@@ -65,10 +69,13 @@ def test_a_side_without_a_majority_makes_no_launcher_and_raises_no_term(voters: 
     assert c.launcher() == ("10.0.0.1", 9), "the others have one still"
 
 
-def test_a_vote_waits_for_the_launcher_to_be_gone_and_goes_to_no_older_list(voters: list[Voter], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vote_waits_for_the_launcher_to_be_gone_and_goes_to_no_older_list(
+    voters: list[Voter], monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b, c, d = voters
     two = {each.name: each.place for each in (a, d)}
-    assert a.confirm((1, 2), two, {}) and d.confirm((1, 2), two, {})  # the launcher went on with these
+    # The launcher went on with these.
+    assert a.confirm((1, 2), two, {}) and d.confirm((1, 2), two, {})
     assert b.win() is None and c.win() is None
     assert d.win() == 2, "a majority of a list of two is both"
     monkeypatch.setattr(vote, "FREE_SECONDS", 60.0)
@@ -76,7 +83,9 @@ def test_a_vote_waits_for_the_launcher_to_be_gone_and_goes_to_no_older_list(vote
     assert not d.answer({"term": 9, "known": [9, 9], "trial": False})["granted"]
 
 
-def test_a_list_that_grows_makes_no_two_majorities(voters: list[Voter], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_grows_makes_no_two_majorities(
+    voters: list[Voter], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launcher on a died when e to h had confirmed the longer list, and b to d had not: the shorter list decides for both."""
     a, *others = voters
     a.at = ("10.0.0.1", 9)
@@ -112,20 +121,27 @@ def test_a_stranger_has_no_vote(voters: list[Voter]) -> None:
     assert false.win() is None and voters[1].promised == 0
 
 
-def test_the_lease_of_a_dead_launcher_goes_to_one_heir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lease_of_a_dead_launcher_goes_to_one_heir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "PATIENCE_SECONDS", 0.6)
     monkeypatch.setattr(lease, "LOOK_SECONDS", 0.05)
     run = write(tmp_path / "run", token="dead", host="elsewhere")
     with Lease(run, ("10.0.0.2", 7), after="dead"):
         assert place_of(run) == ("10.0.0.2", 7)
-        with pytest.raises(EnvironmentFault, match="another host has taken it over"), Lease(run, after="dead"):
+        with (
+            pytest.raises(EnvironmentFault, match="another host has taken it over"),
+            Lease(run, after="dead"),
+        ):
             raise AssertionError("it was had")
     with pytest.raises(EnvironmentFault, match="the run has ended"), Lease(run, after="dead"):
         raise AssertionError("what was given back is nobody's to follow")
     assert place_of(run) is None
 
 
-def test_an_heir_need_not_look_for_as_long_as_its_agent_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_heir_need_not_look_for_as_long_as_its_agent_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "PATIENCE_SECONDS", 3600.0)
     monkeypatch.setattr(lease, "LOOK_SECONDS", 0.05)
     run = write(tmp_path / "run", token="dead", host="elsewhere")
@@ -133,9 +149,16 @@ def test_an_heir_need_not_look_for_as_long_as_its_agent_has(tmp_path: Path, monk
         assert place_of(run) == ("10.0.0.2", 7)
 
 
-def test_an_agent_that_is_told_to_end_looks_for_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_agent_that_is_told_to_end_looks_for_no_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     heir = Heir({"name": "b", "secret": "s"}, "127.0.0.1")
-    heir.known = {"run_dir": str(tmp_path), "members": dict.fromkeys("ab"), "host": "a", "shared": False}
+    heir.known = {
+        "run_dir": str(tmp_path),
+        "members": dict.fromkeys("ab"),
+        "host": "a",
+        "shared": False,
+    }
     looks = iter([0, signal.SIGTERM, signal.SIGTERM])
     assert heir.find(lambda: next(looks)) is None
     assert "found no launcher" not in capsys.readouterr().err
@@ -143,7 +166,9 @@ def test_an_agent_that_is_told_to_end_looks_for_no_launcher(tmp_path: Path, caps
 
 @pytest.fixture
 def elastic(tmp_path: Path) -> Iterator[ElasticHosts]:
-    made = ElasticHosts(["a", "b", "c"], Starter(), "127.0.0.1", None, None, [], least=1, most=3, own="a")
+    made = ElasticHosts(
+        ["a", "b", "c"], Starter(), "127.0.0.1", None, None, [], least=1, most=3, own="a"
+    )
     made.size, made.require, made.resize = lambda name: 1, lambda name: None, lambda ranks: True
     made.run, made.members = {"run_dir": str(tmp_path), "token": "mine"}, dict.fromkeys("abc")
     try:
@@ -168,7 +193,8 @@ def test_before_the_first_ranks_a_busy_host_is_not_given_up(elastic: ElasticHost
 def test_a_launcher_without_half_of_its_hosts_ends(elastic: ElasticHosts) -> None:
     elastic.shared = False
     there(elastic, "a", "b", "c")
-    elastic.compared = {name: elastic.remotes[name].link for name in "ab"}  # the agent of c is a new one, which may belong to another side
+    # The agent of c is a new one, which may belong to another side.
+    elastic.compared = {name: elastic.remotes[name].link for name in "ab"}
     elastic._require_right()
     elastic.remotes["b"].link = None
     with pytest.raises(DrumlineError, match="1 of the 3 hosts"):
@@ -177,7 +203,9 @@ def test_a_launcher_without_half_of_its_hosts_ends(elastic: ElasticHosts) -> Non
     elastic._require_right()  # of two hosts the launcher's side goes on
 
 
-def test_a_launcher_without_the_lease_ends_before_it_writes(elastic: ElasticHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_without_the_lease_ends_before_it_writes(
+    elastic: ElasticHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.0)
     there(elastic, "a")
     write(Path(elastic.run["run_dir"]), token="mine", pid=os.getpid())
@@ -189,7 +217,9 @@ def test_a_launcher_without_the_lease_ends_before_it_writes(elastic: ElasticHost
     assert time.monotonic() < until
 
 
-def test_a_host_that_called_by_itself_is_asked_for_when_it_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_called_by_itself_is_asked_for_when_it_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a takeover no agent was started from here."""
     monkeypatch.setattr(hosts_elastic, "RECALL_SECONDS", 0.05)
     monkeypatch.setattr(hosts_elastic, "AGENTS_SECONDS", 0.05)
@@ -201,7 +231,9 @@ def test_a_host_that_called_by_itself_is_asked_for_when_it_is_lost(tmp_path: Pat
 
     known = {"secret": "s", "term": 2, "members": dict.fromkeys("abc"), "host": "a", "name": "b"}
     starter = Called(SSHLauncher(hosts=("a", "b", "c")), set())
-    made = ElasticHosts(["a", "b", "c"], starter, "127.0.0.1", None, None, [], least=1, most=3, own="b", known=known)
+    made = ElasticHosts(
+        ["a", "b", "c"], starter, "127.0.0.1", None, None, [], least=1, most=3, own="b", known=known
+    )
     try:
         there(made, "b", "c")
         made.await_agents()
@@ -214,7 +246,9 @@ def test_a_host_that_called_by_itself_is_asked_for_when_it_is_lost(tmp_path: Pat
         made.close()
 
 
-def test_a_host_that_is_told_to_end_leaves_the_rest(elastic: ElasticHosts, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_is_told_to_end_leaves_the_rest(
+    elastic: ElasticHosts, capsys: pytest.CaptureFixture[str]
+) -> None:
     there(elastic, "a", "b", "c")
     assert not elastic._without(set())
     elastic.least = 3
@@ -222,7 +256,9 @@ def test_a_host_that_is_told_to_end_leaves_the_rest(elastic: ElasticHosts, capsy
     elastic.least = 2
     assert elastic._without({"b"}) and elastic.there() == ["a", "c"]
     assert "goes on without host b: it was asked to end, and has saved" in capsys.readouterr().err
-    assert elastic._rest["b"] > time.monotonic(), "it may be going down: it is not asked for at once"
+    assert elastic._rest["b"] > time.monotonic(), (
+        "it may be going down: it is not asked for at once"
+    )
 
 
 def test_heirs_learn_that_the_run_has_saved(elastic: ElasticHosts, tmp_path: Path) -> None:
@@ -231,7 +267,14 @@ def test_heirs_learn_that_the_run_has_saved(elastic: ElasticHosts, tmp_path: Pat
     elastic._fitted, elastic._named, elastic._events = ["a", "b"], True, tmp_path / "events.jsonl"
     link: Any = elastic.remotes["b"].link
     assert not elastic.may_pause() and not hasattr(link, "last")
-    saved = Save(step=5, path=str(tmp_path / "step-00000005"), bytes=1, seconds=0.0, blocked_seconds=0.0, error=None)
+    saved = Save(
+        step=5,
+        path=str(tmp_path / "step-00000005"),
+        bytes=1,
+        seconds=0.0,
+        blocked_seconds=0.0,
+        error=None,
+    )
     EventLog(elastic._events).emit(saved)
     elastic._next_look = 0.0
     assert not elastic.may_pause() and link.last == {"do": "saved"}
@@ -243,13 +286,23 @@ def test_heirs_learn_that_the_run_has_saved(elastic: ElasticHosts, tmp_path: Pat
 def test_a_host_with_another_run_s_checkpoints_does_not_join(tmp_path: Path) -> None:
     heir = Heir({"name": "c", "secret": "s"}, "127.0.0.1")
     heir.own = True
-    order = {"run_dir": str(tmp_path), "members": {}, "before": {}, "shared": False, "files": {RUN_ID: "mine"}, "term": 1, "number": 2}
+    order = {
+        "run_dir": str(tmp_path),
+        "members": {},
+        "before": {},
+        "shared": False,
+        "files": {RUN_ID: "mine"},
+        "term": 1,
+        "number": 2,
+    }
     fresh, joins = {**order, "number": 1, "resume": None}, {**order, "resume": "newest"}
     assert heir.confirm(fresh) == heir.confirm(joins) == ""
     (tmp_path / "checkpoints" / "step-00005000").mkdir(parents=True)
     assert "has checkpoints of another run" in heir.confirm({**fresh, "number": 3})
     assert heir.confirm({**joins, "number": 3}) == "", "its own, of this run"
-    for number, foreign in enumerate((lambda: (tmp_path / RUN_ID).write_text("older"), (tmp_path / RUN_ID).unlink), 4):
+    for number, foreign in enumerate(
+        (lambda: (tmp_path / RUN_ID).write_text("older"), (tmp_path / RUN_ID).unlink), 4
+    ):
         foreign()
         assert "has checkpoints of another run" in heir.confirm({**joins, "number": number})
 
@@ -257,11 +310,18 @@ def test_a_host_with_another_run_s_checkpoints_does_not_join(tmp_path: Path) -> 
 def test_a_host_without_gpus_does_not_join_those_with(monkeypatch: pytest.MonkeyPatch) -> None:
     known = facts()
     with_gpus = {**known, "machine": {**known["machine"], "device": "cuda"}}
-    plan: Any = SimpleNamespace(run_dir="/nowhere", config=SimpleNamespace(checkpoint=SimpleNamespace(steps=None)))
-    remotes = {name: SimpleNamespace(link=object(), facts=each) for name, each in (("a", with_gpus), ("b", known))}
+    plan: Any = SimpleNamespace(
+        run_dir="/nowhere", config=SimpleNamespace(checkpoint=SimpleNamespace(steps=None))
+    )
+    remotes = {
+        name: SimpleNamespace(link=object(), facts=each)
+        for name, each in (("a", with_gpus), ("b", known))
+    }
     hosts: Any = SimpleNamespace(counts={"a": 1}, remotes=remotes, run={})
     monkeypatch.setattr(ssh_start, "create_whole", lambda path, data: True)
-    ssh_start.make_elastic(SSHLauncher(hosts=("a", "b")), plan, Path("plan.json"), hosts, lambda ranks: True)
+    ssh_start.make_elastic(
+        SSHLauncher(hosts=("a", "b")), plan, Path("plan.json"), hosts, lambda ranks: True
+    )
     with pytest.raises(EnvironmentFault, match="host a has GPUs, and host b has none"):
         hosts.require("b")
 

@@ -24,8 +24,24 @@ from drumline.launchers.tasks import (
 from drumline.train.command import _trains_in_tasks
 from tests.harness import ENV
 
-PREFIXES = ("SLURM", "OMPI", "PMI", "MPI_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "DRUMLINE_JOINED")
-JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "localhost,n2", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4"}
+PREFIXES = (
+    "SLURM",
+    "OMPI",
+    "PMI",
+    "MPI_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "TORCHELASTIC",
+    "DRUMLINE_JOINED",
+)
+JOB = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "localhost,n2",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NTASKS": "4",
+}
 STEP = {
     "SLURM_STEP_ID": "3",
     "SLURM_STEP_NODELIST": "localhost,n2",
@@ -34,7 +50,12 @@ STEP = {
     "SLURM_STEP_TASKS_PER_NODE": "3,1",
 }
 TASK = {"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"}
-MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
 
 
@@ -57,7 +78,10 @@ def given(monkeypatch: pytest.MonkeyPatch, *several: Mapping[str, str]) -> None:
         ("n1", ["n1"]),
         ("n1,n2", ["n1", "n2"]),
         ("n[1-3,07],gpu1", ["n1", "n2", "n3", "n07", "gpu1"]),
-        ("rack[1-2]-n[09-11]", ["rack1-n09", "rack1-n10", "rack1-n11", "rack2-n09", "rack2-n10", "rack2-n11"]),
+        (
+            "rack[1-2]-n[09-11]",
+            ["rack1-n09", "rack1-n10", "rack1-n11", "rack2-n09", "rack2-n10", "rack2-n11"],
+        ),
         ("a[1]b.example.org", ["a1b.example.org"]),
         ("", []),
     ],
@@ -73,24 +97,51 @@ def test_tasks_of_nodes() -> None:
 def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, JOB, STEP, TASK, {"SLURM_RESTART_COUNT": "1"})
     join_tasks()
-    wanted = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+    wanted = {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "localhost",
+    }
     assert {name: os.environ[name] for name in wanted} == wanted
-    assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1", "a job that was requeued goes on with its run"
+    assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1", (
+        "a job that was requeued goes on with its run"
+    )
     require_rendezvous()
     first = int(os.environ["MASTER_PORT"])
-    others = {int(task_variables({**JOB, **STEP, **TASK, "SLURM_STEP_ID": str(step)})["MASTER_PORT"]) for step in range(20)}
-    assert first in others and len(others) > 18 and all(1024 < port < 32768 for port in others), "each step has its own port"
+    others = {
+        int(task_variables({**JOB, **STEP, **TASK, "SLURM_STEP_ID": str(step)})["MASTER_PORT"])
+        for step in range(20)
+    }
+    assert first in others and len(others) > 18 and all(1024 < port < 32768 for port in others), (
+        "each step has its own port"
+    )
 
 
 def test_on_one_host_ranks_meet_on_loopback() -> None:
-    one = {"SLURM_STEP_NODELIST": "no-such-host", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "4"}
+    one = {
+        "SLURM_STEP_NODELIST": "no-such-host",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "4",
+    }
     assert task_variables({**JOB, **STEP, **TASK, **one})["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_what_the_user_has_set_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    given(monkeypatch, JOB, STEP, TASK, {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "WORLD_SIZE": "8"})
+    given(
+        monkeypatch,
+        JOB,
+        STEP,
+        TASK,
+        {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "WORLD_SIZE": "8"},
+    )
     join_tasks()
-    assert [os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")] == ["head", "29500", "4"]
+    assert [os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")] == [
+        "head",
+        "29500",
+        "4",
+    ]
     given(monkeypatch, {"RANK": "7", "WORLD_SIZE": "8"})
     join_tasks()
     assert os.environ["RANK"] == "7", "whoever sets all of them knows"
@@ -102,13 +153,21 @@ def test_a_node_without_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(EnvironmentFault, match=r"'no-such-host\.invalid' of rank 0 has no address"):
         task_variables(elsewhere)
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho NodeName=$3 Arch=x86_64 NodeAddr=10.1.2.3 NodeHostName=x Version=22.05.8\n")
+    scontrol.write_text(
+        "#!/bin/sh\necho NodeName=$3 Arch=x86_64 NodeAddr=10.1.2.3 NodeHostName=x Version=22.05.8\n"
+    )
     scontrol.chmod(0o755)
     assert task_variables(elsewhere)["MASTER_ADDR"] == "10.1.2.3"
 
 
-@pytest.mark.parametrize("step", [str(0xFFFFFFFB), str(0xFFFFFFFA), None], ids=["batch script", "shell of salloc", "older salloc"])
-def test_who_inherits_the_number_of_tasks_is_none_of_them(step: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "step",
+    [str(0xFFFFFFFB), str(0xFFFFFFFA), None],
+    ids=["batch script", "shell of salloc", "older salloc"],
+)
+def test_who_inherits_the_number_of_tasks_is_none_of_them(
+    step: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given(monkeypatch, JOB, {"SLURM_PROCID": "0", "SLURM_CPUS_PER_TASK": "2"})
     given(monkeypatch, {"SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "1"} if step else {})
     assert task_variables(os.environ) == {}
@@ -118,7 +177,8 @@ def test_who_inherits_the_number_of_tasks_is_none_of_them(step: str | None, monk
 
 def test_one_task_trains_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step_of_allocation() == []
-    given(monkeypatch, JOB, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}, TASK)  # srun --ntasks=1 in a job that has more
+    # Srun --ntasks=1 in a job that has more.
+    given(monkeypatch, JOB, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}, TASK)
     assert step_of_allocation() == [] and task_variables(os.environ) == {}
     require_rendezvous()
     monkeypatch.delenv("SLURM_STEP_ID")
@@ -131,7 +191,13 @@ def test_one_task_trains_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("launch", "steps"),
-    [("{}", True), ("{kind: slurm}", True), ("{kind: no-such}", True), ("{kind: ray}", False), ("{kind: ssh, hosts: [a]}", False)],
+    [
+        ("{}", True),
+        ("{kind: slurm}", True),
+        ("{kind: no-such}", True),
+        ("{kind: ray}", False),
+        ("{kind: ssh, hosts: [a]}", False),
+    ],
 )
 def test_srun_is_for_ranks_that_are_its_tasks(launch: str, steps: bool, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
@@ -142,7 +208,9 @@ def test_srun_is_for_ranks_that_are_its_tasks(launch: str, steps: bool, tmp_path
 def test_a_terminal_of_several_tasks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, JOB, STEP, TASK, {"SLURM_PTY_PORT": "4711"})
     assert task_variables(os.environ) == {}
-    with pytest.raises(EnvironmentFault, match=r"this terminal is one of the 4 tasks .* --ntasks=1"):
+    with pytest.raises(
+        EnvironmentFault, match=r"this terminal is one of the 4 tasks .* --ntasks=1"
+    ):
         require_rendezvous()
 
 
@@ -151,7 +219,10 @@ def test_one_task_a_node_starts_its_ranks_by_torchrun(monkeypatch: pytest.Monkey
     given(monkeypatch, JOB, step, {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"})
     join_tasks()
     line = " ".join(torchrun_of_node(lambda: 8))
-    assert "--nnodes=2 --nproc-per-node=8 --rdzv-id=77 --node-rank=1 --master-addr=localhost --master-port=" in line
+    assert (
+        "--nnodes=2 --nproc-per-node=8 --rdzv-id=77 --node-rank=1 --master-addr=localhost --master-port="
+        in line
+    )
     assert torchrun_of_node(lambda: 1) == [], "the task is the rank"
     given(monkeypatch, {"WORLD_SIZE": "4"})
     assert torchrun_of_node(lambda: 8) == [], "a task a rank"
@@ -161,9 +232,21 @@ def test_one_task_a_node_starts_its_ranks_by_torchrun(monkeypatch: pytest.Monkey
 def test_a_task_of_mpirun_is_a_rank(env: dict[str, str]) -> None:
     rank = env.get("OMPI_COMM_WORLD_RANK") or env["PMI_RANK"]
     found = task_variables(env)
-    wanted = {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+    wanted = {
+        "RANK": rank,
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     assert {name: found[name] for name in wanted} == wanted
-    slurm = {**JOB, **STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}  # of mpirun's own helpers
+    # Of mpirun's own helpers.
+    slurm = {
+        **JOB,
+        **STEP,
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+    }
     assert task_variables({**slurm, **env})["WORLD_SIZE"] == "4"
 
 
@@ -175,9 +258,23 @@ def test_ranks_below_scripts_of_their_own_have_one_port(tmp_path: Path) -> None:
     proxy.write_text(f"#!/bin/sh\nfor r in 0 1; do {started}; done\n")
     proxy.chmod(0o755)
     env = {**ENV, "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
-    two = [subprocess.run([proxy, sys.executable, rank], env=env, capture_output=True, text=True, check=True, timeout=30) for _ in range(2)]
+    two = [
+        subprocess.run(
+            [proxy, sys.executable, rank],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+        for _ in range(2)
+    ]
     ports = [done.stdout.split() for done in two]
-    assert [len(each) for each in ports] == [2, 2] and all(len({*each}) == 1 for each in ports) and ports[0] != ports[1]
+    assert (
+        [len(each) for each in ports] == [2, 2]
+        and all(len({*each}) == 1 for each in ports)
+        and ports[0] != ports[1]
+    )
 
 
 def test_hosts_of_mpich_have_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +288,17 @@ def test_hosts_of_mpich_have_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("env", [MPI, HYDRA], ids=["Open MPI 5", "MPICH"])
-def test_mpirun_in_an_allocation_is_refused_without_an_address(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpirun_in_an_allocation_is_refused_without_an_address(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     halves = {name: "2" for name in env if name.endswith(("LOCAL_SIZE", "LOCALNRANKS"))}
-    helper = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+    helper = {
+        **STEP,
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+    }
     given(monkeypatch, JOB, helper, {"SLURM_PROCID": "1"}, env, halves)
     assert task_variables(os.environ) == {}, "the helper's numbers are not the rank's"
     for name in helper:
@@ -210,9 +315,13 @@ def test_mpirun_in_an_allocation_is_refused_without_an_address(env: dict[str, st
 
 def test_several_hosts_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     two = {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    uri = {"OMPI_MCA_orte_hnp_uri": "867631104.0;tcp://127.0.0.1,10.9.8.7,10.9.9.7:57907;tcp6://[fd00::2]:57229"}
+    uri = {
+        "OMPI_MCA_orte_hnp_uri": "867631104.0;tcp://127.0.0.1,10.9.8.7,10.9.9.7:57907;tcp6://[fd00::2]:57229"
+    }
     assert task_variables({**two, **uri})["MASTER_ADDR"] == "10.9.8.7"
-    assert task_variables({**two, **uri, "OMPI_COMM_WORLD_RANK": "0"}) == {}, "rank 0 sees that mpirun is elsewhere"
+    assert task_variables({**two, **uri, "OMPI_COMM_WORLD_RANK": "0"}) == {}, (
+        "rank 0 sees that mpirun is elsewhere"
+    )
     assert task_variables({**two, "MASTER_ADDR": "head"})["MASTER_ADDR"] == "head"
     hydra = {**HYDRA, "MPI_LOCALNRANKS": "2", "PMI_RANK": "0"}
     for env in (two | {"OMPI_COMM_WORLD_RANK": "0"}, hydra):

@@ -14,7 +14,9 @@ from tests.harness import ROOT
 
 DATA = {"data": {"train": [{"kind": "digits"}]}}
 TRAIN = "drumline train CONFIG.yaml"
-SEVERAL = "tests/hosts/test_lines.py::test_a_line_of_each_host"  # which takes its lines from the page
+SEVERAL = (
+    "tests/hosts/test_lines.py::test_a_line_of_each_host"  # which takes its lines from the page
+)
 ONE = "tests/distributed/test_launch_lines.py::test_a_launch_line"
 # page → command → the test that runs it, with the test's own config, hosts and numbers
 RUN_BY = {
@@ -60,7 +62,11 @@ RUN_BY = {
 def commands(page: str) -> list[str]:
     """Without those that install."""
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.strip().splitlines()]
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        for line in block.strip().splitlines()
+    ]
     return [line for line in lines if not line.startswith("pip install")]
 
 
@@ -68,7 +74,9 @@ def commands(page: str) -> list[str]:
 def test_each_command_is_run_by_a_test(page: str) -> None:
     found = commands(page)
     for line in found:
-        assert shlex.split(line) and [known for known in RUN_BY[page] if line.startswith(known)], f"docs/{page}.md: no test runs: {line}"
+        assert shlex.split(line) and [known for known in RUN_BY[page] if line.startswith(known)], (
+            f"docs/{page}.md: no test runs: {line}"
+        )
     for known, test in RUN_BY[page].items():
         assert any(line.startswith(known) for line in found), f"docs/{page}.md has no {known}"
         path, _, name = test.partition("::")

@@ -42,6 +42,10 @@ print("equal")
 def test_the_values_of_torch() -> None:
     pytest.importorskip("liger_kernel", reason="pip install --no-deps liger-kernel triton (286 MB)")
     done = subprocess.run(
-        [sys.executable, "-c", CODE], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=800
+        [sys.executable, "-c", CODE],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]

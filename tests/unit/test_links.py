@@ -31,7 +31,9 @@ class Group:
         self.threads: list[threading.Thread] = []
 
     def join(self, seed: int, secret: str = "drum", busy: float = 0.01) -> Peers:
-        peer = Peers(self.names, secret, {"period": 4, "seed": seed}, lambda: PLACE, lambda message: None)
+        peer = Peers(
+            self.names, secret, {"period": 4, "seed": seed}, lambda: PLACE, lambda message: None
+        )
         peer.start()
         self.threads.append(threading.Thread(target=self._work, args=(peer, busy), daemon=True))
         self.threads[-1].start()
@@ -72,7 +74,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
         thread.join(10)
 
 
-def test_a_follower_finds_the_next_leader_once(group: Group, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_follower_finds_the_next_leader_once(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also where that one is inside of a step for longer than a follower waits between two looks."""
     caplog.set_level(logging.WARNING)
     a, b, c = group.join(1), group.join(2, busy=0.5), group.join(3)
@@ -91,7 +95,10 @@ def test_no_two_of_a_group_have_one_seed(group: Group) -> None:
     a = group.join(1)
     group.join(2)
     until(lambda: 1 in a.members)
-    with pytest.raises(ConfigError, match=f"{group.names[1]} has run.seed=2, too: both would train on the same samples"):
+    with pytest.raises(
+        ConfigError,
+        match=f"{group.names[1]} has run.seed=2, too: both would train on the same samples",
+    ):
         group.join(2)
     with pytest.raises(ConfigError, match=r"has run\.seed=1, too"):
         group.join(1)
@@ -103,15 +110,26 @@ def test_another_secret_is_told(group: Group) -> None:
         group.join(2, secret="fife")
 
 
-def test_who_leads_as_its_leader_goes_begins_no_outer_step_without_a_step_of_its_own(group: Group) -> None:
+def test_who_leads_as_its_leader_goes_begins_no_outer_step_without_a_step_of_its_own(
+    group: Group,
+) -> None:
     """It has just been sent the state, which its weights are then."""
     engine: Any = object.__new__(PeersEngine)
     engine.peers = Peers(group.names, "drum", {"seed": 1}, lambda: PLACE, lambda message: None)
     engine.outer = SimpleNamespace(sends=lambda step: 0, delay=1, bits=32, peers=group.names)
     engine.weights, engine.anchors, engine.moments = ([torch.zeros(4)] for _ in range(3))
     engine.fragments, engine.whole = [(engine.weights, engine.anchors, engine.moments)], 1
-    engine.steps, engine.waited, engine.rounds, engine.used, engine.came, engine.pending = 50, 0.0, 2, {0: 0}, {}, {}
-    engine.peers.inbox.put(Message({"kind": "state", "round": 3}, torch.zeros(32, dtype=torch.uint8)))
+    engine.steps, engine.waited, engine.rounds, engine.used, engine.came, engine.pending = (
+        50,
+        0.0,
+        2,
+        {0: 0},
+        {},
+        {},
+    )
+    engine.peers.inbox.put(
+        Message({"kind": "state", "round": 3}, torch.zeros(32, dtype=torch.uint8))
+    )
     engine.after_step()
     assert engine.rounds == 3 and not engine.pending
     engine.steps += 1
@@ -122,9 +140,15 @@ def test_who_leads_as_its_leader_goes_begins_no_outer_step_without_a_step_of_its
 def test_a_host_whose_own_name_is_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Debian writes it into /etc/hosts: nobody would reach it, and it would train alone."""
     real = network.addresses
-    monkeypatch.setattr(links, "addresses", lambda host: ["127.0.1.1"] if host == "drum" else real(host))
-    with pytest.raises(ConfigError, match=r"strategy\.peers: drum is 127\.0\.1\.1 here, which no other host reaches"):
+    monkeypatch.setattr(
+        links, "addresses", lambda host: ["127.0.1.1"] if host == "drum" else real(host)
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"strategy\.peers: drum is 127\.0\.1\.1 here, which no other host reaches",
+    ):
         links.listen(["drum:29600", "192.0.2.7:29600"])
-    number, listener = links.listen([f"drum:{free_ports(1)[0]}", "127.0.0.1:29600"])  # several on one machine
+    # Several on one machine.
+    number, listener = links.listen([f"drum:{free_ports(1)[0]}", "127.0.0.1:29600"])
     listener.close()
     assert number == 0

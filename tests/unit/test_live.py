@@ -50,6 +50,10 @@ def test_what_nobody_showed_was_there_before() -> None:
 
 def test_views_and_aliases_count_once() -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 250))
-    stats = MemoryStats.of([weight, weight.data, weight[0]], [weight.view(-1)], [torch.zeros(250), torch.zeros(())])
+    stats = MemoryStats.of(
+        [weight, weight.data, weight[0]], [weight.view(-1)], [torch.zeros(250), torch.zeros(())]
+    )
     assert stats == MemoryStats(KB, 0, 1000)
-    assert sum([MemoryStats(1, 2, 3), MemoryStats(1, 1, 1)], MemoryStats(0, 0, 0)) == MemoryStats(2, 3, 4)
+    assert sum([MemoryStats(1, 2, 3), MemoryStats(1, 1, 1)], MemoryStats(0, 0, 0)) == MemoryStats(
+        2, 3, 4
+    )

@@ -11,7 +11,9 @@ from drumline.models.losses import linear_log_probs, log_probs
 
 N, D, V = 37, 16, 53
 
-linear_of: Any = linear_log_probs  # called with lists of arguments, whose number a type checker does not know
+linear_of: Any = (
+    linear_log_probs  # called with lists of arguments, whose number a type checker does not know
+)
 
 
 def tensors(
@@ -21,13 +23,18 @@ def tensors(
     generator = torch.Generator().manual_seed(0)
     rows, width, vocabulary = sizes
     shapes = [(rows, width), (vocabulary, width), *([(vocabulary,)] if bias else [])]
-    leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    leaves = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
     targets = torch.randint(vocabulary, (rows,), generator=generator)
     targets[torch.rand(rows, generator=generator) < 0.3] = -100
     return leaves, targets, torch.randn(2, rows, generator=generator)
 
 
-def exact(leaves: list[torch.Tensor], targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def exact(
+    leaves: list[torch.Tensor], targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The formula, row by row."""
     hidden, weight, bias = (*(leaf.double() for leaf in leaves), None)[:3]
     assert hidden is not None and weight is not None
@@ -35,7 +42,9 @@ def exact(leaves: list[torch.Tensor], targets: torch.Tensor, temperature: float)
     zero = rows.new_zeros(())
     log_p = [row - row.exp().sum().log() for row in rows]
     chosen = [zero if t < 0 else row[t] for row, t in zip(log_p, targets.tolist(), strict=True)]
-    return torch.stack(chosen), torch.stack([zero if t < 0 else -(row.exp() * row).sum() for row, t in zip(log_p, targets, strict=True)])
+    return torch.stack(chosen), torch.stack(
+        [zero if t < 0 else -(row.exp() * row).sum() for row, t in zip(log_p, targets, strict=True)]
+    )
 
 
 def gradients(answers: Any, back: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -54,7 +63,9 @@ def test_equals_the_formula_in_float64(chunk: int, temperature: float, bias: boo
     assert not got[0][targets == -100].any() and not got[1][targets == -100].any()
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
-    for one, other in zip(gradients(got, back, leaves), gradients(wanted, back, leaves), strict=True):
+    for one, other in zip(
+        gradients(got, back, leaves), gradients(wanted, back, leaves), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -65,15 +76,22 @@ def test_one_answer_alone_has_its_own_gradient(entropy: bool) -> None:
     assert (got[1] is None) is not entropy
     which = slice(1, 2) if entropy else slice(0, 1)
     wanted = exact(leaves, targets, 1.3)[which]
-    for one, other in zip(gradients(got[which], back[which], leaves), gradients(wanted, back[which], leaves), strict=True):
+    for one, other in zip(
+        gradients(got[which], back[which], leaves),
+        gradients(wanted, back[which], leaves),
+        strict=True,
+    ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [0, 3])
 def test_gradcheck(chunk: int) -> None:
-    leaves, targets, _ = tensors(torch.float64, sizes=(7, 3, 11))  # gradcheck goes once forward for each number
+    # Gradcheck goes once forward for each number.
+    leaves, targets, _ = tensors(torch.float64, sizes=(7, 3, 11))
     assert 0 < int((targets == -100).sum()) < len(targets)
-    assert torch.autograd.gradcheck(lambda *given: linear_of(*given, targets, chunk, 0.9, True), leaves)
+    assert torch.autograd.gradcheck(
+        lambda *given: linear_of(*given, targets, chunk, 0.9, True), leaves
+    )
 
 
 def test_answers_can_be_gone_back_from_twice() -> None:
@@ -90,7 +108,9 @@ def test_rows_without_a_target_are_not_looked_at(chunk: int) -> None:
     broken = leaves[0].detach().clone()
     broken[targets == -100] = torch.nan
     broken.requires_grad_()
-    got = gradients(linear_of(broken, leaves[1], None, targets, chunk, entropy=True), back, [broken, leaves[1]])
+    got = gradients(
+        linear_of(broken, leaves[1], None, targets, chunk, entropy=True), back, [broken, leaves[1]]
+    )
     wanted = gradients(linear_of(*leaves, None, targets, chunk, entropy=True), back, leaves)
     if chunk == 0:  # a product of all rows: the weight's gradient adds 0 · NaN
         got, wanted = got[:1], wanted[:1]
@@ -101,7 +121,9 @@ def test_no_targets_at_all() -> None:
     leaves, targets, back = tensors()
     got = linear_of(*leaves, torch.full_like(targets, -100), 8, entropy=True)
     assert not any(answer.any() for answer in got if answer is not None)
-    assert not any(g.any() for g in gradients(got, back, leaves)), "and yet every weight has a gradient, which DDP waits for"
+    assert not any(g.any() for g in gradients(got, back, leaves)), (
+        "and yet every weight has a gradient, which DDP waits for"
+    )
 
 
 def test_what_is_frozen_gets_no_gradient() -> None:
@@ -122,7 +144,9 @@ def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> N
     for one, other in zip(got, plain, strict=True):
         assert one is not None and other is not None and one.dtype == torch.float32
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-    for one, other, right in zip(gradients(got, back, leaves), gradients(plain, back, leaves), truth, strict=True):
+    for one, other, right in zip(
+        gradients(got, back, leaves), gradients(plain, back, leaves), truth, strict=True
+    ):
         assert one.dtype == torch.float32
         assert (one - right).norm() <= 1.2 * (other - right).norm()
 
@@ -151,5 +175,7 @@ def test_of_logits_as_of_a_head() -> None:
     logits = torch.nn.functional.linear(*leaves)
     got = log_probs(logits, targets, 0.7, entropy=True)
     wanted = exact(leaves, targets, 0.7)
-    for one, other in zip(gradients(got, back, leaves), gradients(wanted, back, leaves), strict=True):
+    for one, other in zip(
+        gradients(got, back, leaves), gradients(wanted, back, leaves), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -46,7 +46,9 @@ class Flag:
 
 
 def plan(tmp_path: Path, **sections: Any) -> Plan:
-    config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "algorithm": "pretrain", **sections})
+    config = Config.model_validate(
+        {"data": {"train": [{"kind": "file", "path": "x"}]}, "algorithm": "pretrain", **sections}
+    )
     return Plan(
         config=config, run_dir=str(tmp_path), mesh=Mesh(), engine="native", device="cpu", backend="gloo", precision="fp32",
         batch=BatchPlan(global_samples=2, micro_batch=1, accumulation=2, eval_micro_batch=1), lr=0.1, steps=STEPS,
@@ -76,7 +78,9 @@ def loop(
     def emit(event: Event) -> None:
         said.append(event.values())
 
-    checkpointer = Checkpointer(tmp_path / "checkpoints", keep=2, keep_best=False, mode="min", asynchronous=False)
+    checkpointer = Checkpointer(
+        tmp_path / "checkpoints", keep=2, keep_best=False, mode="min", asynchronous=False
+    )
     state, flag = state or TrainState(), Flag()
     built = Loop(
         plan=made,
@@ -92,7 +96,9 @@ def loop(
         memory_bytes=lambda: 7,
         state=state,
         goodput=Goodput(time.time()),
-        measure=Measure(made, engine.memory_stats, gather, emit, Traffic(lambda step: "whole", "cpu")),
+        measure=Measure(
+            made, engine.memory_stats, gather, emit, Traffic(lambda step: "whole", "cpu")
+        ),
     )
     return built, said
 
@@ -114,7 +120,12 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
         w -= 0.1 * (w - 2)
     assert [e["loss"] for e in of(said, "step")] == pytest.approx(expected)
     last = of(said, "step")[-1]
-    assert (last["tokens"], last["samples"], last["memory_bytes"], last["epoch"]) == (2, 2, [7], 1.0)
+    assert (last["tokens"], last["samples"], last["memory_bytes"], last["epoch"]) == (
+        2,
+        2,
+        [7],
+        1.0,
+    )
     found = newest(tmp_path / "checkpoints", verify=True)
     assert found.path and read_state(found.path)["trainer"] == {
         "step": 6,
@@ -130,35 +141,63 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     }
 
 
-def test_all_ranks_collect_garbage_after_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_collect_garbage_after_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And Python not at moments of its own; the third time here it looks at all objects."""
     collected: list[tuple[int, int]] = []
     built, _ = loop(tmp_path, held_out=False, run={"collect_every": 2}, checkpoint={"every": None})
-    monkeypatch.setattr("drumline.train.garbage.gc.collect", lambda generation=2: collected.append((built.state.step, generation)))
+    monkeypatch.setattr(
+        "drumline.train.garbage.gc.collect",
+        lambda generation=2: collected.append((built.state.step, generation)),
+    )
     monkeypatch.setattr("drumline.train.garbage.WHOLE", 3)
     began, during = gc.isenabled(), set[bool]()
     built.engine.begin_step = lambda lr: during.add(gc.isenabled())  # type: ignore[method-assign]
     built.run()
-    assert [each for each in collected if each != (2, 2)] == [(0, 2), (2, 1), (4, 1), (6, 2)]  # at step 2 memory is measured
+    # At step 2 memory is measured.
+    assert [each for each in collected if each != (2, 2)] == [
+        (0, 2),
+        (2, 1),
+        (4, 1),
+        (6, 2),
+    ]
     assert during == {False} and gc.isenabled() == began
 
 
 def test_patience(tmp_path: Path) -> None:
     """The second evaluation is the mark; none after it is better by that much, so the fourth ends the run, and it goes no further."""
-    built, said = loop(tmp_path, eval={"every": 1, "patience": 2, "min_delta": 9.0}, schedule="constant", checkpoint={"keep_best": False})
+    built, said = loop(
+        tmp_path,
+        eval={"every": 1, "patience": 2, "min_delta": 9.0},
+        schedule="constant",
+        checkpoint={"keep_best": False},
+    )
     why = built.run()
-    assert [e["step"] for e in of(said, "eval")] == [0, 1, 2, 3] and [e["step"] for e in of(said, "step")] == [1, 2, 3]
+    assert [e["step"] for e in of(said, "eval")] == [0, 1, 2, 3] and [
+        e["step"] for e in of(said, "step")
+    ] == [1, 2, 3]
     mark = of(said, "eval")[1]["loss"]
-    assert why == f"loss was not better than {mark:.6g} by more than 9 in 2 evaluations (eval.patience)"
+    assert (
+        why
+        == f"loss was not better than {mark:.6g} by more than 9 in 2 evaluations (eval.patience)"
+    )
     assert built.state.best == of(said, "eval")[3]["loss"] < mark == built.state.mark
     found = newest(tmp_path / "checkpoints", verify=True).path
-    assert found and read_state(found)["trainer"]["stale"] == 2 and [e["step"] for e in of(said, "save")] == [3]
+    assert (
+        found
+        and read_state(found)["trainer"]["stale"] == 2
+        and [e["step"] for e in of(said, "save")] == [3]
+    )
     built.stream = iter([batch(3)])
     assert built.run() == why and len(of(said, "step")) == 3
 
 
 def test_an_evaluation_that_a_signal_broke_off_is_made_after_the_resume(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"eval": {"every": 3, "patience": 5}, "checkpoint": {"keep_best": True}}
+    sections: dict[str, Any] = {
+        "eval": {"every": 3, "patience": 5},
+        "checkpoint": {"keep_best": True},
+    }
     first, said = loop(tmp_path, **sections)
 
     def signalled() -> Iterator[GlobalBatch]:
@@ -174,16 +213,30 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_after_the_resume(tmp_path
     vars(second.state).update(read_state(found)["trainer"])
     second.saver.saved_step = 3
     second.run()
-    assert [e["step"] for e in of(said, "eval")] == [3, 6] and [e["step"] for e in of(said, "save")] == [3, 6]
+    assert [e["step"] for e in of(said, "eval")] == [3, 6] and [
+        e["step"] for e in of(said, "save")
+    ] == [3, 6]
     assert newest(tmp_path / "checkpoints", verify=True).path
 
 
 def test_judged() -> None:
-    options, state = EvalConfig(every=1, patience=9, min_delta=0.5, metric="a", mode="max"), TrainState(step=1)
+    options, state = (
+        EvalConfig(every=1, patience=9, min_delta=0.5, metric="a", mode="max"),
+        TrainState(step=1),
+    )
     values = [1.0, 1.4, math.nan, 1.6, -math.inf, 2.2]
-    assert [judged({"a": value}, options, state)[1] for value in values] == [True, True, False, True, False, True]
+    assert [judged({"a": value}, options, state)[1] for value in values] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert (state.best, state.mark, state.stale) == (2.2, 2.2, 0)
-    assert judged({"a": 9.0}, options, TrainState()) == (9.0, False), "untrained weights are the base line"
+    assert judged({"a": 9.0}, options, TrainState()) == (9.0, False), (
+        "untrained weights are the base line"
+    )
     with pytest.raises(ConfigError, match=r"eval.metric: no metric 'a' — one of b"):
         judged({"b": 1.0}, options, state)
     of_tasks = options.model_copy(update={"metric": "tasks/x/acc"})
@@ -197,13 +250,21 @@ def test_sets_by_name(tmp_path: Path) -> None:
     built.held_out = {"easy": lambda: iter([batch(0)]), "hard": lambda: iter([batch(0), batch(1)])}
     built.evaluate()
     (found,) = of(said, "eval")
-    assert found["samples"] == 6 and found["easy/loss"] == found["hard/loss"] == found["loss"] == pytest.approx(5.0)
+    assert found["samples"] == 6 and found["easy/loss"] == found["hard/loss"] == found[
+        "loss"
+    ] == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
 def test_skip_leaves_the_weights_and_names_the_samples(tmp_path: Path, log_every: int) -> None:
     engine = FakeEngine(fail_at={2: math.nan})
-    built, said = loop(tmp_path, engine, health={"on_nan": "skip"}, schedule="constant", run={"log_every": log_every})
+    built, said = loop(
+        tmp_path,
+        engine,
+        health={"on_nan": "skip"},
+        schedule="constant",
+        run={"log_every": log_every},
+    )
     built.run()
     (event,) = of(said, "nonfinite")
     assert (event["step"], event["policy"], event["sample_ids"]) == (2, "skip", [2, 3])
@@ -212,11 +273,17 @@ def test_skip_leaves_the_weights_and_names_the_samples(tmp_path: Path, log_every
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
-@pytest.mark.parametrize(("health", "events"), [({"on_nan": "stop"}, 1), ({"on_nan": "skip", "max_skips": 2}, 3)])
-def test_stop_by_policy(tmp_path: Path, health: dict[str, Any], events: int, log_every: int) -> None:
+@pytest.mark.parametrize(
+    ("health", "events"), [({"on_nan": "stop"}, 1), ({"on_nan": "skip", "max_skips": 2}, 3)]
+)
+def test_stop_by_policy(
+    tmp_path: Path, health: dict[str, Any], events: int, log_every: int
+) -> None:
     engine = FakeEngine(fail_at=dict.fromkeys(range(1, 9), math.inf))
     built, said = loop(tmp_path, engine, health=health, run={"log_every": log_every})
-    with pytest.raises(TrainingStopped, match="inf" if events == 1 else r"at step 3 \(3 in a row\)"):
+    with pytest.raises(
+        TrainingStopped, match="inf" if events == 1 else r"at step 3 \(3 in a row\)"
+    ):
         built.run()
     assert len(of(said, "nonfinite")) == events
     assert not of(said, "save") and float(engine.weight) == 0.0
@@ -237,7 +304,10 @@ def test_what_is_saved_between_logged_steps_knows_of_its_skips(tmp_path: Path) -
     assert [(e["kind"], e["step"]) for e in said if e["kind"] in ("nonfinite", "save", "step")] == [
         ("nonfinite", 3), ("save", 3), ("step", 6), ("save", 6)
     ]  # fmt: skip
-    assert [read_state(tmp_path / "checkpoints" / f"step-{step:08d}")["trainer"]["skips"] for step in (3, 6)] == [1, 0]
+    assert [
+        read_state(tmp_path / "checkpoints" / f"step-{step:08d}")["trainer"]["skips"]
+        for step in (3, 6)
+    ] == [1, 0]
 
 
 def test_asked_to_stop_saves_first(tmp_path: Path) -> None:
@@ -260,7 +330,9 @@ def test_asked_to_stop_saves_first(tmp_path: Path) -> None:
 def test_saves_evaluates_and_stops_only_between_rollouts(tmp_path: Path) -> None:
     """Rollouts of two steps: what falls due within one waits for its end, and the stream's state is saved with it."""
     built, said = loop(tmp_path, checkpoint={"every": 3}, eval={"every": 3}, schedule="constant")
-    built.stream = (replace(batch(s), checkpointable=s % 2 == 1, state={"drawn": s}) for s in range(STEPS))
+    built.stream = (
+        replace(batch(s), checkpointable=s % 2 == 1, state={"drawn": s}) for s in range(STEPS)
+    )
     step = built._train_step
 
     def then_ask(*arguments: Any) -> None:
@@ -270,7 +342,9 @@ def test_saves_evaluates_and_stops_only_between_rollouts(tmp_path: Path) -> None
     built._train_step = then_ask  # type: ignore[method-assign]
     with pytest.raises(Preempted, match="saved at step 6"):
         built.run()
-    assert [e["step"] for e in of(said, "eval")] == [0, 4] and [e["step"] for e in of(said, "save")] == [4, 6]
+    assert [e["step"] for e in of(said, "eval")] == [0, 4] and [
+        e["step"] for e in of(said, "save")
+    ] == [4, 6]
     found = newest(tmp_path / "checkpoints", verify=True)
     assert found.path and read_state(found.path)["trainer"]["stream"] == {"drawn": 5}
 
@@ -304,4 +378,6 @@ def test_goodput_adds_up() -> None:
     clock.seconds["productive"] += 1.0
     report = clock.report()
     assert report["startup"] == pytest.approx(8, abs=0.5)
-    assert sum(report.values()) - report["elapsed"] == pytest.approx(max(report["elapsed"], 11), abs=0.5)
+    assert sum(report.values()) - report["elapsed"] == pytest.approx(
+        max(report["elapsed"], 11), abs=0.5
+    )

@@ -15,7 +15,10 @@ N, D, V = 37, 16, 53
 
 
 def tensors(
-    dtype: torch.dtype = torch.float32, bias: bool = False, masked: float = 0.3, sizes: tuple[int, int, int] = (N, D, V)
+    dtype: torch.dtype = torch.float32,
+    bias: bool = False,
+    masked: float = 0.3,
+    sizes: tuple[int, int, int] = (N, D, V),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     torch.manual_seed(0)
     rows, width, vocabulary = sizes
@@ -46,7 +49,11 @@ def test_equals_the_plain_one(chunk: int, bias: bool) -> None:
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     assert torch.equal(correct, expected_correct)
-    for got, wanted in zip(gradients(loss, hidden, weight, bias_V), gradients(expected, hidden, weight, bias_V), strict=True):
+    for got, wanted in zip(
+        gradients(loss, hidden, weight, bias_V),
+        gradients(expected, hidden, weight, bias_V),
+        strict=True,
+    ):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -55,7 +62,9 @@ def test_tied_weights_get_both_gradients() -> None:
     ids = torch.randint(V, (N,))
     loss, _ = linear_cross_entropy(weight[ids], weight, None, targets, 8)
     expected, _ = plain(weight[ids], weight, None, targets)
-    torch.testing.assert_close(gradients(loss, weight), gradients(expected, weight), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        gradients(loss, weight), gradients(expected, weight), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_no_targets_at_all() -> None:
@@ -73,7 +82,9 @@ def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> N
         loss, _ = linear_cross_entropy(hidden, weight, None, targets, 8)
         expected, _ = plain(hidden, weight, None, targets)
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
-    for got, wanted, truth in zip(gradients(loss, hidden, weight), gradients(expected, hidden, weight), exact, strict=True):
+    for got, wanted, truth in zip(
+        gradients(loss, hidden, weight), gradients(expected, hidden, weight), exact, strict=True
+    ):
         assert got.dtype == torch.float32
         assert (got - truth).norm() <= 1.2 * (wanted - truth).norm()
 
@@ -81,11 +92,14 @@ def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_gradient_is_right_in_float64(chunk: int) -> None:
-    hidden, weight, bias, targets = tensors(torch.float64, bias=True, sizes=(7, 3, 11))  # gradcheck goes once forward for each number
+    # Gradcheck goes once forward for each number.
+    hidden, weight, bias, targets = tensors(torch.float64, bias=True, sizes=(7, 3, 11))
     assert 0 < int((targets == -100).sum()) < len(targets)
     # gradcheck goes back twice, and our backward works on what it saved: hand it copies.
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, torch.clone):
-        assert torch.autograd.gradcheck(lambda h, w, b: linear_cross_entropy(h, w, b, targets, chunk)[0], (hidden, weight, bias))
+        assert torch.autograd.gradcheck(
+            lambda h, w, b: linear_cross_entropy(h, w, b, targets, chunk)[0], (hidden, weight, bias)
+        )
 
 
 def test_a_second_backward_is_refused_rather_than_wrong() -> None:
@@ -106,7 +120,9 @@ def test_fp16_keeps_gradients_that_fp16_has_no_number_for() -> None:
         loss, _ = linear_cross_entropy(hidden, weight, None, torch.tensor([0, -100]), 8)
     loss.backward()
     assert weight.grad is not None
-    torch.testing.assert_close(weight.grad[1:], torch.full_like(weight.grad[1:], 2.0**-14 / vocabulary), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        weight.grad[1:], torch.full_like(weight.grad[1:], 2.0**-14 / vocabulary), rtol=1e-3, atol=0
+    )
 
 
 def test_fp16_sums_over_more_than_fp16_can_hold() -> None:
@@ -115,7 +131,9 @@ def test_fp16_sums_over_more_than_fp16_can_hold() -> None:
     hidden = torch.full((places, D), 2048.0, requires_grad=True)
     weight = torch.zeros(2, D, requires_grad=True)
     with torch.autocast("cpu", torch.float16):
-        loss, _ = linear_cross_entropy(hidden, weight, None, torch.zeros(places, dtype=torch.long), 64)
+        loss, _ = linear_cross_entropy(
+            hidden, weight, None, torch.zeros(places, dtype=torch.long), 64
+        )
     loss.backward()
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad[0], torch.full((D,), -0.5 * places * 2048.0))
@@ -181,10 +199,15 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same() -> None:
     assert bias is not None
     wanted = gradients(plain(hidden, weight, bias, targets)[0], hidden, weight, bias)
     for frozen in itertools.product([False, True], repeat=3):
-        leaves = [leaf.detach() if still else leaf for leaf, still in zip((hidden, weight, bias), frozen, strict=True)]
+        leaves = [
+            leaf.detach() if still else leaf
+            for leaf, still in zip((hidden, weight, bias), frozen, strict=True)
+        ]
         loss, _ = linear_cross_entropy(leaves[0], leaves[1], leaves[2], targets, 8)
         assert loss.requires_grad is not all(frozen)
         if loss.requires_grad:
             expected = [grad for grad, still in zip(wanted, frozen, strict=True) if not still]
-            got = gradients(loss, *[leaf for leaf, still in zip(leaves, frozen, strict=True) if not still])
+            got = gradients(
+                loss, *[leaf for leaf, still in zip(leaves, frozen, strict=True) if not still]
+            )
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

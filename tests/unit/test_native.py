@@ -79,12 +79,26 @@ def plain(model_dir: Path) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("sections", "precision", "tolerance"),
     [
-        pytest.param({"memory": {"activation_checkpointing": "full"}}, "fp32", 0.0, id="activation checkpointing"),
-        pytest.param({"memory": {"activation_checkpointing": "selective"}}, "fp32", 0.0, id="selective checkpointing"),
-        pytest.param({"algorithm": {"kind": "sft", "loss_chunk": 0}}, "fp32", 1e-6, id="all logits"),
+        pytest.param(
+            {"memory": {"activation_checkpointing": "full"}},
+            "fp32",
+            0.0,
+            id="activation checkpointing",
+        ),
+        pytest.param(
+            {"memory": {"activation_checkpointing": "selective"}},
+            "fp32",
+            0.0,
+            id="selective checkpointing",
+        ),
+        pytest.param(
+            {"algorithm": {"kind": "sft", "loss_chunk": 0}}, "fp32", 1e-6, id="all logits"
+        ),
         pytest.param({"model": {"attention": "eager"}}, "fp32", 1e-5, id="eager attention"),
         pytest.param({"optimizer": {"fused": False}}, "fp32", 1e-5, id="unfused"),
-        pytest.param({"compile": {"enabled": True}}, "fp32", 1e-4, id="compiled", marks=pytest.mark.full),
+        pytest.param(
+            {"compile": {"enabled": True}}, "fp32", 1e-4, id="compiled", marks=pytest.mark.full
+        ),
         pytest.param(
             {"compile": {"enabled": True}, "memory": {"activation_checkpointing": "selective"}},
             "fp32",
@@ -92,18 +106,27 @@ def plain(model_dir: Path) -> list[tuple[float, float]]:
             id="compiled selective",
             marks=pytest.mark.full,
         ),
-        pytest.param({"memory": {"activation_checkpointing": "selective"}}, "bf16", 2e-2, id="bf16 selective"),
+        pytest.param(
+            {"memory": {"activation_checkpointing": "selective"}}, "bf16", 2e-2, id="bf16 selective"
+        ),
         pytest.param({}, "bf16", 2e-2, id="bf16"),
-        pytest.param({}, "fp16", 5e-2, id="fp16"),  # the third norm: 3.8e-2 apart on some CPUs, 2e-2 on others
+        # The third norm: 3.8e-2 apart on some CPUs, 2e-2 on others.
+        pytest.param({}, "fp16", 5e-2, id="fp16"),
     ],
 )
 def test_same_losses_in_every_mode(
-    model_dir: Path, plain: list[tuple[float, float]], sections: dict[str, Any], precision: str, tolerance: float
+    model_dir: Path,
+    plain: list[tuple[float, float]],
+    sections: dict[str, Any],
+    precision: str,
+    tolerance: float,
 ) -> None:
     made = engine(model_dir, precision, **sections)
     for got, expected in zip(train(made), plain, strict=True):
         assert got == pytest.approx(expected, rel=tolerance)
-    assert all(t.dtype == torch.float32 for n, t in made.tensors().items() if n.startswith("model.")), "master weights stay fp32"
+    assert all(
+        t.dtype == torch.float32 for n, t in made.tensors().items() if n.startswith("model.")
+    ), "master weights stay fp32"
 
 
 def test_clipping_scales_the_gradient(model_dir: Path) -> None:
@@ -118,12 +141,16 @@ def test_clipping_scales_the_gradient(model_dir: Path) -> None:
     assert moved == pytest.approx(0.1, rel=1e-3)
 
 
-NOT_FINITE = [{"kind": kind, "fused": fused} for kind in ("adamw", "sgd") for fused in (True, False)]
+NOT_FINITE = [
+    {"kind": kind, "fused": fused} for kind in ("adamw", "sgd") for fused in (True, False)
+]
 NOT_FINITE += [{"kind": "muon"}, {"offload": True}]
 
 
 @pytest.mark.parametrize("optimizer", NOT_FINITE, ids=lambda o: f"{o}")
-def test_a_step_that_is_not_finite_leaves_everything(model_dir: Path, optimizer: dict[str, Any]) -> None:
+def test_a_step_that_is_not_finite_leaves_everything(
+    model_dir: Path, optimizer: dict[str, Any]
+) -> None:
     made = engine(model_dir, optimizer=optimizer)
     train(made, 1)
     before = {n: t.clone() for n, t in made.tensors().items()}
@@ -133,14 +160,20 @@ def test_a_step_that_is_not_finite_leaves_everything(model_dir: Path, optimizer:
     assert all(torch.equal(t, before[n]) for n, t in made.tensors().items())
     made.forward_backward(batches(), NextToken(16, False).objective, 46.0)
     made.step(1.0, made.grad_norm(), torch.tensor(True))
-    assert all(not torch.equal(t, before[n]) for n, t in made.tensors().items() if n.endswith(".step")), "it goes on"
+    assert all(
+        not torch.equal(t, before[n]) for n, t in made.tensors().items() if n.endswith(".step")
+    ), "it goes on"
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "schedule_free"])
 def test_weights_are_gathered_in_fp8_with_scales_of_their_own(model_dir: Path, kind: str) -> None:
     """Whatever has set them: a step, a mean that is evaluated, a checkpoint."""
     pytest.importorskip("torchao")
-    options = {"precision": {"kind": "fp8", "scaling": "tensorwise", "gather": "fp8"}, "strategy": "fsdp2", "optimizer": {"kind": kind}}
+    options = {
+        "precision": {"kind": "fp8", "scaling": "tensorwise", "gather": "fp8"},
+        "strategy": "fsdp2",
+        "optimizer": {"kind": kind},
+    }
     made = engine(model_dir, "bf16", **options)
     try:
 
@@ -148,8 +181,13 @@ def test_weights_are_gathered_in_fp8_with_scales_of_their_own(model_dir: Path, k
             named: dict[str, Any] = {**made.named}
             # to_local gives one without its scale
             weights = [p._local_tensor for name, p in named.items() if "_proj" in name]
-            scales = [torch.finfo(torch.float8_e4m3fn).max / float(weight.detach().abs().max()) for weight in weights]
-            assert [float(weight._precomputed_scale) for weight in weights] == pytest.approx(scales, rel=1e-5)
+            scales = [
+                torch.finfo(torch.float8_e4m3fn).max / float(weight.detach().abs().max())
+                for weight in weights
+            ]
+            assert [float(weight._precomputed_scale) for weight in weights] == pytest.approx(
+                scales, rel=1e-5
+            )
 
         saved = {name: tensor.clone() for name, tensor in made.tensors().items()}
         state = made.state() | {"step": 0}
@@ -201,7 +239,10 @@ def test_the_loss_scale_grows_and_shrinks_without_the_host() -> None:
 def test_a_bucket_of_gradients_moves_nothing_to_the_device_or_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    weights = [nn.Parameter(torch.ones(3, device="meta")), nn.Parameter(torch.ones(2, device="meta"))]
+    weights = [
+        nn.Parameter(torch.ones(3, device="meta")),
+        nn.Parameter(torch.ones(2, device="meta")),
+    ]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     sent = []
@@ -243,18 +284,26 @@ def test_checkpoint_tensors_are_canonical_and_live(model_dir: Path) -> None:
     names = set(made.tensors())
     parameters = {n for n, _ in made.model.named_parameters()}
     assert {f"model.{n}" for n in parameters} <= names
-    assert {f"optim.{n}.{slot}" for n in parameters for slot in ("exp_avg", "exp_avg_sq", "step")} <= names
+    assert {
+        f"optim.{n}.{slot}" for n in parameters for slot in ("exp_avg", "exp_avg_sq", "step")
+    } <= names
     assert not any("module" in n or "_orig_mod" in n for n in names)
     assert "model.lm_head.weight" not in names, "tied: stored once, under the embedding"
     steps = [t for n, t in made.tensors().items() if n.endswith(".step")]
-    assert all(float(t) == 0 for t in steps), "state is there before the first step, and says that none was taken"
+    assert all(float(t) == 0 for t in steps), (
+        "state is there before the first step, and says that none was taken"
+    )
 
 
 def test_decay_spares_biases_and_norms(model_dir: Path) -> None:
     made = engine(model_dir, optimizer={"weight_decay": 0.1})
-    by_decay = {g["weight_decay"]: {p.ndim for p in g["params"]} for g in made.optimizer.param_groups}
+    by_decay = {
+        g["weight_decay"]: {p.ndim for p in g["params"]} for g in made.optimizer.param_groups
+    }
     assert by_decay == {0.1: {2}, 0.0: {1}}
-    assert len(engine(model_dir).optimizer.param_groups) == 1, "without decay nothing tells them apart"
+    assert len(engine(model_dir).optimizer.param_groups) == 1, (
+        "without decay nothing tells them apart"
+    )
 
 
 def test_blocks_are_the_models_own(model_dir: Path) -> None:
@@ -286,17 +335,26 @@ def test_a_region_of_compiled_code_keeps_every_second_product() -> None:
         def ignore_compile_internals(cls) -> bool:
             return True
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.products += func in WRITTEN
             return func(*args, **(kwargs or {}))
 
     torch.manual_seed(0)
-    layers, inputs = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh()))), torch.randn(8, 16)
+    layers, inputs = (
+        nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh()))),
+        torch.randn(8, 16),
+    )
     found = {}
     for name, around in {"none": None, "full": noop_context_fn, "selective": selective}.items():
         run = torch.compile(layers)
         with Written() as written:
-            out = run(inputs) if around is None else checkpoint(run, inputs, use_reentrant=False, context_fn=around)
+            out = (
+                run(inputs)
+                if around is None
+                else checkpoint(run, inputs, use_reentrant=False, context_fn=around)
+            )
             gradients = torch.autograd.grad(out.square().sum(), list(layers.parameters()))
         found[name] = written.products, gradients
     products = [of for of, _ in found.values()]
@@ -310,10 +368,14 @@ def test_a_model_without_checkpointing_is_refused() -> None:
         apply_activation_checkpointing(torch.nn.Linear(1, 1), "full")
 
 
-def test_a_norm_over_stages_is_summed_on_the_device_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_over_stages_is_summed_on_the_device_of_the_mesh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also by the rank that has no gradients: a tensor in host memory would meet the others' on NCCL."""
     summed: list[str] = []
-    monkeypatch.setattr(norms.dist, "all_reduce", lambda tensor, group: summed.append(tensor.device.type))
+    monkeypatch.setattr(
+        norms.dist, "all_reduce", lambda tensor, group: summed.append(tensor.device.type)
+    )
     for gradients in ([], [torch.ones(3)]):
         norms.global_norm(gradients, "meta", group=object())  # type: ignore[arg-type]
     assert summed == ["meta", "meta"]
@@ -330,6 +392,8 @@ def test_the_host_decides_for_a_fused_step_on_another_device() -> None:
 
 def test_an_optimizer_with_nothing_to_learn_takes_its_steps() -> None:
     for kind in ("adamw", "sgd"):
-        optimizer = build_optimizer({"frozen": nn.Parameter(torch.ones(2), requires_grad=False)}, OptimizerConfig(kind=kind))
+        optimizer = build_optimizer(
+            {"frozen": nn.Parameter(torch.ones(2), requires_grad=False)}, OptimizerConfig(kind=kind)
+        )
         optimizer.step()
         assert not optimizer.state

@@ -31,7 +31,15 @@ from drumline.parallel.in_turn import InBackward, OnHost, _on_host
 from drumline.parallel.low import LowAdamW, rounded
 from drumline.parallel.muon import Joined
 from drumline.parallel.norms import global_norm, local, total_norm
-from drumline.parallel.optimizer import as_saved, build_optimizer, load_saved, masks, optimizer_tensors, set_rate, take_step
+from drumline.parallel.optimizer import (
+    as_saved,
+    build_optimizer,
+    load_saved,
+    masks,
+    optimizer_tensors,
+    set_rate,
+    take_step,
+)
 from drumline.strategies.build import build_engine
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.train.build import Start
@@ -52,7 +60,10 @@ MATRICES = frozenset(name for name in SHAPES if "layers" in name)
 
 def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in SHAPES.items()
+    }
 
 
 def learn(named: dict[str, nn.Parameter], optimizer: Any, seeds: range) -> None:
@@ -69,7 +80,10 @@ def test_states_have_the_bytes_that_are_counted(kind: str) -> None:
     optimizer = build_optimizer(named, options, matrices=MATRICES)
     held = MemoryStats.of((), (), tensors_in(*optimizer.state.values())).optimizer
     assert held == sum(
-        options.bytes_of(Weight(name, p.shape, place="block" if name in MATRICES else "before"), p.numel()) for name, p in named.items()
+        options.bytes_of(
+            Weight(name, p.shape, place="block" if name in MATRICES else "before"), p.numel()
+        )
+        for name, p in named.items()
     )
     before = {name: p.detach().clone() for name, p in named.items()}
     learn(named, optimizer, range(1))
@@ -95,8 +109,14 @@ def test_on_one_rank_it_is_the_library_s(kind: str) -> None:
     named, theirs = parameters(), parameters()
     options = OptimizerConfig(kind=kind, lr=0.01, momentum=0.95, weight_decay=0.1)
     mine = build_optimizer(named, options, matrices=MATRICES)
-    decays = [[p for p in theirs.values() if p.ndim > 1], [p for p in theirs.values() if p.ndim == 1]]
-    groups: list[dict[str, Any]] = [{"params": params, "weight_decay": decay} for params, decay in zip(decays, (0.1, 0.0), strict=True)]
+    decays = [
+        [p for p in theirs.values() if p.ndim > 1],
+        [p for p in theirs.values() if p.ndim == 1],
+    ]
+    groups: list[dict[str, Any]] = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in zip(decays, (0.1, 0.0), strict=True)
+    ]
     others: list[Any]
     if kind == "adafactor":
         others = [torch.optim.Adafactor(groups, lr=0.01, foreach=False)]
@@ -105,8 +125,16 @@ def test_on_one_rank_it_is_the_library_s(kind: str) -> None:
         others[0].train()
     else:
         own = [theirs[name] for name in MATRICES]
-        rest = [{**g, "params": [p for p in g["params"] if all(p is not q for q in own)]} for g in groups]
-        settings = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+        rest = [
+            {**g, "params": [p for p in g["params"] if all(p is not q for q in own)]}
+            for g in groups
+        ]
+        settings = {
+            "lr": 0.01,
+            "momentum": 0.95,
+            "weight_decay": 0.1,
+            "adjust_lr_fn": "match_rms_adamw",
+        }
         others = [torch.optim.Muon(own, **settings), torch.optim.AdamW(rest, lr=0.01)]
     for seed in range(3):
         learn(named, mine, range(seed, seed + 1))
@@ -118,7 +146,9 @@ def test_on_one_rank_it_is_the_library_s(kind: str) -> None:
         if seed == 1 and kind == "schedule_free":
             for optimizer in (mine, *others):
                 optimizer.eval()
-            assert all(torch.allclose(named[name], theirs[name], rtol=1e-6, atol=1e-7) for name in named)
+            assert all(
+                torch.allclose(named[name], theirs[name], rtol=1e-6, atol=1e-7) for name in named
+            )
             for optimizer in (mine, *others):
                 optimizer.train()
     for name in named:
@@ -131,9 +161,17 @@ def test_quantised_moments_go_on_from_fp32_ones_bit_for_bit(kind: str) -> None:
     named, options = parameters(), OptimizerConfig(kind=kind, lr=1e-2)
     optimizer = build_optimizer(named, options)
     learn(named, optimizer, range(3))
-    saved = {name: as_saved(tensor).clone() for name, tensor in optimizer_tensors(optimizer, named).items()}
+    saved = {
+        name: as_saved(tensor).clone()
+        for name, tensor in optimizer_tensors(optimizer, named).items()
+    }
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
-    assert saved.keys() == optimizer_tensors(build_optimizer(others := parameters(), OptimizerConfig()), others).keys()
+    assert (
+        saved.keys()
+        == optimizer_tensors(
+            build_optimizer(others := parameters(), OptimizerConfig()), others
+        ).keys()
+    )
     again = {name: nn.Parameter(p.detach().clone()) for name, p in named.items()}
     second = build_optimizer(again, options)
     for name, tensor in optimizer_tensors(second, again).items():
@@ -150,33 +188,47 @@ def low(rounding: str, seed: int = 0) -> Any:
 
 def test_stochastic_rounding_is_right_in_the_mean() -> None:
     value = torch.tensor([1.0, 1.001, -3.0101, 1e-20, 0.0])
-    drawn = torch.stack([rounded(value, torch.Generator().manual_seed(seed)) for seed in range(4000)])
+    drawn = torch.stack(
+        [rounded(value, torch.Generator().manual_seed(seed)) for seed in range(4000)]
+    )
     assert torch.equal(drawn.bfloat16().float(), drawn), "bf16 holds each"
-    assert torch.equal(drawn[:, [0, 4]], value[[0, 4]].expand(4000, 2)), "what bf16 holds stays as it is"
+    assert torch.equal(drawn[:, [0, 4]], value[[0, 4]].expand(4000, 2)), (
+        "what bf16 holds stays as it is"
+    )
     torch.testing.assert_close(drawn.mean(0), value, rtol=2e-4, atol=0.0)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
+)
 def test_in_pure_bf16_small_steps_are_not_lost(seed: int) -> None:
     """A network of two layers learns another one in 400 steps: with stochastic rounding and Kahan sums the loss ends within 2% of that of
     fp32 weights (0.00121 to 0.00134), with rounding to the nearest 1.65 to 1.72 times above."""
     ends = {}
     for rounding in ("fp32", "stochastic", "kahan", "nearest"):
         torch.manual_seed(seed)
-        teacher, student = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(2))
+        teacher, student = (
+            nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(2)
+        )
         inputs = torch.randn(256, 16)
         wanted = teacher(inputs).detach()
         if rounding != "fp32":
             student.bfloat16()
         named = dict(student.named_parameters())
-        optimizer = build_optimizer(named, OptimizerConfig(lr=1e-3), make=None if rounding == "fp32" else low(rounding, seed))
+        optimizer = build_optimizer(
+            named,
+            OptimizerConfig(lr=1e-3),
+            make=None if rounding == "fp32" else low(rounding, seed),
+        )
         for _ in range(400):
             loss = (student(inputs.to(named["0.weight"].dtype)).float() - wanted).square().mean()
             optimizer.zero_grad()
             loss.backward()
             take_step(optimizer)
         ends[rounding] = float(loss.detach())
-    assert max(ends["stochastic"], ends["kahan"]) < 1.05 * ends["fp32"] < 0.8 * ends["nearest"], ends
+    assert max(ends["stochastic"], ends["kahan"]) < 1.05 * ends["fp32"] < 0.8 * ends["nearest"], (
+        ends
+    )
 
 
 @pytest.fixture(scope="module")
@@ -186,13 +238,21 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def made(rounding: str, number: int) -> tuple[Plan, Any]:
         """(plan, engine) after so many steps. `rounding`: fp32 is over fp32 weights."""
-        precision = {"kind": "bf16", **({"master": "bf16", "rounding": rounding} if rounding != "fp32" else {})}
+        precision = {
+            "kind": "bf16",
+            **({"master": "bf16", "rounding": rounding} if rounding != "fp32" else {}),
+        }
         folder = Path(tempfile.mkdtemp(dir=root))
-        plan = make_plan(Request(load(write_config(folder, model, precision=precision), []), world_size=1), on_progress=lambda *_: None)
+        plan = make_plan(
+            Request(load(write_config(folder, model, precision=precision), []), world_size=1),
+            on_progress=lambda *_: None,
+        )
         engine: Any = build_engine(plan, "cpu")
         objective = policy_objective(plan.config.algorithm.build())
         for _ in range(number):
-            engine.forward_backward([plan.config.algorithm.traced_batch(plan, 1, 16, 3)], objective, 16.0)
+            engine.forward_backward(
+                [plan.config.algorithm.traced_batch(plan, 1, 16, 3)], objective, 16.0
+            )
             engine.step(1e-3, engine.grad_norm(), torch.tensor(True))
         return plan, engine
 
@@ -200,20 +260,40 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("kahan", "kahan"), ("old kahan", "kahan"), ("old kahan", "fp32"), ("kahan", "stochastic"), ("fp32", "kahan")]
+    ("before", "after"),
+    [
+        ("kahan", "kahan"),
+        ("old kahan", "kahan"),
+        ("old kahan", "fp32"),
+        ("kahan", "stochastic"),
+        ("fp32", "kahan"),
+    ],
 )
-def test_what_kahan_sums_keep_goes_along_or_into_the_weights(steps: Any, tmp_path: Path, before: str, after: str) -> None:
+def test_what_kahan_sums_keep_goes_along_or_into_the_weights(
+    steps: Any, tmp_path: Path, before: str, after: str
+) -> None:
     plan, engine = steps(before.removeprefix("old "), 2)
     kept = {name: tensor.clone() for name, tensor in engine.tensors().items()}
-    saved = {re.sub(r"^compensation\.(.*)", r"optim.\1.compensation", n) if "old" in before else n: t for n, t in kept.items()}
-    state = {"trainer": asdict(TrainState()), "engine": engine.state(), "config": plan.config.model_dump(mode="json")}
+    saved = {
+        re.sub(r"^compensation\.(.*)", r"optim.\1.compensation", n) if "old" in before else n: t
+        for n, t in kept.items()
+    }
+    state = {
+        "trainer": asdict(TrainState()),
+        "engine": engine.state(),
+        "config": plan.config.model_dump(mode="json"),
+    }
     checkpointer = Checkpointer(tmp_path / "checkpoints", 2, False, "min", False)
     checkpointer.save(2, saved, state, None)
     (result,) = checkpointer.wait()
     _, other = steps(after, 0)
     Start(result.path, [], frozenset()).restore(other, lambda _: None, 0.0)
     found = other.tensors()
-    lost = {name.removeprefix("compensation."): tensor for name, tensor in kept.items() if name.startswith("compensation.")}
+    lost = {
+        name.removeprefix("compensation."): tensor
+        for name, tensor in kept.items()
+        if name.startswith("compensation.")
+    }
     assert ("kahan" in before) == any(tensor.any() for tensor in lost.values())
     for name, tensor in found.items():
         section, _, weight = name.partition(".")
@@ -237,13 +317,19 @@ def test_a_fused_part_passes_over_a_step_like_an_optimizer_of_its_own() -> None:
             p.grad = torch.ones_like(p)
         joined.found_inf = torch.tensor(found)
         take_step(joined)  # type: ignore[arg-type]
-        stays = [torch.equal(b, p) for b, p in zip(before, (*mine.values(), *others.values()), strict=True)]
+        stays = [
+            torch.equal(b, p)
+            for b, p in zip(before, (*mine.values(), *others.values()), strict=True)
+        ]
         assert all(stays) if found else not any(stays)
 
 
 def as_kept(named: dict[str, nn.Parameter], optimizer: Any) -> dict[str, torch.Tensor]:
     """Copies of the weights and of what an optimizer keeps."""
-    return {name: tensor.detach().clone() for name, tensor in {**named, **optimizer_tensors(optimizer, named)}.items()}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in {**named, **optimizer_tensors(optimizer, named)}.items()
+    }
 
 
 @pytest.mark.parametrize("kind", ["muon", "on host"])
@@ -252,7 +338,9 @@ def test_a_step_that_is_passed_over_leaves_all_as_it_was(kind: str) -> None:
     named, others = parameters(), parameters()
     made = []
     for mine in (named, others):
-        options = OptimizerConfig(kind="adamw" if kind == "on host" else kind, lr=0.01, weight_decay=0.1)
+        options = OptimizerConfig(
+            kind="adamw" if kind == "on host" else kind, lr=0.01, weight_decay=0.1
+        )
         plain = lambda some, own=options: build_optimizer(some, own, matrices=MATRICES)  # noqa: E731
         made.append(OnHost(mine, plain) if kind == "on host" else plain(mine))
     told, untold = made
@@ -273,17 +361,31 @@ def test_a_step_that_is_passed_over_leaves_all_as_it_was(kind: str) -> None:
 
 
 def test_groups_have_rates_and_decay_of_their_own() -> None:
-    groups = [{"match": ["*embed*"], "lr_ratio": 16, "weight_decay": 0.0}, {"match": ["*mlp*", "*norm*"], "lr_ratio": 0.5}]
+    groups = [
+        {"match": ["*embed*"], "lr_ratio": 16, "weight_decay": 0.0},
+        {"match": ["*mlp*", "*norm*"], "lr_ratio": 0.5},
+    ]
     options = OptimizerConfig(lr=1e-3, weight_decay=0.1, groups=groups)
     named = parameters()
     optimizer = build_optimizer(named, options)
     set_rate(optimizer, 0.01)
     names = {parameter: name for name, parameter in named.items()}
-    found = {names[p]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
-    assert found == dict(zip(SHAPES, [(0.16, 0.0), (0.005, 0.1), (0.01, 0.1), (0.005, 0.0)], strict=True))
+    found = {
+        names[p]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    assert found == dict(
+        zip(SHAPES, [(0.16, 0.0), (0.005, 0.1), (0.01, 0.1), (0.005, 0.0)], strict=True)
+    )
     options.require_groups(list(SHAPES))
-    all_decay = OptimizerConfig(weight_decay=0.1, groups=[{"match": ["norm*"], "weight_decay": 0.3}])
-    assert [g["weight_decay"] for g in build_optimizer(named, all_decay).param_groups] == [0.1, 0.3], "what is written holds for a vector"
+    all_decay = OptimizerConfig(
+        weight_decay=0.1, groups=[{"match": ["norm*"], "weight_decay": 0.3}]
+    )
+    assert [g["weight_decay"] for g in build_optimizer(named, all_decay).param_groups] == [
+        0.1,
+        0.3,
+    ], "what is written holds for a vector"
     with pytest.raises(PlanError, match=r"'\*mlp\*' matches no parameter that learns"):
         options.require_groups(["embed.weight", "norm"])
 
@@ -291,8 +393,15 @@ def test_groups_have_rates_and_decay_of_their_own() -> None:
 @pytest.mark.parametrize("kind", ["adamw", "lion", "adamw_8bit"])
 def test_updates_in_backward_are_those_of_a_step(kind: str) -> None:
     """Bit for bit, with the norm of all gradients; none of them is left."""
-    options, mine, others = OptimizerConfig(kind=kind, lr=1e-2, weight_decay=0.1), parameters(), parameters()
-    early, plain = InBackward(mine, lambda some: build_optimizer(some, options)), build_optimizer(others, options)
+    options, mine, others = (
+        OptimizerConfig(kind=kind, lr=1e-2, weight_decay=0.1),
+        parameters(),
+        parameters(),
+    )
+    early, plain = (
+        InBackward(mine, lambda some: build_optimizer(some, options)),
+        build_optimizer(others, options),
+    )
     for seed in range(3):
         for named in (mine, others):
             torch.manual_seed(seed)
@@ -308,7 +417,10 @@ def test_updates_in_backward_are_those_of_a_step(kind: str) -> None:
 
 def test_steps_on_the_host_are_those_of_the_device() -> None:
     options, mine, others = OptimizerConfig(lr=1e-2), parameters(), parameters()
-    host, plain = OnHost(mine, lambda some: build_optimizer(some, options)), build_optimizer(others, options)
+    host, plain = (
+        OnHost(mine, lambda some: build_optimizer(some, options)),
+        build_optimizer(others, options),
+    )
     learn(mine, host, range(3))
     learn(others, plain, range(3))
     assert all(torch.equal(mine[name], others[name]) for name in SHAPES)
@@ -327,17 +439,34 @@ def test_copies_on_the_host_of_what_is_cut_over_gpus_stay_there() -> None:
         mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
         mesh._device_type = "cuda"
         with FakeTensorMode(allow_non_fake_inputs=True):
-            on_gpu = DTensor.from_local(torch.empty(4, 4, device="cuda"), mesh, [Shard(0), Shard(1)], run_check=False)
+            on_gpu = DTensor.from_local(
+                torch.empty(4, 4, device="cuda"), mesh, [Shard(0), Shard(1)], run_check=False
+            )
             copy = _on_host(on_gpu)
-            assert isinstance(copy, DTensor) and copy.shape == on_gpu.shape and copy.placements == on_gpu.placements
-            assert {local(tensor).device.type for tensor in (copy, torch.zeros_like(copy), copy * 2)} == {"cpu"}
+            assert (
+                isinstance(copy, DTensor)
+                and copy.shape == on_gpu.shape
+                and copy.placements == on_gpu.placements
+            )
+            assert {
+                local(tensor).device.type for tensor in (copy, torch.zeros_like(copy), copy * 2)
+            } == {"cpu"}
     finally:
         dist.destroy_process_group()
 
 
 def refused(strategy: str, **optimizer: Any) -> list[str]:
-    config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "strategy": strategy, "optimizer": optimizer})
-    return [refusal.name for refusal in refusals(Case(config, config.strategy.mesh(2), "cpu", "fp32", None))]
+    config = Config.model_validate(
+        {
+            "data": {"train": [{"kind": "file", "path": "x"}]},
+            "strategy": strategy,
+            "optimizer": optimizer,
+        }
+    )
+    return [
+        refusal.name
+        for refusal in refusals(Case(config, config.strategy.mesh(2), "cpu", "fp32", None))
+    ]
 
 
 def test_what_does_not_go_together_is_refused() -> None:
@@ -347,13 +476,23 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert refused("zero1", kind="muon") == ["muon × ZeRO"]
     assert refused("ddp", kind="schedule_free") == ["schedule_free × a schedule"]
     early, host = {"in_backward": True, "max_grad_norm": None}, {"offload": True}
-    assert refused("fsdp2", **early) == refused("fsdp2", kind="adamw_8bit", **early) == refused("ddp", **host) == []
+    assert (
+        refused("fsdp2", **early)
+        == refused("fsdp2", kind="adamw_8bit", **early)
+        == refused("ddp", **host)
+        == []
+    )
     assert refused("fsdp2", in_backward=True) == ["in_backward × clipping"]
     assert refused("ddp", **early) == ["in_backward × copies of the model"]
     assert refused("zero3", **host) == refused("pp", **host) == ["offload × the strategy"]
     assert refused("fsdp2", kind="muon", **early) == ["in_backward × muon"]
     assert refused("fsdp2", **early, **host) == ["in_backward × offload"]
-    assert refused("fsdp2", kind="adamw_8bit") == refused("diloco", kind="lion") == refused("zero2", kind="sgd") == []
+    assert (
+        refused("fsdp2", kind="adamw_8bit")
+        == refused("diloco", kind="lion")
+        == refused("zero2", kind="sgd")
+        == []
+    )
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

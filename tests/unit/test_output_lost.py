@@ -37,7 +37,9 @@ class Gone(io.StringIO):
     flush = write  # type: ignore[assignment]
 
 
-def test_a_failure_is_noted_though_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_noted_though_nobody_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stderr", Gone())
     cause = RankEnd(1, 1, None, tmp_path / "rank-1.log")
     report_failure(cause, [cause], 0, 4, None, "2 restarts left", tmp_path / "events.jsonl", None)
@@ -90,7 +92,14 @@ def run_unread(place: str, *arguments: str) -> int:
         writer = os.open("/dev/full", os.O_WRONLY)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     try:
-        return subprocess.run([sys.executable, *arguments], stdout=writer, stderr=writer, env=env, timeout=60, check=False).returncode
+        return subprocess.run(
+            [sys.executable, *arguments],
+            stdout=writer,
+            stderr=writer,
+            env=env,
+            timeout=60,
+            check=False,
+        ).returncode
     finally:
         os.close(writer)
 
@@ -108,8 +117,12 @@ def test_a_command_ends_as_if_it_were_read(place: str, tmp_path: Path) -> None:
     assert run_unread(place, "-m", "drumline", "compare", runs[0]) == 2
 
 
-def test_sys_exit_in_a_callback_ends_the_callback_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.py").write_text("import sys\nclass Mine:\n    def on_end(self, values):\n        sys.exit()\n")
+def test_sys_exit_in_a_callback_ends_the_callback_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import sys\nclass Mine:\n    def on_end(self, values):\n        sys.exit()\n"
+    )
     callbacks = Callbacks(["mine.py:Mine"], tmp_path, 0)
     callbacks.event(RunEnd(status="finished", exit_code=0, step=1, goodput={}))
     assert not callbacks.called and "raised SystemExit" in capsys.readouterr().err
@@ -120,7 +133,10 @@ def test_a_rank_that_left_by_sys_exit_has_failed(tmp_path: Path) -> None:
     agent.logs, agent.hang, agent.killed, agent._ended = tmp_path, None, {}, {}
     noted = '{"message": {"message": "SystemExit", "drumline": {"message": "SystemExit", "time": 1.0, "exit_code": 1}}}'
     (tmp_path / "rank-0.json").write_text(noted)
-    assert agent._end(0, 0, (None, None)).exitcode == 1 and agent._end(1, 0, (None, None)).exitcode == 0
+    assert (
+        agent._end(0, 0, (None, None)).exitcode == 1
+        and agent._end(1, 0, (None, None)).exitcode == 0
+    )
 
 
 def test_any_variable_may_look_like_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,12 +154,21 @@ def has_ipv6() -> bool:
 
 @pytest.mark.skipif(not has_ipv6(), reason="needs IPv6 on loopback")
 def test_hosts_may_have_addresses_of_version_6_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [check for check in names(Question(peers=("::1", "no-such.invalid")), CPU, {}) if check.name == "peer name"]
+    found = [
+        check
+        for check in names(Question(peers=("::1", "no-such.invalid")), CPU, {})
+        if check.name == "peer name"
+    ]
     assert [check.verdict for check in found] == ["ok", "fail"]
     assert "lo ::1" in next(interfaces(Question(peers=("::1",), interface="lo"), CPU, {})).found
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
         port = free.getsockname()[1]
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": str(port)}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "::1",
+        "MASTER_PORT": str(port),
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(start, "_store", None)
     store = start.rendezvous()

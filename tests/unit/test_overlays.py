@@ -40,7 +40,11 @@ def test_convert_leaves_a_place_for_data(tmp_path: Path) -> None:
 
 
 def test_a_tabbed_json_and_its_own_file(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, indent="\t"))
+    (tmp_path / "ds.json").write_text(
+        json.dumps(
+            {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, indent="\t"
+        )
+    )
     old = tmp_path / "old.yaml"
     old.write_text(DATA + "deepspeed: ds.json\n")
     config = load(old, []).config
@@ -49,7 +53,8 @@ def test_a_tabbed_json_and_its_own_file(tmp_path: Path) -> None:
     assert config.strategy.model_dump()["config"] == given
     old.write_text(DATA + "deepspeed: ds.json\nper_device_train_batch_size: 4\n")
     with pytest.raises(
-        ConfigError, match=r"train_micro_batch_size_per_gpu: 2, but .*old.yaml:3: per_device_train_batch_size says 4|4, but"
+        ConfigError,
+        match=r"train_micro_batch_size_per_gpu: 2, but .*old.yaml:3: per_device_train_batch_size says 4|4, but",
     ):
         load(old, [])
 
@@ -62,15 +67,23 @@ def laid(text: str, over: Sheet | None, tmp_path: Path) -> Any:
 def test_an_accelerate_file_is_laid_over_a_config(tmp_path: Path) -> None:
     acc = tmp_path / "acc.yaml"
     acc.write_text(
-        ACC + "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP}\n"
+        ACC
+        + "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP}\n"
     )
     config = laid(OWN + "run: {steps: 3}\n", from_file(acc), tmp_path)
     assert (config.strategy.kind, config.strategy.reshard_after_forward) == ("fsdp2", False)
     assert (config.precision.kind, config.launch.nproc, config.run.steps) == ("bf16", 2, 3)
-    assert laid(OWN + "strategy: {kind: fsdp2, reshard_after_forward: true}\n", from_file(acc), tmp_path).strategy.reshard_after_forward
-    with pytest.raises(ConfigError, match=r"c.yaml:2: strategy.kind: 'ddp', but .*acc.yaml:5: fsdp_config.fsdp_sharding_strategy"):
+    assert laid(
+        OWN + "strategy: {kind: fsdp2, reshard_after_forward: true}\n", from_file(acc), tmp_path
+    ).strategy.reshard_after_forward
+    with pytest.raises(
+        ConfigError,
+        match=r"c.yaml:2: strategy.kind: 'ddp', but .*acc.yaml:5: fsdp_config.fsdp_sharding_strategy",
+    ):
         laid(OWN + "strategy: ddp\n", from_file(acc), tmp_path)
-    with pytest.raises(ConfigError, match=r"c.yaml:2: precision.*'fp16', but .*acc.yaml:4: mixed_precision"):
+    with pytest.raises(
+        ConfigError, match=r"c.yaml:2: precision.*'fp16', but .*acc.yaml:4: mixed_precision"
+    ):
         laid(OWN + "precision: fp16\n", from_file(acc), tmp_path)
     with pytest.raises(ConfigError, match="neither an accelerate config"):
         (tmp_path / "own.yaml").write_text(OWN)
@@ -79,12 +92,22 @@ def test_an_accelerate_file_is_laid_over_a_config(tmp_path: Path) -> None:
 
 def test_a_deepspeed_json_is_laid_over_a_config(tmp_path: Path) -> None:
     ds = tmp_path / "ds.json"
-    ds.write_text('{"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2, "bf16": {"enabled": "auto"}}')
+    ds.write_text(
+        '{"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2, "bf16": {"enabled": "auto"}}'
+    )
     config = laid(OWN, from_file(ds), tmp_path)
-    assert (config.strategy.kind, config.strategy.config["zero_optimization"], config.batch.accumulation) == ("zero2", {"stage": 2}, 2)
+    assert (
+        config.strategy.kind,
+        config.strategy.config["zero_optimization"],
+        config.batch.accumulation,
+    ) == ("zero2", {"stage": 2}, 2)
 
 
-LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default"}
+LAUNCHED = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_DYNAMO_MODE": "default",
+}
 FSDP_LAUNCHED = {
     **LAUNCHED, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
     "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_FORWARD_PREFETCH": "false",
@@ -94,39 +117,75 @@ FSDP_LAUNCHED = {
 def test_accelerate_launch_chooses_the_strategy(tmp_path: Path) -> None:
     assert from_environment({}) is None
     assert laid(OWN, from_environment(LAUNCHED), tmp_path).strategy.kind == "auto"
-    assert laid(OWN + "strategy: fsdp2\n", from_environment(LAUNCHED), tmp_path).strategy.kind == "fsdp2"
+    assert (
+        laid(OWN + "strategy: fsdp2\n", from_environment(LAUNCHED), tmp_path).strategy.kind
+        == "fsdp2"
+    )
     assert laid(OWN, from_environment(FSDP_LAUNCHED), tmp_path).strategy.reshard_after_forward
     grad_op = from_environment({**FSDP_LAUNCHED, "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"})
     assert not laid(OWN, grad_op, tmp_path).strategy.reshard_after_forward
-    second = from_environment({**FSDP_LAUNCHED, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"})
+    second = from_environment(
+        {**FSDP_LAUNCHED, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}
+    )
     assert not laid(OWN, second, tmp_path).strategy.reshard_after_forward
-    zero = {**LAUNCHED, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_GRADIENT_CLIPPING": "0.5"}
+    zero = {
+        **LAUNCHED,
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+    }
     config = laid(OWN, from_environment(zero), tmp_path)
     assert (config.strategy.kind, config.optimizer.max_grad_norm) == ("zero3", 0.5)
-    with pytest.raises(ConfigError, match=r"c.yaml:2: strategy.*'ddp', but accelerate launch: FSDP_SHARDING_STRATEGY makes it 'fsdp2'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"c.yaml:2: strategy.*'ddp', but accelerate launch: FSDP_SHARDING_STRATEGY makes it 'fsdp2'",
+    ):
         laid(OWN + "strategy: ddp\n", from_environment(FSDP_LAUNCHED), tmp_path)
 
 
 def test_a_precision_of_the_config_knows_better_than_accelerates_default(tmp_path: Path) -> None:
     assert laid(OWN, from_environment(LAUNCHED), tmp_path).precision.kind == "fp32"
-    assert laid(OWN + "precision: bf16\n", from_environment(LAUNCHED), tmp_path).precision.kind == "bf16"
-    with pytest.raises(ConfigError, match="'fp16', but accelerate launch: ACCELERATE_MIXED_PRECISION"):
-        laid(OWN + "precision: fp16\n", from_environment({**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "bf16"}), tmp_path)
+    assert (
+        laid(OWN + "precision: bf16\n", from_environment(LAUNCHED), tmp_path).precision.kind
+        == "bf16"
+    )
+    with pytest.raises(
+        ConfigError, match="'fp16', but accelerate launch: ACCELERATE_MIXED_PRECISION"
+    ):
+        laid(
+            OWN + "precision: fp16\n",
+            from_environment({**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "bf16"}),
+            tmp_path,
+        )
 
 
 @pytest.mark.parametrize("said", ["latest", "out/checkpoint-latest", "out/checkpoint-last/", True])
 def test_the_newest_checkpoint_by_a_guides_names(said: Any) -> None:
-    assert drafted(DATA + f"resume_from_checkpoint: {said}\n", "old.yaml", Path()).resume == "newest"
-    assert drafted(DATA + "resume_from_checkpoint: out/checkpoint-500\n", "old.yaml", Path()).resume == "out/checkpoint-500"
+    assert (
+        drafted(DATA + f"resume_from_checkpoint: {said}\n", "old.yaml", Path()).resume == "newest"
+    )
+    assert (
+        drafted(DATA + "resume_from_checkpoint: out/checkpoint-500\n", "old.yaml", Path()).resume
+        == "out/checkpoint-500"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "note"),
     [
         ("batch_size: 8\n", "old.yaml:2: batch_size: 8: taken for the samples of one device"),
-        ("training: {distributed: true}\n", "old.yaml:2: training.distributed: true: the launcher sets it"),
-        ("experiment_name: x\n", "old.yaml:2: experiment_name: 'x': the run folder is named by run.dir"),
-        ("base_learning_rate: 1e-5\nuse_linear_scaling: true\nnum_gpus: 4\n", "it is base_learning_rate × √num_gpus, as in guides"),
+        (
+            "training: {distributed: true}\n",
+            "old.yaml:2: training.distributed: true: the launcher sets it",
+        ),
+        (
+            "experiment_name: x\n",
+            "old.yaml:2: experiment_name: 'x': the run folder is named by run.dir",
+        ),
+        (
+            "base_learning_rate: 1e-5\nuse_linear_scaling: true\nnum_gpus: 4\n",
+            "it is base_learning_rate × √num_gpus, as in guides",
+        ),
         (
             "warmup_ratio: 0.1\ndeepspeed: {zero_optimization: {stage: 1}, scheduler: {type: WarmupLR, params: {warmup_num_steps: 7}}}\n",
             "old.yaml:2: warmup_ratio: 0.1: without effect: old.yaml:3: deepspeed.scheduler.params.warmup_num_steps says 7",

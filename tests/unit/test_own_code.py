@@ -23,9 +23,23 @@ from drumline.core.load import Loaded, load, saved_config
 from drumline.core.plan import Plan
 from drumline.core.registry import _own, find_object
 from drumline.data.fingerprint import what_changed
-from drumline.data.samples import SampleBatch, SampleCollator, Samples, collate_rows, identify_samples, read_samples
+from drumline.data.samples import (
+    SampleBatch,
+    SampleCollator,
+    Samples,
+    collate_rows,
+    identify_samples,
+    read_samples,
+)
 from drumline.dist.reduce import Gather
-from drumline.errors import CheckpointError, ConfigError, DataError, DrumlineError, EnvironmentFault, UserError
+from drumline.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DrumlineError,
+    EnvironmentFault,
+    UserError,
+)
 from drumline.telemetry.events import Eval, Event, Step
 from drumline.telemetry.trackers import MEMORY, open_sinks
 from drumline.train.command import prepare
@@ -39,17 +53,25 @@ ONE = torch.ones(())
 
 
 def given(out: Any, weight: float = 2.0) -> Any:
-    return PythonObjective(lambda model, batch: out, "mine.py:objective").objective(None, SampleBatch(None, weight))
+    return PythonObjective(lambda model, batch: out, "mine.py:objective").objective(
+        None, SampleBatch(None, weight)
+    )
 
 
 @pytest.mark.parametrize("name", ["weight", "squared_norms", "loss", 3])
 def test_names_of_sums_that_are_drumline_s(name: Any) -> None:
-    with pytest.raises(ConfigError, match=f"a sum of the name {name!r}, which Drumline uses itself"):
+    with pytest.raises(
+        ConfigError, match=f"a sum of the name {name!r}, which Drumline uses itself"
+    ):
         given((ONE, {name: ONE}))
 
 
 def test_sums_that_are_called_like_a_field_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    assert {"t", "kind", *Step.names(), *Eval.names()} == FIELDS and set(OURS) == {"loss", "weight", SQUARES}
+    assert {"t", "kind", *Step.names(), *Eval.names()} == FIELDS and set(OURS) == {
+        "loss",
+        "weight",
+        SQUARES,
+    }
     given((ONE, {"tokens": ONE, "kind": ONE, "margin": ONE}))
     assert caplog.messages == [
         "mine.py:objective gives sums that no event shows, as its own numbers have these names: kind, tokens",
@@ -60,11 +82,21 @@ def test_sums_have_the_same_names_for_each_batch() -> None:
     outs = iter([{"b": ONE, "a": ONE * 2}, {"a": ONE, "b": ONE}, {"a": ONE}])
     objective = PythonObjective(lambda model, batch: (ONE, next(outs)), "mine.py:objective")
     batch = SampleBatch(None, 0.25)
-    assert [*objective.objective(None, batch).sums] == [*objective.objective(None, batch).sums] == ["a", "b", "weight"]
-    with pytest.raises(ConfigError, match="gave the sums a, and before a, b — give the same sums for each batch"):
+    assert (
+        [*objective.objective(None, batch).sums]
+        == [*objective.objective(None, batch).sums]
+        == ["a", "b", "weight"]
+    )
+    with pytest.raises(
+        ConfigError, match="gave the sums a, and before a, b — give the same sums for each batch"
+    ):
         objective.objective(None, batch)
-    assert objective.metrics({"loss": 1.0, "a": 0.5, "weight": 0.25}) == {"loss": 4.0, "a": 2.0}, "a weight below 1 counts as it is"
-    assert objective.step_metrics({"loss": 1.0, "max_a": 5.0, "weight": 2.0}) == {"max_a": 5.0}, "the largest is no mean"
+    assert objective.metrics({"loss": 1.0, "a": 0.5, "weight": 0.25}) == {"loss": 4.0, "a": 2.0}, (
+        "a weight below 1 counts as it is"
+    )
+    assert objective.step_metrics({"loss": 1.0, "max_a": 5.0, "weight": 2.0}) == {"max_a": 5.0}, (
+        "the largest is no mean"
+    )
 
 
 def sums_of(rank: int) -> str:
@@ -77,7 +109,11 @@ def sums_of(rank: int) -> str:
 
 def test_fillers_have_no_largest() -> None:
     sums = given((ONE, {"max_a": torch.ones((), dtype=torch.int64), "b": ONE}), weight=0.0).sums
-    assert {name: float(value) for name, value in sums.items()} == {"max_a": -float("inf"), "b": 0.0, "weight": 0.0}
+    assert {name: float(value) for name, value in sums.items()} == {
+        "max_a": -float("inf"),
+        "b": 0.0,
+        "weight": 0.0,
+    }
 
 
 def other_sums() -> str:
@@ -86,14 +122,23 @@ def other_sums() -> str:
 
 def test_sums_whose_names_differ_between_ranks() -> None:
     one, other = run(2, other_sums)
-    assert "rank 0 adds up a, and rank 1 a, b" in one and "rank 1 adds up a, b, and rank 0 a" in other
+    assert (
+        "rank 0 adds up a, and rank 1 a, b" in one and "rank 1 adds up a, b, and rank 0 a" in other
+    )
 
 
 @pytest.mark.parametrize("weight", [float("nan"), -1.0, None, "four", torch.ones(2)])
 def test_weights_that_are_none(weight: Any) -> None:
-    with pytest.raises(DataError, match=r"algorithm\.weight: gave .* — return a number of 0 or more"):
+    with pytest.raises(
+        DataError, match=r"algorithm\.weight: gave .* — return a number of 0 or more"
+    ):
         SampleCollator(Samples([[1, 2]]), list, lambda content: weight)([0, 1])
-    assert SampleCollator(Samples([[1, 2]]), list, lambda content: float(torch.tensor(0.25)))([0]).weight == 0.25
+    assert (
+        SampleCollator(Samples([[1, 2]]), list, lambda content: float(torch.tensor(0.25)))(
+            [0]
+        ).weight
+        == 0.25
+    )
 
 
 OWN_FUNCTIONS = """
@@ -123,10 +168,16 @@ def collated(folder: Path, error: str, rows: Any, **keys: str) -> DrumlineError:
 
 def test_what_functions_of_batches_raise_names_key_function_and_line(tmp_path: Path) -> None:
     failed = collated(tmp_path, "ValueError", [1, 2], collate="own_batches.py:collate")
-    assert failed.line() == "algorithm.collate: own_batches.py:collate raised ValueError in own_batches.py:3: of my own"
+    assert (
+        failed.line()
+        == "algorithm.collate: own_batches.py:collate raised ValueError in own_batches.py:3: of my own"
+    )
     assert failed.exit_code == 2
     weighed = collated(tmp_path, "ValueError", [{"a": 1}, {"a": 2}], weight="own_batches.py:weight")
-    assert weighed.line() == "algorithm.weight: own_batches.py:weight raised KeyError in own_batches.py:6: 'none'"
+    assert (
+        weighed.line()
+        == "algorithm.weight: own_batches.py:weight raised KeyError in own_batches.py:6: 'none'"
+    )
     no_file = collated(tmp_path, "OSError", [1, 2], collate="own_batches.py:collate")
     assert no_file.exit_code == 1, "a restart may pass it"
 
@@ -135,12 +186,18 @@ def test_a_row_that_raises_in_training_is_named(tmp_path: Path) -> None:
     (tmp_path / "own_rows.py").write_text(OWN_FUNCTIONS.format(error="ValueError"))
     rows = find_object("own_rows.py:rows", tmp_path, "data source", "function")()
     failed = collated(tmp_path, "ValueError", rows)
-    assert failed.line() == "data.train: row 0 cannot be read: ValueError in own_rows.py:11: of a row"
+    assert (
+        failed.line() == "data.train: row 0 cannot be read: ValueError in own_rows.py:11: of a row"
+    )
 
 
 def test_a_metric_takes_no_field_s_place() -> None:
-    values = Eval(step=3, samples=2, seconds=1.0, metrics={"kind": "x", "samples": 7.0, "loss": 1.5}).values()
-    assert (values["kind"], values["samples"], values["loss"]) == ("eval", 2, 1.5) and isinstance(Event.of(values), Eval)
+    values = Eval(
+        step=3, samples=2, seconds=1.0, metrics={"kind": "x", "samples": 7.0, "loss": 1.5}
+    ).values()
+    assert (values["kind"], values["samples"], values["loss"]) == ("eval", 2, 1.5) and isinstance(
+        Event.of(values), Eval
+    )
 
 
 CODE = """
@@ -190,13 +247,22 @@ def loaded(folder: Path, **sections: Any) -> Loaded:
     return load(folder / "mine.yaml", [])
 
 
-@pytest.mark.parametrize("sections", [{}, {"algorithm": "pretrain", "model": {"id": "MODEL"}}], ids=["samples", "text"])
+@pytest.mark.parametrize(
+    "sections", [{}, {"algorithm": "pretrain", "model": {"id": "MODEL"}}], ids=["samples", "text"]
+)
 def test_rows_that_raise(tmp_path: Path, sections: dict[str, Any]) -> None:
     if sections:
         rows = [{"kind": "python", "path": "own_code_of_a_test.py:rows"}]
-        sections = {**sections, "model": {"id": str(tiny_model_dir(tmp_path / "model"))}, "data": {"train": rows, "max_length": 64}}
+        sections = {
+            **sections,
+            "model": {"id": str(tiny_model_dir(tmp_path / "model"))},
+            "data": {"train": rows, "max_length": 64},
+        }
     request = Request(loaded(tmp_path, **sections), 1)
-    with pytest.raises(DrumlineError, match=r"reading own_code_of_a_test.py:rows raised NameError in own_code_of_a_test.py:15"):
+    with pytest.raises(
+        DrumlineError,
+        match=r"reading own_code_of_a_test.py:rows raised NameError in own_code_of_a_test.py:15",
+    ):
         make_plan(request, on_progress=lambda *_: None)
 
 
@@ -207,7 +273,9 @@ def rows_of_each_kind(folder: Path) -> list[dict[str, Any]]:
     datasets.Dataset.from_list(rows).save_to_disk(folder / "saved")
     with closing(sqlite3.connect(folder / "rows.db")) as connection:
         connection.execute("CREATE TABLE rows (y INTEGER, name TEXT)")
-        connection.executemany("INSERT INTO rows VALUES (?, ?)", [(row["y"], row["name"]) for row in rows])
+        connection.executemany(
+            "INSERT INTO rows VALUES (?, ?)", [(row["y"], row["name"]) for row in rows]
+        )
         connection.commit()
     return [
         {"kind": "file", "path": "rows.jsonl"},
@@ -272,12 +340,17 @@ def test_a_changed_file_is_other_data(tmp_path: Path) -> None:
         ([{"x": [2**63]}, {"x": [2**63]}], "column 'x' has whole numbers that int64 cannot hold"),
         ([{"x": [1]}, {"x": 2}], "column 'x' has numbers in some places and lists in others"),
         ([{"x": []}, {"x": 2}], "column 'x' has numbers in some places and lists in others"),
-        ([{"x": [1, [2]]}, {"x": [1, [2]]}], "column 'x' has numbers in some places and lists in others"),
+        (
+            [{"x": [1, [2]]}, {"x": [1, [2]]}],
+            "column 'x' has numbers in some places and lists in others",
+        ),
         ([{"x": {"k": None}}, {"x": {"k": 1}}], "column 'x' makes no batch: "),
     ],
 )
 def test_rows_that_make_no_batch(rows: list[dict[str, Any]], line: str) -> None:
-    with pytest.raises(DataError, match=r"name a function of yours as algorithm\.collate") as raised:
+    with pytest.raises(
+        DataError, match=r"name a function of yours as algorithm\.collate"
+    ) as raised:
         collate_rows(rows)
     assert line in raised.value.line()
 
@@ -293,14 +366,19 @@ def test_texts_stay_a_list_and_the_largest_number_stays_whole() -> None:
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        ({"kind": "file", "path": "rows.jsonl", "columns": {"text": "x"}}, r"train\[0\].columns is for models of text"),
+        (
+            {"kind": "file", "path": "rows.jsonl", "columns": {"text": "x"}},
+            r"train\[0\].columns is for models of text",
+        ),
         ({"kind": "sql", "url_env": "DATABASE", "query": "SELECT x FROM t"}, "add ORDER BY"),
         ({"kind": "own_code_of_a_test.py:Bare"}, "Bare gives no rows — override `rows"),
     ],
 )
 def test_sources_that_give_no_samples(tmp_path: Path, source: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
-        make_plan(Request(loaded(tmp_path, data={"train": [source]}), 1), on_progress=lambda *_: None)
+        make_plan(
+            Request(loaded(tmp_path, data={"train": [source]}), 1), on_progress=lambda *_: None
+        )
 
 
 def test_a_dry_run_counts_no_tokens_where_there_are_none(tmp_path: Path) -> None:
@@ -321,7 +399,9 @@ def test_prepare_says_that_there_is_nothing_to_prepare(tmp_path: Path) -> None:
 
 def test_trackers_that_are_none(tmp_path: Path) -> None:
     loaded(tmp_path)
-    with pytest.raises(EnvironmentFault, match=r"does not start: .*it gives NoneType, a Tracker is wanted"):
+    with pytest.raises(
+        EnvironmentFault, match=r"does not start: .*it gives NoneType, a Tracker is wanted"
+    ):
         open_sinks(["own_code_of_a_test.py:nothing"], tmp_path, {}, "name", tmp_path)
     open_sinks(["own_code_of_a_test.py:works"], tmp_path, {}, "name", tmp_path)
     assert (tmp_path / MEMORY).read_text().endswith('7"}')
@@ -335,12 +415,16 @@ def test_a_config_whose_plug_in_is_gone(tmp_path: Path) -> None:
     old["run"]["report_to"] = ["sqlite"]
     assert saved_config(old, now, (), "there") == now, "what may change is of now"
     old["algorithm"] = {"kind": f"{tmp_path}/moved.py:Mine"}
-    with pytest.raises(CheckpointError, match=r"there: its config cannot be read: .*moved\.py.* --allow SECTION"):
+    with pytest.raises(
+        CheckpointError, match=r"there: its config cannot be read: .*moved\.py.* --allow SECTION"
+    ):
         saved_config(old, now, (), "there")
     assert saved_config(old, now, ("algorithm",), "there") == now
 
 
-def test_a_kind_beside_the_yaml_is_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_beside_the_yaml_is_found_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that is started anew reads plan.json alone, in the folder that the command was given in."""
     rows = {"train": [{"kind": "python", "path": "own_code_of_a_test.py:fine"}]}
     request = Request(loaded(tmp_path, strategy="own_code_of_a_test:Mine", data=rows), 1)
@@ -354,5 +438,7 @@ def test_a_kind_beside_the_yaml_is_found_from_everywhere(tmp_path: Path, monkeyp
     broken = json.loads((tmp_path / "plan.json").read_text())
     broken["config"]["strategy"] = {"kind": "gossip"}
     (tmp_path / "plan.json").write_text(json.dumps(broken))
-    with pytest.raises(CheckpointError, match=r"is not one of this version: config.strategy.*gossip"):
+    with pytest.raises(
+        CheckpointError, match=r"is not one of this version: config.strategy.*gossip"
+    ):
         Plan.load(tmp_path / "plan.json")

@@ -11,7 +11,9 @@ from torch import nn
 from drumline.models.packed import Bits, PackedLinear, pack
 
 
-def layer(bits: Bits, storage: torch.dtype = torch.float32, rows: int = 96, columns: int = 128) -> tuple[nn.Linear, PackedLinear]:
+def layer(
+    bits: Bits, storage: torch.dtype = torch.float32, rows: int = 96, columns: int = 128
+) -> tuple[nn.Linear, PackedLinear]:
     torch.manual_seed(0)
     linear = nn.Linear(columns, rows).requires_grad_(False)
     return linear, PackedLinear(linear, bits, storage)
@@ -23,7 +25,10 @@ def test_what_is_lost_is_a_part_of_a_code(bits: Bits, lost: float, storage: torc
     linear, packed = layer(bits, storage)
     largest = linear.weight.view(-1, 64).abs().amax(1).max()
     assert (packed.weight - linear.weight).abs().max() < 1.4 * lost * largest
-    assert packed.packed.dtype == storage and packed.packed.nbytes == linear.weight.numel() * int(bits[0]) // 8
+    assert (
+        packed.packed.dtype == storage
+        and packed.packed.nbytes == linear.weight.numel() * int(bits[0]) // 8
+    )
     again = PackedLinear(nn.Linear(128, 96, device="meta").requires_grad_(False), bits, storage)
     assert torch.equal(again.take(linear.weight).view(torch.uint8), packed.packed.view(torch.uint8))
 
@@ -47,12 +52,17 @@ def test_only_frozen_layers_whose_shape_can_be_packed_are() -> None:
     assert [type(each) for each in model] == [nn.Linear, PackedLinear, nn.Linear]
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes (it has a CPU build); it is not installed")
+@pytest.mark.skipif(
+    find_spec("bitsandbytes") is None,
+    reason="needs bitsandbytes (it has a CPU build); it is not installed",
+)
 def test_the_format_is_that_of_bitsandbytes() -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     linear, packed = layer("4bit", rows=256, columns=256)
-    codes, state = quantize_4bit(linear.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4")
+    codes, state = quantize_4bit(
+        linear.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
     mine = packed.packed.view(torch.uint8).flatten()
     assert (codes.flatten() == mine).float().mean() > 0.9999
     torch.testing.assert_close(packed.weight, dequantize_4bit(codes, state), rtol=0, atol=1e-5)

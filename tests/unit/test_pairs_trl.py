@@ -27,15 +27,26 @@ from tests.reference.pairs import MARGINS, gradients, model, rows, tokenizer
 
 pytestmark = pytest.mark.slow
 
-TRL: dict[str, Any] = json.loads((Path(__file__).parents[1] / "reference" / "pairs_trl.json").read_text())
+TRL: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "reference" / "pairs_trl.json").read_text()
+)
 POLICY, REFERENCE = 1, 2
 CLOSE = {"rel": 1e-5, "abs": 1e-6}
 
 
 def segments() -> list[Any]:
-    data = DataConfig.model_validate({"train": [{"kind": "file", "path": "unused"}], "max_length": 128})
-    encoded = [PairRows(tokenizer(), data).encode(Row(f"row {index}", row)) for index, row in enumerate(rows())]
-    return [[(side.tokens, side.learn) for side in pair.segments] for pair in encoded if pair is not None]
+    data = DataConfig.model_validate(
+        {"train": [{"kind": "file", "path": "unused"}], "max_length": 128}
+    )
+    encoded = [
+        PairRows(tokenizer(), data).encode(Row(f"row {index}", row))
+        for index, row in enumerate(rows())
+    ]
+    return [
+        [(side.tokens, side.learn) for side in pair.segments]
+        for pair in encoded
+        if pair is not None
+    ]
 
 
 def batch(picks: list[int], margins: bool = False) -> PairBatch:
@@ -78,7 +89,9 @@ def log_probs(seed: int, of: PairBatch) -> torch.Tensor:
     told: list[torch.Tensor] = []
     algorithm = dpo(TRL["dpo"]["sigmoid"]["options"])
     with torch.no_grad():
-        ForwardWithObjective(model(LlamaForCausalLM, seed))(of, lambda outputs, b: _noted(told, algorithm.score(outputs, b)))
+        ForwardWithObjective(model(LlamaForCausalLM, seed))(
+            of, lambda outputs, b: _noted(told, algorithm.score(outputs, b))
+        )
     return told[0]
 
 
@@ -91,10 +104,16 @@ def _noted(told: list[torch.Tensor], value: torch.Tensor) -> Any:
 
 def test_log_probs_are_trls() -> None:
     case = TRL["dpo"]["sigmoid"]
-    assert log_probs(REFERENCE, batch([0, 1, 2, 3])).tolist() == pytest.approx(case["reference"], **CLOSE)
+    assert log_probs(REFERENCE, batch([0, 1, 2, 3])).tolist() == pytest.approx(
+        case["reference"], **CLOSE
+    )
 
 
-@pytest.mark.parametrize("cuts", [[[0, 1, 2, 3]], [[2, 0], [3, 1]], [[3], [1], [0], [2]]], ids=["whole", "halves", "pairs"])
+@pytest.mark.parametrize(
+    "cuts",
+    [[[0, 1, 2, 3]], [[2, 0], [3, 1]], [[3], [1], [0], [2]]],
+    ids=["whole", "halves", "pairs"],
+)
 @pytest.mark.parametrize("name", TRL["dpo"])
 def test_dpo_is_trls(name: str, cuts: list[list[int]]) -> None:
     from transformers import LlamaForCausalLM
@@ -105,7 +124,9 @@ def test_dpo_is_trls(name: str, cuts: list[list[int]]) -> None:
     sums: dict[str, float] = {}
     for picks in cuts:
         pairs = batch(picks)
-        loss_sum, told = module(replace(pairs, reference_B=log_probs(REFERENCE, pairs)), algorithm.objective)
+        loss_sum, told = module(
+            replace(pairs, reference_B=log_probs(REFERENCE, pairs)), algorithm.objective
+        )
         (loss_sum / 4).backward()
         for key, value in {"loss": loss_sum.detach(), **told}.items():
             sums[key] = sums.get(key, 0.0) + float(value)
@@ -128,7 +149,11 @@ REWARD = {
 def test_the_reward_model_is_trls(name: str, cuts: list[list[int]]) -> None:
     from transformers import LlamaForSequenceClassification
 
-    case, learner, algorithm = TRL["reward"][name], model(LlamaForSequenceClassification, POLICY), REWARD[name]
+    case, learner, algorithm = (
+        TRL["reward"][name],
+        model(LlamaForSequenceClassification, POLICY),
+        REWARD[name],
+    )
     module = ForwardWithObjective(learner)
     sums: dict[str, float] = {}
     for picks in cuts:

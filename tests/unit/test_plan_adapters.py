@@ -14,55 +14,123 @@ from drumline.core.resolve import resolve
 from drumline.errors import PlanError
 from tests.unit.test_plan import CPU, DATA, config
 
-FACTS = ModelFacts("llama", parameters=1000, flops_per_token=6000.0, vocab_size=32, max_positions=None, layers=2, hidden=8)
+FACTS = ModelFacts(
+    "llama",
+    parameters=1000,
+    flops_per_token=6000.0,
+    vocab_size=32,
+    max_positions=None,
+    layers=2,
+    hidden=8,
+)
 LORA = {"kind": "lora"}
 
 
 def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> Plan:
     sections = {"batch": {"global_samples": 8}, **sections}
-    return resolve(config(**sections), run_dir="r", machine=CPU, world_size=world_size, facts=facts, model_path="m", data=DATA)
+    return resolve(
+        config(**sections),
+        run_dir="r",
+        machine=CPU,
+        world_size=world_size,
+        facts=facts,
+        model_path="m",
+        data=DATA,
+    )
 
 
 @pytest.mark.parametrize(
     ("sections", "where", "says"),
     [
-        ({"adapter": LORA | {"quantize": "4bit"}, "strategy": "tp"}, "adapter.quantize", "a rank has parts of some"),
-        ({"adapter": LORA | {"quantize": "8bit"}, "strategy": "local_sgd"}, "adapter.quantize", "where all ranks step together"),
         (
-            {"adapter": LORA | {"quantize": "8bit"}, "strategy": "fsdp2", "algorithm": {"kind": "grpo", "rewards": ["math"]}},
+            {"adapter": LORA | {"quantize": "4bit"}, "strategy": "tp"},
+            "adapter.quantize",
+            "a rank has parts of some",
+        ),
+        (
+            {"adapter": LORA | {"quantize": "8bit"}, "strategy": "local_sgd"},
+            "adapter.quantize",
+            "where all ranks step together",
+        ),
+        (
+            {
+                "adapter": LORA | {"quantize": "8bit"},
+                "strategy": "fsdp2",
+                "algorithm": {"kind": "grpo", "rewards": ["math"]},
+            },
             "adapter.quantize",
             "not handed out whole",
         ),
-        ({"adapter": LORA | {"dora": True}, "strategy": "tp"}, "adapter.dora", "length of whole rows"),
-        ({"adapter": LORA | {"trainable_tokens": [3]}, "strategy": "tp"}, "adapter.trainable_tokens", "a rank has parts of these"),
         (
-            {"adapter": LORA | {"trainable_tokens": [3]}, "strategy": "tp", "model": {"new_tokens": ["<a>"]}},
+            {"adapter": LORA | {"dora": True}, "strategy": "tp"},
+            "adapter.dora",
+            "length of whole rows",
+        ),
+        (
+            {"adapter": LORA | {"trainable_tokens": [3]}, "strategy": "tp"},
+            "adapter.trainable_tokens",
+            "a rank has parts of these",
+        ),
+        (
+            {
+                "adapter": LORA | {"trainable_tokens": [3]},
+                "strategy": "tp",
+                "model": {"new_tokens": ["<a>"]},
+            },
             "model.new_tokens",
             "a rank has parts of these",
         ),
         (
-            {"adapter": LORA | {"init": "pissa"}, "algorithm": {"kind": "dpo", "reference": "adapter"}},
+            {
+                "adapter": LORA | {"init": "pissa"},
+                "algorithm": {"kind": "dpo", "reference": "adapter"},
+            },
             "algorithm.reference",
             "not what training starts from",
         ),
-        ({"checkpoint": {"export_adapter": True}}, "checkpoint.export_adapter", "there is no adapter"),
+        (
+            {"checkpoint": {"export_adapter": True}},
+            "checkpoint.export_adapter",
+            "there is no adapter",
+        ),
         (
             {"checkpoint": {"export_adapter": True}, "adapter": LORA, "model": {"init": "random"}},
             "checkpoint.export_adapter",
             "in no folder",
         ),
-        ({"model": {"sync_batchnorm": True}, "strategy": "tp"}, "model.sync_batchnorm", "hold whole samples"),
-        ({"model": {"sync_batchnorm": True, "sync_batchnorm_ranks": 3}}, "model.sync_batchnorm_ranks", "must divide the data ranks"),
-        ({"model": {"sync_batchnorm": True}}, "model.sync_batchnorm", "this model has no batch norm"),
-        ({"memory": {"activation_checkpointing": "selective"}, "strategy": "zero3"}, "memory.activation_checkpointing", "same operations"),
         (
-            {"memory": {"activation_checkpointing": "selective"}, "strategy": {"kind": "pp", "schedule": "zero_bubble"}},
+            {"model": {"sync_batchnorm": True}, "strategy": "tp"},
+            "model.sync_batchnorm",
+            "hold whole samples",
+        ),
+        (
+            {"model": {"sync_batchnorm": True, "sync_batchnorm_ranks": 3}},
+            "model.sync_batchnorm_ranks",
+            "must divide the data ranks",
+        ),
+        (
+            {"model": {"sync_batchnorm": True}},
+            "model.sync_batchnorm",
+            "this model has no batch norm",
+        ),
+        (
+            {"memory": {"activation_checkpointing": "selective"}, "strategy": "zero3"},
+            "memory.activation_checkpointing",
+            "same operations",
+        ),
+        (
+            {
+                "memory": {"activation_checkpointing": "selective"},
+                "strategy": {"kind": "pp", "schedule": "zero_bubble"},
+            },
             "memory.activation_checkpointing",
             "goes through a block twice",
         ),
     ],
 )
-def test_adapters_statistics_and_recomputation_that_are_refused(sections: dict[str, Any], where: str, says: str) -> None:
+def test_adapters_statistics_and_recomputation_that_are_refused(
+    sections: dict[str, Any], where: str, says: str
+) -> None:
     with pytest.raises(PlanError) as error:
         plan(world_size=4, **sections)
     assert error.value.where == where and says in error.value.line()

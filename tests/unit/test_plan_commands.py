@@ -24,7 +24,11 @@ from tests.tiny import tiny_model_dir
 from tests.unit.conftest import Run
 from tests.unit.shapes import question
 
-GRPO = {"kind": "grpo", "rewards": [{"kind": "regex", "pattern": "x"}], "generator": {"kind": "hf", "max_new_tokens": 1024}}
+GRPO = {
+    "kind": "grpo",
+    "rewards": [{"kind": "regex", "pattern": "x"}],
+    "generator": {"kind": "hf", "max_new_tokens": 1024},
+}
 
 
 def test_fp8_is_for_devices_that_have_it() -> None:
@@ -32,8 +36,13 @@ def test_fp8_is_for_devices_that_have_it() -> None:
         search(question("1b", "8xa100-80g", precision="fp8"))
 
 
-@pytest.mark.parametrize(("nproc", "cluster", "said"), [(8, "4xa100-80g", 4), (2, "2xa100-80g", None), (8, "2x4xa100-80g", 4)])
-def test_the_command_starts_the_ranks_that_were_planned(nproc: int, cluster: str, said: int | None) -> None:
+@pytest.mark.parametrize(
+    ("nproc", "cluster", "said"),
+    [(8, "4xa100-80g", 4), (2, "2xa100-80g", None), (8, "2x4xa100-80g", 4)],
+)
+def test_the_command_starts_the_ranks_that_were_planned(
+    nproc: int, cluster: str, said: int | None
+) -> None:
     asked = question("0.1b", cluster, launch={"nproc": nproc})
     best = search(asked).ranked[0]
     assert (f"launch.nproc={said}" in overrides(asked.config, best)) == (said is not None)
@@ -41,7 +50,9 @@ def test_the_command_starts_the_ranks_that_were_planned(nproc: int, cluster: str
 
 
 def test_ranks_that_a_yaml_asks_for_here_are_planned(tmp_path: Path) -> None:
-    path = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), strategy="auto", launch={"nproc": 2})
+    path = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), strategy="auto", launch={"nproc": 2}
+    )
     answer = search(ask(load(path, ["run.device=cpu"]), lambda *_: None).question)
     assert answer.ranked and all(each.layout.mesh.world_size == 2 for each in answer.ranked)
 
@@ -52,55 +63,102 @@ def test_the_largest_micro_batch_of_groups() -> None:
 
 
 def test_flags_hold_beside_an_override_of_their_section() -> None:
-    config = load_with_flags(None, ["cluster=16x8xh100-80g"], Flags(model="gpt2", mtbf_hours=5000, price=2.5)).config
-    assert config.cluster is not None and (config.cluster.nodes, config.cluster.mtbf_hours) == (16, 5000)
+    config = load_with_flags(
+        None, ["cluster=16x8xh100-80g"], Flags(model="gpt2", mtbf_hours=5000, price=2.5)
+    ).config
+    assert config.cluster is not None and (config.cluster.nodes, config.cluster.mtbf_hours) == (
+        16,
+        5000,
+    )
     assert config.cluster.price_per_device_hour == 2.5
-    config = load_with_flags(None, ["data=rows.jsonl", "data.max_length=32"], Flags(model="gpt2", cluster="1x4090", length=64)).config
+    config = load_with_flags(
+        None,
+        ["data=rows.jsonl", "data.max_length=32"],
+        Flags(model="gpt2", cluster="1x4090", length=64),
+    ).config
     assert config.data.max_length == 32, "an override of the key itself"
-    config = load_with_flags(None, ["data=rows.jsonl", "cluster=2x4090"], Flags(model="gpt2", cluster="1x4090", length=64)).config
-    assert config.data.max_length == 64 and config.cluster is not None and config.cluster.per_node == 2
+    config = load_with_flags(
+        None,
+        ["data=rows.jsonl", "cluster=2x4090"],
+        Flags(model="gpt2", cluster="1x4090", length=64),
+    ).config
+    assert (
+        config.data.max_length == 64 and config.cluster is not None and config.cluster.per_node == 2
+    )
 
 
 def test_the_command_of_a_plan_keeps_its_flags(run: Run, tmp_path: Path) -> None:
     """Also where an override sets the section whole that a flag sets a key in."""
     path = tmp_path / "c.yaml"
     path.write_text("model: {id: llama-3.1-8b}\ndata: rows.jsonl\ncluster: 4x4090\nadapter: lora\n")
-    sections = ("batch={micro_batch: 2}", "data={train: rows.jsonl, packing: false}", "cluster=8xh100-80g")
-    code, out, err = run("plan", path, "--batch", 64, "--length", 2048, "--price", 3, *sections, columns=300)
+    sections = (
+        "batch={micro_batch: 2}",
+        "data={train: rows.jsonl, packing: false}",
+        "cluster=8xh100-80g",
+    )
+    code, out, err = run(
+        "plan", path, "--batch", 64, "--length", 2048, "--price", 3, *sections, columns=300
+    )
     assert code == 0, err
     said = shlex.split(next(line for line in out.splitlines() if "drumline train" in line))
     config = load(path, said[3:]).config
-    assert (config.batch.global_samples, config.batch.micro_batch, config.data.max_length) == (64, 2, 2048)
-    assert config.cluster is not None and (config.cluster.price_per_device_hour, config.cluster.per_node) == (3, 8)
+    assert (config.batch.global_samples, config.batch.micro_batch, config.data.max_length) == (
+        64,
+        2,
+        2048,
+    )
+    assert config.cluster is not None and (
+        config.cluster.price_per_device_hour,
+        config.cluster.per_node,
+    ) == (3, 8)
 
 
 def test_files_beside_no_yaml_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
-    config = load_with_flags(None, ["strategy={kind: zero3, config: ds.json}"], Flags(model="gpt2", cluster="2x4090")).config
+    config = load_with_flags(
+        None, ["strategy={kind: zero3, config: ds.json}"], Flags(model="gpt2", cluster="2x4090")
+    ).config
     assert config.strategy.config == {"zero_optimization": {"stage": 3}}  # type: ignore[attr-defined]
 
 
 def test_lengths_that_a_run_can_have() -> None:
     longest = max_length(question("0.1b", "1xa100-80g", algorithm=GRPO))
     assert longest and all(most.number > 1024 for most in longest)
-    images = question("0.1b", "1x4090", algorithm={"kind": "classify", "modality": "image"}, data={"train": [{"kind": "digits"}]})
+    images = question(
+        "0.1b",
+        "1x4090",
+        algorithm={"kind": "classify", "modality": "image"},
+        data={"train": [{"kind": "digits"}]},
+    )
     with pytest.raises(PlanError, match="--max-seq: rows of images have no length"):
         max_length(images)
 
 
 def test_an_advised_length_brings_its_batch() -> None:
-    asked = question("1b", "1x4090", batch={"global_tokens": 65536}, memory={"activation_checkpointing": "none"})
-    lines = [change.what for change in nothing_fits(search(asked)) if change.what.startswith("data.max_length=")]
-    assert lines and all("global_samples: 16" in line and "global_tokens" not in line for line in lines)
+    asked = question(
+        "1b", "1x4090", batch={"global_tokens": 65536}, memory={"activation_checkpointing": "none"}
+    )
+    lines = [
+        change.what
+        for change in nothing_fits(search(asked))
+        if change.what.startswith("data.max_length=")
+    ]
+    assert lines and all(
+        "global_samples: 16" in line and "global_tokens" not in line for line in lines
+    )
     assert _of_length(asked, 64).config.batch.global_samples == 16
 
 
 @pytest.mark.parametrize(("gb", "each"), [(512, 128), (8, 2)])
 def test_the_memory_of_a_host_of_processors_is_said(gb: int, each: int) -> None:
     machine = Machine(devices=[], cores=8, memory_bytes=2**34, device="cpu", bf16=False)
-    said: Any = ClusterConfig.model_validate({"device": "cpu", "per_node": 4, "nodes": 2, "host_memory_gb": gb})
-    assert cluster_of(said, machine, 4, calibration_for(machine)).device.memory_bytes == each * 10**9
+    said: Any = ClusterConfig.model_validate(
+        {"device": "cpu", "per_node": 4, "nodes": 2, "host_memory_gb": gb}
+    )
+    assert (
+        cluster_of(said, machine, 4, calibration_for(machine)).device.memory_bytes == each * 10**9
+    )
 
 
 def test_copies_to_the_host_share_its_links() -> None:

@@ -23,7 +23,15 @@ from tests.strategies import DDPStrategy
 from tests.unit.conftest import Run
 from tests.unit.shapes import question
 
-PLAN = ["--model", "llama-3.1-8b", "--cluster", "16x8xh100-80g", "--length", "4096", "cluster.inter=8x400Gb"]
+PLAN = [
+    "--model",
+    "llama-3.1-8b",
+    "--cluster",
+    "16x8xh100-80g",
+    "--length",
+    "4096",
+    "cluster.inter=8x400Gb",
+]
 DISK = Level(stall=2.0, lag=40.0, restart=90.0, mtbf=6 * 3600.0)
 
 
@@ -33,7 +41,10 @@ def simulated(made: Campaign, training: float, seed: int) -> float:
     draw = random.Random(seed)
     disk, memory = made.disk, made.memory
     every = {"disk": made.every, "memory": made.in_memory_every or 0}
-    due = {"disk": draw.expovariate(1 / disk.mtbf), "memory": draw.expovariate(1 / memory.mtbf) if memory else float("inf")}
+    due = {
+        "disk": draw.expovariate(1 / disk.mtbf),
+        "memory": draw.expovariate(1 / memory.mtbf) if memory else float("inf"),
+    }
     now, step, steps, saves = 0.0, 0, round(training / made.step), [(0.0, 0, "disk")]
     while step < steps:
         end = now + made.step
@@ -50,7 +61,11 @@ def simulated(made: Campaign, training: float, seed: int) -> float:
         assert level is not None
         now = due[kind] + level.restart
         # A host that is lost has lost its memory: only what was on disk by then counts.
-        saves = [each for each in saves if each[0] <= due[kind] and (kind == "memory" or each[2] == "disk")]
+        saves = [
+            each
+            for each in saves
+            if each[0] <= due[kind] and (kind == "memory" or each[2] == "disk")
+        ]
         step = saves[-1][1]
         due[kind] += draw.expovariate(1 / level.mtbf)
         while min(due.values()) < now:  # while it starts: it starts again
@@ -72,26 +87,40 @@ def test_the_formula_is_the_campaign(hours: float, in_memory: bool) -> None:
     made = Campaign(64, 8, mtbf / 2000, disk, memory, 0.0, 24.0)
     found = [simulated(made, 40 * mtbf, seed) for seed in range(3)]
     assert made.goodput() == pytest.approx(sum(found) / 3, rel=0.05)
-    assert made.goodput() >= max(made.goodput(every) for every in (made.every // 3 or 1, made.every * 3))
+    assert made.goodput() >= max(
+        made.goodput(every) for every in (made.every // 3 or 1, made.every * 3)
+    )
 
 
 def test_young_and_daly() -> None:
     """Daly's example grows into Young's formula where saves are short, and saves no more often than a save takes."""
     short = Level(stall=1.0, lag=0.0, restart=0.0, mtbf=1e6)
     assert short.best(0.1) == pytest.approx((2e6) ** 0.5, rel=0.01)
-    assert Level(1.0, 5000.0, 0.0, 1e6).best(0.1) == 4999.0 and Level(30.0, 0.0, 0.0, 10.0).best(0.1) == 10.0
+    assert (
+        Level(1.0, 5000.0, 0.0, 1e6).best(0.1) == 4999.0
+        and Level(30.0, 0.0, 0.0, 10.0).best(0.1) == 10.0
+    )
     assert pytest.approx(50_677, abs=1) == MTBF_HOURS
 
 
 def test_spare_hosts() -> None:
     made = Campaign(1024, 128, 5.0, DISK, None, hosts_lost=0.02, repair_hours=24)
     assert made.available(made.spares) > 0.9 and made.available(0) < 0.7
-    assert replace(made, hosts_lost=0.0).spares == 0 and replace(made, hosts_lost=0.02, repair_hours=0.1).spares == 0
+    assert (
+        replace(made, hosts_lost=0.0).spares == 0
+        and replace(made, hosts_lost=0.02, repair_hours=0.1).spares == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("optimizer", "each"),
-    [({}, 12), ({"kind": "sgd"}, 8), ({"kind": "sgd", "momentum": 0}, 4), ({"kind": "lion"}, 8), ({"kind": "adamw_4bit"}, 12)],
+    [
+        ({}, 12),
+        ({"kind": "sgd"}, 8),
+        ({"kind": "sgd", "momentum": 0}, 4),
+        ({"kind": "lion"}, 8),
+        ({"kind": "adamw_4bit"}, 12),
+    ],
 )
 def test_a_checkpoint_has_what_the_optimizer_keeps(optimizer: dict[str, Any], each: int) -> None:
     """In fp32, also of quantised moments; and of each model that is trained, such as PPO's of values."""
@@ -99,7 +128,9 @@ def test_a_checkpoint_has_what_the_optimizer_keeps(optimizer: dict[str, Any], ea
     first = look_at(asked, DDPStrategy())
     assert isinstance(first, Candidate)
     made = campaign(first, asked.cluster, asked.facts)
-    assert made.disk.stall == pytest.approx(asked.cluster.disk_seconds("write", each * asked.facts.trainable))
+    assert made.disk.stall == pytest.approx(
+        asked.cluster.disk_seconds("write", each * asked.facts.trainable)
+    )
     value = RolePlan(model=asked.config.model, model_path=None, head="score", trainable=True)
     both = replace(first, layout=first.layout.model_copy(update={"roles": {"value": value}}))
     more = campaign(both, asked.cluster, replace(asked.facts, roles={"value": asked.facts}))
@@ -109,13 +140,31 @@ def test_a_checkpoint_has_what_the_optimizer_keeps(optimizer: dict[str, Any], ea
 @pytest.mark.slow
 @pytest.mark.full
 def test_plan_says_what_faults_cost(run: Run) -> None:
-    code, out, _ = run("plan", *PLAN, "--mtbf-hours", 50000, "--price", 2, "--tokens", "1e12", columns=80)
-    assert code == 0 and "checkpoint.every=" in out and "100,000" in out and max(map(len, out.splitlines())) <= 120, out
-    rows = json.loads(run("plan", *PLAN, "--mtbf-hours", 50000, "--price", 2, "--tokens", "1e12", "--json")[1])["faults"]
+    code, out, _ = run(
+        "plan", *PLAN, "--mtbf-hours", 50000, "--price", 2, "--tokens", "1e12", columns=80
+    )
+    assert (
+        code == 0
+        and "checkpoint.every=" in out
+        and "100,000" in out
+        and max(map(len, out.splitlines())) <= 120
+    ), out
+    rows = json.loads(
+        run("plan", *PLAN, "--mtbf-hours", 50000, "--price", 2, "--tokens", "1e12", "--json")[1]
+    )["faults"]
     assert [row["devices"] for row in rows][::8] == [128, 100_000]
-    assert all(one["goodput"] > other["goodput"] and one["every"] >= other["every"] for one, other in pairwise(rows))
-    memory = json.loads(run("plan", *PLAN, "--mtbf-hours", 50000, "checkpoint.in_memory_every=5", "--json")[1])["faults"]
-    assert memory[0]["in_memory_every"] > 0 and rows[0]["in_memory_every"] is None and 0 < memory[0]["goodput"] < 1
+    assert all(
+        one["goodput"] > other["goodput"] and one["every"] >= other["every"]
+        for one, other in pairwise(rows)
+    )
+    memory = json.loads(
+        run("plan", *PLAN, "--mtbf-hours", 50000, "checkpoint.in_memory_every=5", "--json")[1]
+    )["faults"]
+    assert (
+        memory[0]["in_memory_every"] > 0
+        and rows[0]["in_memory_every"] is None
+        and 0 < memory[0]["goodput"] < 1
+    )
     assert run("plan", *PLAN, "--mtbf-hours", 50000, "--max-seq")[0] == 2
 
 

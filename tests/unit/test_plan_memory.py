@@ -24,7 +24,10 @@ from drumline.planner.cost.traffic import flows
 from tests.harness import LETTERS
 
 H, KV, F, V, LAYERS = 64, 32, 128, 1000, 8
-ATTENTION, MLP = ("LlamaDecoderLayer", "LlamaAttention", "Linear"), ("LlamaDecoderLayer", "LlamaMLP", "Linear")
+ATTENTION, MLP = (
+    ("LlamaDecoderLayer", "LlamaAttention", "Linear"),
+    ("LlamaDecoderLayer", "LlamaMLP", "Linear"),
+)
 NORM = ("LlamaDecoderLayer", "LlamaRMSNorm")
 BLOCK = (
     Weight("self_attn.q_proj.weight", (H, H), True, "colwise", ATTENTION),
@@ -39,7 +42,9 @@ BLOCK = (
 )
 PER_BLOCK = sum(w.numel for w in BLOCK)
 ENDS = (
-    Weight("model.embed_tokens.weight", (V, H), True, "embedding", ("Model", "Embedding"), "before"),
+    Weight(
+        "model.embed_tokens.weight", (V, H), True, "embedding", ("Model", "Embedding"), "before"
+    ),
     Weight("model.norm.weight", (H,), True, "", ("Model", "LlamaRMSNorm"), "after"),
     Weight("lm_head.weight", (V, H), True, "head", ("Model", "Linear"), "after"),
 )
@@ -60,22 +65,47 @@ FACTS = ModelFacts(
     end_weights=ENDS,
 )
 LINK = Link("pcie", 25e9, 1e-5)
-CLUSTER = Cluster(DeviceSpec("a", "cuda", 80 * 10**9, 2e12, {"bf16": 1e15}), 8, 1, LINK, LINK, LINK, 10**12)
+CLUSTER = Cluster(
+    DeviceSpec("a", "cuda", 80 * 10**9, 2e12, {"bf16": 1e15}), 8, 1, LINK, LINK, LINK, 10**12
+)
 
 
-def layout(strategy: dict[str, Any], world: int, *, micro: int = 1, accumulation: int = 1, length: int = 128, **sections: Any) -> Layout:
+def layout(
+    strategy: dict[str, Any],
+    world: int,
+    *,
+    micro: int = 1,
+    accumulation: int = 1,
+    length: int = 128,
+    **sections: Any,
+) -> Layout:
     config = Config.model_validate(
-        {"data": {"train": [{"kind": "file", "path": "x"}], "max_length": length, "packing": False}, "strategy": strategy} | sections
+        {
+            "data": {
+                "train": [{"kind": "file", "path": "x"}],
+                "max_length": length,
+                "packing": False,
+            },
+            "strategy": strategy,
+        }
+        | sections
     )
     mesh = config.strategy.mesh(world)
     batch = BatchPlan(
-        global_samples=micro * accumulation * mesh.data_ranks, micro_batch=micro, accumulation=accumulation, eval_micro_batch=micro
+        global_samples=micro * accumulation * mesh.data_ranks,
+        micro_batch=micro,
+        accumulation=accumulation,
+        eval_micro_batch=micro,
     )
     return Layout(
         config=config,
         mesh=mesh,
         batch=batch,
-        precision="fp32" if config.precision.kind == "auto" else "bf16" if config.precision.kind == "fp8" else config.precision.kind,
+        precision="fp32"
+        if config.precision.kind == "auto"
+        else "bf16"
+        if config.precision.kind == "fp8"
+        else config.precision.kind,
         device="cuda",
         engine=config.strategy.engine(mesh),
         data_parallel=config.strategy.data_parallel(mesh),
@@ -84,7 +114,9 @@ def layout(strategy: dict[str, Any], world: int, *, micro: int = 1, accumulation
     )
 
 
-def of(strategy: dict[str, Any], world: int = 8, facts: ModelFacts = FACTS, **options: Any) -> Memory:
+def of(
+    strategy: dict[str, Any], world: int = 8, facts: ModelFacts = FACTS, **options: Any
+) -> Memory:
     return memory(layout(strategy, world, **options), facts, CLUSTER)
 
 
@@ -92,11 +124,17 @@ def test_states_of_zero_are_those_of_the_paper() -> None:
     """ZeRO, Rajbhandari et al. 2020, figure 1: of 16 bytes a parameter 2 + 2 + 12; here gradients are added up in fp32."""
     P, low = FACTS.parameters, {"precision": "bf16"}
     three = of({"kind": "zero3"}, **low)
-    assert [three.parameters, three.gradients, three.optimizer] == pytest.approx([2 * P / 8, 4 * P / 8, 12 * P / 8], rel=1e-3)
+    assert [three.parameters, three.gradients, three.optimizer] == pytest.approx(
+        [2 * P / 8, 4 * P / 8, 12 * P / 8], rel=1e-3
+    )
     two = of({"kind": "zero2"}, **low)
-    assert [two.parameters, two.gradients, two.optimizer] == pytest.approx([2 * P, 4 * P / 8, 12 * P / 8], rel=1e-3)
+    assert [two.parameters, two.gradients, two.optimizer] == pytest.approx(
+        [2 * P, 4 * P / 8, 12 * P / 8], rel=1e-3
+    )
     one = of({"kind": "zero1"}, **low)
-    assert [one.parameters, one.gradients, one.optimizer] == pytest.approx([2 * P, 6 * P, 12 * P / 8], rel=1e-3)
+    assert [one.parameters, one.gradients, one.optimizer] == pytest.approx(
+        [2 * P, 6 * P, 12 * P / 8], rel=1e-3
+    )
     whole = of({"kind": "ddp"}, **low)
     assert [whole.parameters, whole.gradients, whole.optimizer] == [4 * P, 4 * P, 8 * P]
 
@@ -109,15 +147,23 @@ class Lean(StrategySpec):
     def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
         return replace(super().state(layout, facts, mine), optimizer=0)
 
-    def send(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
+    def send(
+        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+    ) -> None:
         volume.add("all_to_all", 7 * facts.trainable, layout.mesh.data_ranks, "gradients")
 
 
 def test_a_strategy_of_one_s_own_says_what_it_costs() -> None:
     copies = layout({"kind": "ddp"}, 8)
-    own = copies.model_copy(update={"config": copies.config.model_copy(update={"strategy": Lean()})})
+    own = copies.model_copy(
+        update={"config": copies.config.model_copy(update={"strategy": Lean()})}
+    )
     costs, there = memory(own, FACTS, CLUSTER), memory(copies, FACTS, CLUSTER)
-    assert (costs.parameters, costs.gradients, costs.optimizer) == (there.parameters, there.gradients, 0)
+    assert (costs.parameters, costs.gradients, costs.optimizer) == (
+        there.parameters,
+        there.gradients,
+        0,
+    )
     assert there.phases["clip"] - costs.phases["clip"] == there.optimizer == 8 * FACTS.parameters
     assert flows(own, FACTS).traffic() == Traffic(all_to_all=7 * FACTS.parameters * 7 / 8)
 
@@ -134,7 +180,9 @@ def test_a_strategy_of_one_s_own_says_what_it_costs() -> None:
         (Weight("e", (3, 2), True, "embedding"), 8, 1, 2),
     ],
 )
-def test_the_fullest_rank_holds_the_rounded_up_part(weight: Weight, tp: int, shards: int, entries: int) -> None:
+def test_the_fullest_rank_holds_the_rounded_up_part(
+    weight: Weight, tp: int, shards: int, entries: int
+) -> None:
     assert part(weight, tp, shards) == entries
 
 
@@ -148,10 +196,19 @@ def test_tied_ends_are_on_both_ranks_of_a_pipeline() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "blocks"),
-    [("gpipe", [16, 16, 16, 16]), ("1f1b", [8, 6, 4, 2]), ("interleaved", [8, 8, 7, 5]), ("zero_bubble", [10, 10, 10, 10])],
+    [
+        ("gpipe", [16, 16, 16, 16]),
+        ("1f1b", [8, 6, 4, 2]),
+        ("interleaved", [8, 8, 7, 5]),
+        ("zero_bubble", [10, 10, 10, 10]),
+    ],
 )
 def test_blocks_in_flight(schedule: str, blocks: list[float]) -> None:
-    plan = layout({"kind": "pp", "schedule": schedule}, 4, accumulation=8 if schedule in ("gpipe", "1f1b") else 4)
+    plan = layout(
+        {"kind": "pp", "schedule": schedule},
+        4,
+        accumulation=8 if schedule in ("gpipe", "1f1b") else 4,
+    )
     assert [flying(plan, rank, 2)[0] for rank in range(4)] == pytest.approx(blocks)
 
 
@@ -160,7 +217,8 @@ def test_what_makes_a_run_larger_or_smaller() -> None:
     assert of({"kind": "fsdp2"}, micro=16, length=512).peak > base.peak
     assert of({"kind": "fsdp2"}, micro=8, length=1024).peak > base.peak
     peaks = [
-        of({"kind": "fsdp2"}, micro=8, length=512, memory={"activation_checkpointing": kind}).peak for kind in ("none", "selective", "full")
+        of({"kind": "fsdp2"}, micro=8, length=512, memory={"activation_checkpointing": kind}).peak
+        for kind in ("none", "selective", "full")
     ]
     assert peaks == sorted(peaks, reverse=True) and peaks[0] == base.peak
     plain = of({"kind": "ddp"}, micro=8, length=512, algorithm={"kind": "sft", "loss_chunk": 0})
@@ -170,8 +228,13 @@ def test_what_makes_a_run_larger_or_smaller() -> None:
     assert capped.logits == plain.logits, "what caps its logits makes them whole"
     offloaded = of({"kind": "fsdp2", "offload": "cpu"}, micro=8, length=512)
     assert offloaded.parameters == offloaded.optimizer == 0 and offloaded.peak < base.peak
-    assert of({"kind": "tp"}, micro=8, length=512).peak < of({"kind": "ddp"}, micro=8, length=512).peak
-    assert base.reserved > base.peak + base.overhead and of({"kind": "single"}, 1).overhead < base.overhead
+    assert (
+        of({"kind": "tp"}, micro=8, length=512).peak < of({"kind": "ddp"}, micro=8, length=512).peak
+    )
+    assert (
+        base.reserved > base.peak + base.overhead
+        and of({"kind": "single"}, 1).overhead < base.overhead
+    )
 
 
 def test_parts_of_a_sequence_need_no_mask_of_the_whole() -> None:
@@ -180,7 +243,13 @@ def test_parts_of_a_sequence_need_no_mask_of_the_whole() -> None:
     def kept(method: str, length: int, packing: bool = False, attention: str = "auto") -> float:
         data = {"train": [{"kind": "file", "path": "x"}], "max_length": length, "packing": packing}
         model = {"id": "x", "attention": attention}
-        plan = layout({"kind": "fsdp2", "cp": 8, "cp_method": method}, 8, length=length, data=data, model=model)
+        plan = layout(
+            {"kind": "fsdp2", "cp": 8, "cp_method": method},
+            8,
+            length=length,
+            data=data,
+            model=model,
+        )
         return formula(plan, FACTS).saved_block
 
     for method in ("ring", "ulysses"):
@@ -204,8 +273,16 @@ def test_a_compiled_block_keeps_what_its_regions_gather() -> None:
 def test_scores_that_attention_keeps() -> None:
     """Bytes of each score and head, by what torch's operators save (hooks on saved tensors show the same)."""
 
-    def each(attention: str = "auto", precision: str = "fp32", device: Any = "cpu", **facts: bool) -> float:
-        plan = layout({"kind": "single"}, 1, length=512, model={"id": "x", "attention": attention}, precision=precision)
+    def each(
+        attention: str = "auto", precision: str = "fp32", device: Any = "cpu", **facts: bool
+    ) -> float:
+        plan = layout(
+            {"kind": "single"},
+            1,
+            length=512,
+            model={"id": "x", "attention": attention},
+            precision=precision,
+        )
         plan = plan.model_copy(update={"precision": precision, "device": device})
         there, other = (formula(plan, replace(FACTS, **given)).saved_block for given in (facts, {}))
         return (there - other) / FACTS.heads / 512
@@ -213,8 +290,15 @@ def test_scores_that_attention_keeps() -> None:
     tiles = 4 / 512  # log-sums of a row
     assert each(drops_scores=True) == each(drops_scores=True, precision="bf16") == 12 - tiles
     assert each(drops_scores=True, device="cuda") == each(attention="sdpa", keeps_scores=True) == 0
-    assert each(keeps_scores=True) == 4 - tiles and each(keeps_scores=True, precision="bf16") == 6 - tiles
-    assert each(keeps_scores=True, caps_scores=True) == each(keeps_scores=True, caps_scores=True, precision="bf16") == 8 - tiles
+    assert (
+        each(keeps_scores=True) == 4 - tiles
+        and each(keeps_scores=True, precision="bf16") == 6 - tiles
+    )
+    assert (
+        each(keeps_scores=True, caps_scores=True)
+        == each(keeps_scores=True, caps_scores=True, precision="bf16")
+        == 8 - tiles
+    )
     assert each(keeps_scores=True, drops_scores=True, device="cuda", precision="bf16") == 7 - tiles
     assert each(drops_stream=True) * FACTS.heads * 512 == 2 * 4 * FACTS.hidden
 
@@ -230,20 +314,29 @@ def test_adapters_leave_little_to_learn() -> None:
         frozen=FACTS.parameters,
     )
     lora = of({"kind": "ddp"}, facts=facts, adapter="lora")
-    assert [lora.parameters, lora.gradients, lora.optimizer] == [4 * facts.parameters, 4 * LAYERS * 8 * H, 8 * LAYERS * 8 * H]
+    assert [lora.parameters, lora.gradients, lora.optimizer] == [
+        4 * facts.parameters,
+        4 * LAYERS * 8 * H,
+        8 * LAYERS * 8 * H,
+    ]
     packed = of({"kind": "single"}, 1, facts=facts, adapter={"kind": "lora", "quantize": "8bit"})
     linear = LAYERS * (PER_BLOCK - 2 * H)
     assert packed.parameters == lora.parameters - 3 * linear + linear // 64
 
     def full(**adapter: Any) -> Memory:
         adapter, memory_ = {"kind": "lora", **adapter}, {"activation_checkpointing": "full"}
-        return of({"kind": "single"}, 1, facts=facts, adapter=adapter, precision="bf16", memory=memory_)
+        return of(
+            {"kind": "single"}, 1, facts=facts, adapter=adapter, precision="bf16", memory=memory_
+        )
 
     # What does not learn lies in bf16 but for vectors, under every strategy; nothing of it is cast.
     vectors = LAYERS * 2 * H + H
     assert full().parameters == 2 * (FACTS.parameters - vectors) + 4 * (vectors + LAYERS * 8 * H)
     for strategy in ("ddp", "tp", "cp", "fsdp2"):
-        low, whole = (of({"kind": strategy}, facts=facts, adapter="lora", precision=p).parameters for p in ("bf16", "fp32"))
+        low, whole = (
+            of({"kind": strategy}, facts=facts, adapter="lora", precision=p).parameters
+            for p in ("bf16", "fp32")
+        )
         assert 0.5 * whole < low < 0.55 * whole, strategy
     assert full().buffers <= 2 * 8 * H + 4 * 8 * H * LAYERS
     assert full(quantize="4bit").buffers <= 2 * (PER_BLOCK + 8 * H) + 4 * 8 * H * LAYERS
@@ -262,40 +355,72 @@ def test_sampling_takes_keys_and_values_and_where_the_model_is_spread_a_copy() -
     keys_and_values = 2 * LAYERS * KV * 4 * 128 * 512
     assert whole.activations > keys_and_values
     spread = of({"kind": "fsdp2"}, algorithm=algorithm)
-    assert spread.activations == whole.activations and spread.buffers - whole.buffers == 4 * FACTS.parameters
-    little = {**algorithm, "minibatches": 1, "generator": {"kind": "hf", "batch": 1, "max_new_tokens": 8}}
-    beside = of({"kind": "fsdp2"}, algorithm=little, length=512).peak - of({"kind": "fsdp2"}, length=512).peak
+    assert (
+        spread.activations == whole.activations
+        and spread.buffers - whole.buffers == 4 * FACTS.parameters
+    )
+    little = {
+        **algorithm,
+        "minibatches": 1,
+        "generator": {"kind": "hf", "batch": 1, "max_new_tokens": 8},
+    }
+    beside = (
+        of({"kind": "fsdp2"}, algorithm=little, length=512).peak
+        - of({"kind": "fsdp2"}, length=512).peak
+    )
     assert beside == 4 * FACTS.parameters, "it stays between rollouts"
     continuous = {**little, "generator": {**little["generator"], "kind": "continuous"}}
-    live, low = (of({"kind": "ddp"}, algorithm=how, precision="bf16").buffers for how in (little, continuous))
+    live, low = (
+        of({"kind": "ddp"}, algorithm=how, precision="bf16").buffers for how in (little, continuous)
+    )
     assert low - live == 2 * FACTS.parameters, "its thread knows no autocast"
 
 
 def test_a_vllm_engine_keeps_its_share_of_the_gpu() -> None:
     generators = [{"kind": "vllm", "memory": 0.25}, {"kind": "vllm", "url": "http://there:8000"}]
-    here, there = (of({"kind": "ddp"}, algorithm={"kind": "grpo", "rewards": [LETTERS], "generator": how}) for how in generators)
-    assert here.peak - there.peak == here.reserved - there.reserved == CLUSTER.device.memory_bytes // 4
+    here, there = (
+        of({"kind": "ddp"}, algorithm={"kind": "grpo", "rewards": [LETTERS], "generator": how})
+        for how in generators
+    )
+    assert (
+        here.peak - there.peak == here.reserved - there.reserved == CLUSTER.device.memory_bytes // 4
+    )
 
 
 def test_models_that_learn_side_by_side_are_there_at_the_peak() -> None:
     """Measured on 2 CPU ranks (DDP, FSDP2) with a policy and a value of one size: so within 1%, without the gradients 6 to 8% off."""
-    algorithm = {"kind": "ppo", "value": "separate", "rewards": [LETTERS], "generator": {"kind": "vllm", "url": "http://there:8000"}}
+    algorithm = {
+        "kind": "ppo",
+        "value": "separate",
+        "rewards": [LETTERS],
+        "generator": {"kind": "vllm", "url": "http://there:8000"},
+    }
     how = layout({"kind": "single"}, 1, length=8, algorithm=algorithm)
     value = RolePlan(model=how.config.model, model_path=None, head="score", trainable=True)
     alone = memory(how, FACTS, CLUSTER)
-    both = memory(how.model_copy(update={"roles": {"value": value}}), replace(FACTS, roles={"value": FACTS}), CLUSTER)
-    assert both.peak - alone.peak == 16 * FACTS.parameters and both.peak == max(both.phases.values())
+    both = memory(
+        how.model_copy(update={"roles": {"value": value}}),
+        replace(FACTS, roles={"value": FACTS}),
+        CLUSTER,
+    )
+    assert both.peak - alone.peak == 16 * FACTS.parameters and both.peak == max(
+        both.phases.values()
+    )
 
 
 def test_host_memory() -> None:
     zero = host_memory(layout({"kind": "zero2"}, 8, precision="bf16"), FACTS, CLUSTER, 0)
     native = host_memory(layout({"kind": "fsdp2"}, 8, precision="bf16"), FACTS, CLUSTER, 0)
-    assert zero.load - native.load == 8 * 6 * FACTS.parameters  # whole in fp32 and bf16 on each rank
+    # Whole in fp32 and bf16 on each rank.
+    assert zero.load - native.load == 8 * 6 * FACTS.parameters
     third = host_memory(layout({"kind": "zero3"}, 8, precision="bf16"), FACTS, CLUSTER, 0)
-    assert third.load - native.load < 8 * 6 * FACTS.parameters / 2  # a block, or the ends, at a time
+    # A block, or the ends, at a time.
+    assert third.load - native.load < 8 * 6 * FACTS.parameters / 2
     offloaded = host_memory(layout({"kind": "fsdp2", "offload": "cpu"}, 8), FACTS, CLUSTER, 0)
     assert offloaded.train - native.train == pytest.approx(16 * FACTS.parameters, rel=1e-3)
-    at_once = host_memory(layout({"kind": "fsdp2"}, 8, checkpoint={"asynchronous": False}), FACTS, CLUSTER, 0)
+    at_once = host_memory(
+        layout({"kind": "fsdp2"}, 8, checkpoint={"asynchronous": False}), FACTS, CLUSTER, 0
+    )
     assert native.save - at_once.save == pytest.approx(12 * FACTS.parameters, rel=1e-3)
 
 
@@ -303,18 +428,36 @@ def test_host_memory() -> None:
 def test_checkpoints_in_memory_are_counted(ranks: int, share: float) -> None:
     """Two of them: of one host all, of several this host's part and its neighbour's."""
     on_disk, in_memory = (
-        host_memory(layout({"kind": "fsdp2"}, ranks, checkpoint={"in_memory_every": every}), FACTS, CLUSTER, 0) for every in (None, 10)
+        host_memory(
+            layout({"kind": "fsdp2"}, ranks, checkpoint={"in_memory_every": every}),
+            FACTS,
+            CLUSTER,
+            0,
+        )
+        for every in (None, 10)
     )
     two = 2 * 12 * FACTS.parameters * share
-    assert in_memory.train - on_disk.train == pytest.approx(two, rel=1e-3) == in_memory.save - on_disk.save
-    assert in_memory.load - on_disk.load == pytest.approx(two / 2, rel=1e-3) and in_memory.export == on_disk.export
+    assert (
+        in_memory.train - on_disk.train
+        == pytest.approx(two, rel=1e-3)
+        == in_memory.save - on_disk.save
+    )
+    assert (
+        in_memory.load - on_disk.load == pytest.approx(two / 2, rel=1e-3)
+        and in_memory.export == on_disk.export
+    )
 
 
 ROLES: dict[str, dict[str, Any]] = {
     "dpo, live": {"algorithm": {"kind": "dpo", "reference": "live"}},
     "dpo, live, bf16": {"algorithm": {"kind": "dpo", "reference": "live"}, "precision": "bf16"},
     "ppo, separate value": {
-        "algorithm": {"kind": "ppo", "value": "separate", "rewards": [LETTERS], "generator": {"kind": "hf", "max_new_tokens": 8}}
+        "algorithm": {
+            "kind": "ppo",
+            "value": "separate",
+            "rewards": [LETTERS],
+            "generator": {"kind": "hf", "max_new_tokens": 8},
+        }
     },
 }
 
@@ -332,7 +475,15 @@ def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) ->
     path = write_config(tmp_path, model, strategy={"kind": "single"}, **ROLES[name])
     plan: Plan = make_plan(Request(load(path, []), world_size=1), on_progress=lambda *_: None)
     said = memory(plan, question(plan).facts, CLUSTER)
-    engines = [build_engine(plan, "cpu"), *(build_engine(plan, "cpu", role=r) for r, role in plan.roles.items() if not role.trainable)]
+    engines = [
+        build_engine(plan, "cpu"),
+        *(
+            build_engine(plan, "cpu", role=r)
+            for r, role in plan.roles.items()
+            if not role.trainable
+        ),
+    ]
     assert [said.parameters, said.optimizer] == [
-        sum(getattr(e.memory_stats(), what) for e in engines) for what in ("parameters", "optimizer")
+        sum(getattr(e.memory_stats(), what) for e in engines)
+        for what in ("parameters", "optimizer")
     ]

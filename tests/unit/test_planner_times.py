@@ -36,18 +36,34 @@ def test_published_throughput() -> None:
 
 @lru_cache
 def model(layers: int = 32) -> ModelFacts:
-    shape = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": layers}
+    shape = {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": layers,
+    }
     said = ModelConfig(config={**shape, "num_attention_heads": 32, "num_key_value_heads": 32})
     return facts(load_config(None, said), 2048)
 
 
 def cluster(nodes: int = 1, intra: str = "nvlink4", inter: str = "400Gb") -> Cluster:
-    device, links = catalog.device("h100-80g"), [catalog.link(name) for name in (intra, inter, "pcie5")]
-    assert device is not None and links[0] is not None and links[1] is not None and links[2] is not None
+    device, links = (
+        catalog.device("h100-80g"),
+        [catalog.link(name) for name in (intra, inter, "pcie5")],
+    )
+    assert (
+        device is not None
+        and links[0] is not None
+        and links[1] is not None
+        and links[2] is not None
+    )
     return Cluster(device, 8, nodes, links[0], links[1], links[2])
 
 
-def layout(strategy: Any, world: int = 8, micro_batch: int = 2, accumulation: int = 4, **sections: Any) -> Layout:
+def layout(
+    strategy: Any, world: int = 8, micro_batch: int = 2, accumulation: int = 4, **sections: Any
+) -> Layout:
     config = Config.model_validate(
         {
             "model": {"config": {"model_type": "llama"}},
@@ -85,7 +101,10 @@ def taken(strategy: Any, on: Cluster | None = None, **options: Any) -> Seconds:
 def test_checkpointing_costs_what_is_computed_again() -> None:
     """Of a forward all of the blocks, or every second product. A forward is a third of what operators move, and less of products,
     where gradients of weights take longer."""
-    none, selective, full = (taken("fsdp2", memory={"activation_checkpointing": kind}).compute for kind in ("none", "selective", "full"))
+    none, selective, full = (
+        taken("fsdp2", memory={"activation_checkpointing": kind}).compute
+        for kind in ("none", "selective", "full")
+    )
     assert none < selective < full
     of_products = (3 + fitted.WEIGHT_GRADIENTS) / (2 + fitted.WEIGHT_GRADIENTS)
     assert of_products < full / none < 4 / 3
@@ -93,7 +112,10 @@ def test_checkpointing_costs_what_is_computed_again() -> None:
 
 def test_communication_hides_behind_enough_computing() -> None:
     """A gather beside a long forward costs one block's; where links are slow it cannot hide."""
-    long, slow = taken("fsdp2", micro_batch=8), taken("fsdp2", cluster(intra="pcie3"), micro_batch=1)
+    long, slow = (
+        taken("fsdp2", micro_batch=8),
+        taken("fsdp2", cluster(intra="pcie3"), micro_batch=1),
+    )
     assert long.communication < 0.05 * long.compute
     assert slow.communication > slow.compute
     assert taken("fsdp2", cluster(nodes=2), world=16).communication > taken("fsdp2").communication
@@ -128,21 +150,35 @@ def test_the_bubble_is_the_schedules(schedule: str) -> None:
     found = taken({"kind": "pp", "schedule": schedule}, accumulation=16)
     idle = bubble(schedule, 8, 2 if schedule == "interleaved" else 1, 16)
     least = idle / (1 - idle) * found.compute
-    assert least <= found.bubble < least + 0.5 * found.compute, "and what the slowest stage takes longer"
+    assert least <= found.bubble < least + 0.5 * found.compute, (
+        "and what the slowest stage takes longer"
+    )
 
 
 def test_copies_to_the_host_go_at_the_rate_that_pinned_memory_reaches() -> None:
     """Gradients of each micro-batch down in fp32, weights up once in bf16; not at the rate of collectives over the same link. Of eight GPUs
     two share a link to the host."""
     offloaded = taken({"kind": "zero3", "offload_optimizer": "cpu"})
-    assert offloaded.offload == pytest.approx(2 * (2 + 4 * 4) * model().trainable / 8 / (0.8 * 63e9), rel=1e-3)
+    assert offloaded.offload == pytest.approx(
+        2 * (2 + 4 * 4) * model().trainable / 8 / (0.8 * 63e9), rel=1e-3
+    )
 
 
 def test_offloading_and_several_kernels_take_longer() -> None:
-    plain, offloaded = taken("zero3"), taken({"kind": "zero3", "offload_optimizer": "cpu", "offload_parameters": "cpu"})
+    plain, offloaded = (
+        taken("zero3"),
+        taken({"kind": "zero3", "offload_optimizer": "cpu", "offload_parameters": "cpu"}),
+    )
     assert plain.offload == 0 < offloaded.offload and offloaded.optimizer > plain.optimizer
-    assert taken({"kind": "zero3", "offload_optimizer": {"kind": "nvme", "path": "d"}}).offload > offloaded.offload
-    assert taken("ddp", optimizer={"fused": False}).optimizer > 2 * taken("ddp").optimizer > 12 * taken("fsdp2").optimizer
+    assert (
+        taken({"kind": "zero3", "offload_optimizer": {"kind": "nvme", "path": "d"}}).offload
+        > offloaded.offload
+    )
+    assert (
+        taken("ddp", optimizer={"fused": False}).optimizer
+        > 2 * taken("ddp").optimizer
+        > 12 * taken("fsdp2").optimizer
+    )
 
 
 def test_threads_pay_for_every_micro_batch() -> None:
@@ -153,27 +189,47 @@ def test_threads_pay_for_every_micro_batch() -> None:
 
 def test_sampling_is_bound_by_memory() -> None:
     """Every token of a batch reads all weights once."""
-    algorithm = {"kind": "grpo", "group_size": 8, "generator": {"kind": "vllm", "max_new_tokens": 512}, "rewards": [{"kind": "math"}]}
+    algorithm = {
+        "kind": "grpo",
+        "group_size": 8,
+        "generator": {"kind": "vllm", "max_new_tokens": 512},
+        "rewards": [{"kind": "math"}],
+    }
     found = taken("ddp", algorithm=algorithm)
     assert found.rollout > 512 * 2 * model().parameters / cluster().device.bandwidth
-    slower = taken("ddp", algorithm={**algorithm, "generator": {"kind": "hf", "max_new_tokens": 512}})
+    slower = taken(
+        "ddp", algorithm={**algorithm, "generator": {"kind": "hf", "max_new_tokens": 512}}
+    )
     assert slower.rollout > found.rollout, "the host starts every kernel of every token"
-    kept = taken("fsdp2", algorithm={**algorithm, "generator": {**algorithm["generator"], "url": "http://there", "weights": "none"}})
+    kept = taken(
+        "fsdp2",
+        algorithm={
+            **algorithm,
+            "generator": {**algorithm["generator"], "url": "http://there", "weights": "none"},
+        },
+    )
     handed = taken("fsdp2", algorithm=algorithm)
     assert handed.rollout > kept.rollout, "who keeps its own weights is sent none"
-    whole, live = (taken(kind, algorithm={**algorithm, "generator": {"kind": "hf"}}).rollout for kind in ("zero2", "ddp"))
+    whole, live = (
+        taken(kind, algorithm={**algorithm, "generator": {"kind": "hf"}}).rollout
+        for kind in ("zero2", "ddp")
+    )
     assert whole <= live, "neither gathers: the whole model is on each rank"
 
 
 def test_a_model_of_no_known_blocks_is_gathered_at_once() -> None:
-    one = replace(model(), block_weights=(), end_weights=(Weight("w", (4096, 4096), place="before"),))
+    one = replace(
+        model(), block_weights=(), end_weights=(Weight("w", (4096, 4096), place="before"),)
+    )
     how = layout("zero3")
     assert seconds(how, one, cluster(), flows(how, one)).communication > 0
 
 
 def test_an_image_counts_as_one_token() -> None:
     data = {"train": [{"kind": "file", "path": "rows"}]}
-    config = Config.model_validate({"model": {"id": "m"}, "data": data, "algorithm": {"kind": "classify", "modality": "image"}})
+    config = Config.model_validate(
+        {"model": {"id": "m"}, "data": data, "algorithm": {"kind": "classify", "modality": "image"}}
+    )
     text, images = layout("ddp"), layout("ddp").model_copy(update={"config": config})
     assert images.tokens_per_row == 1.0 < text.tokens_per_row
 
@@ -182,15 +238,26 @@ def test_what_each_cause_costs() -> None:
     """Attention has a rate of its own, and on short rows hooks in Python cost more than computing."""
     device = cluster().device
     assert device.attention is not None and device.attention < 0.5 * device.efficiency
-    assert cluster().attention_rate("bf16") == pytest.approx(device.attention * device.flops["bf16"])
+    assert cluster().attention_rate("bf16") == pytest.approx(
+        device.attention * device.flops["bf16"]
+    )
     long = with_length(model(), 2048, 32768)
-    assert computing(layout("fsdp2"), long, cluster())[1] > 1.5 * computing(layout("fsdp2"), model(), cluster())[1]
-    tiny: dict[str, Any] = {"micro_batch": 1, "data": {"train": [{"kind": "file", "path": "rows"}], "max_length": 128}}
+    assert (
+        computing(layout("fsdp2"), long, cluster())[1]
+        > 1.5 * computing(layout("fsdp2"), model(), cluster())[1]
+    )
+    tiny: dict[str, Any] = {
+        "micro_batch": 1,
+        "data": {"train": [{"kind": "file", "path": "rows"}], "max_length": 128},
+    }
     assert taken("zero3", **tiny).compute > 1.5 * taken("zero2", **tiny).compute
 
 
 def test_ranges_follow_the_group_and_a_plan_fits_where_its_upper_end_does() -> None:
-    groups = [group_of(layout(kind)) for kind in ("ddp", "tp", {"kind": "zero3", "offload_optimizer": "cpu"})]
+    groups = [
+        group_of(layout(kind))
+        for kind in ("ddp", "tp", {"kind": "zero3", "offload_optimizer": "cpu"})
+    ]
     assert groups == ["full", "tp, cp or pp", "offload"]
     how = layout("fsdp2")
     found = estimate(how, model(), cluster())
@@ -198,5 +265,10 @@ def test_ranges_follow_the_group_and_a_plan_fits_where_its_upper_end_does() -> N
     needs = found.memory.reserved
     low, high = found.memory_range
     assert low <= 1 <= high and found.needs == (low * needs, high * needs)
-    limits = {int(high * needs) + 1: "fits", int(high * needs) - 1: "tight", needs: "tight", needs - 1: "no"}
+    limits = {
+        int(high * needs) + 1: "fits",
+        int(high * needs) - 1: "tight",
+        needs: "tight",
+        needs - 1: "no",
+    }
     assert {limit: found.model_copy(update={"limit": limit}).verdict for limit in limits} == limits

@@ -40,7 +40,9 @@ SMALL = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 1024}"
 def test_hours_and_cost_of_a_run(run: Run) -> None:
     _, out, _ = run("plan", *LORA, "--price", "0.5", "--tokens", "1e8", "--json")
     best = json.loads(out)["ranked"][0]
-    assert best["hours"] == pytest.approx((1e8 / best["tokens_per_s"] + best["startup_seconds"]) / 3600)
+    assert best["hours"] == pytest.approx(
+        (1e8 / best["tokens_per_s"] + best["startup_seconds"]) / 3600
+    )
     assert best["cost"] == pytest.approx(best["hours"] * 4 * 0.5)
 
 
@@ -53,8 +55,14 @@ def test_what_is_printed_can_be_acted_on(run: Run, model: Path, tmp_path: Path) 
     config = load(path, []).config
     first = json.loads(run("plan", *EIGHT_B, "--json")[1])["ranked"][0]
     assert config.strategy.model_dump(mode="json") == first["strategy"]
-    assert (config.batch.global_samples, config.batch.micro_batch) == (first["global_samples"], first["micro_batch"])
-    assert config.cluster is not None and (config.cluster.device, config.cluster.per_node) == ("4090", 4)
+    assert (config.batch.global_samples, config.batch.micro_batch) == (
+        first["global_samples"],
+        first["micro_batch"],
+    )
+    assert config.cluster is not None and (config.cluster.device, config.cluster.per_node) == (
+        "4090",
+        4,
+    )
     again = json.loads(run("plan", path, "--json")[1])
     assert first["name"] in [c["name"] for c in again["ranked"]]
 
@@ -66,14 +74,25 @@ def test_a_yaml_gets_the_command_that_trains_it(run: Run, model: Path, tmp_path:
     command = re.search(r"^  drumline (train .*)$", out, re.M)
     assert command is not None
     code, out, _ = run(*shlex.split(command[1]), "--dry-run")
-    assert code == 0 and out.startswith("# ") and "max_grad_norm" not in out and len(out.splitlines()) < 64
+    assert (
+        code == 0
+        and out.startswith("# ")
+        and "max_grad_norm" not in out
+        and len(out.splitlines()) < 64
+    )
     _, full, _ = run(*shlex.split(command[1]), "--dry-run", "--all")
-    assert "max_grad_norm: 1.0" in full and load_text(full, []) == load_text(out, []), "what is left out are defaults"
+    assert "max_grad_norm: 1.0" in full and load_text(full, []) == load_text(out, []), (
+        "what is left out are defaults"
+    )
 
 
-def test_the_command_says_what_was_said_beside_the_yaml(run: Run, model: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_was_said_beside_the_yaml(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, model)
-    _, out, _ = run("plan", config, "--adapter", "lora", "strategy=ddp", "data.max_length=48", "launch.nproc=2")
+    _, out, _ = run(
+        "plan", config, "--adapter", "lora", "strategy=ddp", "data.max_length=48", "launch.nproc=2"
+    )
     command = re.search(r"^  drumline train (.*)$", out, re.M)
     assert command is not None
     words = shlex.split(command[1])
@@ -89,8 +108,14 @@ def test_the_yaml_keeps_what_no_plan_decides(run: Run) -> None:
 
 def test_the_first_word_may_be_an_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one with slashes in it, and one too long for a file's name; a file of such a name is a YAML all the same."""
-    for said in ("model.id=Qwen/Qwen3-4B", "model.config={" + ", ".join(f"key_{i}: 1" for i in range(60)) + "}"):
-        assert load_with_flags(Path(said), ["model.init=random"], Flags()).config.model.init == "random"
+    for said in (
+        "model.id=Qwen/Qwen3-4B",
+        "model.config={" + ", ".join(f"key_{i}: 1" for i in range(60)) + "}",
+    ):
+        assert (
+            load_with_flags(Path(said), ["model.init=random"], Flags()).config.model.init
+            == "random"
+        )
     monkeypatch.chdir(tmp_path)
     Path("lr=1.yaml").write_text("data: {train: [{kind: file, path: rows.jsonl}], max_length: 77}")
     assert load_with_flags(Path("lr=1.yaml"), [], Flags()).config.data.max_length == 77
@@ -102,8 +127,13 @@ def test_a_run_on_the_processor_of_a_host_with_gpus(monkeypatch: pytest.MonkeyPa
     for said in ("cluster={price_per_device_hour: 1}", "cluster=2xcpu", "run.seed=1"):
         config = load_with_flags(None, ["run.device=cpu", said], Flags(model="gpt2"))
         assert ask(config, lambda *_: None).question.cluster.device.kind == "cpu"
-    with pytest.raises(PlanError, match="is cpu, and the cluster to plan for is of 4090 — take one of the two out"):
-        ask(load_with_flags(None, ["run.device=cpu", "cluster=4x4090"], Flags(model="gpt2")), lambda *_: None)
+    with pytest.raises(
+        PlanError, match="is cpu, and the cluster to plan for is of 4090 — take one of the two out"
+    ):
+        ask(
+            load_with_flags(None, ["run.device=cpu", "cluster=4x4090"], Flags(model="gpt2")),
+            lambda *_: None,
+        )
 
 
 def test_prepared_data_give_their_lengths(run: Run, model: Path, tmp_path: Path) -> None:
@@ -114,23 +144,38 @@ def test_prepared_data_give_their_lengths(run: Run, model: Path, tmp_path: Path)
     after = json.loads(run("plan", config, "--json")[1])
     data, best = after["task"]["data"], after["ranked"][0]
     assert data["train_samples"] == 40 and best["steps"] == 10
-    assert best["tokens_per_step"] == pytest.approx(4 * data["train_tokens"] / 40) and best["tokens_per_step"] < 4 * 96
+    assert (
+        best["tokens_per_step"] == pytest.approx(4 * data["train_tokens"] / 40)
+        and best["tokens_per_step"] < 4 * 96
+    )
 
 
 def test_flags_are_laid_over_a_yaml_and_overrides_over_flags(model: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path, model)
     config = load_with_flags(
-        path, ["data.max_length=48"], Flags(cluster="2x8xh100-80g", length=64, adapter="qlora", batch=32, price=2.0)
+        path,
+        ["data.max_length=48"],
+        Flags(cluster="2x8xh100-80g", length=64, adapter="qlora", batch=32, price=2.0),
     ).config
-    assert config.data.max_length == 48 and config.batch.global_samples == 32 and config.adapter.kind == "lora"
-    assert config.cluster is not None and (config.cluster.nodes, config.cluster.price_per_device_hour) == (2, 2.0)
+    assert (
+        config.data.max_length == 48
+        and config.batch.global_samples == 32
+        and config.adapter.kind == "lora"
+    )
+    assert config.cluster is not None and (
+        config.cluster.nodes,
+        config.cluster.price_per_device_hour,
+    ) == (2, 2.0)
 
 
 @pytest.mark.slow
 def test_a_model_of_images_alone_is_planned_as_one(run: Run) -> None:
     code, out, err = run("plan", "--model", "resnet-50", "--cluster", "4x4090")
     assert code == 0 and "modality: image" in out, err
-    assert "no causal language model" in run("plan", "--model", "resnet-50", "--cluster", "4x4090", "--algorithm", "sft")[2]
+    assert (
+        "no causal language model"
+        in run("plan", "--model", "resnet-50", "--cluster", "4x4090", "--algorithm", "sft")[2]
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ other questions
@@ -163,7 +208,13 @@ def test_explain_says_where_numbers_come_from(run: Run) -> None:
     first, zero2 = answer["ranked"][0], next(r for r in answer["refused"] if r["name"] == "zero2")
     code, out, _ = run("plan", *EIGHT_B, "--explain", first["name"])
     assert code == 0 and out == run("plan", *EIGHT_B, "--explain", "1")[1]
-    for part in ("What runs", "Memory of the fullest device", "Seconds of a step", "tokens/s of all devices", "MFU"):
+    for part in (
+        "What runs",
+        "Memory of the fullest device",
+        "Seconds of a step",
+        "tokens/s of all devices",
+        "MFU",
+    ):
         assert part in out
     for name, bytes_ in first["memory"].items():
         if name in ("parameters", "gradients", "optimizer", "activations", "peak"):
@@ -183,8 +234,13 @@ def test_explain_counts_gradients_that_are_there_and_models_that_are_held(run: R
     parts = sum(amount[name] for name in names if name not in ("gradients", "peak"))
     assert there < amount["gradients"] and parts + there == pytest.approx(amount["peak"], abs=0.05)
     assert "grads: all, some of which come after it" in run("plan", *flags, "--all")[1]
-    ppo = ["algorithm={kind: ppo, value: head, rewards: [{kind: length, free: 32, limit: 64}]}", "strategy=fsdp2"]
-    _, out, _ = run("plan", "--model", "llama-3.1-8b", "--cluster", "8xh100-80g", *ppo, "--explain", "1")
+    ppo = [
+        "algorithm={kind: ppo, value: head, rewards: [{kind: length, free: 32, limit: 64}]}",
+        "strategy=fsdp2",
+    ]
+    _, out, _ = run(
+        "plan", "--model", "llama-3.1-8b", "--cluster", "8xh100-80g", *ppo, "--explain", "1"
+    )
     assert "0.38 bytes for each of 16.06B parameters" in out and "reference 8.03B" in out
 
 
@@ -192,7 +248,9 @@ def test_explain_counts_gradients_that_are_there_and_models_that_are_held(run: R
 def test_the_most_that_fits(run: Run) -> None:
     found = json.loads(run("plan", *EIGHT_B, "--max-seq", "--json")[1])["max_length"]
     assert found and found == sorted(found, key=lambda each: -each["number"])
-    assert all(each["number"] % 64 == 0 and each["candidate"]["verdict"] == "fits" for each in found)
+    assert all(
+        each["number"] % 64 == 0 and each["candidate"]["verdict"] == "fits" for each in found
+    )
     _, out, _ = run("plan", *EIGHT_B, "--max-seq", columns=80)
     assert f"data.max_length={found[0]['number']}" in out and "…" not in out
     batch = json.loads(run("plan", *EIGHT_B, "--max-batch", "--json")[1])["max_batch"]
@@ -209,7 +267,9 @@ def test_what_if(run: Run) -> None:
     assert f"{speeds[-1]:,.0f}" in out and f"{speeds[-1] / speeds[0]:.2f}" in out and "…" not in out
 
 
-def test_a_search_that_takes_long_shows_a_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_takes_long_shows_a_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = io.StringIO()
     with line_if_slow(Console(file=out), "not slow", 1000.0):
         pass
@@ -228,7 +288,12 @@ def test_a_search_that_takes_long_shows_a_line(run: Run, tmp_path: Path, monkeyp
     monkeypatch.setattr("drumline.planner.command.line_if_slow", noted)
     for flags in ([], ["--max-seq"], ["--what-if", "nodes=1"]):
         assert run("plan", SMALL, "--cluster", "1x4090", *flags)[0] == 0
-    assert phases == ["comparing plans", "looking for the longest rows of the best plans", "comparing plans", "comparing plans"]
+    assert phases == [
+        "comparing plans",
+        "looking for the longest rows of the best plans",
+        "comparing plans",
+        "comparing plans",
+    ]
     monkeypatch.setattr("drumline.planner.init.line_if_slow", noted)
     flags = ["--cluster", "1x4090", "--length", "512", "--yes"]
     assert run("init", tmp_path / "new.yaml", "--model", "qwen3-0.6b", *flags)[0] == 0
@@ -260,10 +325,16 @@ def test_training_with_strategy_auto_says_that_a_search_goes_on(
         ("{nope: 1}", "unknown key 'nope' — write 8xh100-80g, or"),
     ],
 )
-def test_a_mistake_in_the_cluster_flag_has_the_form_of_the_flag(run: Run, cluster: str, what: str) -> None:
+def test_a_mistake_in_the_cluster_flag_has_the_form_of_the_flag(
+    run: Run, cluster: str, what: str
+) -> None:
     code, _, error = run("plan", "--model", "llama-3.1-8b", "--cluster", cluster)
     assert code == 2 and what in error
-    assert "2x8xh100-80g for two hosts of eight" in error and "per_node" not in error and "cluster.devices" not in error
+    assert (
+        "2x8xh100-80g for two hosts of eight" in error
+        and "per_node" not in error
+        and "cluster.devices" not in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,7 +350,9 @@ def test_a_mistake_in_the_cluster_flag_has_the_form_of_the_flag(run: Run, cluste
 )
 def test_a_network_that_was_assumed_is_told_once(run: Run, flags: list[str], told: bool) -> None:
     code, _, err = run("plan", SMALL, *flags)
-    assert code == 0 and err.count("cluster.inter is not set: 100Gb between hosts is assumed") == told
+    assert (
+        code == 0 and err.count("cluster.inter is not set: 100Gb between hosts is assumed") == told
+    )
 
 
 @pytest.mark.parametrize(
@@ -293,13 +366,19 @@ def test_a_network_that_was_assumed_is_told_once(run: Run, flags: list[str], tol
         ("{device: h100, per_node: 8, nodes: 2, inter: 100Gb}", ""),
     ],
 )
-def test_hosts_of_eight_data_centre_gpus_have_the_network_that_they_are_sold_with(cluster: str, network: str) -> None:
-    described = load_text(f"data: {{train: [{{kind: file, path: a}}]}}\ncluster: {cluster}\n", [], "c.yaml").cluster
+def test_hosts_of_eight_data_centre_gpus_have_the_network_that_they_are_sold_with(
+    cluster: str, network: str
+) -> None:
+    described = load_text(
+        f"data: {{train: [{{kind: file, path: a}}]}}\ncluster: {cluster}\n", [], "c.yaml"
+    ).cluster
     planned = cluster_of(described, Machine([], 2, 2**33, "cpu", False), 1)
     notes = [note for note in planned.notes if "cluster.inter" in note]
     assert planned.inter.name == (network or "100Gb")
     assert len(notes) == bool(network) and all(f"{network} between hosts" in note for note in notes)
-    assert all(("as hosts of eight such devices have" in note) == (network != "100Gb") for note in notes)
+    assert all(
+        ("as hosts of eight such devices have" in note) == (network != "100Gb") for note in notes
+    )
 
 
 def test_the_catalog(run: Run) -> None:
@@ -321,10 +400,25 @@ def texts_that_meet(figure: Any) -> list[tuple[str, str]]:
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         low, high = sorted(axis.get_view_interval())
         ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-        beyond |= {label for tick in ticks for label in (tick.label1, tick.label2) if not low <= tick.get_loc() <= high}
-    shown = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible() and t not in beyond]
-    boxes = [(t.get_text(), Text.get_window_extent(t).shrunk(0.96, 0.8)) for t in shown]  # of a name without the line to its point
-    return [(a, b) for i, (a, first) in enumerate(boxes) for b, second in boxes[i + 1 :] if first.overlaps(second)]
+        beyond |= {
+            label
+            for tick in ticks
+            for label in (tick.label1, tick.label2)
+            if not low <= tick.get_loc() <= high
+        }
+    shown = [
+        t
+        for t in figure.findobj(Text)
+        if t.get_text().strip() and t.get_visible() and t not in beyond
+    ]
+    # Of a name without the line to its point.
+    boxes = [(t.get_text(), Text.get_window_extent(t).shrunk(0.96, 0.8)) for t in shown]
+    return [
+        (a, b)
+        for i, (a, first) in enumerate(boxes)
+        for b, second in boxes[i + 1 :]
+        if first.overlaps(second)
+    ]
 
 
 @pytest.mark.slow
@@ -336,7 +430,9 @@ def texts_that_meet(figure: Any) -> list[tuple[str, str]]:
         pytest.param([*EIGHT_B[:2], "--cluster", "2x4xh100-80g"], id="hosts"),
     ],
 )
-def test_the_figure_is_readable(flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_figure_is_readable(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib", reason="needs `pip install matplotlib`")
     from drumline.planner.report import picture
 
@@ -345,25 +441,44 @@ def test_the_figure_is_readable(flags: list[str], monkeypatch: pytest.MonkeyPatc
     assert shown.fit and shown.refused
     figure = picture.figure_of(answer, shown)
     assert texts_that_meet(figure) == []
-    said = {text.get_text() for axes in figure.axes for text in [*axes.get_yticklabels(), *axes.texts]}
+    said = {
+        text.get_text() for axes in figure.axes for text in [*axes.get_yticklabels(), *axes.texts]
+    }
     assert {c.name for c in (*shown.fit, *shown.refused)} <= said
     for candidate in (*shown.fit, *shown.refused):
         drawn = sum(picture.part_of(candidate, part) for part in (*CATEGORIES, picture.RESERVE))
-        assert drawn == pytest.approx(candidate.estimate.memory.reserved / 1e9, rel=0.02), candidate.name
-    slowest, drawn_to = min(c.estimate.tokens_per_s for c in shown.fit), figure.axes[1].get_ylim()[1]
-    assert 1e6 / drawn_to > slowest / (2 * picture.SLOW), "what does not fit and is far slower presses nothing together"
+        assert drawn == pytest.approx(candidate.estimate.memory.reserved / 1e9, rel=0.02), (
+            candidate.name
+        )
+    slowest, drawn_to = (
+        min(c.estimate.tokens_per_s for c in shown.fit),
+        figure.axes[1].get_ylim()[1],
+    )
+    assert 1e6 / drawn_to > slowest / (2 * picture.SLOW), (
+        "what does not fit and is far slower presses nothing together"
+    )
     front = picture.pareto(shown.fit)
-    assert all(a.estimate.memory.reserved < b.estimate.memory.reserved for a, b in itertools.pairwise(front))
+    assert all(
+        a.estimate.memory.reserved < b.estimate.memory.reserved
+        for a, b in itertools.pairwise(front)
+    )
     for name in ("plan.png", "plan.svg", "plan.html"):
         picture.draw(answer, tmp_path / name)
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "plan.svg").read_text()
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (
+        tmp_path / "plan.svg"
+    ).read_text()
     html = (tmp_path / "plan.html").read_text()
     assert "<svg" in html and "<script" not in html and not re.search(r"(src|href)=.http", html)
-    assert all(c.name in html for c in answer.ranked) and all(r.reason.split(" — ")[0].replace(">", "&gt;") in html for r in answer.refused)
+    assert all(c.name in html for c in answer.ranked) and all(
+        r.reason.split(" — ")[0].replace(">", "&gt;") in html for r in answer.refused
+    )
 
 
 def searched(flags: list[str]) -> Answer:
-    names, overrides = {"--model": "model", "--cluster": "cluster", "--length": "length", "--adapter": "adapter"}, list(flags)
+    names, overrides = (
+        {"--model": "model", "--cluster": "cluster", "--length": "length", "--adapter": "adapter"},
+        list(flags),
+    )
     said: dict[str, Any] = {}
     while overrides and overrides[0] in names:
         key, value = overrides.pop(0), overrides.pop(0)
@@ -371,7 +486,9 @@ def searched(flags: list[str]) -> Answer:
     return search(ask(load_with_flags(None, overrides, Flags(**said)), lambda *_: None).question)
 
 
-def test_a_figure_needs_matplotlib(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_figure_needs_matplotlib(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, _, err = run("plan", SMALL, "--cluster", "4x4090", "--figure", tmp_path / "x.png")
     assert code == 2 and "pip install matplotlib" in err and not list(tmp_path.iterdir())

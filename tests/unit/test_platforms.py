@@ -56,13 +56,23 @@ sys.addaudithook(refuse)
 """
 
 
-@pytest.mark.parametrize("how", ["import drumline.cli", "import drumline", "import runpy; runpy.run_module('drumline')"])
+@pytest.mark.parametrize(
+    "how", ["import drumline.cli", "import drumline", "import runpy; runpy.run_module('drumline')"]
+)
 def test_windows_is_refused_in_one_line(how: str) -> None:
     """Before anything that Windows lacks is imported."""
     gone = "import sys; sys.platform = 'win32'; sys.modules |= dict.fromkeys(('resource', 'fcntl', 'pwd', 'grp', 'termios'))"
-    done = subprocess.run([sys.executable, "-c", f"{gone}; {how}"], env=ENV, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{gone}; {how}"],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and "WSL" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("error: ") and "WSL" in done.stderr and done.stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.full
@@ -71,12 +81,35 @@ def test_macos_trains(tmp_path: Path, nproc: int) -> None:
     """A stand-in: Linux without /proc, /sys, /dev/shm and the calls that macOS lacks."""
     (tmp_path / "mac").mkdir()
     (tmp_path / "mac" / "sitecustomize.py").write_text(MAC)
-    config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), run={"steps": 3}, strategy="ddp" if nproc > 1 else "single")
-    env = {**ENV, "PYTHONPATH": f"{tmp_path / 'mac'}:{ENV['PYTHONPATH']}", "GLOO_SOCKET_IFNAME": "lo"}
+    config = write_config(
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        run={"steps": 3},
+        strategy="ddp" if nproc > 1 else "single",
+    )
+    env = {
+        **ENV,
+        "PYTHONPATH": f"{tmp_path / 'mac'}:{ENV['PYTHONPATH']}",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     for command in ("plan", "train", "doctor"):
-        line = [sys.executable, "-m", "drumline", command, str(config), *[f"run.dir={tmp_path / 'run'}"] * (command != "doctor")]
+        line = [
+            sys.executable,
+            "-m",
+            "drumline",
+            command,
+            str(config),
+            *[f"run.dir={tmp_path / 'run'}"] * (command != "doctor"),
+        ]
         nproc_given = ["--nproc", str(nproc)] * (command == "train")
-        done = subprocess.run([*line, *nproc_given], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [*line, *nproc_given],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0 or command == "doctor", done.stdout + done.stderr
         assert "Traceback" not in done.stdout + done.stderr
     assert len([event for event in events(tmp_path / "run") if event["kind"] == "step"]) == 3
@@ -86,7 +119,15 @@ def on_mps(folder: Path, world: int | None, **sections: object) -> None:
     config = write_config(folder, folder / "model", **sections)
     loaded = load(config, ["run.device=mps"]).config
     machine = replace(detect().without_devices(), mps=True)
-    plan = resolve(loaded, run_dir="r", machine=machine, world_size=world, facts=None, model_path=None, data=None)
+    plan = resolve(
+        loaded,
+        run_dir="r",
+        machine=machine,
+        world_size=world,
+        facts=None,
+        model_path=None,
+        data=None,
+    )
     assert (plan.place, plan.device, plan.backend, plan.precision) == ("mps", "cpu", "gloo", "fp32")
 
 
@@ -110,7 +151,15 @@ def test_sums_of_mps_are_in_fp64_on_the_host() -> None:
     """MPS has no fp64. Its tensors are stood in for by those that have a device and no numbers."""
     with FakeTensorMode():
         parts = [torch.empty(3, 2, device="mps"), torch.empty(5, device="mps")]
-        sums = added([{"loss": torch.empty((), device="mps"), "tokens": torch.empty((), device="mps", dtype=torch.int64)}] * 2)
+        sums = added(
+            [
+                {
+                    "loss": torch.empty((), device="mps"),
+                    "tokens": torch.empty((), device="mps", dtype=torch.int64),
+                }
+            ]
+            * 2
+        )
         norm = global_norm(parts, "mps")
         gathered = Gather(0, 1, "mps").start({**sums, "squares": norm.square()}, 1.0)
         made = [*sums.values(), norm, gathered.whole]

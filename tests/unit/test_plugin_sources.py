@@ -58,15 +58,21 @@ def texts(config: Config, folder: Path) -> list[str]:
 
 
 def test_rows_of_a_function(tmp_path: Path) -> None:
-    made = config(tmp_path, "{kind: python, path: 'mine.py:rows', options: {count: 3, word: two}, limit: 2}")
+    made = config(
+        tmp_path, "{kind: python, path: 'mine.py:rows', options: {count: 3, word: two}, limit: 2}"
+    )
     assert texts(made, tmp_path) == ["two 0", "two 1"]
     first = next(read_rows(made.data.train[0], tmp_path))
     assert first.origin == "mine.py:rows row 1"
     assert Config.model_validate(made.model_dump(mode="json")) == made
 
 
-@pytest.mark.parametrize("source", ["{kind: python, path: 'mine.py:endless'}", "{kind: 'mine.py:Endless'}"])
-def test_rows_without_end_need_a_limit_or_a_stream(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "source", ["{kind: python, path: 'mine.py:endless'}", "{kind: 'mine.py:Endless'}"]
+)
+def test_rows_without_end_need_a_limit_or_a_stream(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream is known by its code and settings, any other rows by those that `limit` may take."""
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
 
@@ -86,7 +92,10 @@ def test_rows_without_end_need_a_limit_or_a_stream(tmp_path: Path, source: str, 
 
 def test_behind_a_condition_more_rows_count_than_the_limit(tmp_path: Path) -> None:
     one, two = (
-        config(tmp_path, f"{{kind: python, path: 'mine.py:rows', options: {{count: {n}}}, limit: 1}}").data.train[0] for n in (2, 3)
+        config(
+            tmp_path, f"{{kind: python, path: 'mine.py:rows', options: {{count: {n}}}, limit: 1}}"
+        ).data.train[0]
+        for n in (2, 3)
     )
     assert one.content(tmp_path) == two.content(tmp_path)
     one, two = (source.model_copy(update={"where": "text <> 'one 0'"}) for source in (one, two))
@@ -96,15 +105,26 @@ def test_behind_a_condition_more_rows_count_than_the_limit(tmp_path: Path) -> No
 def test_a_spec_by_path(tmp_path: Path) -> None:
     made = config(tmp_path, "{kind: 'mine.py:Counted', to: 3}")
     assert texts(made, tmp_path) == ["0", "1", "2"]
-    assert Config.model_validate(made.model_dump(mode="json")).data.train == made.data.train  # as ranks read it
-    assert made.data.train[0].content(tmp_path) != config(tmp_path, "{kind: 'mine.py:Counted', to: 4}").data.train[0].content(tmp_path)
+    # As ranks read it.
+    assert Config.model_validate(made.model_dump(mode="json")).data.train == made.data.train
+    assert made.data.train[0].content(tmp_path) != config(
+        tmp_path, "{kind: 'mine.py:Counted', to: 4}"
+    ).data.train[0].content(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("source", "error", "line"),
     [
-        ("{kind: python, path: 'mine.py:row'}", ConfigError, "has no function 'row'; did you mean 'rows'"),
-        ("{kind: python, path: 'mine.py:rows', options: {to: 1}}", ConfigError, "calling mine.py:rows raised TypeError"),
+        (
+            "{kind: python, path: 'mine.py:row'}",
+            ConfigError,
+            "has no function 'row'; did you mean 'rows'",
+        ),
+        (
+            "{kind: python, path: 'mine.py:rows', options: {to: 1}}",
+            ConfigError,
+            "calling mine.py:rows raised TypeError",
+        ),
         ("{kind: python, path: 'mine.py:wrong'}", DataError, "row 2 is int, not columns"),
         ("{kind: python, path: 'mine.py:broken'}", DataError, "the tape is torn"),
         ("{kind: 'mine.py:Counted'}", ConfigError, "'to' is missing"),
@@ -112,7 +132,9 @@ def test_a_spec_by_path(tmp_path: Path) -> None:
         ("{kind: sqlight, path: x}", ConfigError, "no kind 'sqlight' here"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, source: str, error: type[Exception], line: str) -> None:
+def test_a_mistake_is_one_line(
+    tmp_path: Path, source: str, error: type[Exception], line: str
+) -> None:
     with pytest.raises(error) as raised:
         texts(config(tmp_path, source), tmp_path)
     assert line in str(raised.value) and "\n" not in str(raised.value)

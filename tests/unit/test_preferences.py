@@ -79,10 +79,16 @@ def test_reward_model(cuts: list[np.ndarray[Any, Any]]) -> None:
     for low, high in pairwise(edges):
         inside = (confidence >= low) & (confidence < high) & (REAL_P > 0)
         if inside.any():
-            calibration += abs((difference[inside] > 0).mean() - confidence[inside].mean()) * inside.sum() / REAL_P.sum()
+            calibration += (
+                abs((difference[inside] > 0).mean() - confidence[inside].mean())
+                * inside.sum()
+                / REAL_P.sum()
+            )
     assert figures == pytest.approx(
         {
-            "loss": mean(np.log1p(np.exp(-(difference - margin))) + 0.02 * (chosen + rejected) ** 2),
+            "loss": mean(
+                np.log1p(np.exp(-(difference - margin))) + 0.02 * (chosen + rejected) ** 2
+            ),
             "accuracy": mean((difference > 0).astype(float)),
             "margin": mean(difference),
             "chosen": mean(chosen),
@@ -99,7 +105,9 @@ def test_reward_model(cuts: list[np.ndarray[Any, Any]]) -> None:
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge"])
 def test_dpo(kind: Any, cuts: list[np.ndarray[Any, Any]]) -> None:
     smoothing = 0.1 if kind == "sigmoid" else 0.0
-    algorithm = DPOConfig(beta=0.4, loss=kind, label_smoothing=smoothing, sft_weight=0.5, loss_chunk=0).build()
+    algorithm = DPOConfig(
+        beta=0.4, loss=kind, label_smoothing=smoothing, sft_weight=0.5, loss_chunk=0
+    ).build()
     log_probs = np.where(np.arange(LONGEST) < LENGTHS_B[:, None], LOG_PROBS_BT, 0.0).sum(1)
     score = log_probs - REFERENCE_B
     delta = score[:PAIRS] - score[PAIRS:]

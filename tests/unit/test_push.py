@@ -41,7 +41,13 @@ def run(tmp_path: Path) -> Path:
     log = EventLog(run / "events.jsonl")
     for step, loss in ((0, 3.0), (2, 1.25)):
         log.emit(Eval(step=step, samples=6, seconds=1.0, metrics={"loss": loss, "<b>|": 0.5}))
-    numbers: dict[str, Any] = dict.fromkeys(Step.names(), 1) | {"step": 2, "loss": 1.5, "tokens": 4200, "seconds": 2.0, "memory_bytes": []}
+    numbers: dict[str, Any] = dict.fromkeys(Step.names(), 1) | {
+        "step": 2,
+        "loss": 1.5,
+        "tokens": 4200,
+        "seconds": 2.0,
+        "memory_bytes": [],
+    }
     log.emit(Step(**numbers))
     return run
 
@@ -51,7 +57,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     from huggingface_hub import constants
 
     with serving() as hub:
-        for name, value in {"ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():
+        for name, value in {
+            "ENDPOINT": hub.url,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_OFFLINE": False,
+        }.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield hub
@@ -61,15 +71,28 @@ def front(card: str) -> dict[str, Any]:
     return dict(yaml.safe_load(card.split("---\n")[1]))
 
 
-def test_what_arrives_is_the_export_with_a_card_of_facts(run: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_arrives_is_the_export_with_a_card_of_facts(
+    run: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hub.files["model-00001-of-00002.safetensors"] = b"of an earlier push"
     push(run, "me/tiny", private=True, adapter=False, dry_run=False, trust=False)
     assert hub.private is True and f"Bearer {TOKEN}" in hub.tokens
-    written = {path.name: path.read_bytes() for path in (run / "export").iterdir() if path.name != "drumline.json"}
+    written = {
+        path.name: path.read_bytes()
+        for path in (run / "export").iterdir()
+        if path.name != "drumline.json"
+    }
     card = hub.files.pop("README.md").decode()
     assert hub.files == written, "also what an earlier push left is gone"
     assert front(card)["license"] == "apache-2.0" and front(card)["tags"] == ["drumline", "sft"]
-    for fact in ("| loss | 3 | 1.25 |", r"\<b\>\|", "4.2K tokens", "last training loss 1.5", "`x.jsonl`", f"torch {torch.__version__}"):
+    for fact in (
+        "| loss | 3 | 1.25 |",
+        r"\<b\>\|",
+        "4.2K tokens",
+        "last training loss 1.5",
+        "`x.jsonl`",
+        f"torch {torch.__version__}",
+    ):
         assert fact in card, card
     assert str(tmp_path) not in card and TOKEN not in card + "".join(capsys.readouterr())
     config = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
@@ -83,13 +106,17 @@ def test_a_dry_run_sends_nothing(run: Path, hub: Hub, capsys: pytest.CaptureFixt
     assert not hub.tokens and not hub.files
 
 
-@pytest.mark.parametrize("name", ["tiny", "me/ti ny", "a/b/c", "me/", "/tiny", "ме/имя", "", "me/" + "x" * 200])
+@pytest.mark.parametrize(
+    "name", ["tiny", "me/ti ny", "a/b/c", "me/", "/tiny", "ме/имя", "", "me/" + "x" * 200]
+)
 def test_a_name_that_is_none(run: Path, name: str) -> None:
     with pytest.raises(UserError, match="write it as ORG/NAME"):
         push(run, name, private=False, adapter=False, dry_run=True, trust=False)
 
 
-def test_refusals_are_a_line_without_the_token(run: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_are_a_line_without_the_token(
+    run: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     exported(run, False, lambda *_: None)
@@ -97,7 +124,12 @@ def test_refusals_are_a_line_without_the_token(run: Path, hub: Hub, tmp_path: Pa
     with pytest.raises(UserError, match="is there already, and public"):
         push(run, "me/tiny", private=True, adapter=False, dry_run=False, trust=False)
     assert not hub.files
-    for status, says in ((401, "hf auth login"), (403, "hf auth login"), (400, "the hub answers"), (404, "the hub answers")):
+    for status, says in (
+        (401, "hf auth login"),
+        (403, "hf auth login"),
+        (400, "the hub answers"),
+        (404, "the hub answers"),
+    ):
         hub.refuses = status
         with pytest.raises(EnvironmentFault, match=says) as found:
             push(run, "me/tiny", private=False, adapter=False, dry_run=False, trust=False)
@@ -113,7 +145,15 @@ def test_refusals_are_a_line_without_the_token(run: Path, hub: Hub, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "text", ["", "no card", "---\nlicense: [a, b]\n---\n", "---\n: {\n---\n", "---\nlicense_name: x\n---\n", "---\n- 1\n---\n"]
+    "text",
+    [
+        "",
+        "no card",
+        "---\nlicense: [a, b]\n---\n",
+        "---\n: {\n---\n",
+        "---\nlicense_name: x\n---\n",
+        "---\n- 1\n---\n",
+    ],
 )
 def test_a_license_is_never_invented(tmp_path: Path, text: str) -> None:
     (tmp_path / "README.md").write_text(text)
@@ -121,7 +161,9 @@ def test_a_license_is_never_invented(tmp_path: Path, text: str) -> None:
     assert license_of(tmp_path / "none.md", "me/base", None) == {}
 
 
-def test_a_run_is_named_from_within(run: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_named_from_within(
+    run: Path, hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(run)
     push(Path(), "me/tiny", private=False, adapter=False, dry_run=True, trust=False)
     assert "drumline train run.yaml" in capsys.readouterr().out
@@ -139,7 +181,16 @@ def test_a_run_is_named_from_within(run: Path, hub: Hub, capsys: pytest.CaptureF
         ("~alice/rows.jsonl", "…/rows.jsonl"),
         ("/home/alice/mine.py:Name", "…/mine.py:Name"),
         ("/usr/bin/python /home/alice/x.py --to=/home/alice/y", "…/python …/x.py --to=…/y"),
-        *((same, same) for same in ("https://x.org/a/b", "postgresql://u@h/db", "hub:me/rows", "and/or/so", "/no_think Say yes and/or no")),
+        *(
+            (same, same)
+            for same in (
+                "https://x.org/a/b",
+                "postgresql://u@h/db",
+                "hub:me/rows",
+                "and/or/so",
+                "/no_think Say yes and/or no",
+            )
+        ),
     ],
 )
 def test_whatever_a_path_is_written_like(given: str, shown: str) -> None:
@@ -149,21 +200,47 @@ def test_whatever_a_path_is_written_like(given: str, shown: str) -> None:
 def test_the_hosts_of_a_cluster_stay_at_home() -> None:
     given = "model: {id: x}\ndata: {train: [x.jsonl]}\nrun: {dir: runs/x}\nlaunch: {kind: ssh, hosts: [alice@10.1.2.3]}\n"
     config = load_text(given + "checkpoint: {url: s3://corp/x, every: 7}", [])
-    assert _given(config)["checkpoint"] == {"every": 7} and "launch" not in _given(config) and _given(config)["run"] == {}
+    assert (
+        _given(config)["checkpoint"] == {"every": 7}
+        and "launch" not in _given(config)
+        and _given(config)["run"] == {}
+    )
 
 
 def test_paths_of_the_machine_are_names_alone() -> None:
-    given = {"a": ["/home/me/rows.jsonl", "~/x/y"], "b": "me/model", "c": "s3://bucket/a/b", "d": "runs/one", "e": 3}
-    assert public(given) == {"a": ["…/rows.jsonl", "…/y"], "b": "me/model", "c": "s3://bucket/a/b", "d": "runs/one", "e": 3}
+    given = {
+        "a": ["/home/me/rows.jsonl", "~/x/y"],
+        "b": "me/model",
+        "c": "s3://bucket/a/b",
+        "d": "runs/one",
+        "e": 3,
+    }
+    assert public(given) == {
+        "a": ["…/rows.jsonl", "…/y"],
+        "b": "me/model",
+        "c": "s3://bucket/a/b",
+        "d": "runs/one",
+        "e": 3,
+    }
 
 
-@pytest.mark.parametrize(("wanted", "dtype"), [("auto", "bf16"), ("fp32", "fp32"), ("fp16", "fp16")])
-def test_weights_have_the_type_that_was_loaded_or_set(run: Path, tmp_path: Path, wanted: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "dtype"), [("auto", "bf16"), ("fp32", "fp32"), ("fp16", "fp16")]
+)
+def test_weights_have_the_type_that_was_loaded_or_set(
+    run: Path, tmp_path: Path, wanted: str, dtype: str
+) -> None:
     plan = Plan.load(run / "plan.json")
     checkpoint = plan.config.checkpoint.model_copy(update={"export_dtype": wanted})
-    plan.model_copy(update={"config": plan.config.model_copy(update={"checkpoint": checkpoint})}).save(run / "plan.json")
+    plan.model_copy(
+        update={"config": plan.config.model_copy(update={"checkpoint": checkpoint})}
+    ).save(run / "plan.json")
     result = export(run, tmp_path / "out", "last")
-    assert result.dtype == dtype and (dtype == "fp32" or 0 < result.rounding < 0.02) and result.max_logit_difference == 0
+    assert (
+        result.dtype == dtype
+        and (dtype == "fp32" or 0 < result.rounding < 0.02)
+        and result.max_logit_difference == 0
+    )
     kind = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}[dtype]
     assert json.loads((result.path / "config.json").read_text())["dtype"] == kind
 
@@ -176,7 +253,9 @@ def test_weights_that_a_type_cannot_hold_are_refused(run: Path, tmp_path: Path) 
 
     model = build_model(plan.model_path, plan.config.model, seed=0)
     model.get_input_embeddings().weight.data[5] = 1e6
-    saver = Checkpointer(run / "checkpoints", keep=9, keep_best=True, mode="min", asynchronous=False)
+    saver = Checkpointer(
+        run / "checkpoints", keep=9, keep_best=True, mode="min", asynchronous=False
+    )
     saver.save(9, canonical_tensors(model), {"step": 9}, None)
     saver.wait()
     with pytest.raises(DrumlineError, match=r"fp16 does not hold its weights.*--dtype fp32"):
@@ -184,14 +263,25 @@ def test_weights_that_a_type_cannot_hold_are_refused(run: Path, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_goes_alone_or_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_goes_alone_or_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tiny_model_dir(tmp_path / "model")
     run = run_of(tmp_path, folder, move(adapted(folder)))
     push(run, "me/tiny", private=False, adapter=True, dry_run=True, trust=False)
     out = capsys.readouterr().out
-    assert "adapter_model.safetensors" in out and " model.safetensors" not in out and "License\nNot known" in out
+    assert (
+        "adapter_model.safetensors" in out
+        and " model.safetensors" not in out
+        and "License\nNot known" in out
+    )
     card = front(out[out.index("---") :])
-    assert card["library_name"] == "peft" and "license" not in card and "base_model" not in card, "a folder is no id of the hub"
+    assert card["library_name"] == "peft" and "license" not in card and "base_model" not in card, (
+        "a folder is no id of the hub"
+    )
     assert exported(run, True, lambda *_: None) == run / "export", "it is not written twice"
     merged = exported(run, False, lambda *_: None)
-    assert merged == run / "merged" == exported(run, False, lambda *_: None) and (merged / "config.json").exists()
+    assert (
+        merged == run / "merged" == exported(run, False, lambda *_: None)
+        and (merged / "config.json").exists()
+    )

@@ -51,10 +51,18 @@ def test_reasons() -> None:
     node = f"{died} The actor died because its node has died. Node Id: abc"
     worker = f"{died} Worker exit type: SYSTEM_ERROR Worker exit detail: (1) killed by the OOM killer due to high memory usage. (2) …"
     assert reason(exceptions.ActorDiedError(None)) == "its actor died"
-    assert reason(exceptions.RayActorError(error_msg=node)) == "its node died: Ray has lost the actor on 10.0.0.7"
-    assert reason(exceptions.RayActorError(error_msg=worker)) == "its actor on 10.0.0.7 died (SYSTEM_ERROR)"
+    assert (
+        reason(exceptions.RayActorError(error_msg=node))
+        == "its node died: Ray has lost the actor on 10.0.0.7"
+    )
+    assert (
+        reason(exceptions.RayActorError(error_msg=worker))
+        == "its actor on 10.0.0.7 died (SYSTEM_ERROR)"
+    )
     low = exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
     assert reason(low) == "the node ran out of memory, and Ray killed the actor"
     # No word of it may make the end of a rank look like another one's consequence.
-    gone = exceptions.ActorUnavailableError("RpcError: failed to connect to all addresses: Connection refused", None)
+    gone = exceptions.ActorUnavailableError(
+        "RpcError: failed to connect to all addresses: Connection refused", None
+    )
     assert reason(gone) == "its node died, or is cut off: Ray cannot reach the actor"

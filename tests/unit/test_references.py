@@ -42,14 +42,24 @@ def test_a_table_hangs_on_weights_pairs_and_precision(tmp_path: Path, model: Pat
         return key(other, other.data.train_cache)
 
     first = of(plan)
-    assert first == of(plan_of(tmp_path, model, "optimizer.lr=1", "run.seed=3")) == of(plan_of(tmp_path, model, beta=0.7))
+    assert (
+        first
+        == of(plan_of(tmp_path, model, "optimizer.lr=1", "run.seed=3"))
+        == of(plan_of(tmp_path, model, beta=0.7))
+    )
     others = {
         key(plan, plan.data.eval_caches[""]),
         of(plan_of(tmp_path, model, "precision=bf16")),
         of(plan_of(tmp_path, model, "data.max_length=64")),
         of(plan_of(tmp_path, model, "model.init=random")),
         of(plan_of(tmp_path, model, "model.init=random", "run.seed=3")),
-        of(plan_of(tmp_path, model, reference_model={"id": str(tiny_model_dir(tmp_path / "other", seed=1))})),
+        of(
+            plan_of(
+                tmp_path,
+                model,
+                reference_model={"id": str(tiny_model_dir(tmp_path / "other", seed=1))},
+            )
+        ),
     }
     weights = next(model.glob("*.safetensors"))
     os.utime(weights, ns=(1, weights.stat().st_mtime_ns + 1))
@@ -62,7 +72,11 @@ def test_a_table_is_whole_or_none(tmp_path: Path) -> None:
     assert read_table(path, (3, 2)) is None
     write_table(path, table)
     write_table(path.with_name("train-old.npy"), table)
-    for name in ("eval-abc.npy", "eval-easy-abc.npy", "eval-easy-1-old.npy"):  # of sets with names of their own
+    for name in (
+        "eval-abc.npy",
+        "eval-easy-abc.npy",
+        "eval-easy-1-old.npy",
+    ):  # of sets with names of their own
         write_table(path.with_name(name), table)
     write_table(path.with_name("eval-easy-1-abc.npy"), table)
     write_table(path, table)
@@ -90,23 +104,42 @@ def test_auto_is_the_adapter_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("adapter", [{"init": "pissa"}, {"modules_to_save": ["lm_head"]}])
-def test_what_training_starts_from_is_its_own_reference(tmp_path: Path, model: Path, adapter: dict[str, Any]) -> None:
+def test_what_training_starts_from_is_its_own_reference(
+    tmp_path: Path, model: Path, adapter: dict[str, Any]
+) -> None:
     """Also where the model without its adapter is another."""
     lora = {"kind": "lora", "r": 4, **adapter}
     path = write_config(
-        tmp_path, model, algorithm={"kind": "dpo"}, adapter=lora, rows=12, run={"steps": 1}, eval={"at_start": True}, strategy="single"
+        tmp_path,
+        model,
+        algorithm={"kind": "dpo"},
+        adapter=lora,
+        rows=12,
+        run={"steps": 1},
+        eval={"at_start": True},
+        strategy="single",
     )
     finished = drumline("train", path)
     assert finished.code == 0, finished.err
     first = next(event for event in events(tmp_path / "run", "eval") if event["step"] == 0)
-    assert abs(first["margin"]) < 1e-4 and first["loss"] == pytest.approx(math.log(2), abs=1e-4), first
+    assert abs(first["margin"]) < 1e-4 and first["loss"] == pytest.approx(math.log(2), abs=1e-4), (
+        first
+    )
 
 
 def test_an_adapter_that_is_not_there_cannot_be_switched_off(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(PlanError, match=r"algorithm\.reference: .*: without an adapter there is none to switch off — use adapter=lora"):
+    with pytest.raises(
+        PlanError,
+        match=r"algorithm\.reference: .*: without an adapter there is none to switch off — use adapter=lora",
+    ):
         plan_of(tmp_path, model, reference="adapter")
-    with pytest.raises(PlanError, match=r"algorithm\.reference: .*: the policy without its adapter is what training starts from"):
-        plan_of(tmp_path, model, "adapter=lora", reference="adapter", reference_model={"id": str(model)})
+    with pytest.raises(
+        PlanError,
+        match=r"algorithm\.reference: .*: the policy without its adapter is what training starts from",
+    ):
+        plan_of(
+            tmp_path, model, "adapter=lora", reference="adapter", reference_model={"id": str(model)}
+        )
 
 
 def test_a_reference_with_other_tokens_is_refused(tmp_path: Path, model: Path) -> None:
@@ -117,7 +150,10 @@ def test_a_reference_with_other_tokens_is_refused(tmp_path: Path, model: Path) -
     ):
         plan_of(tmp_path, model, reference_model={"id": str(other)})
     tiny_tokenizer().save_pretrained(other)
-    with pytest.raises(ModelError, match=r"algorithm\.reference_model: .*320 tokens but the embedding only 300 rows"):
+    with pytest.raises(
+        ModelError,
+        match=r"algorithm\.reference_model: .*320 tokens but the embedding only 300 rows",
+    ):
         plan_of(tmp_path, model, reference_model={"id": str(other)})
 
 
@@ -126,12 +162,18 @@ def test_pairs_that_are_none_end_the_command_with_one_line(tmp_path: Path, model
     rows = pair_rows(4)
     rows[2]["rejected"] = rows[2]["chosen"]
     for bad, line in (
-        (rows, "error: train.jsonl:3: `chosen` and `rejected` are the same answer — take the row out"),
+        (
+            rows,
+            "error: train.jsonl:3: `chosen` and `rejected` are the same answer — take the row out",
+        ),
         (
             [{"prompt": "a", "chosen": "b"}],
             "error: train.jsonl:1: row 1 has no prompt and chosen and rejected, or chosen and rejected; its columns are: prompt, chosen",
         ),
-        ([{"prompt": "a", "chosen": "", "rejected": "b"}], "error: train.jsonl:1: `chosen` is empty: it has no answer — take the row out"),
+        (
+            [{"prompt": "a", "chosen": "", "rejected": "b"}],
+            "error: train.jsonl:1: `chosen` is empty: it has no answer — take the row out",
+        ),
     ):
         write_rows(tmp_path / "train.jsonl", bad)
         finished = drumline("train", path)

@@ -20,23 +20,56 @@ from drumline.train.setup import Request, make_plan
 from tests.tiny import tiny_tokenizer
 from tests.unit.test_plan import config
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "strategy", "says"),
     [
-        ("gpt_oss", {"head_dim": 8, "num_key_value_heads": 2}, {"kind": "cp"}, "does not go through transformers' attention interface"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, {"kind": "ddp", "cp": 2}, "layers of kind conv mix tokens without attention"),
+        (
+            "gpt_oss",
+            {"head_dim": 8, "num_key_value_heads": 2},
+            {"kind": "cp"},
+            "does not go through transformers' attention interface",
+        ),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "full_attention"]},
+            {"kind": "ddp", "cp": 2},
+            "layers of kind conv mix tokens without attention",
+        ),
         ("llama", {}, {"kind": "cp"}, ""),
         ("llama", {}, {"kind": "pp"}, ""),
-        ("biogpt", {}, {"kind": "pp"}, "pp × the model: BioGptForCausalLM has no single list of blocks"),
-        ("gemma3_text", {"sliding_window": 4}, {"kind": "cp", "method": "ring"}, "ring × windows: ring attention in torch takes no mask"),
-        ("starcoder2", {"sliding_window": 4}, {"kind": "cp", "method": "ring"}, "ring × windows: ring attention in torch takes no mask"),
+        (
+            "biogpt",
+            {},
+            {"kind": "pp"},
+            "pp × the model: BioGptForCausalLM has no single list of blocks",
+        ),
+        (
+            "gemma3_text",
+            {"sliding_window": 4},
+            {"kind": "cp", "method": "ring"},
+            "ring × windows: ring attention in torch takes no mask",
+        ),
+        (
+            "starcoder2",
+            {"sliding_window": 4},
+            {"kind": "cp", "method": "ring"},
+            "ring × windows: ring attention in torch takes no mask",
+        ),
         ("starcoder2", {"sliding_window": None}, {"kind": "cp", "method": "ring"}, "ring × CPU"),
     ],
 )
-def test_what_the_class_and_the_config_say(kind: str, options: dict[str, Any], strategy: dict[str, Any], says: str) -> None:
+def test_what_the_class_and_the_config_say(
+    kind: str, options: dict[str, Any], strategy: dict[str, Any], says: str
+) -> None:
     sizes = facts(AutoConfig.for_model(kind, **SMALL, **options), 64)
     made = config(strategy=strategy)
     case = Case(made, made.strategy.mesh(2), "cpu", "fp32", sizes)
@@ -64,7 +97,11 @@ def prompts(tmp_path: Path, rows: list[dict[str, Any]], *overrides: str) -> Requ
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {
-        "model": {"id": None, "tokenizer": str(tmp_path / "tokenizer"), "config": {"model_type": "llama", **SMALL, "vocab_size": 320}},
+        "model": {
+            "id": None,
+            "tokenizer": str(tmp_path / "tokenizer"),
+            "config": {"model_type": "llama", **SMALL, "vocab_size": 320},
+        },
         "algorithm": {
             "kind": "grpo",
             "group_size": 2,
@@ -72,7 +109,10 @@ def prompts(tmp_path: Path, rows: list[dict[str, Any]], *overrides: str) -> Requ
             "rewards": [{"kind": "regex", "pattern": "a"}],
         },
         "data": {
-            "train": [{"kind": "file", "path": str(tmp_path / "rows.jsonl"), "domain": name} for name in ("one", "two")],
+            "train": [
+                {"kind": "file", "path": str(tmp_path / "rows.jsonl"), "domain": name}
+                for name in ("one", "two")
+            ],
             "max_length": 48,
             "cache_dir": str(tmp_path / "cache"),
         },
@@ -95,9 +135,18 @@ CURRICULUM = "algorithm.curriculum={{kind: weights, weights: {}}}".format
     ("overrides", "line"),
     [
         ([CURRICULUM("{one: 1, two: 3}")], ""),
-        ([CURRICULUM("{one: 1}")], "algorithm.curriculum.weights: the shares must name each domain once — the data has one, two"),
-        ([CURRICULUM("{one: 1, three: 3}")], "algorithm.curriculum.weights: the shares must name each domain once"),
-        (["algorithm.generator.max_new_tokens=48"], "data.max_length: data.max_length 48 leaves no room for a prompt before"),
+        (
+            [CURRICULUM("{one: 1}")],
+            "algorithm.curriculum.weights: the shares must name each domain once — the data has one, two",
+        ),
+        (
+            [CURRICULUM("{one: 1, three: 3}")],
+            "algorithm.curriculum.weights: the shares must name each domain once",
+        ),
+        (
+            ["algorithm.generator.max_new_tokens=48"],
+            "data.max_length: data.max_length 48 leaves no room for a prompt before",
+        ),
     ],
 )
 def test_rollouts_that_cannot_be(tmp_path: Path, overrides: list[str], line: str) -> None:
@@ -121,11 +170,16 @@ def test_rollouts_that_cannot_be(tmp_path: Path, overrides: list[str], line: str
 )
 def test_a_profile_that_nobody_would_write(tmp_path: Path, profile: str, line: str) -> None:
     with pytest.raises(PlanError, match=re.escape(line)):
-        make_plan(prompts(tmp_path, [{"prompt": "sing"}], f"run.profile={profile}"), on_progress=lambda *_: None)
+        make_plan(
+            prompts(tmp_path, [{"prompt": "sing"}], f"run.profile={profile}"),
+            on_progress=lambda *_: None,
+        )
 
 
 def test_kinds_that_several_algorithms_have_are_named_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.generator.* choose one of hf, continuous, vllm$"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.generator.* choose one of hf, continuous, vllm$"
+    ):
         prompts(tmp_path, [], "algorithm.generator={max_new_tokens: 8}")
 
 
@@ -135,26 +189,67 @@ def test_weights_are_not_negative(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_leaves_no_room_for_its_completion(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: the prompt has .* tokens, and data\.max_length less max_new_tokens 8 leaves 40"):
-        make_plan(prompts(tmp_path, [{"prompt": "sing"}, {"prompt": "drum " * 60}]), on_progress=lambda *_: None)
+    with pytest.raises(
+        DataError,
+        match=r"rows\.jsonl:2: the prompt has .* tokens, and data\.max_length less max_new_tokens 8 leaves 40",
+    ):
+        make_plan(
+            prompts(tmp_path, [{"prompt": "sing"}, {"prompt": "drum " * 60}]),
+            on_progress=lambda *_: None,
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "sections", "line"),
     [
         ("llama", {}, {"strategy": "cp"}, ""),
-        ("gpt_oss", {"head_dim": 8, "num_key_value_heads": 2}, {"strategy": "cp"}, "strategy: cp × the model: context parallelism cannot"),
-        ("llama", {}, {"adapter": {"kind": "lora", "targets": ["nowhere"]}}, "adapter.targets: no layer of LlamaForCausalLM"),
+        (
+            "gpt_oss",
+            {"head_dim": 8, "num_key_value_heads": 2},
+            {"strategy": "cp"},
+            "strategy: cp × the model: context parallelism cannot",
+        ),
+        (
+            "llama",
+            {},
+            {"adapter": {"kind": "lora", "targets": ["nowhere"]}},
+            "adapter.targets: no layer of LlamaForCausalLM",
+        ),
         ("llama", {}, {"adapter": {"kind": "lora"}, **groups("*.lora_B.*")}, ""),
-        ("llama", {}, groups("*.lora_B.*"), "optimizer.groups: '*.lora_B.*' matches no parameter that learns"),
-        ("bloom", {"intermediate_size": None}, {}, "data.packing: packing × the model: BloomForCausalLM does not keep the documents"),
+        (
+            "llama",
+            {},
+            groups("*.lora_B.*"),
+            "optimizer.groups: '*.lora_B.*' matches no parameter that learns",
+        ),
+        (
+            "bloom",
+            {"intermediate_size": None},
+            {},
+            "data.packing: packing × the model: BloomForCausalLM does not keep the documents",
+        ),
         ("bloom", {"intermediate_size": None}, {"data": {"packing": False}}, ""),
-        ("biogpt", {}, {"strategy": "pp"}, "strategy: pp × the model: BioGptForCausalLM has no single list of blocks to cut into stages"),
-        ("llama", {"attn": "between"}, {"strategy": "pp"}, "strategy: pp × the model: LlamaForCausalLM uses model.norm between its blocks"),
+        (
+            "biogpt",
+            {},
+            {"strategy": "pp"},
+            "strategy: pp × the model: BioGptForCausalLM has no single list of blocks to cut into stages",
+        ),
+        (
+            "llama",
+            {"attn": "between"},
+            {"strategy": "pp"},
+            "strategy: pp × the model: LlamaForCausalLM uses model.norm between its blocks",
+        ),
     ],
 )
 def test_a_dry_run_says_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any], sections: dict[str, Any], line: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    options: dict[str, Any],
+    sections: dict[str, Any],
+    line: str,
 ) -> None:
     """No rank has to start: what its own run alone shows is tried on a small copy."""
     if options == {"attn": "between"}:
@@ -170,16 +265,28 @@ def test_a_dry_run_says_it(
 
         monkeypatch.setattr(LlamaDecoderLayer, "forward", between)
         monkeypatch.setattr(LlamaForCausalLM, "__init__", made)
-    sizes = {key: size for key, size in {**SMALL, "vocab_size": 320, **options}.items() if size is not None}
+    sizes = {
+        key: size
+        for key, size in {**SMALL, "vocab_size": 320, **options}.items()
+        if size is not None
+    }
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "rows.jsonl").write_text("")
     values = {
-        "model": {"id": None, "tokenizer": str(tmp_path / "tokenizer"), "config": {"model_type": kind, **sizes}},
+        "model": {
+            "id": None,
+            "tokenizer": str(tmp_path / "tokenizer"),
+            "config": {"model_type": kind, **sizes},
+        },
         "run": {"device": "cpu", "dir": str(tmp_path / "run"), "report_to": []},
         "launch": {"nproc": 2},
         "strategy": "ddp",
         **sections,
-        "data": {"train": [{"kind": "file", "path": str(tmp_path / "rows.jsonl")}], "max_length": 32, **sections.get("data", {})},
+        "data": {
+            "train": [{"kind": "file", "path": str(tmp_path / "rows.jsonl")}],
+            "max_length": 32,
+            **sections.get("data", {}),
+        },
     }
     request = Request(load_values(values, []))
     if not line:
@@ -219,14 +326,28 @@ RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
     ("builder", "sections", "line"),
     [
         ("number", {}, "build: build gave int, not a torch.nn.Module"),
-        ("fails", {}, "model.path: calling {file}:fails raised RuntimeError in mine.py:13: no such layer"),
-        ("Norms", RECOMPUTED, "memory.activation_checkpointing: activation checkpointing × the model: it runs a block twice, and a batch"),
-        ("one", RECOMPUTED, "memory.activation_checkpointing: activation checkpointing × the model: Linear has no activation"),
+        (
+            "fails",
+            {},
+            "model.path: calling {file}:fails raised RuntimeError in mine.py:13: no such layer",
+        ),
+        (
+            "Norms",
+            RECOMPUTED,
+            "memory.activation_checkpointing: activation checkpointing × the model: it runs a block twice, and a batch",
+        ),
+        (
+            "one",
+            RECOMPUTED,
+            "memory.activation_checkpointing: activation checkpointing × the model: Linear has no activation",
+        ),
         ("Norms", {"batch": {"global_samples": 4, "micro_batch": 1}}, ""),
         ("one", {"strategy": "pp"}, "strategy: a pipeline requires the stages of Linear"),
     ],
 )
-def test_a_module_is_laid_out_before_a_rank_is_started(tmp_path: Path, builder: str, sections: dict[str, Any], line: str) -> None:
+def test_a_module_is_laid_out_before_a_rank_is_started(
+    tmp_path: Path, builder: str, sections: dict[str, Any], line: str
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MODULES)
     values = {

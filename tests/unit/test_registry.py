@@ -51,9 +51,15 @@ def test_a_file_of_the_users_own_is_found_beside_the_yaml(tmp_path: Path) -> Non
 def test_a_file_is_run_once_whatever_names_it_until_it_changes(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN + "VALUE = 1\n")
     mine, other = (find_object(f"mine.py:{name}", tmp_path, "here") for name in ("Mine", "Other"))
-    assert sys.modules[mine.__module__] is sys.modules[other.__module__] and sys.modules[mine.__module__].Mine is mine
+    assert (
+        sys.modules[mine.__module__] is sys.modules[other.__module__]
+        and sys.modules[mine.__module__].Mine is mine
+    )
     (tmp_path / "mine.py").write_text(OWN + "VALUE = 2\n")
-    assert find_object("mine.py:VALUE", tmp_path, "here") == 2 and find_object("mine.py:Mine", tmp_path, "here") is not mine
+    assert (
+        find_object("mine.py:VALUE", tmp_path, "here") == 2
+        and find_object("mine.py:Mine", tmp_path, "here") is not mine
+    )
 
 
 def test_the_short_form_and_an_override_take_a_file_too(tmp_path: Path) -> None:
@@ -66,11 +72,23 @@ def test_the_short_form_and_an_override_take_a_file_too(tmp_path: Path) -> None:
     ("strategy", "code", "words"),
     [
         ("mine.py:Mein", OWN, "mine.py has no class 'Mein'; did you mean 'Mine'?"),
-        ("mine.py:Other", OWN, "is no strategy: it is not derived from drumline.core.strategy.StrategySpec"),
+        (
+            "mine.py:Other",
+            OWN,
+            "is no strategy: it is not derived from drumline.core.strategy.StrategySpec",
+        ),
         ("mien.py:Mine", OWN, "did you mean 'mine.py'?"),
-        ("mine.py:Mine", "import nothing_of_this_name", "raised ModuleNotFoundError in mine.py:1: No module named 'nothing_of_this_name'"),
+        (
+            "mine.py:Mine",
+            "import nothing_of_this_name",
+            "raised ModuleNotFoundError in mine.py:1: No module named 'nothing_of_this_name'",
+        ),
         ("no_such_package.x:Mine", OWN, "there is no module 'no_such_package'"),
-        ("{kind: 'mine.py:Mine', perid: 5}", OWN, "strategy.perid: unknown key 'perid' — did you mean 'period'?"),
+        (
+            "{kind: 'mine.py:Mine', perid: 5}",
+            OWN,
+            "strategy.perid: unknown key 'perid' — did you mean 'period'?",
+        ),
         ("{kind: 'mine.py:Mine', period: 0}", OWN, "a number greater than 0 is wanted"),
     ],
 )
@@ -81,11 +99,17 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, strategy: str, code: str, wor
 
 
 def test_code_beside_a_strangers_config_does_not_run(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n" + OWN)
-    (tmp_path / "run.yaml").write_text(DATA + "strategy: mine.py:Mine\nmodel: {trust_remote_code: true}\n")
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n" + OWN
+    )
+    (tmp_path / "run.yaml").write_text(
+        DATA + "strategy: mine.py:Mine\nmodel: {trust_remote_code: true}\n"
+    )
     with pytest.raises(ConfigError, match="may be a stranger's"):
         load(tmp_path / "run.yaml", [], trusted=False)
-    (tmp_path / "plan.json").write_text(f'{{"config": {{"strategy": {{"kind": "{tmp_path}/mine.py:Mine"}}}}}}')
+    (tmp_path / "plan.json").write_text(
+        f'{{"config": {{"strategy": {{"kind": "{tmp_path}/mine.py:Mine"}}}}}}'
+    )
     with pytest.raises(ConfigError, match="may be a stranger's"):
         Plan.load(tmp_path / "plan.json", trusted=False)
     assert not (tmp_path / "ran").exists()
@@ -102,18 +126,24 @@ def package(folder: Path, name: str, code: str) -> None:
     (info / "entry_points.txt").write_text(f"[drumline.strategies]\n{name} = made_{name}:Mine\n")
 
 
-def test_a_plug_in_is_a_kind_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_is_a_kind_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package(tmp_path, "installed", OWN)
     monkeypatch.syspath_prepend(tmp_path)
     entry_points.cache_clear()
-    assert load_text(DATA + "strategy: {kind: installed, period: 9}\n", []).strategy == make(StrategySpec, "installed", period=9)
+    assert load_text(DATA + "strategy: {kind: installed, period: 9}\n", []).strategy == make(
+        StrategySpec, "installed", period=9
+    )
     assert list(kinds(StrategySpec))[-1] == "installed"
     assert "installed" in schema()["properties"]["strategy"]["anyOf"][0]["enum"]
     with pytest.raises(ConfigError, match="did you mean 'installed'"):
         load_text(DATA + "strategy: instaled\n", [])
 
 
-def test_a_plug_in_that_does_not_import_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_that_does_not_import_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package(tmp_path, "broken", "1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
     entry_points.cache_clear()

@@ -34,9 +34,16 @@ def test_values_that_json_lacks_and_secrets(tmp_path: Path) -> None:
     log.emit(Eval(step=1, samples=1, seconds=0.1, metrics=secrets))
     first, second = (event.values() for event in read(tmp_path / "e.jsonl"))
     assert (first["loss"], first["grad_norm"]) == (None, "inf")
-    assert second["WANDB_API_KEY"] == "[redacted]" and second["nested"] == {"hf_token": "[redacted]", "tokens": 5}
+    assert second["WANDB_API_KEY"] == "[redacted]" and second["nested"] == {
+        "hf_token": "[redacted]",
+        "tokens": 5,
+    }
     text = (tmp_path / "e.jsonl").read_text()
-    assert "abc" not in text and "def" not in text and all(json.loads(line) for line in text.splitlines())
+    assert (
+        "abc" not in text
+        and "def" not in text
+        and all(json.loads(line) for line in text.splitlines())
+    )
 
 
 def test_a_torn_line_is_passed_over_and_closed(tmp_path: Path) -> None:
@@ -67,7 +74,10 @@ def test_a_full_disk_costs_no_event(tmp_path: Path) -> None:
 
 
 def test_a_step_done_again_counts_once() -> None:
-    assert series([Event.of(step(*each)) for each in ((1, 5.0), (2, 4.0), (2, 3.0))], "loss") == {1: 5.0, 2: 3.0}
+    assert series([Event.of(step(*each)) for each in ((1, 5.0), (2, 4.0), (2, 3.0))], "loss") == {
+        1: 5.0,
+        2: 3.0,
+    }
 
 
 def test_tail_hands_over_what_is_new(tmp_path: Path) -> None:
@@ -92,7 +102,16 @@ def story() -> list[dict[str, Any]]:
         RUN_START,
         held_out | {"step": 0, "loss": 5.0, "exact_match": 0.0},
         *[step(s, 5 - s / 10) for s in range(1, 41)],
-        {"t": 0.0, "kind": "save", "step": 20, "path": "p", "seconds": 1.0, "bytes": 2**30, "blocked_seconds": 0.1, "error": None},
+        {
+            "t": 0.0,
+            "kind": "save",
+            "step": 20,
+            "path": "p",
+            "seconds": 1.0,
+            "bytes": 2**30,
+            "blocked_seconds": 0.1,
+            "error": None,
+        },
         {
             "t": 0.0,
             "kind": "save",
@@ -103,10 +122,31 @@ def story() -> list[dict[str, Any]]:
             "blocked_seconds": 0.1,
             "error": "no space: 5 needed",
         },
-        {"t": 0.0, "kind": "nonfinite", "step": 31, "policy": "skip", "loss": None, "grad_norm": "inf", "sample_ids": [4, 7]},
+        {
+            "t": 0.0,
+            "kind": "nonfinite",
+            "step": 31,
+            "policy": "skip",
+            "loss": None,
+            "grad_norm": "inf",
+            "sample_ids": [4, 7],
+        },
         held_out | {"step": 40, "loss": 1.0, "exact_match": 0.75},
-        {"t": 0.0, "kind": "export", "path": "runs/x/export", "seconds": 1.0, "max_logit_difference": 0.0},
-        {"t": 0.0, "kind": "run_end", "status": "finished", "exit_code": 0, "step": 40, "goodput": {"elapsed": 75.0}},
+        {
+            "t": 0.0,
+            "kind": "export",
+            "path": "runs/x/export",
+            "seconds": 1.0,
+            "max_logit_difference": 0.0,
+        },
+        {
+            "t": 0.0,
+            "kind": "run_end",
+            "status": "finished",
+            "exit_code": 0,
+            "step": 40,
+            "goodput": {"elapsed": 75.0},
+        },
     ]
 
 
@@ -134,7 +174,9 @@ def test_live_display_on_a_terminal(width: int) -> None:
             progress.on_event(Event.of(event))
         console.print(progress.render())
     text = out.getvalue()
-    assert "step 40/40" in text and "tokens/s" in text and "exact_match 0.75" in text and "█" in text
+    assert (
+        "step 40/40" in text and "tokens/s" in text and "exact_match 0.75" in text and "█" in text
+    )
 
 
 def test_bars_speak_once_a_phase_without_a_terminal() -> None:
@@ -147,5 +189,10 @@ def test_bars_speak_once_a_phase_without_a_terminal() -> None:
 
 
 def test_words_for_numbers() -> None:
-    assert (duration(75), duration(3675), size(2**30 * 1.5), size(2**20)) == ("1:15", "1:01:15", "1.50 GiB", "1.0 MiB")
+    assert (duration(75), duration(3675), size(2**30 * 1.5), size(2**20)) == (
+        "1:15",
+        "1:01:15",
+        "1.50 GiB",
+        "1.0 MiB",
+    )
     assert spark([3.0, 2.0, 1.0]) == "█▄▁" and spark([1.0, 1.0]) == "▁▁"

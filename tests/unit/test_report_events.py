@@ -24,7 +24,17 @@ from drumline.report.facts import RunFacts
 from drumline.report.progress import Progress
 from drumline.telemetry import watched  # its kinds are among KINDS
 from drumline.telemetry.damage import MOST
-from drumline.telemetry.events import KINDS, Eval, Event, EventLog, Preempt, Step, Unknown, read, series
+from drumline.telemetry.events import (
+    KINDS,
+    Eval,
+    Event,
+    EventLog,
+    Preempt,
+    Step,
+    Unknown,
+    read,
+    series,
+)
 from drumline.train.run import Run
 from tests.unit.report_runs import HOSTILE, story, write_run
 
@@ -59,10 +69,21 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 def test_other_versions_are_read(tmp_path: Path) -> None:
     """What is unknown is kept; what is missing is None."""
     path = tmp_path / "e.jsonl"
-    path.write_text('{"t": 1, "kind": "moved", "to": "there"}\n{"t": 2, "kind": "step", "step": 3, "loss": 1.0, "newer": 4}\n')
+    path.write_text(
+        '{"t": 1, "kind": "moved", "to": "there"}\n{"t": 2, "kind": "step", "step": 3, "loss": 1.0, "newer": 4}\n'
+    )
     moved, step = read(path)
-    assert moved == Unknown(t=1, kind="moved", metrics={"to": "there"}) and moved.values() == {"t": 1, "kind": "moved", "to": "there"}
-    assert isinstance(step, Step) and (step.step, step.loss, step.sent_bytes, step.metrics) == (3, 1.0, None, {"newer": 4})
+    assert moved == Unknown(t=1, kind="moved", metrics={"to": "there"}) and moved.values() == {
+        "t": 1,
+        "kind": "moved",
+        "to": "there",
+    }
+    assert isinstance(step, Step) and (step.step, step.loss, step.sent_bytes, step.metrics) == (
+        3,
+        1.0,
+        None,
+        {"newer": 4},
+    )
 
 
 def test_numbers_of_numpy_and_torch_stay_numbers(tmp_path: Path) -> None:
@@ -75,16 +96,31 @@ def test_numbers_of_numpy_and_torch_stay_numbers(tmp_path: Path) -> None:
 
 
 def test_lines_are_json_whatever_the_values(tmp_path: Path) -> None:
-    odd: Any = {"a\nb": "line\u2028break\n", "tuple": (1, {2, 3}), "inf": [float("-inf")], "bytes": b"\xff", "path": "\udcff", 5: None}
+    odd: Any = {
+        "a\nb": "line\u2028break\n",
+        "tuple": (1, {2, 3}),
+        "inf": [float("-inf")],
+        "bytes": b"\xff",
+        "path": "\udcff",
+        5: None,
+    }
     EventLog(tmp_path / "e.jsonl").emit(Preempt(step=1, signal=odd))
     (line,) = (tmp_path / "e.jsonl").read_bytes().splitlines()
     value = json.loads(line)["signal"]
-    assert value["inf"] == ["-inf"] and value["tuple"] == [1, [2, 3]] and value["path"] == "\udcff" and value["a\nb"] == "line\u2028break\n"
+    assert (
+        value["inf"] == ["-inf"]
+        and value["tuple"] == [1, [2, 3]]
+        and value["path"] == "\udcff"
+        and value["a\nb"] == "line\u2028break\n"
+    )
     assert len(read(tmp_path / "e.jsonl")) == 1
 
 
 def test_the_last_word_on_a_step_counts() -> None:
-    steps = [{"kind": "step", "step": s, "loss": loss} for s, loss in ((1, 3.0), (2, 2.0), (3, 9.0), (2, 2.5), (3, 1.0))]
+    steps = [
+        {"kind": "step", "step": s, "loss": loss}
+        for s, loss in ((1, 3.0), (2, 2.0), (3, 9.0), (2, 2.5), (3, 1.0))
+    ]
     events = [Event.of(values) for values in (*steps, {"kind": "eval", "step": 3, "loss": 0.0})]
     assert series(events, "loss") == {1: 3.0, 2: 2.5, 3: 1.0}
     assert series(events, "loss", Eval) == {3: 0.0} and series(events, "unheard of") == {}
@@ -139,18 +175,32 @@ def test_what_is_no_secret(text: str) -> None:
 def test_keys_are_redacted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA0123456789")
     monkeypatch.setenv("DATABASE_URL", "postgres://db/sales")
-    failures = {"raised E: AKIA0123456789": 2, "raised E: [redacted]": 3, "raised F: postgres://db/sales": 1}
-    assert plain({"failures": {"mine": failures}}) == {"failures": {"mine": {"raised E: [redacted]": 5, "raised F: [redacted]": 1}}}
+    failures = {
+        "raised E: AKIA0123456789": 2,
+        "raised E: [redacted]": 3,
+        "raised F: postgres://db/sales": 1,
+    }
+    assert plain({"failures": {"mine": failures}}) == {
+        "failures": {"mine": {"raised E: [redacted]": 5, "raised F: [redacted]": 1}}
+    }
     nested = {"api_keys": ["a", {"name": "b", "n": 3}], "pad_token": "<pad>"}
-    assert plain(nested) == {"api_keys": ["[redacted]", {"name": "[redacted]", "n": 3}], "pad_token": "<pad>"}
+    assert plain(nested) == {
+        "api_keys": ["[redacted]", {"name": "[redacted]", "n": 3}],
+        "pad_token": "<pad>",
+    }
 
 
-@pytest.mark.parametrize("text", ["x" * 10**6, "-" * 10**6, "a_" * 10**6, "a:" * 10**6, "http://" * 10**5, "a-key" * 10**5])
+@pytest.mark.parametrize(
+    "text",
+    ["x" * 10**6, "-" * 10**6, "a_" * 10**6, "a:" * 10**6, "http://" * 10**5, "a-key" * 10**5],
+)
 def test_long_texts_take_no_time(text: str) -> None:
     assert redact(text) == text  # within the suite's time limit: squared, it would take hours
 
 
-def test_what_is_printed_is_redacted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_is_redacted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("MY_API_KEY", "hunter2hunter2")
     with redacted_streams():
         print("with", "hunter2hunter2")
@@ -172,7 +222,9 @@ def test_a_name_and_its_value_are_printed_apart(capsys: pytest.CaptureFixture[st
 
 def test_read_passes_over_what_is_no_event(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
-    path.write_bytes(b'{"kind": "preempt", "step": 1}\n[1]\n"x"\n\xff\xfe\n\n{"step": 2}\n{"kind": "preempt", "st')
+    path.write_bytes(
+        b'{"kind": "preempt", "step": 1}\n[1]\n"x"\n\xff\xfe\n\n{"step": 2}\n{"kind": "preempt", "st'
+    )
     assert [(event.kind, event.values()["step"]) for event in read(path)] == [("preempt", 1)]
 
 
@@ -183,7 +235,9 @@ def test_secrets_are_nowhere_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     told = redact(text)
     assert not any(secret in told for secret in ("hf_abcdefghijk", "0123", "4567", "8910"))
     assert "true" in told and "pad_token_id=3" in told
-    assert plain({"error": [f"bad {'hf_abcdefghijk'}"], "AWS_SECRET": "x", "loss_per_token": 1.5}) == {
+    assert plain(
+        {"error": [f"bad {'hf_abcdefghijk'}"], "AWS_SECRET": "x", "loss_per_token": 1.5}
+    ) == {
         "error": ["bad [redacted]"],
         "AWS_SECRET": "[redacted]",
         "loss_per_token": 1.5,
@@ -191,15 +245,41 @@ def test_secrets_are_nowhere_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HURTING = "\x1b]0;me\x07[/x]\ud800 a_key=hunter2hunter2"
-ODD = (None, True, -1, 2**70, 1e200, float("nan"), float("inf"), "x", HOSTILE, [], {}, [None], {"a": {}}, [{}], HURTING)
+ODD = (
+    None,
+    True,
+    -1,
+    2**70,
+    1e200,
+    float("nan"),
+    float("inf"),
+    "x",
+    HOSTILE,
+    [],
+    {},
+    [None],
+    {"a": {}},
+    [{}],
+    HURTING,
+)
 
 
-def test_any_value_in_a_record_is_read_or_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_value_in_a_record_is_read_or_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All readers: the folder is a stranger's."""
     run = write_run(tmp_path / "[r]\x1b", events=[])
     made = {event.kind: event.values() for event in story(8)}
-    lines = [json.dumps(values | {key: odd}) for values in made.values() for key in (*values, "own") for odd in ODD]
-    (run / "events.jsonl").write_text("\ufeff" + "\r\n".join([*lines, "{", "\0", "[" * 9999, f'{{"kind": "eval", "step": {"9" * 5000}}}']))
+    lines = [
+        json.dumps(values | {key: odd})
+        for values in made.values()
+        for key in (*values, "own")
+        for odd in ODD
+    ]
+    (run / "events.jsonl").write_text(
+        "\ufeff"
+        + "\r\n".join([*lines, "{", "\0", "[" * 9999, f'{{"kind": "eval", "step": {"9" * 5000}}}'])
+    )
     seen = Run(run)
     json.dumps(seen.events, allow_nan=False).encode()
     assert all(abs(value) < MOST for value in seen.metrics.values())
@@ -213,5 +293,8 @@ def test_any_value_in_a_record_is_read_or_left_out(tmp_path: Path, capsys: pytes
     print(out.getvalue(), runs.table(runs.states(tmp_path)), as_text(diagnose(str(run))))
     compare([run, write_run(tmp_path / "other")])
     said = "".join(capsys.readouterr())
-    assert not any(each in said for each in ("\x1b", "\x07", "hunter2")) and "damaged or of another version" in said
+    assert (
+        not any(each in said for each in ("\x1b", "\x07", "hunter2"))
+        and "damaged or of another version" in said
+    )
     said.encode()

@@ -22,7 +22,15 @@ from drumline.telemetry.events import Event, EventLog, Fault, Restore, RunEnd, e
 from drumline.telemetry.watched import Hang
 from tests.unit.report_runs import start, step, write_run
 
-FAULT: dict[str, Any] = {"attempt": 0, "rank": 1, "signal": None, "exitcode": 1, "error": "x", "log": "y", "step": 4}
+FAULT: dict[str, Any] = {
+    "attempt": 0,
+    "rank": 1,
+    "signal": None,
+    "exitcode": 1,
+    "error": "x",
+    "log": "y",
+    "step": 4,
+}
 
 
 def at(event: Event, seconds: float) -> dict[str, Any]:
@@ -66,7 +74,9 @@ def test_which_way_is_better(tmp_path: Path, name: str, better: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "speed"), [(4, "40 samples/s"), (100, "10,000 tokens/s")])
-def test_a_module_without_tokens_is_counted_in_samples(tmp_path: Path, tokens: int, speed: str) -> None:
+def test_a_module_without_tokens_is_counted_in_samples(
+    tmp_path: Path, tokens: int, speed: str
+) -> None:
     per_s = {4: 40.0, 100: 1e4}[tokens]
     steps = [step(number, tokens=tokens, tokens_per_s=per_s) for number in (1, 2)]
     folder = write_run(tmp_path / "run", events=[start(), *steps])
@@ -84,13 +94,20 @@ def test_a_hang_before_the_first_step_is_an_event(tmp_path: Path) -> None:
         position=0, sample_ids=None, stack=[],
     )  # fmt: skip
     EventLog(tmp_path / "events.jsonl").emit(hang)
-    assert [(type(event), sound) for _, event, sound in examined(tmp_path / "events.jsonl")] == [(Hang, True)]
+    assert [(type(event), sound) for _, event, sound in examined(tmp_path / "events.jsonl")] == [
+        (Hang, True)
+    ]
 
 
 def test_steps_of_another_folder_are_no_work_of_this_run(tmp_path: Path) -> None:
     restored = Restore(step=900, path="s3://b/step-00000900", seconds=1.0, skipped=[])
     steps = [at(step(number, seconds=1.0), 60 + number - 900) for number in range(901, 1001)]
-    logged = [at(start(), 0), at(restored, 30), *steps, at(RunEnd(status="finished", exit_code=0, step=1000, goodput={}), 160)]
+    logged = [
+        at(start(), 0),
+        at(restored, 30),
+        *steps,
+        at(RunEnd(status="finished", exit_code=0, step=1000, goodput={}), 160),
+    ]
     assert run_of(tmp_path / "run", *logged).goodput == pytest.approx(100 / 160)
     live = Live(tmp_path / "run")
     for values in logged:
@@ -98,25 +115,50 @@ def test_steps_of_another_folder_are_no_work_of_this_run(tmp_path: Path) -> None
     assert live.message([])["state"]["goodput"] == pytest.approx(100 / 160)
 
 
-@pytest.mark.parametrize(("why", "spent"), [("stop", 20.0), ("fault", 1020.0), ("last fault", 20.0)])
-def test_the_time_between_a_stop_and_the_next_start_is_no_loss(tmp_path: Path, why: str, spent: float) -> None:
+@pytest.mark.parametrize(
+    ("why", "spent"), [("stop", 20.0), ("fault", 1020.0), ("last fault", 20.0)]
+)
+def test_the_time_between_a_stop_and_the_next_start_is_no_loss(
+    tmp_path: Path, why: str, spent: float
+) -> None:
     action = "restart" if why == "fault" else "stop: 3 restarts without progress"
-    fault = Fault(attempt=0, rank=1, signal="SIGKILL", exitcode=-9, error="killed", log="x", step=5, action=action)
+    fault = Fault(
+        attempt=0,
+        rank=1,
+        signal="SIGKILL",
+        exitcode=-9,
+        error="killed",
+        log="x",
+        step=5,
+        action=action,
+    )
     end = RunEnd(status="preempted", exit_code=75, step=5, goodput={}) if why == "stop" else fault
-    steps = [at(step(number, seconds=1.0), number if number <= 5 else 1005 + number) for number in range(1, 11)]
+    steps = [
+        at(step(number, seconds=1.0), number if number <= 5 else 1005 + number)
+        for number in range(1, 11)
+    ]
     logged = [at(start(), 0), *steps[:5], at(end, 10), at(start(), 1010), *steps[5:]]
     logged.append(at(RunEnd(status="finished", exit_code=0, step=10, goodput={}), 1020))
     live = Live(tmp_path / "run")
     for values in logged:
         live.add(Event.of(values))
     facts = run_of(tmp_path / "run", *logged)
-    assert live.message([])["state"]["goodput"] == pytest.approx(10 / spent) == pytest.approx(facts.goodput)
+    assert (
+        live.message([])["state"]["goodput"]
+        == pytest.approx(10 / spent)
+        == pytest.approx(facts.goodput)
+    )
     assert facts.seconds == pytest.approx(spent)
 
 
 def test_a_rank_has_the_memory_of_steps_that_it_took(tmp_path: Path) -> None:
     four, two = [1, 2, 3, 4], [5, 6]
-    run = run_of(tmp_path / "run", at(start(), 0), at(step(1, memory_bytes=four), 1), at(step(2, memory_bytes=two), 2))
+    run = run_of(
+        tmp_path / "run",
+        at(start(), 0),
+        at(step(1, memory_bytes=four), 1),
+        at(step(2, memory_bytes=two), 2),
+    )
     assert [(line["name"], line["y"]) for line in _by_rank(run)] == [
         ("rank 0", [1, 5]),
         ("rank 1", [2, 6]),
@@ -141,8 +183,20 @@ def test_a_run_of_a_sweep_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=3e-5").mkdir()
     for place in ("runs/mine-sweep/lr=3e-5", "lr=3e-5"):
-        assert _bare_resume(["train", "x.yaml", "--resume", place, "run.dir=new"]) == ["train", "x.yaml", "--resume", place, "run.dir=new"]
-    assert _bare_resume(["train", "x.yaml", "--resume", "run.steps=9"]) == ["train", "x.yaml", "--resume", "newest", "run.steps=9"]
+        assert _bare_resume(["train", "x.yaml", "--resume", place, "run.dir=new"]) == [
+            "train",
+            "x.yaml",
+            "--resume",
+            place,
+            "run.dir=new",
+        ]
+    assert _bare_resume(["train", "x.yaml", "--resume", "run.steps=9"]) == [
+        "train",
+        "x.yaml",
+        "--resume",
+        "newest",
+        "run.steps=9",
+    ]
 
 
 def test_what_stands_behind_two_hyphens_is_the_scripts_own() -> None:
@@ -151,7 +205,9 @@ def test_what_stands_behind_two_hyphens_is_the_scripts_own() -> None:
     assert _own(["train", "x.yaml", "--resume"]) == ["train", "x.yaml", "--resume", "newest"]
 
 
-def test_a_folder_of_somebody_else_s_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_somebody_else_s_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*_: object, **__: object) -> bool:
         raise PermissionError(13, "Permission denied", "/home/other/run/events.jsonl")
 
@@ -160,4 +216,6 @@ def test_a_folder_of_somebody_else_s_is_one_line(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SystemExit) as end:
         main(["report", "/home/other/run"])
     line = capsys.readouterr().err
-    assert end.value.code == 2 and line.startswith("error: /home/other/run/events.jsonl: permission denied"), line
+    assert end.value.code == 2 and line.startswith(
+        "error: /home/other/run/events.jsonl: permission denied"
+    ), line

@@ -35,14 +35,24 @@ def figures(text: str) -> list[dict]:
     return json.loads(re.search(r'id="values">(.*?)</script>', text)[1])["charts"]
 
 
-def test_what_a_run_says_is_on_its_page_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_says_is_on_its_page_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_TOKEN", "sesame-open-sesame")
     run = write_run(tmp_path / f"<b>{'run'}")
     with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"t": 1.0, "kind": "spike", "step": 3, "policy": "sesame-open-sesame"}) + "\n")
+        file.write(
+            json.dumps({"t": 1.0, "kind": "spike", "step": 3, "policy": "sesame-open-sesame"})
+            + "\n"
+        )
     text = page.page([RunFacts(run)])
     own = text.replace(page.asset("plotly.min.js"), "").replace(page.asset("page.js"), "")
-    assert "<script>window" not in own and "<img" not in own and "<b>run" not in own and own.count("</script>") == 3
+    assert (
+        "<script>window" not in own
+        and "<img" not in own
+        and "<b>run" not in own
+        and own.count("</script>") == 3
+    )
     assert "hunter2" not in text and "sesame-open" not in text
     for part in (
         "finished",
@@ -61,16 +71,22 @@ def test_what_a_run_says_is_on_its_page_and_runs_nothing(tmp_path: Path, monkeyp
     curves = {"loss", "held out: loss", "reward: a", "sampler gap", "learning rate"}
     assert curves | {"Seconds by phase and rank", "Memory of the fullest rank"} <= {*titles}
     loss = figures(text)[0]
-    assert loss["series"][0]["x"] == list(range(1, 21)) and loss["marks"] == [{"x": 10, "text": "restart"}]
+    assert loss["series"][0]["x"] == list(range(1, 21)) and loss["marks"] == [
+        {"x": 10, "text": "restart"}
+    ]
 
 
 def test_thinned_out_curves_keep_means_and_ends(tmp_path: Path) -> None:
     points = [(number, float(number % 7)) for number in range(1, 10_001)]
     made = binned(points, MOST_POINTS)
     assert len(made["x"]) == MOST_POINTS and made["x"][-1] == 10_000 and made["of"] == 10_000
-    assert made["y"][0] == pytest.approx(statistics.fmean(value for _, value in points[:10]), rel=1e-5)
+    assert made["y"][0] == pytest.approx(
+        statistics.fmean(value for _, value in points[:10]), rel=1e-5
+    )
     assert (made["low"][0], made["high"][0]) == (0.0, 6.0)
-    run = RunFacts(write_run(tmp_path / "long", events=[start(), *(step(number) for number in range(1, 2501))]))
+    run = RunFacts(
+        write_run(tmp_path / "long", events=[start(), *(step(number) for number in range(1, 2501))])
+    )
     chart = charts([run], ["long"])[0]
     assert chart["note"].startswith("2,500 points drawn as 834 means of 3")
 
@@ -81,7 +97,8 @@ def test_seeds_are_one_band_and_differences_are_marked(tmp_path: Path) -> None:
     chart = charts(runs, short_names(runs))[0]
     mean = chart["series"][0]
     assert mean["seeds"] == 3 and [each["color"] for each in chart["series"]] == [0, 0, 0, 0, 1]
-    assert mean["y"][0] == pytest.approx(4.0) and mean["high"][0] == pytest.approx(5.0)  # 3, 4, 5: a deviation of 1
+    # 3, 4, 5: a deviation of 1.
+    assert mean["y"][0] == pytest.approx(4.0) and mean["high"][0] == pytest.approx(5.0)
     assert "3 seeds" in chart["note"] and differences(runs) == ["optimizer.lr", "run.seed"]
     assert page.page(runs).count(">differs</mark>") == 2
 
@@ -90,11 +107,24 @@ def test_seeds_are_one_band_and_differences_are_marked(tmp_path: Path) -> None:
     ("lines", "remark"),
     [
         ([], "never finished a step"),
-        (['{"t": 1, "kind": "run_start"}', "not json", '{"kind": "step"}', '{"t": 5, "kind": "st'], "3 of 4 lines"),
-        (['{"t": 1e999, "kind": "step", "step": 1}', '{"t": NaN, "kind": "step", "step": 1}'], "2 of 2 lines"),
+        (
+            [
+                '{"t": 1, "kind": "run_start"}',
+                "not json",
+                '{"kind": "step"}',
+                '{"t": 5, "kind": "st',
+            ],
+            "3 of 4 lines",
+        ),
+        (
+            ['{"t": 1e999, "kind": "step", "step": 1}', '{"t": NaN, "kind": "step", "step": 1}'],
+            "2 of 2 lines",
+        ),
     ],
 )
-def test_a_damaged_or_empty_run_has_a_page_that_says_so(tmp_path: Path, lines: list[str], remark: str) -> None:
+def test_a_damaged_or_empty_run_has_a_page_that_says_so(
+    tmp_path: Path, lines: list[str], remark: str
+) -> None:
     run = write_run(tmp_path / "run", events=[])
     (run / "events.jsonl").write_text("\n".join(lines))
     assert remark in page.page([RunFacts(run)])
@@ -109,8 +139,13 @@ def test_values_of_any_type_at_any_place_make_a_page(tmp_path: Path) -> None:
     kinds = {line["kind"]: line for line in lines}
     for place, value in enumerate(odd):
         run = shutil.copytree(whole, tmp_path / f"odd{place}")
-        made = [{**event, **{key: value for key in event if key not in ("t", "kind", "step")}} for event in kinds.values()]
-        (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*lines, *made]))
+        made = [
+            {**event, **{key: value for key in event if key not in ("t", "kind", "step")}}
+            for event in kinds.values()
+        ]
+        (run / "events.jsonl").write_text(
+            "".join(json.dumps(event) + "\n" for event in [*lines, *made])
+        )
         plan = json.loads((run / "plan.json").read_text())
         (run / "plan.json").write_text(json.dumps(dict.fromkeys(plan, value)))
         assert "finished" in page.page([RunFacts(run)]) or "status" in page.page([RunFacts(run)])
@@ -119,7 +154,10 @@ def test_values_of_any_type_at_any_place_make_a_page(tmp_path: Path) -> None:
 def test_an_older_run_and_many_runs(tmp_path: Path) -> None:
     runs = [RunFacts(ROOT / "tests/fixtures/run_474a450/run")]
     first = write_run(tmp_path / "r0")
-    runs += [RunFacts(first if place == 0 else shutil.copytree(first, tmp_path / f"r{place}")) for place in range(60)]
+    runs += [
+        RunFacts(first if place == 0 else shutil.copytree(first, tmp_path / f"r{place}"))
+        for place in range(60)
+    ]
     text = page.page(runs)
     assert "of the first 12 of 61 runs" in text and text.count("<tr>") > 61
 
@@ -135,18 +173,26 @@ def test_what_is_no_run_or_cannot_be_written_is_one_line(tmp_path: Path) -> None
 
 
 def test_any_name_is_in_the_picture(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    runs = [RunFacts(write_run(tmp_path / "x").rename(tmp_path / os.fsdecode(name))) for name in ("数学 😀".encode(), b"\xff")]
+    runs = [
+        RunFacts(write_run(tmp_path / "x").rename(tmp_path / os.fsdecode(name)))
+        for name in ("数学 😀".encode(), b"\xff")
+    ]
     assert draw(runs, tmp_path / "curves.png") and (tmp_path / "curves.png").stat().st_size > 10_000
     assert not [each for each in recwarn if "Glyph" in str(each.message)]
 
 
 def test_at_the_end_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = Plan.load(ROOT / "tests/fixtures/run_474a450/run/plan.json").model_copy(update={"run_dir": str(write_run(tmp_path / "run"))})
+    plan = Plan.load(ROOT / "tests/fixtures/run_474a450/run/plan.json").model_copy(
+        update={"run_dir": str(write_run(tmp_path / "run"))}
+    )
     off = plan.config.report.model_copy(update={"html": False})
     page.at_end(plan.model_copy(update={"config": plan.config.model_copy(update={"report": off})}))
     assert not (tmp_path / "run/report.html").exists()
     page.at_end(plan)
-    assert "finished" in (tmp_path / "run/report.html").read_text() and (tmp_path / "run/report.png").stat().st_size > 10_000
+    assert (
+        "finished" in (tmp_path / "run/report.html").read_text()
+        and (tmp_path / "run/report.png").stat().st_size > 10_000
+    )
     (tmp_path / "run/report.html").unlink()
     (tmp_path / "run/report.html").mkdir()
     page.at_end(plan)
@@ -159,24 +205,39 @@ def test_browser(tmp_path: Path) -> None:
     if not Path("/usr/bin/chromium").exists():
         pytest.skip("there is no /usr/bin/chromium: apt-get install chromium")
     one = page.report([write_run(tmp_path / "one")], None)
-    two = page.report([tmp_path / "one", write_run(tmp_path / "two", seed=1, shift=0.5)], tmp_path / "two.html")
+    two = page.report(
+        [tmp_path / "one", write_run(tmp_path / "two", seed=1, shift=0.5)], tmp_path / "two.html"
+    )
     with (
         sync_api.sync_playwright() as playwright,
-        playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"]) as browser,
+        playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox"]
+        ) as browser,
     ):
         for width, theme in ((390, "dark"), (820, "light"), (1440, "dark")):
             tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
             seen: list[str] = []
-            tab.on("console", lambda message, seen=seen: seen.append(message.text) if message.type in ("error", "warning") else None)
+            tab.on(
+                "console",
+                lambda message, seen=seen: (
+                    seen.append(message.text) if message.type in ("error", "warning") else None
+                ),
+            )
             tab.on("pageerror", lambda error, seen=seen: seen.append(str(error)))
             tab.on(
                 "request",
-                lambda request, seen=seen: seen.append(request.url) if not request.url.startswith(("file:", "data:", "blob:")) else None,
+                lambda request, seen=seen: (
+                    seen.append(request.url)
+                    if not request.url.startswith(("file:", "data:", "blob:"))
+                    else None
+                ),
             )
             tab.goto(f"file://{one if width != 820 else two}")
             tab.wait_for_selector(".chart .main-svg", timeout=60_000)
             assert tab.evaluate("document.documentElement.dataset.theme") == theme
-            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"wider than {width}"
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+                f"wider than {width}"
+            )
             tab.click("#theme")
             assert tab.evaluate("document.documentElement.dataset.theme") != theme
             tab.click("#log")
@@ -203,7 +264,12 @@ def test_the_summary_says_why_a_run_failed(tmp_path: Path) -> None:
     )  # fmt: skip
     made = page.page([RunFacts(write_run(tmp_path / "x", events=[start(), step(4), fault]))])
     summary = made[made.index("<h2>Summary") : made.index("<h2>Curves")]
-    for part in ("killed by SIGKILL", "node7", "3 restarts without progress", "use fewer loader workers"):
+    for part in (
+        "killed by SIGKILL",
+        "node7",
+        "3 restarts without progress",
+        "use fewer loader workers",
+    ):
         assert part in summary
     stopped = RunEnd(status="stopped", exit_code=3, step=4, why="loss is NaN", goodput={})
     facts = RunFacts(write_run(tmp_path / "y", events=[start(), step(4), stopped]))
@@ -214,18 +280,34 @@ def test_the_summary_says_why_a_run_failed(tmp_path: Path) -> None:
 
 def test_samples_are_matched_by_their_prompts(tmp_path: Path) -> None:
     def shown(*prompts: str, when: str) -> list[dict[str, Any]]:
-        return [{"set": None, "prompt": prompt, "text": f"{when} {prompt}", "answer": None} for prompt in prompts]
+        return [
+            {"set": None, "prompt": prompt, "text": f"{when} {prompt}", "answer": None}
+            for prompt in prompts
+        ]
 
-    first = watched.Samples(step=0, when="before", samples=shown("EASY", "HARD", when="old"), seconds=0.1)
-    last = watched.Samples(step=4, when="after", samples=shown("EASY", "NEW", "HARD", when="new"), seconds=0.1)
+    first = watched.Samples(
+        step=0, when="before", samples=shown("EASY", "HARD", when="old"), seconds=0.1
+    )
+    last = watched.Samples(
+        step=4, when="after", samples=shown("EASY", "NEW", "HARD", when="new"), seconds=0.1
+    )
     run = RunFacts(write_run(tmp_path / "x", events=[start(), first, step(1), last]))
     cards = str(samples(run, Drawings())).split("new ")
-    assert ["old EASY" in cards[0], "old" in cards[1], "old HARD" in cards[2]] == [True, False, True]
+    assert ["old EASY" in cards[0], "old" in cards[1], "old HARD" in cards[2]] == [
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(("kind", "told"), [("grpo", True), ("ppo", False)])
-def test_groups_that_never_differ_are_a_matter_of_grpo(tmp_path: Path, kind: str, told: bool) -> None:
-    events = [dataclasses.replace(event, groups_differ=0.0) if isinstance(event, Rollout) else event for event in story(4)]
+def test_groups_that_never_differ_are_a_matter_of_grpo(
+    tmp_path: Path, kind: str, told: bool
+) -> None:
+    events = [
+        dataclasses.replace(event, groups_differ=0.0) if isinstance(event, Rollout) else event
+        for event in story(4)
+    ]
     run = RunFacts(write_run(tmp_path / "x", events=events))
     run.config["algorithm.kind"] = kind
     assert ("nothing was learned" in page.page([run])) == told
@@ -233,15 +315,24 @@ def test_groups_that_never_differ_are_a_matter_of_grpo(tmp_path: Path, kind: str
 
 def test_rollouts_without_any_reward_are_counted(tmp_path: Path) -> None:
     without = {"reward": None, "reward_std": None, "groups_differ": None, "trained": False}
-    events = [dataclasses.replace(event, **without) if isinstance(event, Rollout) else event for event in story(4)]
+    events = [
+        dataclasses.replace(event, **without) if isinstance(event, Rollout) else event
+        for event in story(4)
+    ]
     text = page.page([RunFacts(write_run(tmp_path / "x", events=events))])
     assert "no episode got a reward in 1 of 1 rollouts" in text and "never differed" not in text
 
 
 def test_sets_of_evaluation_share_a_chart(tmp_path: Path) -> None:
     scores = {"loss": 1.0, "easy/loss": 0.5, "hard/loss": 1.5, "mmlu/acc": 0.2}
-    run = write_run(tmp_path / "x", events=[start(), step(1), Eval(step=1, samples=6, seconds=0.1, metrics=scores)])
-    found = {chart["title"]: [each["name"] for each in chart["series"]] for chart in charts([RunFacts(run)], ["x"])}
+    run = write_run(
+        tmp_path / "x",
+        events=[start(), step(1), Eval(step=1, samples=6, seconds=0.1, metrics=scores)],
+    )
+    found = {
+        chart["title"]: [each["name"] for each in chart["series"]]
+        for chart in charts([RunFacts(run)], ["x"])
+    }
     assert found["held out: loss"] == ["all sets", "easy", "hard"]
     assert found["held out: mmlu/acc"] == ["x"] and "held out: easy/loss" not in found
 
@@ -251,8 +342,18 @@ def test_sets_of_evaluation_share_a_chart(tmp_path: Path) -> None:
     "column",
     [
         [Keyed("59 s", 59), Keyed("2:03", 123), Keyed("30:00", 1800), Keyed("1:02:03", 3723)],
-        [Keyed("12.00 KiB", 12 * 2**10), Keyed("900.00 MiB", 900 * 2**20), Keyed("1.20 GiB", 1.2 * 2**30)],
-        [Keyed("loss 5.3 → 0.4", 0.4), Keyed("loss 5.2 → 1.3", 1.3), Keyed("loss 5.1 → 2.9", 2.9), None, "loss 5 → no number"],
+        [
+            Keyed("12.00 KiB", 12 * 2**10),
+            Keyed("900.00 MiB", 900 * 2**20),
+            Keyed("1.20 GiB", 1.2 * 2**30),
+        ],
+        [
+            Keyed("loss 5.3 → 0.4", 0.4),
+            Keyed("loss 5.2 → 1.3", 1.3),
+            Keyed("loss 5.1 → 2.9", 2.9),
+            None,
+            "loss 5 → no number",
+        ],
         ["-1", 0, "1e-05", "0.5", 12, "1,234", "10,234", "[1e-5, 2]", "cosine", "linear"],
         ["run-2", "run-10"],
     ],
@@ -261,7 +362,10 @@ def test_a_table_is_sorted_by_numbers(column: list[object]) -> None:
     found = re.findall(r"<td(.*?)>(.*?)</td>", table(["x"], [[each] for each in column]))
     keys = [re.search(r'data-key="(.*?)"', attributes) for attributes, _ in found]
     texts = [re.sub("<.*?>", "", shown) for _, shown in found]
-    given = [{"dataset": {"key": key[1]} if key else {}, "textContent": shown} for key, shown in zip(keys, texts, strict=True)]
+    given = [
+        {"dataset": {"key": key[1]} if key else {}, "textContent": shown}
+        for key, shown in zip(keys, texts, strict=True)
+    ]
     source = page.asset("page.js")
     code = source[source.index("function inOrder") : source.index("function sortable")]
     code += f"const cells = {json.dumps(given)};"

@@ -43,8 +43,23 @@ RESTORE: dict[str, Any] = {
     "seconds": 1.0,
     "skipped": [{"path": "p", "reason": "sha256 differs"}],
 }
-SAVE: dict[str, Any] = {"t": 0.0, "kind": "save", "step": 2, "path": "p", "seconds": 1.0, "bytes": 5, "blocked_seconds": 0.1, "error": None}
-END: dict[str, Any] = {"kind": "run_end", "status": "finished", "exit_code": 0, "step": 40, "goodput": {"elapsed": 10.0, "productive": 9.0}}
+SAVE: dict[str, Any] = {
+    "t": 0.0,
+    "kind": "save",
+    "step": 2,
+    "path": "p",
+    "seconds": 1.0,
+    "bytes": 5,
+    "blocked_seconds": 0.1,
+    "error": None,
+}
+END: dict[str, Any] = {
+    "kind": "run_end",
+    "status": "finished",
+    "exit_code": 0,
+    "step": 40,
+    "goodput": {"elapsed": 10.0, "productive": 9.0},
+}
 
 
 def step(number: int, loss: float | str | None = 1.0) -> dict[str, Any]:
@@ -91,7 +106,10 @@ def test_a_fault_is_shown_until_steps_come_again() -> None:
     see(progress, step(3, 2.5))
     assert "SIGKILL" not in picture(progress)
     see(progress, END)
-    assert "finished 40 steps after 1 restart; since the last one 0:10, 90% of it in training steps" in progress.summary()
+    assert (
+        "finished 40 steps after 1 restart; since the last one 0:10, 90% of it in training steps"
+        in progress.summary()
+    )
 
 
 def test_plan_restore_and_damage_are_told_once() -> None:
@@ -119,7 +137,12 @@ def test_commands_to_try_can_be_pasted() -> None:
     progress, text = told(START, step(40), END)
     assert "  drumline export 'runs/my run' --to my-model --dtype bf16" in progress.summary()
     assert "next:" in text and "drumline chat" not in text
-    export = {"kind": "export", "path": "runs/x/export", "seconds": 1.0, "max_logit_difference": 0.0}
+    export = {
+        "kind": "export",
+        "path": "runs/x/export",
+        "seconds": 1.0,
+        "max_logit_difference": 0.0,
+    }
     _, text = told({**START, "writes": True}, step(40), export, END)
     assert "  drumline chat 'runs/my run'" in text and "drumline export" not in text
     assert "next:" not in told(START, step(40), {**END, "status": "failed"})[1]
@@ -139,7 +162,9 @@ def test_many_ranks_have_one_line_of_memory() -> None:
 
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     out = io.StringIO()
-    with Progress(Console(file=out, force_terminal=True, width=200, _environ={"TERM": "dumb"})) as progress:
+    with Progress(
+        Console(file=out, force_terminal=True, width=200, _environ={"TERM": "dumb"})
+    ) as progress:
         see(progress, START)
         see(progress, step(1))
     assert "step 1/40  loss 1.0000" in out.getvalue()
@@ -167,22 +192,45 @@ def test_events_come_from_another_thread() -> None:
 
 def test_the_arrow_follows_the_mean() -> None:
     assert trend([1.0, 2.0]) == ""
-    assert trend([5.0, 5.0, 4.0, 4.0]) == "↓" and trend([4.0, 4.0, 5.0, 5.0]) == "↑" and trend([1.0, 1.0, 1.001, 1.0]) == "→"
+    assert (
+        trend([5.0, 5.0, 4.0, 4.0]) == "↓"
+        and trend([4.0, 4.0, 5.0, 5.0]) == "↑"
+        and trend([1.0, 1.0, 1.001, 1.0]) == "→"
+    )
 
 
-def test_between_steps_it_says_what_ranks_do_and_how_long_that_took_the_last_time(tmp_path: Path) -> None:
-    ranks = [{"rank": 0, "phase": "startup", "seconds": 4.0}, {"rank": 1, "phase": "forward", "seconds": 9.0}]
+def test_between_steps_it_says_what_ranks_do_and_how_long_that_took_the_last_time(
+    tmp_path: Path,
+) -> None:
+    ranks = [
+        {"rank": 0, "phase": "startup", "seconds": 4.0},
+        {"rank": 1, "phase": "forward", "seconds": 9.0},
+    ]
     start = {**START, "parameters": 3, "strategy": "ddp", "world_size": 2, "device": "cpu"}
     memory = tmp_path / "cache" / "stages.json"
     for left in ("no ETA", "ETA 0:06, as last time"):
-        with Progress(Console(file=io.StringIO(), width=80), waits=Waits(lambda: ranks, memory)) as progress:
+        with Progress(
+            Console(file=io.StringIO(), width=80), waits=Waits(lambda: ranks, memory)
+        ) as progress:
             see(progress, start)
             assert f"loading the model · 0:04 · {left}" in picture(progress, 80)
-            see(progress, {"kind": "started", "seconds": {"imports and plan": 3.0, "processes": 1.0, "model": 9.0, "first step": 2.0}})
+            see(
+                progress,
+                {
+                    "kind": "started",
+                    "seconds": {
+                        "imports and plan": 3.0,
+                        "processes": 1.0,
+                        "model": 9.0,
+                        "first step": 2.0,
+                    },
+                },
+            )
     ranks[0]["seconds"] = 11.0
     assert "loading the model · 0:11 · the last one took 0:10" in picture(progress, 80)
     memory.write_text('{"torn": ')
     assert (
         Waits(lambda: [], memory).line() is None
-        and Waits(lambda: ranks, memory).line() == "loading the model · 0:11 · no ETA: it is the first of its kind"
+        and Waits(lambda: ranks, memory).line()
+        == "loading the model · 0:11 · no ETA: it is the first of its kind"
     )

@@ -27,22 +27,35 @@ from tests.tiny import tiny_model_dir
 def test_a_run_goes_on_with_batches_of_the_same_size(tmp_path: Path) -> None:
     """However it is cut up or written; on more ranks a micro-batch and an accumulation make another one."""
     path = write_config(
-        tmp_path, tiny_model_dir(tmp_path / "model"), batch={"global_samples": None, "micro_batch": 2, "accumulation": 4}, strategy="ddp"
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        batch={"global_samples": None, "micro_batch": 2, "accumulation": 4},
+        strategy="ddp",
     )
 
     def plan(ranks: int, *overrides: str) -> Plan:
         return make_plan(Request(load(path, list(overrides)), ranks), on_progress=lambda *_: None)
 
     two, one = plan(2), plan(1)
-    assert (two.batch.global_samples, one.batch.global_samples) == (16, 8) and two.data is not None and two.data.identity is not None
-    state = {"config": two.config.model_dump(mode="json"), "global_samples": 16, "data": two.data.identity.model_dump()}
+    assert (
+        (two.batch.global_samples, one.batch.global_samples) == (16, 8)
+        and two.data is not None
+        and two.data.identity is not None
+    )
+    state = {
+        "config": two.config.model_dump(mode="json"),
+        "global_samples": 16,
+        "data": two.data.identity.model_dump(),
+    }
     with pytest.raises(
-        CheckpointError, match=r"a step took 16 samples, and takes 8 now .* batch.global_samples=16 batch.accumulation=null"
+        CheckpointError,
+        match=r"a step took 16 samples, and takes 8 now .* batch.global_samples=16 batch.accumulation=null",
     ):
         _check_same_run("c", state, one, ())
     _check_same_run("c", state, one, ("batch.global_samples",))
     _check_same_run("c", state, plan(1, "batch.global_samples=16", "batch.accumulation=null"), ())
-    _check_same_run("c", {**state, "global_samples": None}, one, ())  # of an older version, which does not say
+    # Of an older version, which does not say.
+    _check_same_run("c", {**state, "global_samples": None}, one, ())
     with pytest.raises(CheckpointError, match=r"batch\.micro_batch 2 → 1"):
         _check_same_run("c", state, plan(1, "batch.micro_batch=1"), ())
     for key in ("report.html=false", "run.profile={at: 3}"):
@@ -60,9 +73,16 @@ def train(path: Path, resume: str | None, *overrides: str) -> tuple[Loop, list[S
 
 @pytest.mark.parametrize(
     ("length", "size", "steps"),
-    [({"steps": 6}, 8, 6), ({"steps": 6}, 2, 6), ({"steps": None, "epochs": 0.6}, 8, 4), ({"steps": None, "epochs": 0.6}, 2, 10)],
+    [
+        ({"steps": 6}, 8, 6),
+        ({"steps": 6}, 2, 6),
+        ({"steps": None, "epochs": 0.6}, 8, 4),
+        ({"steps": None, "epochs": 0.6}, 2, 10),
+    ],
 )
-def test_a_run_ends_as_it_was_to_with_batches_of_another_size(tmp_path: Path, length: dict[str, Any], size: int, steps: int) -> None:
+def test_a_run_ends_as_it_was_to_with_batches_of_another_size(
+    tmp_path: Path, length: dict[str, Any], size: int, steps: int
+) -> None:
     """After `--allow batch.global_samples`: steps are steps in all, epochs the same samples, and the schedule ends with the run."""
     path = write_config(
         tmp_path, tiny_model_dir(tmp_path / "model"), strategy="single", data={"packing": False},
@@ -75,14 +95,22 @@ def test_a_run_ends_as_it_was_to_with_batches_of_another_size(tmp_path: Path, le
     built, made = train(path, second, f"batch.global_samples={size}", "batch.micro_batch=2")
     assert [event.step for event in made] == list(range(3, steps + 1))
     schedule, warmup = built.plan.config.schedule, math.ceil(0.5 * steps)
-    assert [event.lr for event in made] == pytest.approx([0.01 * schedule.rate(step, steps, warmup) for step in range(2, steps)])
+    assert [event.lr for event in made] == pytest.approx(
+        [0.01 * schedule.rate(step, steps, warmup) for step in range(2, steps)]
+    )
     assert built.state.position == 8 + size * (steps - 2) and made[-1].samples == size
 
 
-def test_the_learning_rate_stays_on_more_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_learning_rate_stays_on_more_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Which it is scaled by: the batch is the same, and nobody has changed the optimizer."""
     path = write_config(
-        tmp_path, tiny_model_dir(tmp_path / "model"), strategy="single", run={"steps": 2}, optimizer={"lr_scaling": "linear"}
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        strategy="single",
+        run={"steps": 2},
+        optimizer={"lr_scaling": "linear"},
     )
     train(path, None)
 
@@ -93,7 +121,10 @@ def test_the_learning_rate_stays_on_more_devices(tmp_path: Path, capsys: pytest.
     assert rate() == pytest.approx(0.02) and not capsys.readouterr().err
     for named in ("newest", str(tmp_path / "run")):
         assert rate(resume=named) == pytest.approx(0.01)
-        assert "learning rate 0.01, as in" in (said := capsys.readouterr().err) and "on 2 data ranks it would be 0.02" in said
+        assert (
+            "learning rate 0.01, as in" in (said := capsys.readouterr().err)
+            and "on 2 data ranks it would be 0.02" in said
+        )
     assert rate(resume="newest", allow=("optimizer.lr",)) == pytest.approx(0.02)
     assert rate("batch.global_samples=8", resume="newest", allow=("batch",)) == pytest.approx(0.02)
     assert not capsys.readouterr().err
@@ -102,9 +133,19 @@ def test_the_learning_rate_stays_on_more_devices(tmp_path: Path, capsys: pytest.
 FREEZE = {"model": {"freeze": ["model.embed_tokens"]}}
 
 
-@pytest.mark.parametrize("sections", [{"adapter": "lora"}, FREEZE, {}], ids=["lora", "freeze", "all"])
-def test_what_stays_frozen_is_what_it_was_trained_on_top_of(tmp_path: Path, sections: dict[str, Any]) -> None:
-    path = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), strategy="single", run={"steps": 2}, **sections)
+@pytest.mark.parametrize(
+    "sections", [{"adapter": "lora"}, FREEZE, {}], ids=["lora", "freeze", "all"]
+)
+def test_what_stays_frozen_is_what_it_was_trained_on_top_of(
+    tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    path = write_config(
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        strategy="single",
+        run={"steps": 2},
+        **sections,
+    )
 
     def going_on(*allow: str, resume: str | None = "newest") -> Plan:
         request = Request(load(path, []), 1, resume, allow)
@@ -119,14 +160,22 @@ def test_what_stays_frozen_is_what_it_was_trained_on_top_of(tmp_path: Path, sect
         return
     with pytest.raises(ModelError, match="not those that the run was trained on top of"):
         export(tmp_path / "run", tmp_path / "out", "last")
-    with pytest.raises(CheckpointError, match=r"not those that this checkpoint was trained on top of .*--allow model"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"not those that this checkpoint was trained on top of .*--allow model",
+    ):
         going_on("optimizer", "model.id")
     assert first.base != going_on("model").base is not None
 
 
 def test_there_has_to_be_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:
     """Or step 0 would begin with weights that were trained."""
-    path = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), strategy="single", health={"on_spike": "rollback"})
+    path = write_config(
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        strategy="single",
+        health={"on_spike": "rollback"},
+    )
     plan = make_plan(Request(load(path, []), 1), on_progress=lambda *_: None)
     built = build(plan, Ranks(), None, lambda event: None, StopFlag(), [], Goodput(0.0))
     assert built.rewind is not None
@@ -134,9 +183,13 @@ def test_there_has_to_be_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:
         built.rewind()
 
 
-def test_a_run_that_is_named_is_gone_on_with_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_is_named_is_gone_on_with_from_its_newest_whole_checkpoint(
+    tmp_path: Path,
+) -> None:
     model = tiny_model_dir(tmp_path / "model")
-    path = write_config(tmp_path, model, strategy="single", checkpoint={"every": 2, "keep": 9}, run={"log_every": 1})
+    path = write_config(
+        tmp_path, model, strategy="single", checkpoint={"every": 2, "keep": 9}, run={"log_every": 1}
+    )
     train(path, None)
     run, other = tmp_path / "run", f"run.dir={tmp_path / 'other'}"
     shard = next((run / "checkpoints" / "step-00000004").glob("*.distcp"))

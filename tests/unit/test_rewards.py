@@ -20,7 +20,15 @@ from pydantic import TypeAdapter
 from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.core.rollouts import LengthReward, Reward
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.rl.rewards import Isolated, Item, Rewards, check, count_reasons, overlong, reward_names
+from drumline.rl.rewards import (
+    Isolated,
+    Item,
+    Rewards,
+    check,
+    count_reasons,
+    overlong,
+    reward_names,
+)
 from tests.harness import ENV, drumline, write_config
 from tests.tiny import tiny_model_dir
 
@@ -130,8 +138,22 @@ def test_failures_are_grouped_by_type_and_place() -> None:
 
 
 def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
-    completions = ["ok", "raise", "hang", "exit", "leave", "crash", "nan", "text", "none", "print", "fine"]
-    with Rewards([mine("naughty", timeout_seconds=1.0), mine("length", weight=0.5)], folder, workers=2) as rewards:
+    completions = [
+        "ok",
+        "raise",
+        "hang",
+        "exit",
+        "leave",
+        "crash",
+        "nan",
+        "text",
+        "none",
+        "print",
+        "fine",
+    ]
+    with Rewards(
+        [mine("naughty", timeout_seconds=1.0), mine("length", weight=0.5)], folder, workers=2
+    ) as rewards:
         scored = rewards.score(items(*completions))
         again = rewards.score(items("ok"))
     failures = dict(zip(completions, (s.failures.get("naughty") for s in scored), strict=True))
@@ -149,7 +171,9 @@ def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
         "fine": None,
     }
     for completion, one in zip(completions, scored, strict=True):
-        assert one.parts["length"] == len(completion), "order is kept, and the other reward is not hurt"
+        assert one.parts["length"] == len(completion), (
+            "order is kept, and the other reward is not hurt"
+        )
         has_value = "naughty" not in one.failures and completion != "none"
         assert math.isnan(one.parts["naughty"]) == (not has_value)
         assert one.value == 0.5 * len(completion) + has_value
@@ -168,7 +192,9 @@ def test_what_decides_nothing_does_not_apply_for_the_others(folder: Path) -> Non
 
 def test_only_its_own_process_is_lost(folder: Path) -> None:
     with Rewards([mine("pid"), mine("naughty", timeout_seconds=0.5)], folder, workers=1) as rewards:
-        pids = [int(one.parts["pid"]) for one in rewards.score(items("ok", "ok", "hang", "ok", "ok"))]
+        pids = [
+            int(one.parts["pid"]) for one in rewards.score(items("ok", "ok", "hang", "ok", "ok"))
+        ]
     assert pids[0] == pids[1] == pids[2] != pids[3] == pids[4] and os.getpid() not in pids
     assert all(gone(pid) for pid in pids)
 
@@ -181,11 +207,20 @@ def test_what_a_reward_started_dies_with_it(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_what_is_written_on_the_socket_costs_its_sample(folder: Path) -> None:
-    junk = ['b"junk"', 'b"junk\\n"', 'b"\\xff" * 2_000_000', 'b"[" * 90_000 + b"\\n"', 'b"[]\\n"', """b'{"value": 5}\\n'"""]
+    junk = [
+        'b"junk"',
+        'b"junk\\n"',
+        'b"\\xff" * 2_000_000',
+        'b"[" * 90_000 + b"\\n"',
+        'b"[]\\n"',
+        """b'{"value": 5}\\n'""",
+    ]
     with Rewards([mine("scribbles", timeout_seconds=10.0)], folder, workers=1) as rewards:
         before, *hurt, after = rewards.score(items("ok", *(f"write {text}" for text in junk), "ok"))
     assert before.value == after.value == 1.0
-    assert [one.failures for one in hurt] == [{"scribbles": "wrote on a file descriptor that is not its own, or closed it"}] * len(junk)
+    assert [one.failures for one in hurt] == [
+        {"scribbles": "wrote on a file descriptor that is not its own, or closed it"}
+    ] * len(junk)
 
 
 def test_a_closed_socket_costs_its_sample(folder: Path) -> None:
@@ -238,7 +273,12 @@ print(flush=True)
 input()
 """
     rank = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENV, start_new_session=True
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENV,
+        start_new_session=True,
     )
     assert rank.stdout is not None and rank.stdin is not None
     try:
@@ -254,15 +294,25 @@ input()
 
 
 def test_options_are_on_no_command_line(folder: Path) -> None:
-    with Rewards([mine("right", options={"scale": 2.0, "answer": "hunter2hunter2"})], folder, workers=1) as rewards:
+    with Rewards(
+        [mine("right", options={"scale": 2.0, "answer": "hunter2hunter2"})], folder, workers=1
+    ) as rewards:
         rewards.score(items("x"))
         (worker,) = rewards._workers
-        family = [psutil.Process(worker.process.pid), *psutil.Process(worker.process.pid).children(recursive=True)]
-        assert len(family) == 2 and not any("hunter2hunter2" in " ".join(process.cmdline()) for process in family)
+        family = [
+            psutil.Process(worker.process.pid),
+            *psutil.Process(worker.process.pid).children(recursive=True),
+        ]
+        assert len(family) == 2 and not any(
+            "hunter2hunter2" in " ".join(process.cmdline()) for process in family
+        )
 
 
 def test_a_catastrophic_pattern_is_stopped() -> None:
-    rewards = [reward(kind="regex", pattern="(a+)+$", timeout_seconds=0.5), reward(kind="regex", pattern="b", full=False)]
+    rewards = [
+        reward(kind="regex", pattern="(a+)+$", timeout_seconds=0.5),
+        reward(kind="regex", pattern="b", full=False),
+    ]
     with Rewards(rewards, Path(), workers=1) as made:
         slow, quick = made.score(items("a" * 50 + "b", "aaa"))
     assert slow.failures == {"regex": "timed out after 0.5 s"} and slow.parts["regex.2"] == 1.0
@@ -280,28 +330,53 @@ def test_columns_options_and_names(folder: Path) -> None:
     with Rewards(configs, folder, workers=1) as rewards:
         one, other = rewards.score([*items("yes", answer="yes", b=1), *items("no", answer="yes")])
         missing = rewards.score(items("yes"))[0]
-    assert one.parts == {"right": 3.0, "everything": 2.0, "len": 3.0, "len.2": 3.0} and one.value == 2 * 3 + 2 + 3 + 3
+    assert (
+        one.parts == {"right": 3.0, "everything": 2.0, "len": 3.0, "len.2": 3.0}
+        and one.value == 2 * 3 + 2 + 3 + 3
+    )
     assert other.parts["right"] == 0.0
-    assert missing.failures["right"].startswith("raised TypeError: right() missing 1 required positional argument: 'answer'")
+    assert missing.failures["right"].startswith(
+        "raised TypeError: right() missing 1 required positional argument: 'answer'"
+    )
 
 
 def test_length_and_model_rewards_need_no_process() -> None:
     assert [overlong(n, 10, 20) for n in (0, 10, 15, 20, 99)] == [0, 0, -0.5, -1, -1]
-    configs = [reward(kind="length", free=1, limit=3), reward(kind="model", model={"id": "m"}, weight=2.0)]
+    configs = [
+        reward(kind="length", free=1, limit=3),
+        reward(kind="model", model={"id": "m"}, weight=2.0),
+    ]
     with Rewards(configs, Path()) as rewards:
         scored = rewards.score(items("a", "bb", "ccc"), {"model": [1.0, float("nan"), 0.5]})
         assert not rewards._workers
-    assert [s.value for s in scored] == [2.0, -0.5, 0.0] and scored[1].failures == {"model": "returned nan"}
+    assert [s.value for s in scored] == [2.0, -0.5, 0.0] and scored[1].failures == {
+        "model": "returned nan"
+    }
 
 
 def test_math() -> None:
-    cases = [("\\frac{1}{2}", "so it is $0.5$"), ("4", "It is 5."), ("x^2", "$x^2$"), ("12", "\\boxed{12}"), (3, "3")]
-    cases += [("2\\sqrt{3}", "\\boxed{2\\sqrt{3}}"), ("2\\sqrt{3}", "\\boxed{2}"), ("5!", "$120$"), ("1, 2, 3", "$1, 2, 3$")]
+    cases = [
+        ("\\frac{1}{2}", "so it is $0.5$"),
+        ("4", "It is 5."),
+        ("x^2", "$x^2$"),
+        ("12", "\\boxed{12}"),
+        (3, "3"),
+    ]
+    cases += [
+        ("2\\sqrt{3}", "\\boxed{2\\sqrt{3}}"),
+        ("2\\sqrt{3}", "\\boxed{2}"),
+        ("5!", "$120$"),
+        ("1, 2, 3", "$1, 2, 3$"),
+    ]
     cases += [("", "3"), (None, "3")]
     with Rewards([reward(kind="math")], Path(), workers=1) as rewards:
-        scored = rewards.score([Item("p", completion, 1, {"answer": answer}) for answer, completion in cases])
+        scored = rewards.score(
+            [Item("p", completion, 1, {"answer": answer}) for answer, completion in cases]
+        )
     assert [s.value for s in scored] == [1, 0, 1, 1, 1, 1, 0, 1, 1, 0, 0]
-    assert all(s.failures["math"].startswith("raised ValueError: column 'answer'") for s in scored[-2:])
+    assert all(
+        s.failures["math"].startswith("raised ValueError: column 'answer'") for s in scored[-2:]
+    )
 
 
 def verdict(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
@@ -312,7 +387,9 @@ def verdict(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
         return 0.0
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in (1, 2, 3))])
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in (1, 2, 3))]
+)
 def test_every_task_is_verified_as_by_its_generator(part: int) -> None:
     """What JSON does to an entry changes no verdict, over all tasks of reasoning-gym that have a written answer: each fourth at once."""
     import reasoning_gym
@@ -324,11 +401,22 @@ def test_every_task_is_verified_as_by_its_generator(part: int) -> None:
         entry = dataset[0]
         for answer in (entry["answer"], "nonsense") if isinstance(entry["answer"], str) else ():
             expected.append((name, verdict(dataset, answer.strip(), entry)))
-            asked.append(Item("", f"I think.\n<a>no</a><a> {answer} </a>", 1, {"task": name, "entry": json.loads(json.dumps(entry))}))
+            asked.append(
+                Item(
+                    "",
+                    f"I think.\n<a>no</a><a> {answer} </a>",
+                    1,
+                    {"task": name, "entry": json.loads(json.dumps(entry))},
+                )
+            )
     with Rewards([reward(kind="task", pattern="(?s)<a>(.*?)</a>")], Path(), workers=1) as rewards:
         scored = rewards.score([*asked, Item("", "no tags", 1, asked[0].meta)])
     assert len(asked) > 30
-    assert {name: (s.value, s.failures) for s, (name, want) in zip(scored, expected, strict=False) if s.value != want} == {}
+    assert {
+        name: (s.value, s.failures)
+        for s, (name, want) in zip(scored, expected, strict=False)
+        if s.value != want
+    } == {}
     assert scored[-1].value == 0.0 and not scored[-1].failures
 
 
@@ -343,7 +431,9 @@ rewards = Rewards([make(dict(kind="function", path="mine.py:" + name)) for name 
 print(*(int(s.parts["pid"]) for s in rewards.score([Item("", "ok", 1)] * 20)), flush=True)
 rewards.score([Item("", "hang", 1)])
 """
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=ENV)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=ENV
+    )
     assert parent.stdout is not None
     try:
         pids = {int(word) for word in parent.stdout.readline().split()}
@@ -366,7 +456,10 @@ rewards.score([Item("", "hang", 1)])
         ("broken.py:f", "raised ZeroDivisionError in broken.py:1: division by zero"),
         ("deadly:f", "a process for rewards ended its process (exit code 9) while it started"),
         ("nobody", "no installed package offers a reward 'nobody'"),
-        ("mine:takes_text", "cannot be called with prompt, completion: got an unexpected keyword argument 'prompt'"),
+        (
+            "mine:takes_text",
+            "cannot be called with prompt, completion: got an unexpected keyword argument 'prompt'",
+        ),
     ],
 )
 def test_functions_are_checked_before_training(folder: Path, path: str, line: str) -> None:
@@ -375,7 +468,9 @@ def test_functions_are_checked_before_training(folder: Path, path: str, line: st
     (folder / "deadly.py").write_text("import os; os._exit(9)\n")
     with pytest.raises((ConfigError, EnvironmentFault)) as caught:
         check([reward(kind="length", free=1, limit=2), reward(kind="function", path=path)], folder)
-    assert line.format(folder=folder) in caught.value.line() and caught.value.line().startswith("algorithm.rewards")
+    assert line.format(folder=folder) in caught.value.line() and caught.value.line().startswith(
+        "algorithm.rewards"
+    )
 
 
 def test_an_import_that_hangs_is_told(folder: Path) -> None:
@@ -385,10 +480,16 @@ def test_an_import_that_hangs_is_told(folder: Path) -> None:
 
 
 def test_columns_are_checked_where_they_are_known(folder: Path) -> None:
-    check([mine("length"), reward(kind="math", column="solution"), reward(kind="task")], folder, {"solution", "task", "entry"})
+    check(
+        [mine("length"), reward(kind="math", column="solution"), reward(kind="task")],
+        folder,
+        {"solution", "task", "entry"},
+    )
     with pytest.raises(ConfigError, match=r"no row has a column 'answer'; there are: solution"):
         check([reward(kind="math")], folder, {"solution"})
-    with pytest.raises(ConfigError, match=r"columns \(solution\): missing a required argument: 'answer'"):
+    with pytest.raises(
+        ConfigError, match=r"columns \(solution\): missing a required argument: 'answer'"
+    ):
         check([mine("right")], folder, {"solution"})
     with pytest.raises(ConfigError, match="needs prompts of reasoning-gym tasks"):
         check([reward(kind="task")], folder, {"solution"})
@@ -413,9 +514,23 @@ def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
     path = write_config(
         tmp_path,
         tiny_model_dir(tmp_path / "model"),
-        data={"train": [{"kind": "tasks", "tasks": {"gcd": {}}, "size": 8}], "eval": [], "max_length": 200},
-        algorithm={"kind": "grpo", "group_size": 2, "generator": {"kind": "hf", "max_new_tokens": 8}},
+        data={
+            "train": [{"kind": "tasks", "tasks": {"gcd": {}}, "size": 8}],
+            "eval": [],
+            "max_length": 200,
+        },
+        algorithm={
+            "kind": "grpo",
+            "group_size": 2,
+            "generator": {"kind": "hf", "max_new_tokens": 8},
+        },
     )
-    finished = drumline("train", path, "algorithm.rewards=[{kind: function, path: 'mine.py:wants'}]")
-    assert finished.code == 2 and "missing a required argument: 'solution'" in finished.err and len(finished.error_lines) == 1, finished.err
+    finished = drumline(
+        "train", path, "algorithm.rewards=[{kind: function, path: 'mine.py:wants'}]"
+    )
+    assert (
+        finished.code == 2
+        and "missing a required argument: 'solution'" in finished.err
+        and len(finished.error_lines) == 1
+    ), finished.err
     assert not (tmp_path / "run").exists()

@@ -25,11 +25,18 @@ from tests.unit.test_native import batches
 CPU = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
 LORA = {"adapter": "lora"}
 OTHER = {"id": "other"}
-REWARDS = [{"kind": "model", "model": OTHER}, {"kind": "length", "free": 1, "limit": 2}, {"kind": "model", "model": {"id": "third"}}]
+REWARDS = [
+    {"kind": "model", "model": OTHER},
+    {"kind": "length", "free": 1, "limit": 2},
+    {"kind": "model", "model": {"id": "third"}},
+]
 
 
 def config(algorithm: Any, **sections: Any) -> Config:
-    base = {"model": {"id": "policy"}, "data": {"train": [{"kind": "file", "path": "x"}], "packing": False, "max_length": 64}}
+    base = {
+        "model": {"id": "policy"},
+        "data": {"train": [{"kind": "file", "path": "x"}], "packing": False, "max_length": 64},
+    }
     return Config.model_validate({**base, "algorithm": algorithm, **sections})
 
 
@@ -45,27 +52,51 @@ def config(algorithm: Any, **sections: Any) -> Config:
         ({"kind": "ppo", "kl": 0.0}, {}, {}),
         ({"kind": "ppo", "value": "separate", "kl": 0.0}, LORA, {"value": ("policy", "score")}),
         ("grpo", {}, {}),
-        ({"kind": "grpo", "kl": {"coefficient": 0.1, "reference_model": OTHER}}, LORA, {"reference": ("other", "lm")}),
-        ({"kind": "grpo", "rewards": REWARDS}, {}, {"reward": ("other", "score"), "reward2": ("third", "score")}),
+        (
+            {"kind": "grpo", "kl": {"coefficient": 0.1, "reference_model": OTHER}},
+            LORA,
+            {"reference": ("other", "lm")},
+        ),
+        (
+            {"kind": "grpo", "rewards": REWARDS},
+            {},
+            {"reward": ("other", "score"), "reward2": ("third", "score")},
+        ),
     ],
 )
-def test_which_models_a_config_asks_for(algorithm: Any, sections: dict[str, Any], expected: dict[str, tuple[str, str]]) -> None:
+def test_which_models_a_config_asks_for(
+    algorithm: Any, sections: dict[str, Any], expected: dict[str, tuple[str, str]]
+) -> None:
     if isinstance(algorithm, dict) and algorithm.get("kl") == 0.0:
         algorithm = {**algorithm, "kl": {"coefficient": 0.0}}
     asked = config(algorithm, **sections)
     found = asked.algorithm.auxiliary_models(asked)
     assert {name: (role.model.id, role.head) for name, role in found.items()} == expected
-    assert [name for name, role in found.items() if role.trainable] == [name for name in found if name == "value"]
+    assert [name for name, role in found.items() if role.trainable] == [
+        name for name in found if name == "value"
+    ]
 
 
 def planned(tmp_path: Path, strategy: Any, algorithm: Any, world_size: int = 2) -> Plan:
-    policy, other = tiny_model_dir(tmp_path / "policy"), tiny_model_dir(tmp_path / "other", layers=6)
-    algorithm = {**algorithm, "reference_model" if algorithm["kind"] == "dpo" else "value_model": {"id": str(other)}}
+    policy, other = (
+        tiny_model_dir(tmp_path / "policy"),
+        tiny_model_dir(tmp_path / "other", layers=6),
+    )
+    algorithm = {
+        **algorithm,
+        "reference_model" if algorithm["kind"] == "dpo" else "value_model": {"id": str(other)},
+    }
     said = config(algorithm, model={"id": str(policy)}, strategy=strategy)
     found = find_model(said.model, lambda *_: None)
     roles = find_roles(said, found, lambda *_: None)
     own = assemble(said, found, roles, None, cluster_here(said, CPU, "cpu", world_size)[0]).facts
-    told: dict[str, Any] = {"run_dir": "r", "machine": CPU, "model_path": str(policy), "data": None, "facts": own}
+    told: dict[str, Any] = {
+        "run_dir": "r",
+        "machine": CPU,
+        "model_path": str(policy),
+        "data": None,
+        "facts": own,
+    }
     return resolve(said, world_size=world_size, roles=roles, **told)
 
 
@@ -77,11 +108,20 @@ def test_a_role_of_another_size_is_cut_by_its_own_layers(tmp_path: Path) -> None
     assert role.model_path == str(tmp_path / "other") and role.config.model.id == role.model_path
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("zero1", "none"), ("zero2", "none"), ("zero3", "fsdp2")])
-def test_what_is_frozen_under_deepspeed_runs_natively(tmp_path: Path, strategy: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("zero1", "none"), ("zero2", "none"), ("zero3", "fsdp2")]
+)
+def test_what_is_frozen_under_deepspeed_runs_natively(
+    tmp_path: Path, strategy: str, kind: str
+) -> None:
     plan = planned(tmp_path, strategy, {"kind": "dpo"})
     role = plan.of_role("reference")
-    assert (plan.engine, role.engine, role.data_parallel, role.deepspeed) == ("deepspeed", "native", kind, None)
+    assert (plan.engine, role.engine, role.data_parallel, role.deepspeed) == (
+        "deepspeed",
+        "native",
+        kind,
+        None,
+    )
 
 
 def test_what_learns_under_deepspeed_keeps_its_own_files(tmp_path: Path) -> None:
@@ -90,20 +130,30 @@ def test_what_learns_under_deepspeed_keeps_its_own_files(tmp_path: Path) -> None
     plan = planned(tmp_path, strategy, {"kind": "ppo", "value": "separate", "value_lr": 1e-4})
     role = plan.of_role("value")
     assert role.engine == "deepspeed" and plan.deepspeed and role.deepspeed
-    paths = [p["zero_optimization"]["offload_optimizer"]["nvme_path"] for p in (plan.deepspeed, role.deepspeed)]
+    paths = [
+        p["zero_optimization"]["offload_optimizer"]["nvme_path"]
+        for p in (plan.deepspeed, role.deepspeed)
+    ]
     assert paths == [str(tmp_path / "nvme"), str(tmp_path / "nvme" / "value")]
     assert plan.roles["value"].lr_ratio == pytest.approx(1e-4 / plan.config.optimizer.lr)
 
 
 def test_a_reference_that_reads_other_tokens_is_refused_in_a_line(tmp_path: Path) -> None:
-    policy, other = tiny_model_dir(tmp_path / "policy"), tiny_model_dir(tmp_path / "other", vocab_size=300)
+    policy, other = (
+        tiny_model_dir(tmp_path / "policy"),
+        tiny_model_dir(tmp_path / "other", vocab_size=300),
+    )
     said = config({"kind": "dpo", "reference_model": {"id": str(other)}}, model={"id": str(policy)})
     with pytest.raises(ModelError, match="its tokenizer is not the policy's") as raised:
         find_roles(said, find_model(said.model, lambda *_: None), lambda *_: None)
     assert raised.value.where == "algorithm.reference_model" and "\n" not in raised.value.line()
-    for file in other.glob("*token*"):  # none of its own: then its embedding has to have a row for each token
+    for file in other.glob(
+        "*token*"
+    ):  # none of its own: then its embedding has to have a row for each token
         file.unlink()
-    with pytest.raises(ModelError, match=f"tokenizer has {len(tiny_tokenizer())} tokens but the embedding only"):
+    with pytest.raises(
+        ModelError, match=f"tokenizer has {len(tiny_tokenizer())} tokens but the embedding only"
+    ):
         find_roles(said, find_model(said.model, lambda *_: None), lambda *_: None)
 
 
@@ -114,7 +164,14 @@ def test_a_frozen_copy_says_the_same_from_fewer_bytes(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "model")
     said = config({"kind": "dpo"}, model={"id": str(model)}, strategy="single", precision="bf16")
     roles = find_roles(said, find_model(said.model, lambda *_: None), lambda *_: None)
-    told: dict[str, Any] = {"run_dir": "r", "machine": CPU, "model_path": str(model), "data": None, "facts": None, "world_size": 1}
+    told: dict[str, Any] = {
+        "run_dir": "r",
+        "machine": CPU,
+        "model_path": str(model),
+        "data": None,
+        "facts": None,
+        "world_size": 1,
+    }
     plan = resolve(said, roles=roles, **told)
     policy, reference = build_engine(plan, "cpu"), build_engine(plan, "cpu", role="reference")
 
@@ -142,9 +199,15 @@ def test_two_models_learn_as_one() -> None:
     assert float(norm) == pytest.approx(2 * 2**0.5)
     both.step(0.1, norm, torch.isfinite(norm))
     assert [float(engine.weight) for engine in engines.values()] == pytest.approx([0.2, 0.1])
-    assert both.evaluate([Tokens(1)], None)["loss"] == engines["policy"].evaluate([Tokens(1)], None)["loss"]
+    assert (
+        both.evaluate([Tokens(1)], None)["loss"]
+        == engines["policy"].evaluate([Tokens(1)], None)["loss"]
+    )
     tensors = both.tensors()
-    assert tensors.keys() == {"model.weight", "value/model.weight"} and tensors["value/model.weight"] is engines["value"].weight
+    assert (
+        tensors.keys() == {"model.weight", "value/model.weight"}
+        and tensors["value/model.weight"] is engines["value"].weight
+    )
     told = {**both.state(), "step": 1}
     fresh = {"policy": FakeEngine(), "value": FakeEngine()}
     CompositeEngine(dict(fresh), {}).load_state({**told, "roles": {"value": {"calls": 7}}}, tensors)

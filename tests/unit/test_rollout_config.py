@@ -13,7 +13,11 @@ from drumline.errors import ConfigError
 
 def algorithm(kind: str, **options: Any) -> Any:
     rewards = [{"kind": "regex", "pattern": "x"}]
-    values = {"data": {"train": [{"kind": "digits"}]}, "model": "gpt2", "algorithm": {"kind": kind, "rewards": rewards, **options}}
+    values = {
+        "data": {"train": [{"kind": "digits"}]},
+        "model": "gpt2",
+        "algorithm": {"kind": kind, "rewards": rewards, **options},
+    }
     return load_values(values, []).config.algorithm
 
 
@@ -30,8 +34,14 @@ def test_a_part_of_ppo_s_kl_leaves_the_rest_as_it_is(kl: dict[str, Any]) -> None
         ({"kl": {"target": 0.1}}, "target steers the coefficient"),
         ({"generator": {"kind": "hf", "stop": [""]}}, "generator.stop"),
         ({"kl": {"reference_model": "gpt2"}}, "no reference_model is asked where coefficient is 0"),
-        ({"curriculum": {"kind": "success", "weights": {"x": 1}}}, "weights is of kind weights, and kind is success"),
-        ({"curriculum": {"weights": {"x": 0, "y": 0}}}, "weights are all 0: give one domain a share"),
+        (
+            {"curriculum": {"kind": "success", "weights": {"x": 1}}},
+            "weights is of kind weights, and kind is success",
+        ),
+        (
+            {"curriculum": {"weights": {"x": 0, "y": 0}}},
+            "weights are all 0: give one domain a share",
+        ),
         ({"curriculum": {"floor": 0.2}}, "floor is of kind success, and kind is data"),
     ],
 )

@@ -44,13 +44,19 @@ class Prompts(list[dict[str, Any]]):
         return {"prompt": "?", "domain": "words", **self[sample]}
 
 
-def evaluated(folder: Path, reward: str, **held_out: list[dict[str, Any]]) -> tuple[dict[str, float], int, dict[str, Any]]:
+def evaluated(
+    folder: Path, reward: str, **held_out: list[dict[str, Any]]
+) -> tuple[dict[str, float], int, dict[str, Any]]:
     """By a function of mine.py, with answers of one token."""
     (folder / "mine.py").write_text(FUNCTIONS)
-    config: Any = TypeAdapter(Reward).validate_python({"kind": "function", "path": f"mine.py:{reward}"})
+    config: Any = TypeAdapter(Reward).validate_python(
+        {"kind": "function", "path": f"mine.py:{reward}"}
+    )
     rollouts = object.__new__(Rollouts)
     rollouts.held_out = {name: Prompts(metas) for name, metas in held_out.items()}  # type: ignore[misc]
-    rollouts.sample = lambda requests, step, greedy: [Completion([3], [0.0], True) for _ in requests]
+    rollouts.sample = lambda requests, step, greedy: [
+        Completion([3], [0.0], True) for _ in requests
+    ]
     rollouts.decode, rollouts.readers = str, SimpleNamespace(rewards={})  # type: ignore[assignment]
     rollouts.algorithm = SimpleNamespace(missing_stop_penalty=0.0)  # type: ignore[assignment]
     with Rewards([config], folder, workers=1) as rollouts.rewards:
@@ -70,7 +76,10 @@ def test_rewards_that_fail_are_counted(tmp_path: Path) -> None:
     hard = [{"gold": "xx"}, {"gold": None}, {"gold": ""}]
     metrics, samples, failures = evaluated(tmp_path, "gold", easy=[{"gold": "x"}], hard=hard)
     assert samples == 4 and (metrics["reward"], metrics["reward_failed"]) == (0.75, 0.5)
-    assert (metrics["easy/reward_failed"], metrics["hard/reward_failed"]) == (0.0, pytest.approx(2 / 3))
+    assert (metrics["easy/reward_failed"], metrics["hard/reward_failed"]) == (
+        0.0,
+        pytest.approx(2 / 3),
+    )
     assert math.isclose(metrics["hard/reward"], 0.5)
     assert failures.keys() == {"gold"} and sorted(failures["gold"].values()) == [1, 1]
     event = Eval(step=3, samples=samples, seconds=0.1, metrics=metrics, reward_failures=failures)
@@ -86,9 +95,19 @@ def test_a_row_to_which_no_reward_applies_is_left_out_and_counted(tmp_path: Path
 
 
 def test_they_are_shown() -> None:
-    held_out = {"kind": "eval", "step": 3, "reward": 0.75, "reward_failed": 0.5, "samples": 4, "seconds": 0.1}
+    held_out = {
+        "kind": "eval",
+        "step": 3,
+        "reward": 0.75,
+        "reward_failed": 0.5,
+        "samples": 4,
+        "seconds": 0.1,
+    }
     text = told(START, {**held_out, "reward_failures": {"gold": {"raised TypeError": 2}}})[1]
-    assert "reward_failed 0.5" in text and "reward gold failed, and its episodes are left out: 2 × raised TypeError" in text
+    assert (
+        "reward_failed 0.5" in text
+        and "reward gold failed, and its episodes are left out: 2 × raised TypeError" in text
+    )
     assert "failed, and" not in told(START, held_out)[1]
 
 
@@ -152,8 +171,16 @@ def test_a_rollout_without_any_reward_is_described_in_words(left_out: int, reaso
 def test_a_domain_or_an_evaluation_without_any_reward_has_none() -> None:
     mixed = {**ROLLOUT, "reward": 0.5, "reward_std": 0.1, "groups_differ": 1.0, "reward/b": 0.5}
     assert "reward 0.5 ± 0.1 (a none · b 0.5)" in told(START, mixed)[1]
-    evaluations = [{"kind": "eval", "step": at, "reward": None, "samples": 4, "seconds": 0.1} for at in (0, 3)]
-    end = {"kind": "run_end", "status": "finished", "exit_code": 0, "step": 3, "goodput": {"elapsed": 1.0}}
+    evaluations = [
+        {"kind": "eval", "step": at, "reward": None, "samples": 4, "seconds": 0.1} for at in (0, 3)
+    ]
+    end = {
+        "kind": "run_end",
+        "status": "finished",
+        "exit_code": 0,
+        "step": 3,
+        "goodput": {"elapsed": 1.0},
+    }
     text = told(START, *evaluations, end)[1]
     assert "reward none  (4 samples)" in text and "none → none" in text and "NaN" not in text
 
@@ -162,13 +189,25 @@ def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
     """It had the label of the rollout before it, and took its place in the report."""
     events: list[Any] = []
     nothing = {field.name: None for field in fields(Rollouts)}
-    algorithm = SimpleNamespace(reward_failure=RewardFailureConfig(rollouts=1), steps_in_turn=2, group_size=2)
-    values: dict[str, Any] = {**nothing, "plan": SimpleNamespace(steps=9), "algorithm": algorithm, "emit": events.append}
+    algorithm = SimpleNamespace(
+        reward_failure=RewardFailureConfig(rollouts=1), steps_in_turn=2, group_size=2
+    )
+    values: dict[str, Any] = {
+        **nothing,
+        "plan": SimpleNamespace(steps=9),
+        "algorithm": algorithm,
+        "emit": events.append,
+    }
     rollouts = Rollouts(**{**values, "decode": str, "prompts": Prompts([{}])})
-    sampled = Sampled([Sample(0, ([1], Completion([2], [-1.0], True)), "words", math.nan)] * 2, {}, {})
+    sampled = Sampled(
+        [Sample(0, ([1], Completion([2], [-1.0], True)), "words", math.nan)] * 2, {}, {}
+    )
     with pytest.raises(TrainingStopped):
         rollouts._check_rewards(2, sampled, 1)
-    assert [(event.kind, event.step, event.trained) for event in events] == [("rollout", 4, False), ("completions", 4, False)]
+    assert [(event.kind, event.step, event.trained) for event in events] == [
+        ("rollout", 4, False),
+        ("completions", 4, False),
+    ]
     assert (events[0].reward_std, events[0].groups_differ) == (None, None)
     text = told(START, plain(events[0].values()))[1]
     assert "rollout, to step 4 (not reached): no reward (all 2 episodes failed)" in text

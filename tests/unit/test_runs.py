@@ -17,13 +17,30 @@ from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault, UserError
 from drumline.launchers import lease, runs
 from drumline.launchers.lease import Lease
-from drumline.telemetry.events import Event, EventLog, Fault, RunEnd, RunStart, last, last_start, tail
+from drumline.telemetry.events import (
+    Event,
+    EventLog,
+    Fault,
+    RunEnd,
+    RunStart,
+    last,
+    last_start,
+    tail,
+)
 from tests.faults.live import kill, wait_for
 from tests.faults.test_launch import toy
 from tests.harness import drumline, events, start_drumline, write_config
 from tests.tiny import tiny_model_dir
 
-FAULT = {"attempt": 0, "rank": 1, "signal": None, "exitcode": 1, "error": "x", "log": "y", "step": 4}
+FAULT = {
+    "attempt": 0,
+    "rank": 1,
+    "signal": None,
+    "exitcode": 1,
+    "error": "x",
+    "log": "y",
+    "step": 4,
+}
 
 
 def run_of(folder: Path, name: str, *logged: Event) -> Path:
@@ -39,7 +56,15 @@ def end(status: str, code: int) -> RunEnd:
 
 def start() -> RunStart:
     return RunStart(
-        world_size=2, steps=9, parameters=1, strategy="ddp", device="cpu", run_dir="r", resumed_from=None, plan_line="a plan", left_out=[]
+        world_size=2,
+        steps=9,
+        parameters=1,
+        strategy="ddp",
+        device="cpu",
+        run_dir="r",
+        resumed_from=None,
+        plan_line="a plan",
+        left_out=[],
     )
 
 
@@ -52,14 +77,25 @@ def test_states(tmp_path: Path) -> None:
     (tmp_path / "no-run").mkdir()
     with Lease(run_of(tmp_path, "now", start(), end("preempted", 75), start())):
         found = {each.run_dir.name: each for each in runs.states(tmp_path)}
-        wanted = {"new": "not started", "done": "finished", "saved": "preempted", "bad": "failed", "dead": "lost", "now": "running"}
+        wanted = {
+            "new": "not started",
+            "done": "finished",
+            "saved": "preempted",
+            "bad": "failed",
+            "dead": "lost",
+            "now": "running",
+        }
         assert {name: each.state for name, each in found.items()} == wanted
         assert (found["done"].step, found["new"].step, found["bad"].step) == (7, None, 4)
         assert f"pid {os.getpid()}" in found["now"].where and found["done"].where == ""
         lines = runs.table(list(found.values())).splitlines()
         assert lines[0].split()[:3] == ["RUN", "STATE", "STEP"] and len(lines) == 7
-        assert len({line.index(wanted[Path(line.split()[0]).name]) for line in lines[1:]}) == 1, "in columns"
-    assert [each.state for each in runs.states(tmp_path / "now")] == ["lost"], "the end of the start before does not count"
+        assert len({line.index(wanted[Path(line.split()[0]).name]) for line in lines[1:]}) == 1, (
+            "in columns"
+        )
+    assert [each.state for each in runs.states(tmp_path / "now")] == ["lost"], (
+        "the end of the start before does not count"
+    )
     assert runs.follow(tmp_path / "now", lambda event: None) == 1
 
 
@@ -76,7 +112,9 @@ def test_a_request_to_stop_reaches_the_holder_alone(tmp_path: Path) -> None:
         assert signals.number == signal.SIGTERM and not (tmp_path / lease.STOP).exists()
 
 
-def test_a_holder_on_another_host_is_known_by_its_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_on_another_host_is_known_by_its_counter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("drumline.core.process.ProcessId.alive", lambda self: None)
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
     (tmp_path / "a").mkdir()
@@ -84,7 +122,10 @@ def test_a_holder_on_another_host_is_known_by_its_counter(tmp_path: Path, monkey
         (tmp_path / "b").mkdir()
         (tmp_path / "b" / lease.NAME).write_bytes((tmp_path / "a" / lease.NAME).read_bytes())
         found = lease.holders([tmp_path / name for name in ("a", "b", "c")])
-    assert {folder.name: holder.alive for folder, holder in found.items()} == {"a": True, "b": False}
+    assert {folder.name: holder.alive for folder, holder in found.items()} == {
+        "a": True,
+        "b": False,
+    }
 
 
 def test_the_newest_events(tmp_path: Path) -> None:
@@ -95,7 +136,9 @@ def test_the_newest_events(tmp_path: Path) -> None:
     got: list[Event] = []
     with tail(path, got.append, last_start(path)):
         pass
-    assert [event.kind for event in got] == ["run_start", "run_end"] and getattr(got[1], "exit_code", None) == 0
+    assert [event.kind for event in got] == ["run_start", "run_end"] and getattr(
+        got[1], "exit_code", None
+    ) == 0
     assert last_start(tmp_path / "none") == 0
 
 
@@ -112,7 +155,9 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             (folder / f"rank-{rank}.json").write_text("{}")
     runs.print_logs(run, None)
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "out" in line] == [f"rank {rank} | out {rank} of 10" for rank in (0, 9, 10)]
+    assert [line for line in lines if "out" in line] == [
+        f"rank {rank} | out {rank} of 10" for rank in (0, 9, 10)
+    ]
     assert "hunter2" not in "".join(lines) and len(lines) == 6
     runs.print_logs(run, 9)
     assert capsys.readouterr().out.splitlines()[0] == "out 9 of 10"
@@ -133,7 +178,10 @@ def test_a_damaged_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (run / "logs/attempt-1/rank-1.log").write_text("hello\n")
     runs.print_logs(run, None)
     assert capsys.readouterr().out == "rank 1 | hello\n"
-    assert runs.follow(run, lambda event: None) == 1 and capsys.readouterr().err == f"{run}: not started\n"
+    assert (
+        runs.follow(run, lambda event: None) == 1
+        and capsys.readouterr().err == f"{run}: not started\n"
+    )
     for config in (None, [], {"launch": None}, {"launch": {"nodes": 3}}):
         (run / "plan.json").write_text(json.dumps({"config": config}))
         assert runs.follow(run, lambda event: None) == 1
@@ -159,11 +207,19 @@ def test_a_holder_elsewhere_that_has_died_is_waited_for_no_longer(
     assert "its launcher has died" in capsys.readouterr().err
 
 
-COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+COMMANDS = {
+    command.name or command.callback.__name__
+    for command in app.registered_commands
+    if command.callback
+}
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS - {"calibrate", "doctor"}))  # which need nothing, and measure
-def test_a_command_without_arguments_says_what_it_needs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "command", sorted(COMMANDS - {"calibrate", "doctor"})
+)  # which need nothing, and measure
+def test_a_command_without_arguments_says_what_it_needs(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, [command])
     assert isinstance(done.exception, UserError) or done.exit_code in (0, 2), done.output
@@ -172,7 +228,12 @@ def test_a_command_without_arguments_says_what_it_needs(command: str, tmp_path: 
 
 @pytest.mark.slow
 def test_a_run_is_followed_and_stopped_by_another_process(tmp_path: Path) -> None:
-    config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), run={"steps": 5000}, checkpoint={"every": None})
+    config = write_config(
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        run={"steps": 5000},
+        checkpoint={"every": None},
+    )
     run = tmp_path / "run"
     training = start_drumline("train", config)
     following = None

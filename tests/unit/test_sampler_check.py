@@ -132,7 +132,11 @@ def test_the_limit_is_a_multiple_of_the_first_gap_or_of_rounding(precision: str)
             checked.compare(Shifted(limit * 1.02))
         with pytest.raises(TrainingStopped):
             checked.compare(Shifted(math.nan))
-    rising = [expected_rounding_gap("fp32"), expected_rounding_gap("fp16"), expected_rounding_gap("bf16")]
+    rising = [
+        expected_rounding_gap("fp32"),
+        expected_rounding_gap("fp16"),
+        expected_rounding_gap("bf16"),
+    ]
     assert rising == pytest.approx([1.22e-4, 0.0156, 0.125], rel=0.01)
 
 

@@ -14,7 +14,14 @@ from drumline.core.load import load_text
 from drumline.core.plan import RolePlan
 from drumline.core.strategy import Degrees, Names
 from drumline.planner.cost.fitted import SPEED_ERROR
-from drumline.planner.search.answer import TIE, Answer, Candidate, Question, expected_speed, in_order
+from drumline.planner.search.answer import (
+    TIE,
+    Answer,
+    Candidate,
+    Question,
+    expected_speed,
+    in_order,
+)
 from drumline.planner.search.auto import with_little_room
 from drumline.planner.search.search import CHECKPOINTING, FEW, fits, look_at, search, search_space
 from tests import strategies as s
@@ -71,7 +78,9 @@ def test_what_is_taken_and_what_is_refused(name: str) -> None:
     assert out <= refused(answer).keys() and there <= families(answer).keys()
     for one in answer.refused:
         held = one.best and one.best.estimate.memory.reserved
-        assert one.name not in out or (held and held > one.best.estimate.limit and " GB > " in one.reason), one.reason  # type: ignore[union-attr]
+        assert one.name not in out or (
+            held and held > one.best.estimate.limit and " GB > " in one.reason
+        ), one.reason  # type: ignore[union-attr]
 
 
 def test_experts_are_laid_on_ranks_of_a_host() -> None:
@@ -79,8 +88,14 @@ def test_experts_are_laid_on_ranks_of_a_host() -> None:
     cluster = {"device": "h100-80g", "per_node": 4, "nodes": 2, "inter": "400Gb"}
     asked = question("1b", cluster)
     mixture = replace(asked, facts=replace(asked.facts, experts=8))
-    degrees = {(way.kind, way.ep, way.pp) for way in search_space(mixture) if isinstance(way, Degrees) and way.ep > 1}
-    assert {("ddp", 2, 1), ("fsdp2", 4, 1), ("fsdp2", 4, 2), ("ddp", 2, 4)} <= degrees and {ep for _, ep, _ in degrees} == {2, 4}
+    degrees = {
+        (way.kind, way.ep, way.pp)
+        for way in search_space(mixture)
+        if isinstance(way, Degrees) and way.ep > 1
+    }
+    assert {("ddp", 2, 1), ("fsdp2", 4, 1), ("fsdp2", 4, 2), ("ddp", 2, 4)} <= degrees and {
+        ep for _, ep, _ in degrees
+    } == {2, 4}
     assert not [way for way in search_space(asked) if isinstance(way, Degrees) and way.ep > 1]
 
 
@@ -89,7 +104,9 @@ def test_the_order_is_that_of_expected_speed_up_to_the_planners_error() -> None:
     assert {candidate.estimate.verdict for candidate in answer.ranked} <= {"fits", "tight"}
     for index, candidate in enumerate(answer.ranked):
         for other in answer.ranked[index + 1 :]:
-            assert expected_speed(candidate) >= (1 - SPEED_ERROR) * (1 - TIE) * expected_speed(other)
+            assert expected_speed(candidate) >= (1 - SPEED_ERROR) * (1 - TIE) * expected_speed(
+                other
+            )
     assert all(len(best) <= FEW for best in families(answer).values())
     names = [c.name for c in answer.ranked] + list(refused(answer))
     assert len(names) == len(set(names)) and not families(answer).keys() & refused(answer).keys()
@@ -101,7 +118,9 @@ def fitting() -> Candidate:
     return search(question("1b", "8xh100-80g", batch=BATCH)).ranked[0]
 
 
-def changed(name: str, *, speed: float = 1.0, needs: float = 0.5, host: float = 0.1, simple: int = 0) -> Candidate:
+def changed(
+    name: str, *, speed: float = 1.0, needs: float = 0.5, host: float = 0.1, simple: int = 0
+) -> Candidate:
     """`fitting` with another speed (times its own), device memory and host memory (parts of the limits)."""
     candidate = fitting()
     estimate = candidate.estimate
@@ -134,7 +153,10 @@ def test_the_risk_goes_from_one_in_twenty_to_one_half() -> None:
     at_upper_end = changed("x", needs=1.0001 / 1.38).estimate
     assert at_upper_end.verdict == "tight" and at_upper_end.risk == pytest.approx(0.05, abs=0.001)
     assert changed("x", needs=1.0).estimate.risk == pytest.approx(0.5, abs=0.001)
-    assert (changed("x", needs=0.7).estimate.risk, changed("x", needs=1.01).estimate.risk) == (0.0, 1.0)
+    assert (changed("x", needs=0.7).estimate.risk, changed("x", needs=1.01).estimate.risk) == (
+        0.0,
+        1.0,
+    )
 
 
 def test_of_those_as_fast_one_that_wastes_host_memory_is_passed_over() -> None:
@@ -148,7 +170,12 @@ def test_of_those_as_fast_one_that_wastes_host_memory_is_passed_over() -> None:
 
 
 def test_tensor_parallelism_is_first_where_it_gains_more_than_its_error() -> None:
-    split = replace(fitting(), layout=fitting().layout.model_copy(update={"mesh": fitting().layout.mesh.model_copy(update={"tp": 2})}))
+    split = replace(
+        fitting(),
+        layout=fitting().layout.model_copy(
+            update={"mesh": fitting().layout.mesh.model_copy(update={"tp": 2})}
+        ),
+    )
     for speed, first in ((1.20, "ddp"), (1.40, "tp")):
         estimate = changed("tp", speed=speed).estimate
         assert first_of(changed("ddp"), replace(split, name="tp", estimate=estimate)) == first
@@ -177,18 +204,37 @@ def test_what_is_tight_and_faster_is_a_row_with_its_risk() -> None:
     tight = answer.tight
     assert tight is not None and tight in answer.ranked and tight.estimate.verdict == "tight"
     first = answer.ranked[0].estimate
-    assert first.verdict == "fits" and tight.estimate.tokens_per_s * (1 - SPEED_ERROR) > first.tokens_per_s
-    assert tight.config.memory.on_oom == "replan" and answer.ranked[0].config.memory.on_oom == "stop"
-    assert tight.name in with_little_room(answer) and f"with a chance of {tight.estimate.risk:.0%}" in with_little_room(answer)
+    assert (
+        first.verdict == "fits"
+        and tight.estimate.tokens_per_s * (1 - SPEED_ERROR) > first.tokens_per_s
+    )
+    assert (
+        tight.config.memory.on_oom == "replan" and answer.ranked[0].config.memory.on_oom == "stop"
+    )
+    assert tight.name in with_little_room(
+        answer
+    ) and f"with a chance of {tight.estimate.risk:.0%}" in with_little_room(answer)
     assert tight.name == "single, no checkpointing"
-    stops = search(with_memory(question("1b", "1xa100-40g", batch=BATCH, memory={"on_oom": "stop"}), 36))
-    assert stops.tight is not None and stops.tight.config.memory.on_oom == "stop" and "and then ends" in with_little_room(stops)
+    stops = search(
+        with_memory(question("1b", "1xa100-40g", batch=BATCH, memory={"on_oom": "stop"}), 36)
+    )
+    assert (
+        stops.tight is not None
+        and stops.tight.config.memory.on_oom == "stop"
+        and "and then ends" in with_little_room(stops)
+    )
     alone = search(question("1b", "1xh200", batch={"global_samples": 8}))
     assert alone.tight is None and with_little_room(alone) == ""
 
 
 @pytest.mark.parametrize(
-    "batch", [{"global_samples": 48}, {"global_tokens": 4096 * 48}, {"global_samples": 48, "micro_batch": 2}, {"accumulation": 6}]
+    "batch",
+    [
+        {"global_samples": 48},
+        {"global_tokens": 4096 * 48},
+        {"global_samples": 48, "micro_batch": 2},
+        {"accumulation": 6},
+    ],
 )
 def test_the_global_batch_is_the_same_in_all(batch: dict[str, int]) -> None:
     answer = search(question("1b", "8xa100-80g", batch=batch))
@@ -196,7 +242,10 @@ def test_the_global_batch_is_the_same_in_all(batch: dict[str, int]) -> None:
     for candidate in answer.ranked:
         plan, said = candidate.layout.batch, candidate.config.batch
         assert plan.micro_batch * plan.accumulation * candidate.layout.mesh.data_ranks == 48
-        assert (said.micro_batch == plan.micro_batch and (said.global_samples, said.global_tokens) != (None, None)) or said.accumulation
+        assert (
+            said.micro_batch == plan.micro_batch
+            and (said.global_samples, said.global_tokens) != (None, None)
+        ) or said.accumulation
         assert plan.micro_batch == batch.get("micro_batch", plan.micro_batch)
 
 
@@ -208,17 +257,34 @@ def test_a_batch_of_any_size_is_searched_in_no_time() -> None:
 
 def test_what_the_user_says_is_held() -> None:
     said = question(
-        "1b", "8xa100-80g", batch=BATCH, memory={"activation_checkpointing": "full"}, strategy={"kind": "fsdp2", "offload": "cpu"}
+        "1b",
+        "8xa100-80g",
+        batch=BATCH,
+        memory={"activation_checkpointing": "full"},
+        strategy={"kind": "fsdp2", "offload": "cpu"},
     )
     answer = search(said)
     assert {c.layout.activation_checkpointing for c in answer.ranked} == {"full"}
-    of_kind = [c.layout.strategy for c in answer.ranked if isinstance(c.layout.strategy, s.FSDP2Strategy)]
+    of_kind = [
+        c.layout.strategy for c in answer.ranked if isinstance(c.layout.strategy, s.FSDP2Strategy)
+    ]
     assert of_kind and all(strategy.offload == "cpu" for strategy in of_kind)
     assert {"ddp", "zero2"} <= families(answer).keys(), "the others are there to compare with"
-    staged = question("1b", "4xa100-80g", strategy={"kind": "fsdp2", "pipeline": {"stages_per_rank": 4}})
-    pipes = [way.pipeline for way in search_space(staged) if isinstance(way, s.FSDP2Strategy) and way.pp > 1]
-    assert {(pipe.schedule, pipe.stages_per_rank) for pipe in pipes} >= {("interleaved", 4), ("gpipe", 4)}
-    open_ = search(replace(said, config=said.config.model_copy(update={"strategy": s.AutoStrategy()})))
+    staged = question(
+        "1b", "4xa100-80g", strategy={"kind": "fsdp2", "pipeline": {"stages_per_rank": 4}}
+    )
+    pipes = [
+        way.pipeline
+        for way in search_space(staged)
+        if isinstance(way, s.FSDP2Strategy) and way.pp > 1
+    ]
+    assert {(pipe.schedule, pipe.stages_per_rank) for pipe in pipes} >= {
+        ("interleaved", 4),
+        ("gpipe", 4),
+    }
+    open_ = search(
+        replace(said, config=said.config.model_copy(update={"strategy": s.AutoStrategy()}))
+    )
     assert any(getattr(c.layout.strategy, "offload", "") == "none" for c in open_.ranked)
 
 
@@ -229,7 +295,14 @@ def test_strategies_that_are_tried_by_name_only() -> None:
     for kind in by_name:
         answer = search(question("0.1b", "4xa100-80g", batch=BATCH, strategy=kind))
         assert any(name.startswith(kind) for name in families(answer)), refused(answer)
-    slow = search(question("0.1b", "4xa100-80g", batch=BATCH, strategy={"kind": "ddp", "pp": 4, "pipeline": {"schedule": "zero_bubble"}}))
+    slow = search(
+        question(
+            "0.1b",
+            "4xa100-80g",
+            batch=BATCH,
+            strategy={"kind": "ddp", "pp": 4, "pipeline": {"schedule": "zero_bubble"}},
+        )
+    )
     assert "pp 4 zero_bubble" in {c.name for c in slow.ranked}
 
 
@@ -247,7 +320,9 @@ RULED: list[tuple[Callable[[], Question], str, str]] = [
 
 
 @pytest.mark.parametrize(("asked", "family", "words"), RULED)
-def test_a_family_is_refused_in_the_words_of_its_rule(asked: Callable[[], Question], family: str, words: str) -> None:
+def test_a_family_is_refused_in_the_words_of_its_rule(
+    asked: Callable[[], Question], family: str, words: str
+) -> None:
     assert words in refused(search(asked()))[family]
 
 
@@ -255,16 +330,28 @@ def test_a_family_is_refused_in_the_words_of_its_rule(asked: Callable[[], Questi
 def test_every_family_has_an_answer() -> None:
     asked = question("1b", {"device": "a100-80g", "per_node": 8, "nodes": 2}, batch=BATCH)
     answer = search(asked)
-    assert {names.family for names in searched(asked)} == families(answer).keys() | refused(answer).keys()
+    assert {names.family for names in searched(asked)} == families(answer).keys() | refused(
+        answer
+    ).keys()
     names = [names.name for names in searched(asked)]
-    assert len(names) == len(set(names)) and "fsdp2 hybrid 2" in names and "fsdp2 × pp 2 interleaved × tp 4" in names
-    assert all(way.tp <= 8 for way in search_space(asked) if isinstance(way, s.DDPStrategy)), "tp within a host"
+    assert (
+        len(names) == len(set(names))
+        and "fsdp2 hybrid 2" in names
+        and "fsdp2 × pp 2 interleaved × tp 4" in names
+    )
+    assert all(way.tp <= 8 for way in search_space(asked) if isinstance(way, s.DDPStrategy)), (
+        "tp within a host"
+    )
 
 
 @pytest.mark.parametrize(
     ("strategy", "name", "family"),
     [
-        (s.FSDP2Strategy(reshard_after_forward=False, tp=2, pp=4), "fsdp2 grad-op × pp 4 × tp 2", "fsdp2 × pp × tp"),
+        (
+            s.FSDP2Strategy(reshard_after_forward=False, tp=2, pp=4),
+            "fsdp2 grad-op × pp 4 × tp 2",
+            "fsdp2 × pp × tp",
+        ),
         (s.FSDP2Strategy(pp=4), "fsdp2 grad-op × pp 4", "fsdp2 × pp"),
         (s.FSDP2Strategy(pp=4, reshard_after_forward=True), "fsdp2 × pp 4", "fsdp2 × pp"),
         (s.FSDP2Strategy(replicate=2), "fsdp2 hybrid 2", "fsdp2 hybrid"),
@@ -272,8 +359,16 @@ def test_every_family_has_an_answer() -> None:
         (s.DDPStrategy(tp=4), "ddp × tp 4", "ddp × tp"),
         (s.TPStrategy(), "tp 8", "tp"),
         (s.PPStrategy(degree=2, schedule="gpipe"), "ddp × pp 2 gpipe", "ddp × pp"),
-        (s.Zero3Strategy(offload_optimizer=s.Offload(kind="cpu")), "zero3 offload optimizer", "zero3 offload optimizer"),
-        (s.Zero3Strategy(offload_optimizer=s.Offload(kind="nvme", path="/d")), "zero3 nvme optimizer", "zero3 nvme optimizer"),
+        (
+            s.Zero3Strategy(offload_optimizer=s.Offload(kind="cpu")),
+            "zero3 offload optimizer",
+            "zero3 offload optimizer",
+        ),
+        (
+            s.Zero3Strategy(offload_optimizer=s.Offload(kind="nvme", path="/d")),
+            "zero3 nvme optimizer",
+            "zero3 nvme optimizer",
+        ),
     ],
 )
 def test_names(strategy: s.StrategySpec, name: str, family: str) -> None:
@@ -283,7 +378,12 @@ def test_names(strategy: s.StrategySpec, name: str, family: str) -> None:
 
 def test_nvme_where_a_folder_is_named() -> None:
     without = {names.family for names in searched(question("8b", "1xa100-80g"))}
-    named = {names.family for names in searched(question("8b", "1xa100-80g", strategy={"kind": "auto", "nvme": "/disk"}))}
+    named = {
+        names.family
+        for names in searched(
+            question("8b", "1xa100-80g", strategy={"kind": "auto", "nvme": "/disk"})
+        )
+    }
     assert named - without == {"zero3 nvme", "zero3 nvme optimizer"}
 
 
@@ -293,21 +393,38 @@ def test_checkpointing_and_micro_batch_are_searched_where_they_are_open() -> Non
     found = look_at(asked, s.FSDP2Strategy())
     assert isinstance(found, Candidate) and found.layout.activation_checkpointing in CHECKPOINTING
     several: dict[str, Any] = {"global_samples": 64, "micro_batch": 8}
-    none = look_at(question("8b", "8xa100-80g", batch=several, memory={"activation_checkpointing": "none"}), s.FSDP2Strategy())
-    full = look_at(question("8b", "8xa100-80g", batch=several, memory={"activation_checkpointing": "full"}), s.FSDP2Strategy())
+    none = look_at(
+        question("8b", "8xa100-80g", batch=several, memory={"activation_checkpointing": "none"}),
+        s.FSDP2Strategy(),
+    )
+    full = look_at(
+        question("8b", "8xa100-80g", batch=several, memory={"activation_checkpointing": "full"}),
+        s.FSDP2Strategy(),
+    )
     assert not isinstance(none, Candidate) and isinstance(full, Candidate)
     assert fits(asked) and not fits(question("70b", "1x4090"), [s.SingleStrategy()])
 
 
 def test_what_fits_without_accumulation_alone_is_found() -> None:
     """Gradients that are added up over micro-batches take 4 bytes a parameter more under DDP than a larger micro-batch of a small model."""
-    device = {"memory_gb": 27.5, "bandwidth_gb_s": 1000.0, "bf16_tflops": 300.0, "fp32_tflops": 100.0}
+    device = {
+        "memory_gb": 27.5,
+        "bandwidth_gb_s": 1000.0,
+        "bf16_tflops": 300.0,
+        "fp32_tflops": 100.0,
+    }
     cluster = {"device": "own", "per_node": 2, "devices": {"own": device}}
     data = {"train": [{"kind": "file", "path": "x"}], "max_length": 128}
-    small, open_ = (question("1b", cluster, batch={"global_samples": 4, **micro}, data=data) for micro in ({"micro_batch": 1}, {}))
+    small, open_ = (
+        question("1b", cluster, batch={"global_samples": 4, **micro}, data=data)
+        for micro in ({"micro_batch": 1}, {})
+    )
     assert not isinstance(look_at(small, s.DDPStrategy()), Candidate)
     found = look_at(open_, s.DDPStrategy())
-    assert isinstance(found, Candidate) and (found.layout.batch.micro_batch, found.layout.batch.accumulation) == (2, 1)
+    assert isinstance(found, Candidate) and (
+        found.layout.batch.micro_batch,
+        found.layout.batch.accumulation,
+    ) == (2, 1)
 
 
 def test_a_batch_cut_otherwise_is_no_other_batch() -> None:
@@ -315,7 +432,10 @@ def test_a_batch_cut_otherwise_is_no_other_batch() -> None:
     from drumline.core.load import refused as changed
 
     data = "data: {train: [{kind: file, path: x}]}\n"
-    old, new = (load_text(data + f"batch: {{global_samples: 8, micro_batch: {micro}}}\n", []) for micro in (2, 4))
+    old, new = (
+        load_text(data + f"batch: {{global_samples: 8, micro_batch: {micro}}}\n", [])
+        for micro in (2, 4)
+    )
     assert old != new and changed(old, new, ()) == ("", [])
     open_ = load_text(data + "batch: {micro_batch: 2}\n", [])
     assert changed(open_, new, ())[1] == ["batch.global_samples", "batch.micro_batch"]
@@ -326,13 +446,30 @@ def test_other_models_are_spread_alike(algorithm: Any) -> None:
     """With the models that an algorithm needs besides the policy."""
     rewards = {"kind": "ppo", "rewards": [{"kind": "function", "path": "rewards.py:good"}]}
     one = {"global_samples": 64, "micro_batch": 1}
-    asked = question("1b", "4xa100-80g", batch=one, algorithm=rewards if algorithm == "ppo" else algorithm)
+    asked = question(
+        "1b", "4xa100-80g", batch=one, algorithm=rewards if algorithm == "ppo" else algorithm
+    )
     roles = {
-        name: RolePlan(model=wanted.model, model_path=None, head=wanted.head, trainable=wanted.trainable, lr_ratio=wanted.lr_ratio)
+        name: RolePlan(
+            model=wanted.model,
+            model_path=None,
+            head=wanted.head,
+            trainable=wanted.trainable,
+            lr_ratio=wanted.lr_ratio,
+        )
         for name, wanted in asked.config.algorithm.auxiliary_models(asked.config).items()
     }
-    answer = search(replace(asked, roles=roles, facts=replace(asked.facts, roles=dict.fromkeys(roles, facts("1b")))))
+    answer = search(
+        replace(
+            asked, roles=roles, facts=replace(asked.facts, roles=dict.fromkeys(roles, facts("1b")))
+        )
+    )
     pipes = next(c for c in answer.ranked if c.layout.pipeline and c.layout.mesh.tp == 1)
-    assert set(pipes.layout.roles) == set(roles) and all(role.layers for role in pipes.layout.roles.values())
-    whole, alone = (next(c for c in found.ranked if c.name == "ddp").estimate.memory.parameters for found in (answer, search(asked)))
+    assert set(pipes.layout.roles) == set(roles) and all(
+        role.layers for role in pipes.layout.roles.values()
+    )
+    whole, alone = (
+        next(c for c in found.ranked if c.name == "ddp").estimate.memory.parameters
+        for found in (answer, search(asked))
+    )
     assert whole > alone if roles else whole == alone

@@ -16,7 +16,15 @@ import drumline
 from drumline.core.plan import BatchPlan
 from drumline.data.samples import global_batches, held_out
 from drumline.dist.reduce import Gather, Gathered
-from drumline.errors import CheckpointError, DataError, EnvironmentFault, ModelError, PlanError, TrainingStopped, UserError
+from drumline.errors import (
+    CheckpointError,
+    DataError,
+    EnvironmentFault,
+    ModelError,
+    PlanError,
+    TrainingStopped,
+    UserError,
+)
 from tests.harness import events
 
 
@@ -38,13 +46,20 @@ class Streamed(torch.utils.data.IterableDataset[int]):
 BATCH = BatchPlan(global_samples=4, micro_batch=1, accumulation=2, eval_micro_batch=1)
 
 
-def taken(dataset: Any, position: int = 0, stop: int | None = 1, seed: int | None = None) -> list[list[int]]:
+def taken(
+    dataset: Any, position: int = 0, stop: int | None = 1, seed: int | None = None
+) -> list[list[int]]:
     """All samples of each global batch, of both ranks."""
     ranks = [list(global_batches(dataset, BATCH, rank, position, stop, seed)) for rank in range(2)]
-    return [sorted(sample for rows in (*mine, *others) for sample in rows) for mine, others in zip(*ranks, strict=True)]
+    return [
+        sorted(sample for rows in (*mine, *others) for sample in rows)
+        for mine, others in zip(*ranks, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("dataset", [list(range(10)), Endless(), Streamed()], ids=["map", "iterable", "torch's iterable"])
+@pytest.mark.parametrize(
+    "dataset", [list(range(10)), Endless(), Streamed()], ids=["map", "iterable", "torch's iterable"]
+)
 def test_the_last_batch_is_filled_from_the_next_pass_and_a_position_is_enough(dataset: Any) -> None:
     assert taken(dataset) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 8, 9]]
     assert taken(dataset, position=4) == taken(dataset)[1:] and taken(dataset, position=12) == []
@@ -66,21 +81,30 @@ def test_a_dataset_that_can_be_read_once_says_so() -> None:
 
 
 def test_what_can_be_read_once_is_one_pass() -> None:
-    assert taken_of(range(10)) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 8, 9]] and taken_of(range(8)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert taken_of(range(10), position=8) == [[0, 1, 8, 9]] and taken_of(range(10), position=12) == []
+    assert taken_of(range(10)) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 8, 9]] and taken_of(
+        range(8)
+    ) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (
+        taken_of(range(10), position=8) == [[0, 1, 8, 9]] and taken_of(range(10), position=12) == []
+    )
     assert taken_of(range(1)) == [[0, 0, 0, 0]], "fewer samples than a global batch"
 
 
 def taken_of(rows: range, position: int = 0) -> list[list[int]]:
     """Of a generator over the rows, as `taken` has them."""
-    ranks = [list(global_batches((row for row in rows), BATCH, rank, position, 1, None)) for rank in range(2)]
+    ranks = [
+        list(global_batches((row for row in rows), BATCH, rank, position, 1, None))
+        for rank in range(2)
+    ]
     return [sorted(chain(*mine, *others)) for mine, others in zip(*ranks, strict=True)]
 
 
 def test_held_out_samples_count_once_and_ranks_do_the_same_work() -> None:
     found = [list(held_out(Endless(), 3, rank, 2)) for rank in range(2)]
     assert len(found[0]) == len(found[1])
-    assert sorted(s for rank in found for rows, counts in rank if counts for s in rows) == list(range(10))
+    assert sorted(s for rank in found for rows, counts in rank if counts for s in rows) == list(
+        range(10)
+    )
 
 
 def build() -> nn.Module:
@@ -99,7 +123,9 @@ def collate(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def session(folder: Path, strategy: Any = "single", **options: Any) -> Any:
-    return drumline.session(strategy, "fp32", run_dir=folder / "run", device="cpu", **{"global_samples": 4, **options})
+    return drumline.session(
+        strategy, "fp32", run_dir=folder / "run", device="cpu", **{"global_samples": 4, **options}
+    )
 
 
 def loss_of(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
@@ -128,7 +154,9 @@ def test_the_last_step_is_read_as_numbers(tmp_path: Path) -> None:
         assert s.loss > 0 and s.grad_norm > 0
     with session(tmp_path / "two") as s:
         s.prepare({"first": (build, sgd), "second": (build, sgd)})
-        with pytest.raises(UserError, match=r"several models — read s\.grad_norms\[NAME\], of 'first', 'second'"):
+        with pytest.raises(
+            UserError, match=r"several models — read s\.grad_norms\[NAME\], of 'first', 'second'"
+        ):
             s.grad_norm  # noqa: B018
 
 
@@ -152,13 +180,19 @@ def test_one_denominator(tmp_path: Path) -> None:
     assert isinstance(loss, torch.Tensor) and s.losses[""] == pytest.approx(float(loss))
     loss.backward()
     sgd(expected).step()
-    assert torch.allclose(model.weight, expected.weight, rtol=1e-6) and torch.allclose(model.bias, expected.bias, rtol=1e-6)
+    assert torch.allclose(model.weight, expected.weight, rtol=1e-6) and torch.allclose(
+        model.bias, expected.bias, rtol=1e-6
+    )
 
 
 def test_evaluate_is_a_mean_over_all_and_chooses_the_best(tmp_path: Path) -> None:
     with session(tmp_path) as s:
         model = stepped(s)
-        found = s.evaluate(ROWS[:7], collate, lambda batch: (*loss_of(model, batch), {"ones": torch.ones(len(batch[0])).sum()}))
+        found = s.evaluate(
+            ROWS[:7],
+            collate,
+            lambda batch: (*loss_of(model, batch), {"ones": torch.ones(len(batch[0])).sum()}),
+        )
         with torch.no_grad():
             total, samples = loss_of(model.module, collate(ROWS[:7]))
         assert found["loss"] == pytest.approx(float(total) / samples) and found["ones"] == 1.0
@@ -184,7 +218,11 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         (build(), sgd, "build is a Linear that is made already"),
         (build, sgd(build()), "make_optimizer is a SGD that is made already"),
         (build, lambda model: None, "returns NoneType, an optimizer of torch is wanted"),
-        (build, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS computes the loss itself"),
+        (
+            build,
+            lambda model: torch.optim.LBFGS(model.parameters()),
+            "LBFGS computes the loss itself",
+        ),
     ],
     ids=["module", "optimizer", "nothing", "closure"],
 )
@@ -201,13 +239,20 @@ def test_a_second_loop_over_a_run_that_has_ended_says_so(tmp_path: Path) -> None
             s.step()
         with pytest.raises(UserError, match="epochs and steps count the whole run"):
             list(s.batches(ROWS, collate, epochs=1))
-    with drumline.session("single", "fp32", run_dir=tmp_path / "run", device="cpu", global_samples=4, resume=True) as s:
+    with drumline.session(
+        "single", "fp32", run_dir=tmp_path / "run", device="cpu", global_samples=4, resume=True
+    ) as s:
         s.prepare(build, sgd)
-        assert not list(s.batches(ROWS, collate, epochs=1)), "a run that was gone on with at its end has nothing to do"
+        assert not list(s.batches(ROWS, collate, epochs=1)), (
+            "a run that was gone on with at its end has nothing to do"
+        )
 
 
 def test_an_optimizer_steps_in_the_session_s_step_alone(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"optimizer\.step\(\) is called by s\.step\(\)"), session(tmp_path) as s:
+    with (
+        pytest.raises(UserError, match=r"optimizer\.step\(\) is called by s\.step\(\)"),
+        session(tmp_path) as s,
+    ):
         model, optimizer = s.prepare(build, sgd)
         for batch in s.batches(ROWS, collate, steps=1):
             s.backward(*loss_of(model, batch))
@@ -244,7 +289,10 @@ def test_what_backward_and_log_cannot_take(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "what"),
-    [("zero2", "ZeRO takes one model"), ({"kind": "fsdp2", "sync_each_micro_batch": False}, "reduce after each micro-batch")],
+    [
+        ("zero2", "ZeRO takes one model"),
+        ({"kind": "fsdp2", "sync_each_micro_batch": False}, "reduce after each micro-batch"),
+    ],
     ids=["zero2", "fsdp2"],
 )
 def test_several_models_where_they_do_not_go(tmp_path: Path, strategy: Any, what: str) -> None:
@@ -259,7 +307,9 @@ def test_a_global_batch_whose_gradients_are_left(tmp_path: Path) -> None:
             s.backward(*loss_of(model, batch))
 
 
-def test_a_step_is_read_when_the_next_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_read_when_the_next_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No step waits for its own numbers where they are not asked for; what is logged is."""
     order: list[str] = []
     start, read = Gather.start, Gathered.read
@@ -335,7 +385,9 @@ def test_optimizers_whose_state_does_not_begin_at_zero(tmp_path: Path) -> None:
         s.prepare(build, lambda model: torch.optim.NAdam(model.parameters()))
     for number, kind in enumerate((torch.optim.AdamW, torch.optim.RMSprop)):
         with session(tmp_path / str(number)) as s:
-            _, optimizer = s.prepare(build, lambda model, kind=kind: kind(model.parameters(), lr=0.1))  # type: ignore[misc]
+            _, optimizer = s.prepare(
+                build, lambda model, kind=kind: kind(model.parameters(), lr=0.1)
+            )  # type: ignore[misc]
             assert optimizer.param_groups[0]["lr"] == 0.1 and len(optimizer.state) == 2
 
 
@@ -349,8 +401,14 @@ def test_what_is_frozen_has_no_moments_until_it_learns(tmp_path: Path) -> None:
             return model
 
         with session(tmp_path, **options) as s:
-            model, optimizer = s.prepare(built, lambda model: torch.optim.AdamW(model.parameters(), lr=0.1))
-            began = [float(optimizer.state[p]["step"]) for p in model.parameters() if p in optimizer.state]
+            model, optimizer = s.prepare(
+                built, lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)
+            )
+            began = [
+                float(optimizer.state[p]["step"])
+                for p in model.parameters()
+                if p in optimizer.state
+            ]
             for batch in s.batches(ROWS, collate, steps=steps, epochs=None):
                 s.backward(*loss_of(model, batch))
                 if s.step() and s.steps == steps:
@@ -359,17 +417,25 @@ def test_what_is_frozen_has_no_moments_until_it_learns(tmp_path: Path) -> None:
 
     def older(model: Any, optimizer: Any) -> None:
         for parameter in [*model.parameters()][:2]:
-            optimizer.state[parameter] = {"step": torch.tensor(0.0), **{s: torch.zeros(parameter.shape) for s in ("exp_avg", "exp_avg_sq")}}
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                **{s: torch.zeros(parameter.shape) for s in ("exp_avg", "exp_avg_sq")},
+            }
 
     assert train(1, False) == ([0.0, 0.0], 2)
     assert train(2, False, older, resume=True) == ([1.0, 1.0], 4)
-    assert train(3, False, lambda model, _: model.requires_grad_(True), resume=True) == ([2.0, 2.0], 2)
+    assert train(3, False, lambda model, _: model.requires_grad_(True), resume=True) == (
+        [2.0, 2.0],
+        2,
+    )
     assert train(4, True, resume=True) == ([0.0, 0.0, 3.0, 3.0], 4)
     assert train(5, True, resume=True) == ([1.0, 1.0, 4.0, 4.0], 4)
 
 
 @pytest.mark.parametrize("learns", [True, False], ids=["freezes", "unfreezes"])
-def test_a_run_goes_on_with_what_its_loop_freezes_or_unfreezes(tmp_path: Path, learns: bool) -> None:
+def test_a_run_goes_on_with_what_its_loop_freezes_or_unfreezes(
+    tmp_path: Path, learns: bool
+) -> None:
     def built(learns: bool) -> nn.Module:
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         model[0].requires_grad_(learns)
@@ -377,7 +443,9 @@ def test_a_run_goes_on_with_what_its_loop_freezes_or_unfreezes(tmp_path: Path, l
 
     def train(folder: Path, steps: int, learns: bool = learns, **options: Any) -> list[float]:
         with session(folder, **options) as s:
-            model, _ = s.prepare(lambda: built(learns), lambda model: torch.optim.AdamW(model.parameters(), lr=0.1))
+            model, _ = s.prepare(
+                lambda: built(learns), lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)
+            )
             for batch in s.batches(ROWS, collate, steps=steps):
                 if s.steps == 2 or (learns and s.steps > 2):
                     model[0].requires_grad_(not learns)
@@ -390,7 +458,9 @@ def test_a_run_goes_on_with_what_its_loop_freezes_or_unfreezes(tmp_path: Path, l
     train(tmp_path / "parts", 4, resume=True)
     assert train(tmp_path / "parts", 6, resume=True) == whole
     if learns:
-        with pytest.raises(CheckpointError, match=r"0\.weight and \d more, which this run has no place for"):
+        with pytest.raises(
+            CheckpointError, match=r"0\.weight and \d more, which this run has no place for"
+        ):
             train(tmp_path / "parts", 7, learns=False, resume=True)
 
 
@@ -401,7 +471,10 @@ def test_where_nothing_is_unfrozen_once_the_model_is_spread(tmp_path: Path, stra
         model.bias.requires_grad_(False)
         return model
 
-    with pytest.raises(ModelError, match="bias was frozen when the model was spread"), session(tmp_path, strategy) as s:
+    with (
+        pytest.raises(ModelError, match="bias was frozen when the model was spread"),
+        session(tmp_path, strategy) as s,
+    ):
         model, _ = s.prepare(built, sgd)
         for batch in s.batches(ROWS, collate):
             model.requires_grad_(True)
@@ -409,7 +482,9 @@ def test_where_nothing_is_unfrozen_once_the_model_is_spread(tmp_path: Path, stra
             s.step()
 
 
-def test_batch_norm_under_accumulation_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_norm_under_accumulation_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with session(tmp_path, micro_batch=2) as s:
         s.prepare(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), sgd)
     assert "accumulation is not quite the larger batch" in capsys.readouterr().err

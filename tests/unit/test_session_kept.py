@@ -29,7 +29,9 @@ def test_rates_go_on_as_they_were(tmp_path: Path, tensor: bool) -> None:
         made, rates = list[Any](), []
 
         def make(model: nn.Module) -> torch.optim.Optimizer:
-            made.append(torch.optim.AdamW(model.parameters(), lr=torch.tensor(1.0) if tensor else 1.0))  # type: ignore[arg-type]
+            made.append(
+                torch.optim.AdamW(model.parameters(), lr=torch.tensor(1.0) if tensor else 1.0)
+            )  # type: ignore[arg-type]
             made.append(None if tensor else halved(made[0]))
             return made[0]  # type: ignore[no-any-return]
 
@@ -50,10 +52,17 @@ def test_rates_go_on_as_they_were(tmp_path: Path, tensor: bool) -> None:
         return rates
 
     parts = train(tmp_path / "parts", 2) + train(tmp_path / "parts", 5, resume=True)
-    assert parts == train(tmp_path / "whole", 5) == ([1.0, 0.5, 0.25, 0.125, 0.0625] if tensor else [1.0, 0.5, 0.5, 0.25, 0.25])
+    assert (
+        parts
+        == train(tmp_path / "whole", 5)
+        == ([1.0, 0.5, 0.25, 0.125, 0.0625] if tensor else [1.0, 0.5, 0.5, 0.25, 0.25])
+    )
 
 
-@pytest.mark.parametrize("state", [{1: "a", "1": {2: [{3: None}]}}, {"a": {}, "b": [1, "c"], PAIRS: 2}, {None: 1.5, 0.5: True}])
+@pytest.mark.parametrize(
+    "state",
+    [{1: "a", "1": {2: [{3: None}]}}, {"a": {}, "b": [1, "c"], PAIRS: 2}, {None: 1.5, 0.5: True}],
+)
 def test_keys_that_are_numbers_stay_numbers(state: dict[Any, Any]) -> None:
     saved = json.loads(json.dumps(TrainState(stream=state).dump()))
     assert TrainState(**saved).stream == state
@@ -81,7 +90,9 @@ class Row(dict[str, Any]):
     ],
     ids=["dictionary", "mapping", "dataclass", "nested"],
 )
-def test_tensors_are_found_in_whatever_holds_them(given: Any, read: Callable[[Any], torch.Tensor]) -> None:
+def test_tensors_are_found_in_whatever_holds_them(
+    given: Any, read: Callable[[Any], torch.Tensor]
+) -> None:
     made = each_tensor(lambda tensor: tensor.to("meta"), given)
     assert type(made) is type(given) and read(made).is_meta and not read(given).is_meta
     same = Out("no tensor")  # type: ignore[arg-type]
@@ -93,7 +104,9 @@ def test_what_a_model_returns_is_precise_in_a_dataclass_too(tmp_path: Path) -> N
         def forward(self, inputs: torch.Tensor) -> Any:
             return Out(super().forward(inputs))
 
-    with drumline.session("single", "bf16", run_dir=tmp_path / "run", device="cpu", global_samples=4) as s:
+    with drumline.session(
+        "single", "bf16", run_dir=tmp_path / "run", device="cpu", global_samples=4
+    ) as s:
         model, _ = s.prepare(lambda: Returns(2, 1), sgd)
         out = model(torch.ones(3, 2))
         assert out.logits.dtype == torch.float32 and out.note == "mine"

@@ -40,8 +40,14 @@ def test_loops_that_would_count_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dataset", "what"),
     [
-        (torch.utils.data.DataLoader(ROWS, batch_size=4), "a DataLoader makes batches, .* give its dataset, and its collate_fn as collate"),
-        ({"train": ROWS, "test": ROWS}, "dict is no dataset — its keys are 'train', 'test': give one of its values"),
+        (
+            torch.utils.data.DataLoader(ROWS, batch_size=4),
+            "a DataLoader makes batches, .* give its dataset, and its collate_fn as collate",
+        ),
+        (
+            {"train": ROWS, "test": ROWS},
+            "dict is no dataset — its keys are 'train', 'test': give one of its values",
+        ),
         (None, "NoneType is no dataset — give a list"),
         ("rows.jsonl", "str is no dataset — give a list"),
     ],
@@ -54,13 +60,18 @@ def test_what_is_no_dataset(tmp_path: Path, dataset: Any, what: str) -> None:
             next(s.batches(dataset))
         with pytest.raises(DataError, match=f"evaluate: {what}"):
             s.evaluate(dataset, collate, lambda batch: loss_of(model, batch))
-        assert len(list(s.batches(dict(enumerate(ROWS)), collate, steps=1))) == 1, "one with the numbers of its rows is read by them"
+        assert len(list(s.batches(dict(enumerate(ROWS)), collate, steps=1))) == 1, (
+            "one with the numbers of its rows is read by them"
+        )
 
 
 def test_parameters_that_come_after_prepare(tmp_path: Path) -> None:
     with session(tmp_path) as s:
         model, optimizer = s.prepare(build, lambda model: torch.optim.SGD([model.weight], lr=0.1))
-        with pytest.raises(UserError, match=r"add_param_group\(\) comes after prepare — give make_optimizer all of them"):
+        with pytest.raises(
+            UserError,
+            match=r"add_param_group\(\) comes after prepare — give make_optimizer all of them",
+        ):
             optimizer.add_param_group({"params": [model.bias]})
 
 
@@ -73,7 +84,6 @@ def test_one_number_is_a_number_whatever_holds_it(tmp_path: Path) -> None:
                 s.backward(loss_of(model, batch)[0].reshape(shape), weight)
                 s.step()
 
-
             def measure(batch: Any, model: Any = model, shape: Any = shape) -> tuple[Any, int]:
                 return loss_of(model, batch)[0].reshape(shape), len(batch[0])
 
@@ -82,7 +92,9 @@ def test_one_number_is_a_number_whatever_holds_it(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_does_not_wait_for_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(KeyboardInterrupt), session(tmp_path) as s:
         stepped(s)
@@ -90,12 +102,16 @@ def test_a_second_ctrl_c_does_not_wait_for_the_next_step(tmp_path: Path, monkeyp
         assert s.stop_flag.requested == signal.SIGINT
         os.kill(os.getpid(), signal.SIGINT)
     monkeypatch.setenv("RANK", "0")
-    with session(tmp_path / "launched") as s:  # launchers send a signal that the terminal has sent, too
+    with session(
+        tmp_path / "launched"
+    ) as s:  # launchers send a signal that the terminal has sent, too
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_user_s_own_hook_and_an_open_prompt_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_s_own_hook_and_an_open_prompt_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
     session(tmp_path)
@@ -113,12 +129,20 @@ def test_the_user_s_own_hook_and_an_open_prompt_stay(tmp_path: Path, monkeypatch
 
 def test_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with session(tmp_path) as s:
-        for call in (lambda: s.steps, lambda: s.position, lambda: s.state, lambda: s.log(a=1), lambda: s.save()):
+        for call in (
+            lambda: s.steps,
+            lambda: s.position,
+            lambda: s.state,
+            lambda: s.log(a=1),
+            lambda: s.save(),
+        ):
             with pytest.raises(UserError, match="no model yet"):
                 call()
         s.prepare(build, sgd)
         s.log(accuracy=0.25)
-    assert "step 0  accuracy 0.25" in capsys.readouterr().out and not events(tmp_path / "run", "step")
+    assert "step 0  accuracy 0.25" in capsys.readouterr().out and not events(
+        tmp_path / "run", "step"
+    )
 
 
 def test_a_name_of_the_user_s_takes_no_field_s_place(tmp_path: Path) -> None:
@@ -137,19 +161,25 @@ def test_what_gives_no_samples(tmp_path: Path) -> None:
         for nothing in ([], once):
             with pytest.raises(DataError, match=r"session\.evaluate: the dataset gives no samples"):
                 s.evaluate(nothing, collate, lambda batch: loss_of(model, batch))
-        chained = torch.utils.data.ChainDataset([Unending(), Unending()])  # it has a len() that raises
+        # It has a len() that raises.
+        chained = torch.utils.data.ChainDataset([Unending(), Unending()])
         assert len(list(s.batches(chained, torch.tensor, shuffle=False))) == 5
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])
-def test_a_state_that_json_does_not_have(tmp_path: Path, at_the_end: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_state_that_json_does_not_have(
+    tmp_path: Path, at_the_end: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     with session(tmp_path) as s:
         stepped(s)
         s.state.update(best=torch.ones(()), seen=3)
         if not at_the_end:
             with pytest.raises(UserError, match=r"s\.state\['best'\] is a Tensor"):
                 s.save()
-    assert "s.state['best'] is a Tensor, which JSON does not have: it is not saved" in capsys.readouterr().err
+    assert (
+        "s.state['best'] is a Tensor, which JSON does not have: it is not saved"
+        in capsys.readouterr().err
+    )
     with session(tmp_path, resume=True) as s:
         s.prepare(build, sgd)
         assert s.steps == 1 and s.state == {"seen": 3}
@@ -174,7 +204,10 @@ def test_a_run_is_gone_on_with_by_its_folder(tmp_path: Path) -> None:
         with session(tmp_path / "other", resume=place) as s:
             s.prepare(build, sgd)
             assert s.steps == 1
-    with pytest.raises(EnvironmentFault, match="there is no such file or folder"), session(tmp_path / "other", resume=tmp_path / "no"):
+    with (
+        pytest.raises(EnvironmentFault, match="there is no such file or folder"),
+        session(tmp_path / "other", resume=tmp_path / "no"),
+    ):
         pass
 
 
@@ -186,14 +219,18 @@ def test_a_number_of_steps_that_is_none(tmp_path: Path, every: Any) -> None:
             s.save(every=every)
 
 
-def test_each_session_of_a_process_says_its_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_session_of_a_process_says_its_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("one", "two"):
         with pytest.raises(UserError), session(tmp_path / name) as s:
             s.prepare(build(), sgd)
     assert capsys.readouterr().err.count("build is a Linear that is made already") == 2
 
 
-def test_a_restart_goes_on_from_what_was_saved_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_goes_on_from_what_was_saved_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not from the checkpoint that the first start was given."""
 
     def to(steps: int, **options: object) -> int:

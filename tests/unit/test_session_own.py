@@ -39,7 +39,9 @@ def loader() -> Any:
 
 
 @pytest.mark.parametrize("make", [Shuffled, loader])
-def test_what_a_dataset_draws_is_the_same_on_all_ranks_and_after_a_resume(make: Callable[[], Any]) -> None:
+def test_what_a_dataset_draws_is_the_same_on_all_ranks_and_after_a_resume(
+    make: Callable[[], Any],
+) -> None:
     def taken(rank: int, position: int = 0, seed: int = 7) -> list[list[int]]:
         random.seed(rank)
         torch.manual_seed(rank)
@@ -51,10 +53,21 @@ def test_what_a_dataset_draws_is_the_same_on_all_ranks_and_after_a_resume(make: 
         return found
 
     first, second = taken(0), taken(1)
-    passes = [sorted(row for rows in (*first[at : at + 3], *second[at : at + 3]) for row in rows) for at in (0, 3)]
+    passes = [
+        sorted(row for rows in (*first[at : at + 3], *second[at : at + 3]) for row in rows)
+        for at in (0, 3)
+    ]
     assert passes == [[*range(12)]] * 2 and first[:3] != first[3:] and first != taken(0, seed=8)
     assert taken(0, position=8) == first[2:]
-    evaluated = [[row for rows, counts in held_out(make(), 3, rank, 2, Draws(7).used) if counts for row in rows] for rank in range(2)]
+    evaluated = [
+        [
+            row
+            for rows, counts in held_out(make(), 3, rank, 2, Draws(7).used)
+            if counts
+            for row in rows
+        ]
+        for rank in range(2)
+    ]
     assert sorted(map(int, evaluated[0] + evaluated[1])) == [*range(12)]
 
 
@@ -103,7 +116,9 @@ def test_modules_stay_in_their_mode(tmp_path: Path) -> None:
         assert model.training and model.layer.training and not model.norm.training
     with session(tmp_path / "whole") as s:
         model, _ = s.prepare(lambda: Net().eval(), sgd)
-        assert model.training and model.norm.training, "a model that is in eval mode as a whole is trained"
+        assert model.training and model.norm.training, (
+            "a model that is in eval mode as a whole is trained"
+        )
 
 
 def test_a_model_is_read_set_and_copied_as_the_module_is(tmp_path: Path) -> None:
@@ -116,7 +131,11 @@ def test_a_model_is_read_set_and_copied_as_the_module_is(tmp_path: Path) -> None
         with pytest.raises(UserError, match="layer has weights, and the model is spread already"):
             model.layer = nn.Linear(2, 1)
         other = copy.deepcopy(model)
-        assert type(other) is Net and torch.equal(other.layer.weight, model.layer.weight) and other.layer is not model.layer
+        assert (
+            type(other) is Net
+            and torch.equal(other.layer.weight, model.layer.weight)
+            and other.layer is not model.layer
+        )
         averaged = torch.optim.swa_utils.AveragedModel(model)
         averaged.update_parameters(model)
         assert torch.equal(averaged.module.layer.weight, model.layer.weight)
@@ -126,20 +145,33 @@ def test_a_model_is_read_set_and_copied_as_the_module_is(tmp_path: Path) -> None
 
 
 def test_a_part_is_not_copied(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="make it a second model of prepare"), session(tmp_path, "fsdp2") as s:
+    with (
+        pytest.raises(UserError, match="make it a second model of prepare"),
+        session(tmp_path, "fsdp2") as s,
+    ):
         copy.deepcopy(s.prepare(build, sgd)[0])
 
 
 def test_what_is_not_the_model_s_is_not_stepped(tmp_path: Path) -> None:
     centres = nn.Parameter(torch.zeros(3))
-    with pytest.raises(UserError, match="steps 1 parameters that are not the model's"), session(tmp_path) as s:
+    with (
+        pytest.raises(UserError, match="steps 1 parameters that are not the model's"),
+        session(tmp_path) as s,
+    ):
         s.prepare(build, lambda model: torch.optim.SGD([*model.parameters(), centres], lr=0.1))
 
 
 @pytest.mark.parametrize(
-    ("options", "what"), [({"max_grad_norm": -1}, "above 0"), ({"max_grad_norm": 0}, "above 0"), ({"lr": -1}, "lr is -1")]
+    ("options", "what"),
+    [
+        ({"max_grad_norm": -1}, "above 0"),
+        ({"max_grad_norm": 0}, "above 0"),
+        ({"lr": -1}, "lr is -1"),
+    ],
 )
-def test_steps_that_would_train_uphill_or_not_at_all(tmp_path: Path, options: dict[str, float], what: str) -> None:
+def test_steps_that_would_train_uphill_or_not_at_all(
+    tmp_path: Path, options: dict[str, float], what: str
+) -> None:
     with pytest.raises(UserError, match=what), session(tmp_path) as s:
         s.prepare(build, sgd)
         s.step(**options)
@@ -191,7 +223,9 @@ def test_numbers_of_optimizers_and_states_of_modules_are_saved(tmp_path: Path) -
             for batch in s.batches(ROWS, collate, steps=steps):
                 s.backward(*loss_of(model, batch))
                 s.step()
-            assert [state["n"] for state in optimizer.state.values()] == [steps] * 2 and model.calls == steps
+            assert [state["n"] for state in optimizer.state.values()] == [
+                steps
+            ] * 2 and model.calls == steps
             return [float(value) for value in model.weight[0]]
 
     whole = train(tmp_path / "whole", 4)
@@ -202,8 +236,14 @@ def test_numbers_of_optimizers_and_states_of_modules_are_saved(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda model: Counting(model.parameters(), {"lr": 0.1, "decay": 0.5}, kept=[]), r"keeps a list of each parameter \(kept\)"),
-        (lambda model: torch.optim.SparseAdam(model.parameters()), "SparseAdam does not step a matrix by itself"),
+        (
+            lambda model: Counting(model.parameters(), {"lr": 0.1, "decay": 0.5}, kept=[]),
+            r"keeps a list of each parameter \(kept\)",
+        ),
+        (
+            lambda model: torch.optim.SparseAdam(model.parameters()),
+            "SparseAdam does not step a matrix by itself",
+        ),
     ],
     ids=["list", "sparse"],
 )
@@ -217,7 +257,10 @@ def test_a_state_that_no_checkpoint_has(tmp_path: Path) -> None:
         def get_extra_state(self) -> Any:
             return torch.zeros(1)
 
-    with pytest.raises(ModelError, match="get_extra_state of it gives what JSON does not have"), session(tmp_path) as s:
+    with (
+        pytest.raises(ModelError, match="get_extra_state of it gives what JSON does not have"),
+        session(tmp_path) as s,
+    ):
         s.prepare(lambda: Keeps(2, 1), sgd)
 
 
@@ -280,7 +323,10 @@ def gradients(kind: str) -> tuple[list[float], list[float]]:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= 2
-    found, expected = ([p.grad.flatten() for p in each.parameters() if p.grad is not None] for each in (module, alone))
+    found, expected = (
+        [p.grad.flatten() for p in each.parameters() if p.grad is not None]
+        for each in (module, alone)
+    )
     return torch.cat(found).tolist(), torch.cat(expected).tolist()
 
 
@@ -291,7 +337,12 @@ def test_copies_average_whatever_a_loss_comes_from(kind: str) -> None:
 
 
 def be_rank() -> None:
-    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank()), LOCAL_WORLD_SIZE="2")
+    os.environ.update(
+        RANK=str(dist.get_rank()),
+        WORLD_SIZE="2",
+        LOCAL_RANK=str(dist.get_rank()),
+        LOCAL_WORLD_SIZE="2",
+    )
 
 
 def built_before(folder: Path) -> str:
@@ -345,5 +396,7 @@ def test_a_loss_that_is_not_finite_is_read_before_it_stops(tmp_path: Path) -> No
             s.backward(loss_of(model, batch)[0] * float("nan"), 4)
             s.step()
             assert s.losses[""] != s.losses[""]
-            assert not events(tmp_path / "run", "nonfinite"), "the step is judged where all ranks come"
+            assert not events(tmp_path / "run", "nonfinite"), (
+                "the step is judged where all ranks come"
+            )
     assert len(events(tmp_path / "run", "nonfinite")) == 1

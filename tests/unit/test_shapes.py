@@ -68,35 +68,62 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if index % 4 == 0 else pytest.mark.full) for index, name in enumerate(TEXTS)])
-def test_sizes_that_come_with_the_package_are_those_of_the_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if index % 4 == 0 else pytest.mark.full)
+        for index, name in enumerate(TEXTS)
+    ],
+)
+def test_sizes_that_come_with_the_package_are_those_of_the_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another length, too; and the number of parameters is that which is published."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = with_config(KNOWN[name], ModelConfig(id=name))
     made, found = facts(load_config(None, model), 3000), sizes_of(Found(model, None), 3000, "lm")
-    assert made == found and made.parameters == PUBLISHED.get(name, made.parameters), "python scripts/known_sizes.py counts anew"
+    assert made == found and made.parameters == PUBLISHED.get(name, made.parameters), (
+        "python scripts/known_sizes.py counts anew"
+    )
     current = SHIPPED.read_text().splitlines()[0] == metadata.version("transformers")
-    assert any(tmp_path.rglob("*.json")) is not current, "they are counted where transformers is another one"
+    assert any(tmp_path.rglob("*.json")) is not current, (
+        "they are counted where transformers is another one"
+    )
 
 
 def test_sizes_come_with_the_package_for_the_version_that_is_pinned() -> None:
     version, *lines = SHIPPED.read_text().splitlines()
-    assert f"transformers=={version}\n" in (ROOT / "constraints.txt").read_text() and [line.split()[0] for line in lines] == TEXTS
+    assert (
+        f"transformers=={version}\n" in (ROOT / "constraints.txt").read_text()
+        and [line.split()[0] for line in lines] == TEXTS
+    )
 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"config": {"mlp_bias": True}}, {"head": "score"}, {"frozen": ["model.embed_tokens"]}, {"adapter": LoRAConfig(dora=True)}],
+    [
+        {"config": {"mlp_bias": True}},
+        {"head": "score"},
+        {"frozen": ["model.embed_tokens"]},
+        {"adapter": LoRAConfig(dora=True)},
+    ],
 )
-def test_any_other_model_than_a_known_one_is_counted(changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_model_than_a_known_one_is_counted(
+    changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     known, how = KNOWN["smollm2-135m"], {"head": "lm", **changed}
     found = Found(with_config(known, ModelConfig(id="x", config=how.pop("config", {}))), None)
-    assert sizes_of(found, 128, **how) != sizes_of(Found(with_config(known, ModelConfig(id="x")), None), 128, "lm")
+    assert sizes_of(found, 128, **how) != sizes_of(
+        Found(with_config(known, ModelConfig(id="x")), None), 128, "lm"
+    )
     assert any(tmp_path.rglob("*.json"))
 
 
-@pytest.mark.parametrize(("name", "active"), [("mixtral-8x7b", 12.9e9), ("qwen3-30b-a3b", 3.3e9), ("qwen3-235b-a22b", 22.2e9)])
+@pytest.mark.parametrize(
+    ("name", "active"),
+    [("mixtral-8x7b", 12.9e9), ("qwen3-30b-a3b", 3.3e9), ("qwen3-235b-a22b", 22.2e9)],
+)
 def test_a_token_meets_the_experts_that_are_chosen_for_it(name: str, active: float) -> None:
     found = facts(load_config(None, with_config(KNOWN[name], ModelConfig(id=name))), 128)
     looked_up = found.vocab_size * found.hidden
@@ -135,9 +162,15 @@ def test_names_on_the_hub() -> None:
     # Never another model than was asked for.
     assert hub_id("llama-3.1-8b-instruct") == "meta-llama/Llama-3.1-8B-Instruct"
     assert hub_id("Meta-Llama-3-8B-Instruct") == "meta-llama/Meta-Llama-3-8B-Instruct"
-    assert hub_id("gemma-3-4b-it") == "google/gemma-3-4b-it" and hub_id("gemma-2-9b-it") == "google/gemma-2-9b-it"
+    assert (
+        hub_id("gemma-3-4b-it") == "google/gemma-3-4b-it"
+        and hub_id("gemma-2-9b-it") == "google/gemma-2-9b-it"
+    )
     assert hub_id("llama-3.3-70b-instruct") == "meta-llama/Llama-3.3-70B-Instruct"
-    assert hub_id("llama-2-7b-chat") == "llama-2-7b-chat" and hub_id("qwen3-8b-base") == "qwen3-8b-base", "not known how it is written"
+    assert (
+        hub_id("llama-2-7b-chat") == "llama-2-7b-chat"
+        and hub_id("qwen3-8b-base") == "qwen3-8b-base"
+    ), "not known how it is written"
     assert hub_id("me/qwen3-8b") == "me/qwen3-8b" and hub_id("runs/x/export") == "runs/x/export"
     assert near("lama-3.1-8b")[0] == "llama-3.1-8b"
 
@@ -145,10 +178,22 @@ def test_names_on_the_hub() -> None:
 def test_a_shape_is_a_llama_that_trains() -> None:
     from drumline.models.build import build_model
 
-    sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 64, "vocabulary": 64}
+    sizes = {
+        "layers": 2,
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "intermediate": 64,
+        "vocabulary": 64,
+    }
     model = ModelConfig.model_validate({"shape": sizes})
     config = load_config(None, model)
-    assert (config.model_type, config.num_key_value_heads, config.intermediate_size, config.vocab_size) == ("llama", 2, 64, 64)
+    assert (
+        config.model_type,
+        config.num_key_value_heads,
+        config.intermediate_size,
+        config.vocab_size,
+    ) == ("llama", 2, 64, 64)
     built = build_model(None, model, seed=0)
     assert sum(p.numel() for p in built.parameters()) == facts(config, 8).parameters
     again = ModelConfig.model_validate(model.model_dump())

@@ -12,12 +12,28 @@ import pytest
 from drumline.core.run import TrackerConfig
 from drumline.errors import EnvironmentFault
 from drumline.telemetry.events import Event
-from drumline.telemetry.trackers import LIBRARIES, Sink, Tracker, _mlflow_name, check_installed, metrics, open_sinks
+from drumline.telemetry.trackers import (
+    LIBRARIES,
+    Sink,
+    Tracker,
+    _mlflow_name,
+    check_installed,
+    metrics,
+    open_sinks,
+)
 
 STEP: dict[str, Any] = {
     "t": 0.0, "kind": "step", "lr": 1e-4, "grad_norm": None, "tokens": 100, "mfu": None, "memory_bytes": [1, 2], "epoch": 0.5,
 }  # fmt: skip
-EVAL: dict[str, Any] = {"t": 0.0, "kind": "eval", "step": 2, "loss": 1.5, "exact_match": 0.5, "samples": 8, "seconds": 1.0}
+EVAL: dict[str, Any] = {
+    "t": 0.0,
+    "kind": "eval",
+    "step": 2,
+    "loss": 1.5,
+    "exact_match": 0.5,
+    "samples": 8,
+    "seconds": 1.0,
+}
 SAMPLES: dict[str, Any] = {
     "t": 0.0, "kind": "samples", "step": 2, "when": "after", "seconds": 0.1,
     "samples": [{"set": "", "prompt": "Who?", "text": "Nobody.", "answer": None, "ended": True, "tokens": 3}],
@@ -44,40 +60,65 @@ def test_figures_of_an_event() -> None:
     }  # fmt: skip
     many = metrics(Event.of({**step(3), "memory_bytes": list(range(5, 69))}))
     assert (many["memory_bytes/least"], many["memory_bytes/most"]) == (5, 68) and len(many) == 6
-    assert "path" not in metrics(Event.of({"kind": "save", "step": 1, "path": "p", "bytes": 3, "error": None}))
+    assert "path" not in metrics(
+        Event.of({"kind": "save", "step": 1, "path": "p", "bytes": 3, "error": None})
+    )
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     (sink,) = open_sinks(["tensorboard"], tmp_path, CONFIG, "r")
-    for event in (step(1, 5.0), step(2, None), EVAL, {"t": 0.0, "kind": "preempt", "step": 2, "signal": "SIGTERM"}):
+    for event in (
+        step(1, 5.0),
+        step(2, None),
+        EVAL,
+        {"t": 0.0, "kind": "preempt", "step": 2, "signal": "SIGTERM"},
+    ):
         sink.event(Event.of(event))
     sink.close()
     read = tensorboard_scalars(tmp_path / "tensorboard")
     assert read["train/loss"] == [(1, 5.0)] and read["eval/exact_match"] == [(2, 0.5)]
-    assert read["train/tokens"] == [(1, 100.0), (2, 100.0)] and read["train/memory_bytes/rank_1"] == [(1, 2.0), (2, 2.0)]
+    assert read["train/tokens"] == [(1, 100.0), (2, 100.0)] and read[
+        "train/memory_bytes/rank_1"
+    ] == [(1, 2.0), (2, 2.0)]
     assert not any("signal" in tag or tag.endswith("/t") for tag in read)
 
 
 def test_steps_done_again_are_shown_once(tmp_path: Path) -> None:
-    for events in ([step(s, 10.0 - s) for s in range(1, 6)], [{"kind": "restore", "step": 3}, step(4, 6.5), step(5, 5.5)]):
+    for events in (
+        [step(s, 10.0 - s) for s in range(1, 6)],
+        [{"kind": "restore", "step": 3}, step(4, 6.5), step(5, 5.5)],
+    ):
         (sink,) = open_sinks(["tensorboard"], tmp_path, CONFIG, "r")
         for event in events:
             sink.event(Event.of(event))
         sink.close()
-    assert tensorboard_scalars(tmp_path / "tensorboard")["train/loss"] == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.5), (5, 5.5)]
+    assert tensorboard_scalars(tmp_path / "tensorboard")["train/loss"] == [
+        (1, 9.0),
+        (2, 8.0),
+        (3, 7.0),
+        (4, 6.5),
+        (5, 5.5),
+    ]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio", "swanlab"])
-def test_a_library_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, LIBRARIES[name][0], None)  # as if it were not installed, where it is
+def test_a_library_that_is_not_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if it were not installed, where it is.
+    monkeypatch.setitem(sys.modules, LIBRARIES[name][0], None)
     for check in (lambda: check_installed([name]), lambda: open_sinks([name], tmp_path, {}, "r")):
         with pytest.raises(EnvironmentFault) as error:
             check()
-        assert f"run.report_to: {name} is not installed — {LIBRARIES[name][1]}" in error.value.line()
+        assert (
+            f"run.report_to: {name} is not installed — {LIBRARIES[name][1]}" in error.value.line()
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tracker_that_fails_is_named_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_is_named_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789")
     written: list[int] = []
 
@@ -95,12 +136,18 @@ def test_a_tracker_that_fails_is_named_once(capsys: pytest.CaptureFixture[str], 
     sink.close()
     assert written == [1, 2]
     (line,) = capsys.readouterr().err.splitlines()
-    assert "wandb gets no more metrics, the run goes on: RuntimeError in test_sinks.py:87: no route to host with key [redacted]" in line
+    assert (
+        "wandb gets no more metrics, the run goes on: RuntimeError in test_sinks.py:87: no route to host with key [redacted]"
+        in line
+    )
 
 
 def test_a_tracker_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tensorboard").write_text("a file where a folder is wanted")
-    with pytest.raises(EnvironmentFault, match=r"run.report_to: tensorboard does not start: .* — see whether RUN/tensorboard"):
+    with pytest.raises(
+        EnvironmentFault,
+        match=r"run.report_to: tensorboard does not start: .* — see whether RUN/tensorboard",
+    ):
         open_sinks(["tensorboard"], tmp_path, {}, "r")
     # A run that has begun is worth more than its tracker.
     (tmp_path / "trackers.json").write_text(json.dumps({"tensorboard": "x"}))
@@ -118,8 +165,15 @@ def test_tensorboard_shows_samples_and_what_the_run_is_for(tmp_path: Path) -> No
     sink.close()
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
-    texts = {tag: read.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode() for tag in ("run", "samples/0")}
-    assert texts["samples/0"] == "    Who?\n    \n    Nobody." and '"my-project"' in texts["run"] and '"why"' in texts["run"]
+    texts = {
+        tag: read.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode()
+        for tag in ("run", "samples/0")
+    }
+    assert (
+        texts["samples/0"] == "    Who?\n    \n    Nobody."
+        and '"my-project"' in texts["run"]
+        and '"why"' in texts["run"]
+    )
 
 
 # Those below run where the extra is installed; W&B and SwanLab offline, MLflow and trackio on local files.
@@ -168,8 +222,14 @@ def test_swanlab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWANLAB_API_KEY", "0123456789" * 4)
     identity = two_attempts("swanlab", tmp_path)
     files = sorted((tmp_path / "swanlab").glob(f"run-*-{identity}/run-{identity}.swanlab"))
-    assert len(files) == 2 and b"train/loss" in files[0].read_bytes() and b"my-project" in files[0].read_bytes()
-    assert [text.read_text() for text in (tmp_path / "swanlab").rglob("media/text/*.txt")] == ["Nobody."]
+    assert (
+        len(files) == 2
+        and b"train/loss" in files[0].read_bytes()
+        and b"my-project" in files[0].read_bytes()
+    )
+    assert [text.read_text() for text in (tmp_path / "swanlab").rglob("media/text/*.txt")] == [
+        "Nobody."
+    ]
     assert not tells_a_secret(tmp_path)
 
 
@@ -183,9 +243,18 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history = client.get_metric_history(identity, "train/loss")
     assert [(m.step, m.value) for m in history] == [(1, 5.0), (2, 4.0), (3, 3.0)]
     found = client.get_run(identity)
-    assert client.get_experiment(found.info.experiment_id).name == "my-project" and found.info.run_name == "first"
-    assert (found.data.tags["group"], found.data.tags["tags"], found.data.tags["mlflow.note.content"]) == ("all", "a, b", "why")
-    assert [each.path for each in client.list_artifacts(identity, "samples")] == ["samples/step-00000002.json"]
+    assert (
+        client.get_experiment(found.info.experiment_id).name == "my-project"
+        and found.info.run_name == "first"
+    )
+    assert (
+        found.data.tags["group"],
+        found.data.tags["tags"],
+        found.data.tags["mlflow.note.content"],
+    ) == ("all", "a, b", "why")
+    assert [each.path for each in client.list_artifacts(identity, "samples")] == [
+        "samples/step-00000002.json"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +284,9 @@ def finish(): pass
 """
 
 
-def test_a_run_keeps_the_name_that_trackio_gave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_the_name_that_trackio_gave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "trackio.py").write_text(TRACKIO)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
@@ -238,4 +309,6 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = store.read_bytes()
     (tmp_path / "other").mkdir()
     assert two_attempts("trackio", tmp_path / "other") != "first", "the name is taken"
-    assert "my" in store.name and all(word in written for word in (b"train/loss", b"Nobody.", b"all", b"why"))
+    assert "my" in store.name and all(
+        word in written for word in (b"train/loss", b"Nobody.", b"all", b"why")
+    )

@@ -24,7 +24,14 @@ from tests.harness import ROOT, write_config
 from tests.tiny import tiny_model_dir
 
 # `mlp_bias`: no known shape has one, so these are counted.
-SMALL = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "mlp_bias": True}
+SMALL = {
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "mlp_bias": True,
+}
 ALONE = """
 import sys
 from drumline.cli import main
@@ -47,12 +54,27 @@ def counted(found: Found, length: int = 96, **how: object) -> ModelFacts:
 
 @pytest.mark.slow
 def test_a_second_plan_imports_neither_torch_nor_transformers(kept: Path, run) -> None:  # type: ignore[no-untyped-def]
-    shape, biased = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 512}", "model.config={mlp_bias: true}"
+    shape, biased = (
+        "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 512}",
+        "model.config={mlp_bias: true}",
+    )
     assert run("plan", shape, biased, "--cluster", "4x4090", "--length", "512")[0] == 0
     (file,) = kept.iterdir()
-    for model in ([shape, biased], [shape], [shape, "adapter=lora"], ["--model", "smollm2-135m", "--adapter", "qlora"]):
+    for model in (
+        [shape, biased],
+        [shape],
+        [shape, "adapter=lora"],
+        ["--model", "smollm2-135m", "--adapter", "qlora"],
+    ):
         command = [sys.executable, "-c", ALONE, "1024", *model]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert "imported: []" in done.stdout and "tokens/s" in done.stdout, done.stderr
     assert [*kept.iterdir()] == [file], "what comes with the package is not written again"
 
@@ -78,14 +100,23 @@ def test_other_content_is_counted_anew_and_damage_too(kept: Path, model: Path) -
         file.write_text(damaged)
         assert sizes_of(found, 96, "lm") == first and file.read_text() == whole
     config.write_text(config.read_text().replace('"vocab_size": ', '"vocab_size": 1'))
-    assert sizes_of(Found(found.model, found.path), 96, "lm").vocab_size != first.vocab_size and len(list(kept.iterdir())) == 2
+    assert (
+        sizes_of(Found(found.model, found.path), 96, "lm").vocab_size != first.vocab_size
+        and len(list(kept.iterdir())) == 2
+    )
 
 
 def test_nothing_of_the_sizes_is_lost(kept: Path) -> None:
     """A field that JSON would change would come back as another one."""
-    found = Found(ModelConfig(config={"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}), None)
+    found = Found(
+        ModelConfig(config={"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}),
+        None,
+    )
     made, again = sizes_of(found, 64, "lm"), sizes_of(found, 64, "lm")
-    assert all(type(getattr(made, f.name)) is type(getattr(again, f.name)) for f in fields(ModelFacts)) and made == again
+    assert (
+        all(type(getattr(made, f.name)) is type(getattr(again, f.name)) for f in fields(ModelFacts))
+        and made == again
+    )
 
 
 def test_known_shapes_of_images_alone() -> None:
@@ -98,9 +129,14 @@ def test_known_shapes_of_images_alone() -> None:
     assert {kind for kind in kinds if of_images(kind)} == set(shapes.OF_IMAGES)
 
 
-def test_a_second_plan_of_a_reward_model_in_a_pipeline_is_the_first(kept: Path, tmp_path: Path) -> None:
+def test_a_second_plan_of_a_reward_model_in_a_pipeline_is_the_first(
+    kept: Path, tmp_path: Path
+) -> None:
     """What is tried before a rank starts has one score, whether or not the sizes were counted in this process."""
     model = tiny_model_dir(tmp_path / "tiny", layers=4)
     path = write_config(tmp_path, model, algorithm={"kind": "reward"}, strategy="pp")
-    first, second = (make_plan(Request(load(path, []), world_size=2), on_progress=lambda *_: None) for _ in range(2))
+    first, second = (
+        make_plan(Request(load(path, []), world_size=2), on_progress=lambda *_: None)
+        for _ in range(2)
+    )
     assert any(kept.iterdir()) and first.predicted == second.predicted

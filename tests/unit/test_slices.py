@@ -55,11 +55,17 @@ def test_the_planner_s_costs_compare_no_strategy() -> None:
     """What a strategy costs it says itself (`StrategySpec.state`, `buffers`, `host`, `send`, `copied`)."""
     for path in sorted((PACKAGE / "planner" / "cost").glob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text())))
-        assert not {node.attr for node in nodes if isinstance(node, ast.Attribute)} & {"data_parallel", "engine", "stage"}, path.name
+        assert not {node.attr for node in nodes if isinstance(node, ast.Attribute)} & {
+            "data_parallel",
+            "engine",
+            "stage",
+        }, path.name
         imported = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
         assert not [name for name in imported if name.startswith("drumline.strategies")], path.name
 
 
-@pytest.mark.parametrize(("code", "lines"), [(ASKS, [2, 3, 5, 6, 8, 9, 10, 11, 12, 14]), (ASKS_NOTHING, [])])
+@pytest.mark.parametrize(
+    ("code", "lines"), [(ASKS, [2, 3, 5, 6, 8, 9, 10, 11, 12, 14]), (ASKS_NOTHING, [])]
+)
 def test_what_asks_for_a_kind_is_seen(code: str, lines: list[int]) -> None:
     assert sorted(set(_lines(ast.parse(code), "algorithm", {"PPOConfig", "GRPOConfig"}))) == lines

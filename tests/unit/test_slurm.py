@@ -43,23 +43,60 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a 'quoted' 100% folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    options = launch(nodes=2, gpus=4, partition="long", time="1-12:00:00", cpus=8, extra=["--mem=0", "--exclusive"], grace_seconds=90.5)
+    options = launch(
+        nodes=2,
+        gpus=4,
+        partition="long",
+        time="1-12:00:00",
+        cpus=8,
+        extra=["--mem=0", "--exclusive"],
+        grace_seconds=90.5,
+    )
     text = script(options, Path("runs/x y/plan.json"), "newest")
     lines = text.splitlines()
-    for wanted in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "partition=long", "time=1-12:00:00", "cpus-per-task=8", "mem=0"):
+    for wanted in (
+        "nodes=2",
+        "ntasks-per-node=4",
+        "gpus-per-node=4",
+        "partition=long",
+        "time=1-12:00:00",
+        "cpus-per-task=8",
+        "mem=0",
+    ):
         assert f"#SBATCH --{wanted}" in lines
-    assert "#SBATCH --exclusive" in lines and "#SBATCH --requeue" in lines and "#SBATCH --job-name=drumline-x-y" in lines
-    assert "#SBATCH --signal=B:USR1@151" in lines, "to the batch script, 60 s before the ranks must have saved"
-    assert f'#SBATCH --output="{folder}/runs/x y/logs/job-%j.log"'.replace("100% folder", "100%% folder") in lines
+    assert (
+        "#SBATCH --exclusive" in lines
+        and "#SBATCH --requeue" in lines
+        and "#SBATCH --job-name=drumline-x-y" in lines
+    )
+    assert "#SBATCH --signal=B:USR1@151" in lines, (
+        "to the batch script, 60 s before the ranks must have saved"
+    )
+    assert (
+        f'#SBATCH --output="{folder}/runs/x y/logs/job-%j.log"'.replace(
+            "100% folder", "100%% folder"
+        )
+        in lines
+    )
     # The shell comes to the folder and to the command as they are.
     code = "\n".join(lines[lines.index("") :]).replace("exec ", "pwd; printf '%s\\n' ")
-    shown = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
-    assert shown[0] == str(folder) and shown[2:] == ["-m", "drumline.train.slurm_job", "runs/x y/plan.json", "--resume", "newest"]
+    shown = subprocess.run(
+        ["bash", "-c", code], capture_output=True, text=True, check=True, timeout=20
+    ).stdout.splitlines()
+    assert shown[0] == str(folder) and shown[2:] == [
+        "-m",
+        "drumline.train.slurm_job",
+        "runs/x y/plan.json",
+        "--resume",
+        "newest",
+    ]
     bare = script(launch(requeue=False), Path("run/plan.json"), None)
     assert "--no-requeue" in bare and "--resume" not in bare and "partition" not in bare
 
 
-@pytest.mark.parametrize("kind", [{}, {"kind": "slurm"}, {"kind": "ray"}, {"kind": "kubernetes", "image": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{}, {"kind": "slurm"}, {"kind": "ray"}, {"kind": "kubernetes", "image": "x"}], ids=str
+)
 def test_hosts_come_and_go_under_ssh_alone(kind: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"launch: nodes: \{min, max\} is for launch.kind: ssh"):
         load_values({**DATA, "launch": {**kind, "nodes": {"min": 1, "max": 2}}}, [])
@@ -83,7 +120,10 @@ def test_hosts_come_and_go_under_ssh_alone(kind: dict[str, str]) -> None:
         ({"extra": ["--gpus=16"]}, "--gpus cannot stand here: set launch.gpus, of each node"),
         ({"extra": ["-G16"]}, "--gpus cannot stand here"),
         ({"extra": ["--gpus-per-task=1"]}, "--gpus-per-task cannot stand here: set launch.gpus"),
-        ({"extra": ["--clusters=gpu2"]}, "--clusters cannot stand here: submit on a login host of that cluster"),
+        (
+            {"extra": ["--clusters=gpu2"]},
+            "--clusters cannot stand here: submit on a login host of that cluster",
+        ),
         ({"extra": ["-Mgpu2"]}, "--clusters cannot stand here"),
         ({"partition": "a b"}, "launch.partition"),
         ({"time": "soon"}, "launch.time"),
@@ -113,7 +153,11 @@ def test_mistakes_are_one_line(values: dict[str, Any], message: str) -> None:
 )
 def test_ranks_of_a_node(values: dict[str, Any], gpus: int, ranks: int) -> None:
     options = launch(nodes=3, **values)
-    assert (options.gpus_of_node, options.ranks_of_node, options.processes()) == (gpus, ranks, 3 * ranks)
+    assert (options.gpus_of_node, options.ranks_of_node, options.processes()) == (
+        gpus,
+        ranks,
+        3 * ranks,
+    )
 
 
 def test_a_node_is_what_the_yaml_says_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,41 +169,79 @@ def test_a_node_is_what_the_yaml_says_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(node.devices) == 8 and node.device == "cuda" and node.bf16
     assert node.devices[0] == Device("h100-80g", DEVICES["h100-80g"].memory_bytes)
     nothing = load_values(DATA, []).config
-    with pytest.raises(EnvironmentFault, match=r"what the 8 GPUs of a node are — set them, such as cluster: 2x8x"):
+    with pytest.raises(
+        EnvironmentFault, match=r"what the 8 GPUs of a node are — set them, such as cluster: 2x8x"
+    ):
         options.machine(nothing)
     assert options.machine(load_values(DATA, ["run.device=cpu"]).config) == here
-    monkeypatch.setattr(spec, "detect", lambda: Machine([Device("NVIDIA H100", 80 * 10**9)], 8, 64 * 10**9, "cuda", True))
+    monkeypatch.setattr(
+        spec,
+        "detect",
+        lambda: Machine([Device("NVIDIA H100", 80 * 10**9)], 8, 64 * 10**9, "cuda", True),
+    )
     assert len(options.machine(nothing).devices) == 8, "nodes are as this host"
 
 
 @pytest.mark.slow
 def test_a_plan_for_nodes_that_are_not_here(tmp_path: Path) -> None:
-    sections = {"run": {"device": "auto"}, "batch": {"global_samples": 16, "micro_batch": 1}, "cluster": "2x8xh100-80g"}
+    sections = {
+        "run": {"device": "auto"},
+        "batch": {"global_samples": 16, "micro_batch": 1},
+        "cluster": "2x8xh100-80g",
+    }
     options = {"kind": "slurm", "nodes": 2, "gpus": 8}
-    loaded = load(write_config(tmp_path, tiny_model_dir(tmp_path / "model"), launch=options, **sections), [])
+    loaded = load(
+        write_config(tmp_path, tiny_model_dir(tmp_path / "model"), launch=options, **sections), []
+    )
     request = _placed(Request(loaded, loaded.config.launch.processes()))
     plan = make_plan(request, on_progress=lambda *_: None, dry_run=True)
-    assert (plan.mesh.world_size, plan.device, plan.backend, plan.precision) == (16, "cuda", "nccl", "bf16")
+    assert (plan.mesh.world_size, plan.device, plan.backend, plan.precision) == (
+        16,
+        "cuda",
+        "nccl",
+        "bf16",
+    )
     assert plan.predicted.peak_flops_per_device == DEVICES["h100-80g"].flops["bf16"]
     assert not any("is not the one here" in why for why in plan.why)
-    assert "#SBATCH --ntasks-per-node=8" in plan.config.launch.submission(plan, Path(plan.run_dir) / "plan.json", None)
+    assert "#SBATCH --ntasks-per-node=8" in plan.config.launch.submission(
+        plan, Path(plan.run_dir) / "plan.json", None
+    )
 
 
 def test_options_that_may_stand_in_extra() -> None:
-    extra = ("--mem=0", "--exclude n[1-2],n7", "-x n3", "-H", "-J name", "--comment='a b'", "--time-min=10", "--wait-all-nodes=1", "-s")
+    extra = (
+        "--mem=0",
+        "--exclude n[1-2],n7",
+        "-x n3",
+        "-H",
+        "-J name",
+        "--comment='a b'",
+        "--time-min=10",
+        "--wait-all-nodes=1",
+        "-s",
+    )
     assert launch(extra=extra).extra == extra
 
 
 @pytest.mark.parametrize("name", ["a\ntouch here", "a\rb"])
-def test_a_run_folder_that_would_be_a_line_of_the_script_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_run_folder_that_would_be_a_line_of_the_script_is_refused(
+    name: str, tmp_path: Path
+) -> None:
     plan_path = tmp_path / name / "plan.json"
-    for call in (lambda: script(launch(), plan_path, None), lambda: launch().early(load_values(DATA, []).config, plan_path)):
-        with pytest.raises(ConfigError, match=r"^run\.dir: .* would not stay on its line of the batch script") as mistake:
+    for call in (
+        lambda: script(launch(), plan_path, None),
+        lambda: launch().early(load_values(DATA, []).config, plan_path),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"^run\.dir: .* would not stay on its line of the batch script"
+        ) as mistake:
             call()
         assert len(mistake.value.line().splitlines()) == 1
 
 
-def test_no_job_outside_of_slurm_and_none_in_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_job_outside_of_slurm_and_none_in_an_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.faults.test_launch import toy
 
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"):
@@ -173,8 +255,15 @@ def test_no_job_outside_of_slurm_and_none_in_an_array(tmp_path: Path, monkeypatc
     with pytest.raises(EnvironmentFault, match="this one is of an array"):
         job.run(plan, path, None, lambda out, step: ("", None), "x")
     elsewhere = "submit to another cluster"
-    for name, would in (("SBATCH_ARRAY_INX", "make an array"), ("SBATCH_CLUSTERS", elsewhere), ("SLURM_CLUSTERS", elsewhere)):
-        with monkeypatch.context() as patch, pytest.raises(EnvironmentFault, match=f"{name} would {would}"):
+    for name, would in (
+        ("SBATCH_ARRAY_INX", "make an array"),
+        ("SBATCH_CLUSTERS", elsewhere),
+        ("SLURM_CLUSTERS", elsewhere),
+    ):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(EnvironmentFault, match=f"{name} would {would}"),
+        ):
             patch.setenv(name, "x")
             queue.submit(launch(), path, None)
     with Lease(tmp_path / "run"):  # it is not held
@@ -190,12 +279,25 @@ def test_variables_of_sbatch_do_not_overrule_the_script(
     sbatch.write_text(f"#!/bin/sh\nenv | grep ^SBATCH > {tmp_path}/given\necho 7\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name in ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_SIGNAL", "SBATCH_WAIT", "SBATCH_RESERVATION"):
+    for name in (
+        "SBATCH_ACCOUNT",
+        "SBATCH_PARTITION",
+        "SBATCH_SIGNAL",
+        "SBATCH_WAIT",
+        "SBATCH_RESERVATION",
+    ):
         monkeypatch.setenv(name, "other")
-    assert queue.submit(launch(account="mine"), toy(tmp_path / "run", "steps", kind="slurm"), None) == "7"
+    assert (
+        queue.submit(launch(account="mine"), toy(tmp_path / "run", "steps", kind="slurm"), None)
+        == "7"
+    )
     given = (tmp_path / "given").read_text().splitlines()
-    assert sorted(given) == ["SBATCH_PARTITION=other", "SBATCH_RESERVATION=other"], "nothing was said of the partition"
-    assert "SBATCH_ACCOUNT, SBATCH_SIGNAL would overrule the launch section" in capsys.readouterr().err
+    assert sorted(given) == ["SBATCH_PARTITION=other", "SBATCH_RESERVATION=other"], (
+        "nothing was said of the partition"
+    )
+    assert (
+        "SBATCH_ACCOUNT, SBATCH_SIGNAL would overrule the launch section" in capsys.readouterr().err
+    )
 
 
 def test_without_slurm_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +316,9 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
     """Sets what Slurm answers of each job; a mistake begins with `error:`."""
     answer, program = tmp_path / "answer", tmp_path / "bin" / "squeue"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\ncase "$(cat {answer})" in error:*) cat {answer} >&2; exit 1;; esac\ncat {answer}\n')
+    program.write_text(
+        f'#!/bin/sh\ncase "$(cat {answer})" in error:*) cat {answer} >&2; exit 1;; esac\ncat {answer}\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
 
@@ -237,7 +341,9 @@ def noted(run: Path, code: int) -> None:
     (run / "job-end.json").write_text(json.dumps({"job": "7", "exit_code": code}))
 
 
-def test_slurm_that_is_busy_does_not_make_a_job_go_away(tmp_path: Path, squeue: Callable[[str], None]) -> None:
+def test_slurm_that_is_busy_does_not_make_a_job_go_away(
+    tmp_path: Path, squeue: Callable[[str], None]
+) -> None:
     run = of_job(tmp_path).parent
     squeue("error: slurm_load_jobs error: Socket timed out on send/recv operation")
     for command in (runs.stop, lambda folder: runs.follow(folder, lambda event: None)):
@@ -250,7 +356,9 @@ def test_slurm_that_is_busy_does_not_make_a_job_go_away(tmp_path: Path, squeue: 
     assert [each.state for each in runs.states(run)] == ["queued"]
 
 
-def test_the_note_of_an_end_may_come_late(tmp_path: Path, squeue: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_note_of_an_end_may_come_late(
+    tmp_path: Path, squeue: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = of_job(tmp_path).parent
     squeue("COMPLETED None")
     trial = Running(Trial({}, run), None, None, True, asked_at=-100.0)
@@ -266,7 +374,9 @@ def test_the_note_of_an_end_may_come_late(tmp_path: Path, squeue: Callable[[str]
     assert queue.follow(run, "7", lambda event: None) == 1, "there is none"
 
 
-def test_a_job_that_is_refused_notes_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_refused_notes_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = of_job(tmp_path)
     plan = job.Plan.load(path)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -281,7 +391,9 @@ def test_a_job_that_is_refused_notes_its_end(tmp_path: Path, monkeypatch: pytest
     assert queue.end_of(path.parent) == 2
 
 
-def test_a_new_start_forgets_the_job_of_the_one_before(tmp_path: Path, squeue: Callable[[str], None]) -> None:
+def test_a_new_start_forgets_the_job_of_the_one_before(
+    tmp_path: Path, squeue: Callable[[str], None]
+) -> None:
     run = of_job(tmp_path).parent
     squeue("PENDING Priority")
     with pytest.raises(EnvironmentFault, match="job 7 of this run is PENDING"):
@@ -292,7 +404,11 @@ def test_a_new_start_forgets_the_job_of_the_one_before(tmp_path: Path, squeue: C
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), run={"dir": str(run)})
     request = Request(load(config, []), 1, resume="newest")
     claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
-    assert queue.job_of(run) is None and queue.end_of(run) is None and not (run / "job-end.json").exists()
+    assert (
+        queue.job_of(run) is None
+        and queue.end_of(run) is None
+        and not (run / "job-end.json").exists()
+    )
 
 
 def test_why_no_rank_has_started_is_in_the_log_of_the_job(
@@ -314,14 +430,25 @@ def test_why_no_rank_has_started_is_in_the_log_of_the_job(
 
 
 def test_ends_are_read_from_the_notes_of_tasks(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.end").write_text('{"exitcode": -9, "host": "n1", "time": 5.0, "kills": [0, 1]}')
-    (tmp_path / "srun.log").write_text("srun: Job step created\nsrun: error: Node failure on n2\nsrun: error: more\n")
+    (tmp_path / "rank-0.end").write_text(
+        '{"exitcode": -9, "host": "n1", "time": 5.0, "kills": [0, 1]}'
+    )
+    (tmp_path / "srun.log").write_text(
+        "srun: Job step created\nsrun: error: Node failure on n2\nsrun: error: more\n"
+    )
     first, second = (job._end(rank, tmp_path, killed=False, stopped_by=0) for rank in (0, 1))
-    assert (first.exitcode, first.host, first.message, first.name) == (-9, "n1", "killed by SIGKILL", "rank 0 on host n1")
+    assert (first.exitcode, first.host, first.message, first.name) == (
+        -9,
+        "n1",
+        "killed by SIGKILL",
+        "rank 0 on host n1",
+    )
     assert first.kills == (0, 1), "memory ran out on its host"
     assert (second.exitcode, second.message) == (1, "lost: Node failure on n2")
     assert job._end(1, tmp_path, killed=True, stopped_by=0).killed
-    assert job._end(1, tmp_path, killed=False, stopped_by=10).signal == "SIGUSR1", "its task did not listen yet"
+    assert job._end(1, tmp_path, killed=False, stopped_by=10).signal == "SIGUSR1", (
+        "its task did not listen yet"
+    )
 
 
 @pytest.mark.parametrize("page", ["slurm.md", "slurm.zh.md"])
@@ -329,9 +456,17 @@ def test_the_page_s_yaml_is_a_config(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     config = load_values({**DATA, **yaml.safe_load(block)}, []).config
-    assert isinstance(config.launch, SlurmLauncher) and config.launch.processes() == 32 and config.launch.time == "1-00:00:00"
+    assert (
+        isinstance(config.launch, SlurmLauncher)
+        and config.launch.processes() == 32
+        and config.launch.time == "1-00:00:00"
+    )
     assert len(config.launch.machine(config).devices) == 8
-    named = {key for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    named = {
+        key
+        for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+        for key in re.findall(r"`(\w+)`", row)
+    }
     assert named <= SlurmLauncher.model_fields.keys() and {"nodes", "requeue", "extra"} <= named
 
 
@@ -344,13 +479,41 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 5), (signal.SIGKILL, -9)])
-def test_a_task_hands_signals_on_and_notes_how_its_rank_ended(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_task_hands_signals_on_and_notes_how_its_rank_ended(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     (tmp_path / "rank.py").write_text(RANK)
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "1"}
-    where = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n2", "MASTER_ADDR": "n1"}
-    command = [sys.executable, "-m", "drumline.launchers.slurm.task", str(tmp_path), str(tmp_path / "rank.py"), "PLAN"]
-    with subprocess.Popen(command, env={**ENV, **step, **where}, stdout=subprocess.PIPE, text=True) as task:
-        assert task.stdout and task.stdout.readline().split() == ["1", "2", str(tmp_path / "rank-1.json"), "PLAN"]
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_PROCID": "1",
+    }
+    where = {
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_NODEID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURMD_NODENAME": "n2",
+        "MASTER_ADDR": "n1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "drumline.launchers.slurm.task",
+        str(tmp_path),
+        str(tmp_path / "rank.py"),
+        "PLAN",
+    ]
+    with subprocess.Popen(
+        command, env={**ENV, **step, **where}, stdout=subprocess.PIPE, text=True
+    ) as task:
+        assert task.stdout and task.stdout.readline().split() == [
+            "1",
+            "2",
+            str(tmp_path / "rank-1.json"),
+            "PLAN",
+        ]
         if number == signal.SIGKILL:
             (rank,) = psutil.Process(task.pid).children()
             rank.kill()

@@ -40,7 +40,9 @@ sockets.each_caller(listener, line, print)
 
 @pytest.fixture
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    with subprocess.Popen([sys.executable, "-c", HEARS, str(request.param)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HEARS, str(request.param)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout
         yield int(process.stdout.readline())
         assert process.poll() is None
@@ -87,7 +89,11 @@ def test_a_handshake_has_an_end_and_who_is_met_may_stay(monkeypatch: pytest.Monk
     place = listener.getsockname()
     thread = threading.Thread(target=sockets.each_caller, args=(listener, meet, serve))
     thread.start()
-    with socket.create_connection(place) as stranger, socket.create_connection(place) as one, socket.create_connection(place) as other:
+    with (
+        socket.create_connection(place) as stranger,
+        socket.create_connection(place) as one,
+        socket.create_connection(place) as other,
+    ):
         assert stranger.recv(1) == b"", "it has said nothing"
         one.sendall(b"a")
         other.sendall(b"ab")
@@ -108,12 +114,19 @@ def of_rank_0(port: int) -> object:
 
 
 @pytest.mark.parametrize("make", [of_launcher, of_rank_0])
-def test_half_a_message_does_not_hold_up_the_ranks_store(make: Callable[[int], object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_message_does_not_hold_up_the_ranks_store(
+    make: Callable[[int], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who says nothing for longer than a message may take, or waits for a key, is not hurt."""
     monkeypatch.setattr(sockets, "STORE_SECONDS", 1.0)
     monkeypatch.setattr(start, "_store", None)
     (port,) = free_ports(1)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }.items():
         monkeypatch.setenv(name, value)
     store = make(port)
 

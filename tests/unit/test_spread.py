@@ -28,7 +28,13 @@ def worker(rank: int, port: int, results: Any) -> None:
     group = dist.group.WORLD
     assert group is not None
     for bucket_bytes in (1, 40, 2**20):
-        module = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 4)), nn.Parameter(torch.zeros(1))])
+        module = nn.ParameterList(
+            [
+                nn.Parameter(torch.zeros(3)),
+                nn.Parameter(torch.zeros(2, 4)),
+                nn.Parameter(torch.zeros(1)),
+            ]
+        )
         module.append(nn.Parameter(torch.zeros(2)))
         spread = BucketedAllReduce(module, group, bucket_bytes)
         for index in range(2):
@@ -37,7 +43,9 @@ def worker(rank: int, port: int, results: Any) -> None:
                 used = [module[0], module[1], *([module[2]] if rank == 1 else [])]
                 sum((p.sum() * (10**rank) for p in used), torch.zeros(())).backward()
         assert spread.exposed_communication() > 0
-        results.append((rank, [None if p.grad is None else p.grad.flatten().tolist() for p in module]))
+        results.append(
+            (rank, [None if p.grad is None else p.grad.flatten().tolist() for p in module])
+        )
     dist.destroy_process_group()
 
 
@@ -54,13 +62,19 @@ def test_gradients_are_the_mean_over_ranks() -> None:
 
 def waited() -> float:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    spread = Sharded(fully_shard(module, mesh=init_device_mesh("cpu", (2,))), sync_each_micro_batch=False, timed=True)
+    spread = Sharded(
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,))),
+        sync_each_micro_batch=False,
+        timed=True,
+    )
     late = float(dist.get_rank())
     time.sleep(late)
     with torch.no_grad():
         module(torch.ones(2, 4))
     spread.reshard()
-    assert spread.exposed_communication() == 0, "what is gathered for evaluation is no part of a step"
+    assert spread.exposed_communication() == 0, (
+        "what is gathered for evaluation is no part of a step"
+    )
     time.sleep(late)
     with spread.micro_batch(last=True):
         module(torch.ones(2, 4)).sum().backward()

@@ -23,7 +23,15 @@ from drumline.core.stages import Cost, balance, bubble, stage_cost
 from drumline.errors import PlanError
 from drumline.hardware.detect import Machine
 from drumline.models.small import Tokens
-from drumline.parallel.stages import Absent, Stage, find_cuts, look, part, stages_make_the_whole, tied
+from drumline.parallel.stages import (
+    Absent,
+    Stage,
+    find_cuts,
+    look,
+    part,
+    stages_make_the_whole,
+    tied,
+)
 
 MACHINE = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
 # Llama 3.2 1B: the head alone is worth more than four of the 16 layers.
@@ -33,26 +41,53 @@ LLAMA_1B = ModelFacts(
 )  # fmt: skip
 
 
-def planned(strategy: dict[str, Any], world: int, batch: dict[str, Any] | None = None, facts: ModelFacts | None = LLAMA_1B) -> Plan:
+def planned(
+    strategy: dict[str, Any],
+    world: int,
+    batch: dict[str, Any] | None = None,
+    facts: ModelFacts | None = LLAMA_1B,
+) -> Plan:
     config = Config.model_validate(
-        {"model": {"id": "x"}, "data": {"train": [{"kind": "file", "path": "x"}]}, "strategy": strategy, "batch": batch or {}}
+        {
+            "model": {"id": "x"},
+            "data": {"train": [{"kind": "file", "path": "x"}]},
+            "strategy": strategy,
+            "batch": batch or {},
+        }
     )
-    return resolve(config, run_dir="r", machine=MACHINE, world_size=world, facts=facts, model_path="m", data=None)
+    return resolve(
+        config,
+        run_dir="r",
+        machine=MACHINE,
+        world_size=world,
+        facts=facts,
+        model_path="m",
+        data=None,
+    )
 
 
 def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
     weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
     for stages in range(1, 6):
         parts = balance(lambda a, b: Cost(sum(weights[a:b]), b - a), len(weights), stages)
-        assert parts[0][0] == 0 and parts[-1][1] == 8 and all(a[1] == b[0] for a, b in pairwise(parts))
-        tried = [list(zip((0, *cuts), (*cuts, 8), strict=True)) for cuts in combinations(range(1, 8), stages - 1)]
+        assert (
+            parts[0][0] == 0 and parts[-1][1] == 8 and all(a[1] == b[0] for a, b in pairwise(parts))
+        )
+        tried = [
+            list(zip((0, *cuts), (*cuts, 8), strict=True))
+            for cuts in combinations(range(1, 8), stages - 1)
+        ]
         fastest = min(max(sum(weights[a:b]) for a, b in cut) for cut in tried)
         assert max(sum(weights[a:b]) for a, b in parts) == fastest
 
 
 def test_of_equally_fast_cuts_the_largest_stage_is_smallest_then_the_most_even() -> None:
     # The first layer is heavy in bytes alone: any cut takes 2 at best, and [1, 2, 2] spares its stage.
-    assert balance(lambda a, b: Cost(b - a, 10.0 * (a == 0) + b - a), 5, 3) == ((0, 1), (1, 3), (3, 5))
+    assert balance(lambda a, b: Cost(b - a, 10.0 * (a == 0) + b - a), 5, 3) == (
+        (0, 1),
+        (1, 3),
+        (3, 5),
+    )
     assert sorted(b - a for a, b in balance(lambda a, b: Cost(b - a, 0), 7, 3)) == [2, 2, 3]
 
 
@@ -69,7 +104,10 @@ def test_the_head_takes_layers_from_the_last_stage() -> None:
 
 def test_open_batch_fills_the_pipeline() -> None:
     plan = planned({"kind": "ddp", "pp": 4}, 8, {"global_samples": 64})
-    assert plan.batch.accumulation >= 4 and plan.batch.global_samples == plan.batch.micro_batch * plan.batch.accumulation * 2
+    assert (
+        plan.batch.accumulation >= 4
+        and plan.batch.global_samples == plan.batch.micro_batch * plan.batch.accumulation * 2
+    )
     assert planned({"kind": "model_parallel"}, 4, {"micro_batch": 2}).batch.accumulation == 1
 
 
@@ -84,7 +122,9 @@ def test_open_batch_fills_the_pipeline() -> None:
     ],
     ids=lambda value: value.get("kind") if isinstance(value, dict) else None,
 )  # fmt: skip
-def test_refused_with_the_nearest_that_works(strategy: dict[str, Any], world: int, batch: dict[str, Any], says: list[str]) -> None:
+def test_refused_with_the_nearest_that_works(
+    strategy: dict[str, Any], world: int, batch: dict[str, Any], says: list[str]
+) -> None:
     with pytest.raises(PlanError) as refusal:
         planned(strategy, world, batch)
     assert all(words in refusal.value.line() for words in says), refusal.value.line()
@@ -102,27 +142,43 @@ def test_bubble() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_rank", "micro_batches"), [(2, 2, 1), (2, 4, 3), (4, 2, 2), (4, 3, 3), (4, 3, 8), (8, 2, 5), (8, 2, 24)]
+    ("ranks", "per_rank", "micro_batches"),
+    [(2, 2, 1), (2, 4, 3), (4, 2, 2), (4, 3, 3), (4, 3, 8), (8, 2, 5), (8, 2, 24)],
 )
-def test_the_bubble_is_what_torchs_own_order_leaves(ranks: int, per_rank: int, micro_batches: int) -> None:
+def test_the_bubble_is_what_torchs_own_order_leaves(
+    ranks: int, per_rank: int, micro_batches: int
+) -> None:
     """Each rank takes its calls in that order, each as soon as its input is there; a backward takes as long as two forwards."""
     each = micro_batches // max(1, micro_batches // ranks)
-    schedule = SimpleNamespace(n_local_stages=per_rank, microbatches_per_round=each, pp_group_size=ranks, _n_microbatches=micro_batches)
+    schedule = SimpleNamespace(
+        n_local_stages=per_rank,
+        microbatches_per_round=each,
+        pp_group_size=ranks,
+        _n_microbatches=micro_batches,
+    )
     order = partial(ScheduleInterleaved1F1B._calculate_single_rank_operations, schedule)
     waiting = [[call for call in order(rank) if call] for rank in range(ranks)]
     done, clocks, last = dict[tuple[str, int, int], float](), [0.0] * ranks, ranks * per_rank - 1
     while any(waiting):
         for rank, calls in enumerate(waiting):
             while calls:
-                kind, stage, number = calls[0].computation_type.name, calls[0].stage_index, calls[0].microbatch_index
+                kind, stage, number = (
+                    calls[0].computation_type.name,
+                    calls[0].stage_index,
+                    calls[0].microbatch_index,
+                )
                 other = stage - 1 if kind == "FORWARD" else stage + 1
                 needs = (kind, other, number) if 0 <= other <= last else ("FORWARD", last, number)
                 if needs not in done and (kind, stage) != ("FORWARD", 0):
                     break
-                clocks[rank] = max(clocks[rank], done.get(needs, 0.0)) + (1 if kind == "FORWARD" else 2)
+                clocks[rank] = max(clocks[rank], done.get(needs, 0.0)) + (
+                    1 if kind == "FORWARD" else 2
+                )
                 done[kind, stage, number] = clocks[rank]
                 calls.pop(0)
-    assert bubble("interleaved", ranks, per_rank, micro_batches) == pytest.approx(1 - 3 * per_rank * micro_batches / max(clocks))
+    assert bubble("interleaved", ranks, per_rank, micro_batches) == pytest.approx(
+        1 - 3 * per_rank * micro_batches / max(clocks)
+    )
 
 
 SMALL: dict[str, Any] = {
@@ -154,7 +210,9 @@ RANGES = ((0, 1), (1, 2), (2, 3), (3, 4))
 def tiny(kind: str, **over: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind, pad_token_id=0, bos_token_id=1, eos_token_id=2, **KINDS[kind], **over)
+    config = AutoConfig.for_model(
+        kind, pad_token_id=0, bos_token_id=1, eos_token_id=2, **KINDS[kind], **over
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config)
@@ -171,7 +229,9 @@ def test_stages_make_the_whole_model_with_its_gradients(kind: str) -> None:
 
     ids = torch.arange(24).view(2, 12) % 64
     batch = Tokens(ids)
-    model(input_ids=ids, position_ids=batch.position_ids_BT, use_cache=False).logits.square().mean().backward()
+    model(
+        input_ids=ids, position_ids=batch.position_ids_BT, use_cache=False
+    ).logits.square().mean().backward()
     whole = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     passed: Any = None
@@ -220,4 +280,6 @@ def test_a_part_holds_no_weights_of_others() -> None:
     cuts = find_cuts(model)
     middle = part(model, cuts, [(1, 2)])
     assert {name.split(".")[2] for name, _ in middle.named_parameters()} == {"1"}
-    assert isinstance(middle.model.layers[0], Absent) and not isinstance(model.model.layers[0], Absent)
+    assert isinstance(middle.model.layers[0], Absent) and not isinstance(
+        model.model.layers[0], Absent
+    )

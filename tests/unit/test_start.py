@@ -25,9 +25,19 @@ print(faults)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library gives freed memory back as it likes")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc",
+    reason="another C library gives freed memory back as it likes",
+)
 @pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("meta", False)])
 def test_memory_that_a_step_frees_is_there_for_the_next(device: str, kept: bool) -> None:
     """A rank that computes on the host keeps it; nobody else is changed."""
-    done = subprocess.run([sys.executable, "-c", FAULTS, device], env=ENV, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, device],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     assert (int(done.stdout) < 2**10) is kept, "32 MiB are 8,192 pages"

@@ -12,7 +12,9 @@ from drumline.dist.reduce import Gather
 from drumline.telemetry.stragglers import WINDOW, WINDOW_SECONDS, Stragglers
 
 
-def named(*windows: tuple[list[float], list[float]], steps: int = WINDOW, scale: float = 1.0) -> list[dict[str, Any]]:
+def named(
+    *windows: tuple[list[float], list[float]], steps: int = WINDOW, scale: float = 1.0
+) -> list[dict[str, Any]]:
     """What is reported over windows of steps of `scale` seconds and 100 tokens: (data, communication) by rank, in seconds × scale."""
     said: list[dict[str, Any]] = []
     stragglers = Stragglers(Gather(0, 3, "cpu"), lambda event: said.append(event.values()), 1.3)
@@ -30,9 +32,16 @@ SLOW = ([0.0] * 3, [0.5, 0.5, 0.0])
 
 def test_the_rank_that_the_others_wait_for_is_named_with_what_it_costs() -> None:
     (event,) = named(EVEN, SLOW)
-    assert (event["rank"], event["step"], event["host"], event["device"]) == (2, 40, socket.gethostname(), "cpu")
+    assert (event["rank"], event["step"], event["host"], event["device"]) == (
+        2,
+        40,
+        socket.gethostname(),
+        "cpu",
+    )
     assert (event["seconds"], event["median"]) == (1.0, 0.5)
-    assert event["lost_tokens_per_s"] == pytest.approx(100.0), "without it a step would take half as long"
+    assert event["lost_tokens_per_s"] == pytest.approx(100.0), (
+        "without it a step would take half as long"
+    )
 
 
 def test_it_is_named_again_only_after_it_was_as_fast_as_the_others() -> None:
@@ -52,7 +61,9 @@ def test_short_steps_are_judged_over_seconds() -> None:
 def test_where_waiting_is_not_measured_data_are_compared() -> None:
     unknown = [math.nan] * 3
     assert [e["rank"] for e in named(([0.0, 0.4, 0.0], unknown))] == [1]
-    assert not named(([0.01, 0.03, 0.01], unknown)), "three times as long, and a fiftieth of the step"
+    assert not named(([0.01, 0.03, 0.01], unknown)), (
+        "three times as long, and a fiftieth of the step"
+    )
 
 
 def test_one_rank_alone_holds_up_nobody() -> None:

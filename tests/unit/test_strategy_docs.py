@@ -13,7 +13,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "parity-cpu.json"
 
 
 def test_the_page_is_what_rules_and_results_make() -> None:
-    spec = importlib.util.spec_from_file_location("strategy_docs", ROOT / "scripts" / "strategy_docs.py")
+    spec = importlib.util.spec_from_file_location(
+        "strategy_docs", ROOT / "scripts" / "strategy_docs.py"
+    )
     assert spec and spec.loader
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

@@ -20,18 +20,38 @@ from drumline.errors import PlanError
 from drumline.hardware.detect import Machine
 from drumline.models.load import facts, load_config
 
-SIZES: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 6, "num_hidden_layers": 1, "vocab_size": 64}
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+}
 LLAMA = {"model_type": "llama", "intermediate_size": 32, "num_key_value_heads": 2, **SIZES}
 
 
-MIXTRAL = {"model_type": "mixtral", "intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 4, **SIZES}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "intermediate_size": 32,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    **SIZES,
+}
 
 
-def check(values: dict[str, Any], tp: int = 1, ep: int = 1, strategy: Any = None, **sections: Any) -> None:
+def check(
+    values: dict[str, Any], tp: int = 1, ep: int = 1, strategy: Any = None, **sections: Any
+) -> None:
     head: Any = "text" if values["model_type"] == "bert" else "lm"
     model = facts(load_config(None, ModelConfig(config=values)), length=8, head=head)
     data = {"train": [{"kind": "file", "path": "x.jsonl"}]}
-    config = Config.model_validate({"model": {"config": values}, "data": data, "strategy": strategy or {"kind": "tp"}, **sections})
+    config = Config.model_validate(
+        {
+            "model": {"config": values},
+            "data": data,
+            "strategy": strategy or {"kind": "tp"},
+            **sections,
+        }
+    )
     check_rules(Case(config, Mesh(tp=tp, ep=ep), "cpu", "fp32", model))
 
 
@@ -47,9 +67,17 @@ def test_a_model_with_a_plan_is_cut() -> None:
 @pytest.mark.parametrize(
     ("values", "tp", "says"),
     [
-        ({"model_type": "opt", "ffn_dim": 32, "vocab_size": 64, "num_hidden_layers": 1}, 2, "tp × no plan"),
+        (
+            {"model_type": "opt", "ffn_dim": 32, "vocab_size": 64, "num_hidden_layers": 1},
+            2,
+            "tp × no plan",
+        ),
         ({**LLAMA}, 3, "tp × heads"),
-        ({**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}, 2, "tp × heads"),
+        (
+            {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
+            2,
+            "tp × heads",
+        ),
         ({**LLAMA, "vocab_size": 2, "num_key_value_heads": 6}, 6, "tp × small vocabulary"),
         ({**MIXTRAL, "num_local_experts": 5}, 2, "tp × experts"),
     ],
@@ -64,9 +92,18 @@ def test_refused_before_any_process_starts(values: dict[str, Any], tp: int, says
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"model_type": "doge", "intermediate_size": 32, **SIZES}, "DogeAttention does not run on a rank's part"),
         (
-            {"model_type": "llama4_text", "intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 2, **SIZES},
+            {"model_type": "doge", "intermediate_size": 32, **SIZES},
+            "DogeAttention does not run on a rank's part",
+        ),
+        (
+            {
+                "model_type": "llama4_text",
+                "intermediate_size": 32,
+                "num_key_value_heads": 2,
+                "num_local_experts": 2,
+                **SIZES,
+            },
             "Llama4TextExperts does not run on a rank's part of the model: experts are given tokens without choices",
         ),
     ],
@@ -80,9 +117,16 @@ def test_a_class_that_does_not_run_on_a_part_is_refused(values: dict[str, Any], 
 def test_a_whole_tensor_beside_parts_of_heads_is_refused() -> None:
     """Keys of DeepSeek-V3 have a part that all heads share, whose gradient is the sum over all heads."""
     plan = {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
-    config = load_config(None, ModelConfig(config={"model_type": "deepseek_v3", "num_hidden_layers": 1}))
-    config.base_model_tp_plan = {f"layers.*.self_attn.{name}": style for name, style in plan.items()}
-    assert facts(config, length=8).tp_failure == "its code mixes whole tensors with parts, and would lack gradients"
+    config = load_config(
+        None, ModelConfig(config={"model_type": "deepseek_v3", "num_hidden_layers": 1})
+    )
+    config.base_model_tp_plan = {
+        f"layers.*.self_attn.{name}": style for name, style in plan.items()
+    }
+    assert (
+        facts(config, length=8).tp_failure
+        == "its code mixes whole tensors with parts, and would lack gradients"
+    )
 
 
 STREAM = {"kind": "tp", "sequence_parallel": True}
@@ -92,11 +136,28 @@ STREAM = {"kind": "tp", "sequence_parallel": True}
     ("values", "options", "says"),
     [
         (LLAMA, {"strategy": STREAM}, "sequence_parallel × tp 1"),
-        ({**MIXTRAL, "output_router_logits": True}, {"tp": 2, "strategy": STREAM}, "sequence_parallel × the router loss"),
-        ({"model_type": "gpt2", "n_layer": 1, "vocab_size": 64}, {"tp": 2, "strategy": STREAM}, "sequence_parallel × dropout"),
-        ({"model_type": "deepseek_v3", "num_hidden_layers": 1}, {"tp": 2, "strategy": STREAM}, "sequence_parallel × the model"),
         (
-            {"model_type": "qwen3_5_text", "intermediate_size": 32, "num_key_value_heads": 2, **SIZES},
+            {**MIXTRAL, "output_router_logits": True},
+            {"tp": 2, "strategy": STREAM},
+            "sequence_parallel × the router loss",
+        ),
+        (
+            {"model_type": "gpt2", "n_layer": 1, "vocab_size": 64},
+            {"tp": 2, "strategy": STREAM},
+            "sequence_parallel × dropout",
+        ),
+        (
+            {"model_type": "deepseek_v3", "num_hidden_layers": 1},
+            {"tp": 2, "strategy": STREAM},
+            "sequence_parallel × the model",
+        ),
+        (
+            {
+                "model_type": "qwen3_5_text",
+                "intermediate_size": 32,
+                "num_key_value_heads": 2,
+                **SIZES,
+            },
             {"tp": 2, "strategy": STREAM},
             "Qwen3_5GatedDeltaNet of its blocks gives whole sequences",
         ),
@@ -104,15 +165,25 @@ STREAM = {"kind": "tp", "sequence_parallel": True}
         (MIXTRAL, {"ep": 3}, "ep × experts: 4 experts do not divide by ep 3"),
         (MIXTRAL, {"ep": 2, "tp": 2}, "ep × tp, cp"),
         (MIXTRAL, {"ep": 2, "compile": {"enabled": True}}, "ep × compile"),
-        (LLAMA, {"strategy": {"kind": "ddp", "shard_optimizer": True, "compression": "int8"}}, "shard_optimizer × compression"),
         (
             LLAMA,
-            {"strategy": {"kind": "ddp", "shard_optimizer": True}, "optimizer": {"kind": "schedule_free"}, "schedule": "constant"},
+            {"strategy": {"kind": "ddp", "shard_optimizer": True, "compression": "int8"}},
+            "shard_optimizer × compression",
+        ),
+        (
+            LLAMA,
+            {
+                "strategy": {"kind": "ddp", "shard_optimizer": True},
+                "optimizer": {"kind": "schedule_free"},
+                "schedule": "constant",
+            },
             "shard_optimizer × schedule_free",
         ),
     ],
 )
-def test_what_does_not_go_together_is_one_line(values: dict[str, Any], options: dict[str, Any], says: str) -> None:
+def test_what_does_not_go_together_is_one_line(
+    values: dict[str, Any], options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(PlanError, match=says):
         check(values, **options)
 
@@ -126,10 +197,16 @@ def sizes_of(values: dict[str, Any]) -> ModelFacts:
     return facts(load_config(None, ModelConfig(config=values)), length=8)
 
 
-def planned(values: dict[str, Any], strategy: Any, sizes: ModelFacts | None, **sections: Any) -> Plan:
+def planned(
+    values: dict[str, Any], strategy: Any, sizes: ModelFacts | None, **sections: Any
+) -> Plan:
     data = {"train": [{"kind": "file", "path": "x.jsonl"}], "max_length": 8}
-    config = Config.model_validate({"model": {"config": values}, "data": data, "strategy": strategy, **sections})
-    return resolve(config, run_dir="", machine=MACHINE, world_size=4, facts=sizes, model_path=None, data=None)
+    config = Config.model_validate(
+        {"model": {"config": values}, "data": data, "strategy": strategy, **sections}
+    )
+    return resolve(
+        config, run_dir="", machine=MACHINE, world_size=4, facts=sizes, model_path=None, data=None
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,11 +242,17 @@ def test_the_stream_stays_whole_on_fewer_ranks() -> None:
     [
         ({**MIXTRAL, "output_router_logits": True}, {}, "all tokens of a document"),
         (GPT2, {}, "drop the same places"),
-        ({"model_type": "deepseek_v3", "num_hidden_layers": 1, "vocab_size": 64}, {}, "Linear of its blocks"),
+        (
+            {"model_type": "deepseek_v3", "num_hidden_layers": 1, "vocab_size": 64},
+            {},
+            "Linear of its blocks",
+        ),
         (WHOLE_INPUTS, {"adapter": "lora"}, "whole would give all tokens"),
     ],
 )
-def test_the_stream_stays_whole_for_a_reason(values: dict[str, Any], sections: dict[str, Any], says: str) -> None:
+def test_the_stream_stays_whole_for_a_reason(
+    values: dict[str, Any], sections: dict[str, Any], says: str
+) -> None:
     plan = planned(values, {"kind": "tp", "degree": 2}, sizes_of(values), **sections)
     assert plan.stream_parts == 1
     (line,) = (line for line in plan.why if "sequence_parallel" in line)
@@ -196,7 +279,9 @@ def test_the_stream_of_one_model_keeps_those_of_all_whole() -> None:
 
 def test_the_stream_stays_whole_beside_ring_attention() -> None:
     ulysses = {"kind": "ddp", "tp": 2, "cp": 2}
-    config = planned({**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 4}, ulysses, None).config
+    config = planned(
+        {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 4}, ulysses, None
+    ).config
     assert not reason_for_whole_stream(config, sizes_of(LLAMA))
     ring = config.strategy.model_copy(update={"cp_method": "ring"})
     config = config.model_copy(update={"strategy": ring})

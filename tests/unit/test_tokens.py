@@ -18,7 +18,8 @@ def test_exact_match_counts_whole_answers() -> None:
     targets = torch.tensor([[-100, 1, 2, 3, -100], [4, -100, 1, -100, -100]])
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
     logits = torch.nn.functional.one_hot(targets.clamp_min(0), 5).float() * 9
-    logits[0, 2] = torch.tensor([9.0, 0, 0, 0, 0])  # the second learned token of the first document is wrong
+    # The second learned token of the first document is wrong.
+    logits[0, 2] = torch.tensor([9.0, 0, 0, 0, 0])
     batch = TokenBatch(torch.zeros_like(targets), targets, positions, 5)
     algorithm = NextToken(0, answers=True)
     out = algorithm.eval_objective(Outputs(logits_BTV=logits), batch)

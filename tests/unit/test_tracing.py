@@ -36,12 +36,26 @@ LORA = {"kind": "lora", "r": 8}
 FULL = {"activation_checkpointing": "full"}
 CASES: dict[str, dict[str, Any]] = {
     "packs": {},
-    "selective, bf16": {"memory": {"activation_checkpointing": "selective"}, "precision": "bf16", "data": {"packing": False}},
+    "selective, bf16": {
+        "memory": {"activation_checkpointing": "selective"},
+        "precision": "bf16",
+        "data": {"packing": False},
+    },
     "LoRA, full recomputation, bf16": {"adapter": LORA, "memory": FULL, "precision": "bf16"},
-    "all logits at once, bf16": {"algorithm": {"kind": "sft", "loss_chunk": 0}, "precision": "bf16"},
+    "all logits at once, bf16": {
+        "algorithm": {"kind": "sft", "loss_chunk": 0},
+        "precision": "bf16",
+    },
     "eager attention": {"model": {"attention": "eager"}},
     "pairs": {"algorithm": {"kind": "dpo"}, "batch": {"global_samples": 1, "micro_batch": 1}},
-    "episodes": {"algorithm": {"kind": "grpo", "group_size": 2, "rewards": [LETTERS], "generator": {"kind": "hf", "max_new_tokens": 8}}},
+    "episodes": {
+        "algorithm": {
+            "kind": "grpo",
+            "group_size": 2,
+            "rewards": [LETTERS],
+            "generator": {"kind": "hf", "max_new_tokens": 8},
+        }
+    },
     "fsdp2, bf16": {"strategy": "fsdp2", "precision": "bf16"},
 }
 
@@ -59,10 +73,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         folder = root / str(list(CASES).index(name))
         folder.mkdir(exist_ok=True)
         plan = make_plan(
-            Request(load(write_config(folder, model, **{"batch": ONE, **CASES[name]}), []), world_size=1), on_progress=lambda *_: None
+            Request(
+                load(write_config(folder, model, **{"batch": ONE, **CASES[name]}), []), world_size=1
+            ),
+            on_progress=lambda *_: None,
         )
         config = plan.config
-        return plan, facts(load_config(plan.model_path, config.model), LENGTH, config.adapter, config.head, config.model.freeze)
+        return plan, facts(
+            load_config(plan.model_path, config.model),
+            LENGTH,
+            config.adapter,
+            config.head,
+            config.model.freeze,
+        )
 
     return make
 
@@ -74,26 +97,41 @@ def lived(plan: Plan) -> tuple[int, int]:
     live = LiveBytes()
     with live:
         algorithm = plan.config.algorithm
-        engine.forward_backward([algorithm.traced_batch(plan, ROWS, LENGTH, 3)], policy_objective(algorithm.build()), 1.0)
+        engine.forward_backward(
+            [algorithm.traced_batch(plan, ROWS, LENGTH, 3)],
+            policy_objective(algorithm.build()),
+            1.0,
+        )
     held = engine.memory_stats()
     return live.peak - live.base, live.peak - live.base + held.parameters + held.optimizer
 
 
 def of_length(plan: Plan, tokens: int) -> Plan:
     config = plan.config
-    return plan.model_copy(update={"config": config.model_copy(update={"data": config.data.model_copy(update={"max_length": tokens})})})
+    return plan.model_copy(
+        update={
+            "config": config.model_copy(
+                update={"data": config.data.model_copy(update={"max_length": tokens})}
+            )
+        }
+    )
 
 
 def whole(plan: Plan) -> Traced:
     """All layers, traced."""
-    alone = {"data_parallel": "none", "config": plan.config.model_copy(update={"strategy": SingleStrategy()})}
+    alone = {
+        "data_parallel": "none",
+        "config": plan.config.model_copy(update={"strategy": SingleStrategy()}),
+    }
     gathered = plan.precision if plan.data_parallel == "fsdp2" else None
     return run(plan.model_copy(update=alone), ROWS, LENGTH, gathered)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
-def test_a_trace_is_what_lives(made: Made, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_trace_is_what_lives(
+    made: Made, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The whole model traced, to 1%; what 2 and 4 layers say of all 8, to 2%; and the planner's peak made of that, to 5%."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plan, known = made(name)
@@ -101,36 +139,57 @@ def test_a_trace_is_what_lives(made: Made, name: str, monkeypatch: pytest.Monkey
     assert traced.peak == pytest.approx(real, rel=0.01)
     layout = of_length(plan, LENGTH)
     told = tracing.trace(plan.config, plan.model_path, layout, known)
-    assert told is not None and told.source == "trace" and told.live_loss is not None and told.live_loss_backward is not None
+    assert (
+        told is not None
+        and told.source == "trace"
+        and told.live_loss is not None
+        and told.live_loss_backward is not None
+    )
     tokens, saved = layout.rows * LENGTH, traced.saved_at["loss"]
     assert layout.rows == ROWS
     assert (told.saved_ends + LAYERS * told.saved_block) * tokens == pytest.approx(saved, rel=0.01)
     for place, on_top in (("loss", told.live_loss), ("-loss", told.live_loss_backward)):
-        assert saved + on_top * tokens == pytest.approx(max(saved, traced.peaks_at[place]), rel=0.02), place
+        assert saved + on_top * tokens == pytest.approx(
+            max(saved, traced.peaks_at[place]), rel=0.02
+        ), place
     assert told.copies is not None and told.copies[1] + LAYERS * told.copies[0] == traced.copies
     assert memory(layout, known, CLUSTER, told).peak == pytest.approx(with_states, rel=0.05)
 
 
-def test_an_answer_is_kept_by_its_content(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_answer_is_kept_by_its_content(
+    made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked: list[int] = []
 
     def traces(question: dict[str, Any]) -> list[Traced]:
         asked.append(question["rows"])
-        return [Traced(n, {"loss": 100 * n}, {str(i): 100 * i for i in range(n)} | {"loss": 100 * n}) for n in question["layers"]]
+        return [
+            Traced(n, {"loss": 100 * n}, {str(i): 100 * i for i in range(n)} | {"loss": 100 * n})
+            for n in question["layers"]
+        ]
 
     monkeypatch.setattr(tracing, "traces", traces)
     plan, known = made("packs")
     first = tracing.trace(plan.config, plan.model_path, plan, known)
     assert first == tracing.trace(plan.config, plan.model_path, plan, known) and len(asked) == 1
-    other_rate = plan.config.model_copy(update={"optimizer": plan.config.optimizer.model_copy(update={"lr": 1.0})})
+    other_rate = plan.config.model_copy(
+        update={"optimizer": plan.config.optimizer.model_copy(update={"lr": 1.0})}
+    )
     assert first == tracing.trace(other_rate, plan.model_path, plan, known) and len(asked) == 1
     tracing.trace(plan.config, plan.model_path, of_length(plan, 48), known)
-    tracing.trace(plan.config, plan.model_path, plan.model_copy(update={"activation_checkpointing": "full"}), known)
+    tracing.trace(
+        plan.config,
+        plan.model_path,
+        plan.model_copy(update={"activation_checkpointing": "full"}),
+        known,
+    )
     assert len(asked) == 3
 
 
-def test_what_cannot_be_traced_says_why(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> None:
+def test_what_cannot_be_traced_says_why(
+    made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plan, known = made("packs")
 
@@ -140,7 +199,10 @@ def test_what_cannot_be_traced_says_why(made: Made, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tracing, "traces", refuse)
     with caplog.at_level(logging.WARNING):
         assert tracing.trace(plan.config, plan.model_path, plan, known) is None
-        assert tracing.trace(plan.config, plan.model_path, plan, replace(known, vision_language=True)) is None
+        assert (
+            tracing.trace(plan.config, plan.model_path, plan, replace(known, vision_language=True))
+            is None
+        )
         assert tracing.trace(plan.config, plan.model_path, plan, replace(known, layers=1)) is None
     said = [record.message for record in caplog.records]
     assert [line.rpartition(": ")[2] for line in said] == [

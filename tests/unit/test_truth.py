@@ -39,7 +39,12 @@ MEASURED = Measurement(
     step=9,
     final=True,
     by="tracker",
-    memory={"parameters": 100 * GIB, "gradients": 100 * GIB, "optimizer": 200 * GIB, "peak": 1000 * GIB},
+    memory={
+        "parameters": 100 * GIB,
+        "gradients": 100 * GIB,
+        "optimizer": 200 * GIB,
+        "peak": 1000 * GIB,
+    },
     by_rank={},
     host={"load": GIB, "train": GIB},
     ranks_per_host=1,
@@ -51,7 +56,9 @@ MEASURED = Measurement(
 
 
 def warned(estimate: Estimate = ESTIMATE, **changes: Any) -> list[str]:
-    return [row.category for row in compare(estimate, MEASURED.model_copy(update=changes)) if row.warns]
+    return [
+        row.category for row in compare(estimate, MEASURED.model_copy(update=changes)) if row.warns
+    ]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,11 @@ def warned(estimate: Estimate = ESTIMATE, **changes: Any) -> list[str]:
         ({"memory": {"optimizer": 0, "gradients": 200 * GIB}}, ["optimizer", "gradients"]),
         ({"memory": {"reserved": 1100 * GIB}}, []),  # what torch does not own is not in it
         ({"memory": {"peak": 700 * GIB}, "width": 0.5}, []),  # half of what grows with tokens
-        ({"memory": {"peak": 990 * GIB}, "width": 0.5}, []),  # far below the plan's own, so only shown
+        # Far below the plan's own, so only shown.
+        (
+            {"memory": {"peak": 990 * GIB}, "width": 0.5},
+            [],
+        ),
         ({"memory": {"peak": 1010 * GIB}, "width": 0.5}, ["peak"]),
         ({"memory": {"peak": 1100 * GIB}, "width": 0.8}, ["peak"]),
         ({"host": {"train": int(1.4 * GIB)}}, []),  # 15% off, but within what the interpreter takes
@@ -84,19 +95,36 @@ def test_what_is_sampled_between_steps_is_none_of_a_tracked_step() -> None:
     sampling = ESTIMATE.model_copy(
         update={
             "memory": ESTIMATE.memory.model_copy(
-                update={"phase": "rollout", "peak": 1800 * GIB, "phases": {"rollout": 1800 * GIB, "step": 1000 * GIB}}
+                update={
+                    "phase": "rollout",
+                    "peak": 1800 * GIB,
+                    "phases": {"rollout": 1800 * GIB, "step": 1000 * GIB},
+                }
             )
         }
     )
     assert warned(sampling) == [] and warned(sampling, by="allocator") == ["peak"]
 
 
-@pytest.mark.parametrize(("peak", "expected"), [(2 * 2**20, []), (150 * 2**20, []), (160 * 2**20, ["peak"]), (GIB, ["peak"])])
+@pytest.mark.parametrize(
+    ("peak", "expected"),
+    [(2 * 2**20, []), (150 * 2**20, []), (160 * 2**20, ["peak"]), (GIB, ["peak"])],
+)
 def test_of_little_it_is_bytes_that_count(peak: int, expected: list[str]) -> None:
     """A tiny model on a CPU that takes twice what was said is nothing to warn of: it is shown."""
-    small = ESTIMATE.model_copy(update={"memory": ESTIMATE.memory.model_copy(update={"peak": 2**20, "activations": 0, "logits": 0})})
+    small = ESTIMATE.model_copy(
+        update={
+            "memory": ESTIMATE.memory.model_copy(
+                update={"peak": 2**20, "activations": 0, "logits": 0}
+            )
+        }
+    )
     assert warned(small, memory={"peak": peak}) == expected
-    (row,) = [row for row in compare(small, MEASURED.model_copy(update={"memory": {"peak": peak}})) if row.category == "peak"]
+    (row,) = [
+        row
+        for row in compare(small, MEASURED.model_copy(update={"memory": {"peak": peak}}))
+        if row.category == "peak"
+    ]
     assert row.off > 0.15 and bool(only_shown(row)) == (not expected)
 
 
@@ -121,7 +149,11 @@ def test_seconds_count_only_by_rates_that_were_measured() -> None:
 )
 def test_by_how_much(predicted: float, measured: float, words: str) -> None:
     row = Comparison(category="peak", unit="bytes", predicted=predicted, measured=measured)
-    assert row.by_how_much() == words and row.line().endswith(words) and "peak: predicted" in row.line()
+    assert (
+        row.by_how_much() == words
+        and row.line().endswith(words)
+        and "peak: predicted" in row.line()
+    )
     assert math.isinf(row.off) == (words == "none predicted")
 
 
@@ -129,7 +161,9 @@ def test_notes_say_what_is_missing() -> None:
     assert notes(MEASURED) == []
     assert "too short to be measured" in notes(MEASURED.model_copy(update={"memory": {}}))[0]
     assert "too short to be timed" in notes(MEASURED.model_copy(update={"timed": 0}))[0]
-    assert notes(MEASURED.model_copy(update={"seconds": {"total": 0.5, "counted": 2.0}})) == ["the counted step took 2 s, the others 0.5 s"]
+    assert notes(MEASURED.model_copy(update={"seconds": {"total": 0.5, "counted": 2.0}})) == [
+        "the counted step took 2 s, the others 0.5 s"
+    ]
     assert "50% of the planned tokens" in notes(MEASURED.model_copy(update={"width": 0.5}))[0]
 
 
@@ -151,12 +185,18 @@ def test_a_loop_tells_twice_and_the_display_once(tmp_path: Path) -> None:
     assert "drumline plan --check 'runs/my run'" in line
 
 
-@pytest.mark.parametrize(("steps", "words"), [(2, "too short to be measured"), (3, "too short to be timed")])
+@pytest.mark.parametrize(
+    ("steps", "words"), [(2, "too short to be measured"), (3, "too short to be timed")]
+)
 def test_a_short_run_says_that_it_is(tmp_path: Path, steps: int, words: str) -> None:
     built, said = loop(tmp_path, steps=range(steps))
     built.run()
     (event,) = of(said, "measured")
-    assert event["final"] and words in " ".join(event["notes"]) and bool(event["memory"]) == (steps > 2)
+    assert (
+        event["final"]
+        and words in " ".join(event["notes"])
+        and bool(event["memory"]) == (steps > 2)
+    )
 
 
 def test_a_wrong_plan_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,21 +204,27 @@ def test_a_wrong_plan_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     built.measure.plan = built.plan.model_copy(update={"predicted": Predicted(estimate=ESTIMATE)})
     built.run()
     first, last = of(said, "measured")
-    assert "optimizer" in first["warned"] and "traffic" in last["warned"]  # the fake engine has neither
-    assert any("optimizer: predicted 200.00 GiB, measured 0 B, 100% less" in line for line in first["warnings"])
+    # The fake engine has neither.
+    assert "optimizer" in first["warned"] and "traffic" in last["warned"]
+    assert any(
+        "optimizer: predicted 200.00 GiB, measured 0 B, 100% less" in line
+        for line in first["warnings"]
+    )
     assert sum("optimizer" in record.message for record in caplog.records) == 1
 
 
 def test_the_peak_of_each_phase_is_its_own() -> None:
     host = HostPeak()
-    block = mmap(-1, 64 * 2**20)  # an allocator might hand out what it already has, and keep what is given back
+    # An allocator might hand out what it already has, and keep what is given back.
+    block = mmap(-1, 64 * 2**20)
     block[::4096] = b"1" * len(block[::4096])
     host.end("train")
     with_block = host.bytes_["train"]
     block.close()
     host.end("train")
     host.end("save")
-    assert with_block <= host.bytes_["train"] < with_block + 16 * 2**20  # other threads of this process take a little, too
+    # Other threads of this process take a little, too.
+    assert with_block <= host.bytes_["train"] < with_block + 16 * 2**20
     assert host.bytes_["save"] <= with_block - 32 * 2**20
 
 
@@ -191,12 +237,21 @@ def run_folder(folder: Path, estimate: Estimate | None, *measured: dict[str, Any
     log = EventLog(folder / "events.jsonl")
     log.emit(planned(ESTIMATE))
     for changes in measured:
-        log.emit(Measured(off={}, warned=[], warnings=[], notes=[], metrics=MEASURED.model_dump() | changes))
+        log.emit(
+            Measured(
+                off={}, warned=[], warnings=[], notes=[], metrics=MEASURED.model_dump() | changes
+            )
+        )
     return folder
 
 
 def test_check_prints_a_row_a_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_folder(tmp_path, ESTIMATE, {"memory": {"peak": 7 * GIB}}, {"memory": {"parameters": 100 * GIB, "peak": 2000 * GIB}})
+    run = run_folder(
+        tmp_path,
+        ESTIMATE,
+        {"memory": {"peak": 7 * GIB}},
+        {"memory": {"parameters": 100 * GIB, "peak": 2000 * GIB}},
+    )
     assert check(run) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {words[0]: " ".join(words) for line in lines if (words := line.split())}
@@ -218,7 +273,9 @@ def test_check_prints_a_row_a_category(tmp_path: Path, capsys: pytest.CaptureFix
         (ESTIMATE, [{"memory": {}}], "measured nothing"),
     ],
 )
-def test_check_of_runs_that_cannot_be_checked(tmp_path: Path, estimate: Estimate | None, events: list[dict[str, Any]], words: str) -> None:
+def test_check_of_runs_that_cannot_be_checked(
+    tmp_path: Path, estimate: Estimate | None, events: list[dict[str, Any]], words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         check(run_folder(tmp_path, estimate, *events))
 

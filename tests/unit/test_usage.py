@@ -18,7 +18,10 @@ CASES: list[Case] = [
     (["export", "."], ["drumline export: --to is missing"]),
     (["train", "c.yaml", "--nproc", "x"], ["--nproc: ", "x' ", "--help"]),
     (["train", "c.yaml", "--nproc"], ["drumline train: option '--nproc' requires an argument"]),
-    (["train", "c.yaml", "--nproc", str(10**30)], ["--nproc: a whole number of more than 64 bits given"]),
+    (
+        ["train", "c.yaml", "--nproc", str(10**30)],
+        ["--nproc: a whole number of more than 64 bits given"],
+    ),
     (["train", "--nope"], ["drumline train: there is no option --nope"]),
     (["train", "c.yaml", "--dryrun"], ["there is no option --dryrun", "did you mean --dry-run?"]),
     (["train", "c.yaml", "--all"], ["--all: it is of --dry-run"]),
@@ -26,9 +29,18 @@ CASES: list[Case] = [
     (["stop", ".", "b"], ["drumline stop: 'b' is one argument too many"]),
     (["plan", "--price", "nan"], ["--price: nan given, a finite number is wanted"]),
     (["plan", "--tokens", "1e999"], ["--tokens: inf given, a finite number is wanted"]),
-    (["verify", "c.yaml", "--tolerance", "inf"], ["--tolerance: inf given, a finite number is wanted"]),
-    (["verify", "c.yaml", "--strategies", ","], ["--strategies: an empty list given", "leave --strategies out"]),
-    (["verify", "c.yaml", "--strategies", "ddp,,fsdp2"], ["--strategies: 'ddp,,fsdp2' has an empty part"]),
+    (
+        ["verify", "c.yaml", "--tolerance", "inf"],
+        ["--tolerance: inf given, a finite number is wanted"],
+    ),
+    (
+        ["verify", "c.yaml", "--strategies", ","],
+        ["--strategies: an empty list given", "leave --strategies out"],
+    ),
+    (
+        ["verify", "c.yaml", "--strategies", "ddp,,fsdp2"],
+        ["--strategies: 'ddp,,fsdp2' has an empty part"],
+    ),
     (["bench", "c.yaml", "--strategies", ""], ["--strategies: an empty list given"]),
     (["bench", "c.yaml", "--nodes", ""], ["--nodes: an empty list given"]),
     (["bench", "c.yaml", "--nproc", "1,x"], ["--nproc: 'x' given, whole numbers"]),
@@ -46,9 +58,17 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "says"), CASES, ids=lambda value: " ".join(value) if isinstance(value, list) else None)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    CASES,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
 def test_a_mistake_in_the_usage_is_one_line(
-    arguments: list[str], says: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    says: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()

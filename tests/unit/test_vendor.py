@@ -18,10 +18,16 @@ from drumline.vendor import names
 from tests.unit.test_imports import FILES, module_of, tree_of
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft")
-NAMES = [(library, name) for library in LIBRARIES for name in importlib.import_module(f"drumline.vendor.{library}").PLACES]
+NAMES = [
+    (library, name)
+    for library in LIBRARIES
+    for name in importlib.import_module(f"drumline.vendor.{library}").PLACES
+]
 
 
-@pytest.mark.parametrize(("library", "name"), NAMES, ids=[f"{library}.{name}" for library, name in NAMES])
+@pytest.mark.parametrize(
+    ("library", "name"), NAMES, ids=[f"{library}.{name}" for library, name in NAMES]
+)
 def test_the_name_is_there(library: str, name: str) -> None:
     pytest.importorskip(library)
     vendor = importlib.import_module(f"drumline.vendor.{library}")
@@ -33,12 +39,20 @@ def test_every_name_is_used() -> None:
         f"{node.module.removeprefix('drumline.vendor.')}.{alias.name}"
         for path in FILES
         for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("drumline.vendor.")
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and node.module.startswith("drumline.vendor.")
         for alias in node.names
     }
-    functions = {f"transformers.{name}" for name in ("packed_mask", "import_without_torchao", "ask_the_host")}
+    functions = {
+        f"transformers.{name}" for name in ("packed_mask", "import_without_torchao", "ask_the_host")
+    }
     functions |= {"torch.dump_flight_recorders"}
-    inside = {"transformers.and_masks", "transformers.packed_sequence_mask_function"}  # packed_mask uses them
+    # packed_mask uses them.
+    inside = {
+        "transformers.and_masks",
+        "transformers.packed_sequence_mask_function",
+    }
     inside |= {"torch.compiled_c10d"}
     assert {f"{library}.{name}" for library, name in NAMES} == used - functions | inside
 
@@ -52,21 +66,44 @@ MEMBERS = [
 LISTED = {member for *_, member in MEMBERS}
 # Python's own, lm-eval's, and the mark of a function that torch has compiled.
 ELSEWHERE = {
-    *("_asdict", "_exit", "_replace", "_broken", "_call_queue", "_executor_manager_thread", "_run_exitfuncs", "_rank", "_world_size"),
+    *(
+        "_asdict",
+        "_exit",
+        "_replace",
+        "_broken",
+        "_call_queue",
+        "_executor_manager_thread",
+        "_run_exitfuncs",
+        "_rank",
+        "_world_size",
+    ),
     "_torchdynamo_orig_callable",
 }
 
 
 def hidden_member(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and not name.startswith("_drumline") and name not in ELSEWHERE
+    return (
+        name.startswith("_")
+        and not name.startswith("__")
+        and not name.startswith("_drumline")
+        and name not in ELSEWHERE
+    )
 
 
-@pytest.mark.parametrize(("library", "place", "member"), MEMBERS, ids=[f"{place}.{member}" for _, place, member in MEMBERS])
+@pytest.mark.parametrize(
+    ("library", "place", "member"),
+    MEMBERS,
+    ids=[f"{place}.{member}" for _, place, member in MEMBERS],
+)
 def test_the_member_is_there(library: str, place: str, member: str) -> None:
     pytest.importorskip(library)
     owner = names(library, "", "", {"owner": place})("owner")
     if not hasattr(owner, member):  # set in an instance
-        assert any(member in inspect.getsource(base) for base in owner.__mro__ if base.__module__.startswith(library)), f"no {member}"
+        assert any(
+            member in inspect.getsource(base)
+            for base in owner.__mro__
+            if base.__module__.startswith(library)
+        ), f"no {member}"
 
 
 def test_every_member_that_is_used_is_listed() -> None:
@@ -80,7 +117,11 @@ def test_every_member_that_is_used_is_listed() -> None:
         elif isinstance(node, ast.Attribute):
             own = isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("self", "cls")
             (ours if own else used).add(node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr") and len(node.args) > 1:
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("getattr", "hasattr", "setattr")
+            and len(node.args) > 1
+        ):
             used.add(getattr(node.args[1], "value", ""))
     found = {name for name in used - ours if isinstance(name, str) and hidden_member(name)}
     assert found <= LISTED, sorted(found - LISTED)
@@ -96,23 +137,50 @@ def overridden() -> set[str]:
     """Hidden members of a library's class that a class of ours defines anew."""
     found: set[str] = set()
     for path in FILES:
-        classes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef) and node.bases]
-        hidden = {node.name for made in classes for node in made.body if isinstance(node, ast.FunctionDef) and hidden_member(node.name)}
+        classes = [
+            node
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.ClassDef) and node.bases
+        ]
+        hidden = {
+            node.name
+            for made in classes
+            for node in made.body
+            if isinstance(node, ast.FunctionDef) and hidden_member(node.name)
+        }
         if not hidden:
             continue
         module = importlib.import_module(module_of(path))
-        for made in (each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__):
+        for made in (
+            each
+            for each in vars(module).values()
+            if isinstance(each, type) and each.__module__ == module.__name__
+        ):
             bases = [base for base in made.__mro__ if base.__module__.split(".")[0] in LIBRARIES]
-            found |= {name for name in hidden & set(vars(made)) if any(name in vars(base) for base in bases)}
+            found |= {
+                name
+                for name in hidden & set(vars(made))
+                if any(name in vars(base) for base in bases)
+            }
     return found
 
 
-@pytest.mark.parametrize("place", ["torch.distributed.no_such_file:name", "torch.distributed:no_such_name", "torch:_C.no_such_name"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "torch.distributed.no_such_file:name",
+        "torch.distributed:no_such_name",
+        "torch:_C.no_such_name",
+    ],
+)
 def test_a_name_that_is_gone_is_told_with_the_versions_that_have_it(place: str) -> None:
     with pytest.raises(EnvironmentFault) as told:
         names("torch", "2.11.0", "2.13.0", {"name": place})("name")
     line = told.value.line()
-    assert f"torch {metadata.version('torch')} has no {place.replace(':', '.')}" in line and "2.11.0 to 2.13.0 have it" in line
+    assert (
+        f"torch {metadata.version('torch')} has no {place.replace(':', '.')}" in line
+        and "2.11.0 to 2.13.0 have it" in line
+    )
     assert "pip install 'torch>=2.11.0,<=2.13.0'" in line
 
 
@@ -125,11 +193,14 @@ def test_a_library_that_is_not_installed_is_an_import_error() -> None:
 
 def test_the_oldest_versions_are_those_that_are_installed_for_make_test_oldest() -> None:
     root = Path(__file__).parents[2]
-    oldest = dict(line.split("==") for line in (root / "constraints-oldest.txt").read_text().split())
+    oldest = dict(
+        line.split("==") for line in (root / "constraints-oldest.txt").read_text().split()
+    )
     for library in LIBRARIES:
         source = (root / "drumline" / "vendor" / f"{library}.py").read_text()
         assert f'names("{library}", "{oldest[library]}"' in source
-    project = re.sub(r"\nbench = .*", "", (root / "pyproject.toml").read_text())  # what it takes to be compared with others is newer
+    # What it takes to be compared with others is newer.
+    project = re.sub(r"\nbench = .*", "", (root / "pyproject.toml").read_text())
     for package, version in oldest.items():
         for bound in re.findall(rf'"{package}>=([0-9.]+)[",]', project, re.IGNORECASE):
             assert numbers(version) == numbers(bound), f"{package}>={bound}, ran {version}"
@@ -161,5 +232,7 @@ def test_packed_documents_do_not_meet() -> None:
     documents_BT = torch.tensor([[0, 0, 0, 1, 1]])
     positions_BT = torch.tensor([[0, 1, 2, 0, 1]])
     allowed = packed_mask(lambda batch, head, query, key: key <= query, positions_BT, documents_BT)
-    seen = [[bool(allowed(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(5)] for q in range(5)]
+    seen = [
+        [bool(allowed(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(5)] for q in range(5)
+    ]
     assert seen == [[k <= q and (k < 3) == (q < 3) for k in range(5)] for q in range(5)]

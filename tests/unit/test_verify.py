@@ -18,7 +18,9 @@ def test_strategies_agree_and_a_refusal_is_told(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "model", layers=4)
     config = write_config(tmp_path, model, rows=40, optimizer={"lr": 1e-3})
     kept = tmp_path / "kept"
-    done = drumline("verify", config, "--strategies", "ddp,fsdp2,ddp tp=3", "--steps", 2, "--keep", kept)
+    done = drumline(
+        "verify", config, "--strategies", "ddp,fsdp2,ddp tp=3", "--steps", 2, "--keep", kept
+    )
     assert done.code == 0, done.err
     assert "2 of 3 strategies train what one process trains" in done.out
     assert "ddp tp=3 refused" in done.out and "do not divide" in done.out

@@ -19,7 +19,9 @@ def test_the_version_is_the_newest_of_the_changelog() -> None:
 
 def test_every_extra_has_code() -> None:
     """The first package of each extra is imported, or looked for, somewhere."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     code = "\n".join(path.read_text() for path in (ROOT / "drumline").rglob("*.py"))
     for extra, packages in extras.items():
         if extra in ("dev", "bench"):
@@ -33,9 +35,13 @@ def test_every_extra_has_code() -> None:
 
 def test_files_that_are_no_modules_are_in_the_wheel() -> None:
     """tests/configs/test_package.py builds it; this says it sooner."""
-    taken = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["drumline"]
+    taken = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["drumline"]
     package = ROOT / "drumline"
-    files = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    files = {
+        path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
     assert files and not files - {path for pattern in taken for path in package.glob(pattern)}
 
 
@@ -52,5 +58,7 @@ def test_comments_cite_files_that_are_here() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             for cited in re.findall(r"\b[\w./]+/[\w-]+\.md\b", path.read_text()):
                 if "://" not in cited and "github.com" not in cited and "{" not in cited:
-                    assert (ROOT / cited).exists() or (path.parent / cited).exists(), f"{path.name}: {cited}"
+                    assert (ROOT / cited).exists() or (path.parent / cited).exists(), (
+                        f"{path.name}: {cited}"
+                    )
     assert util.find_spec("drumline")

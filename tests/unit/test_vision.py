@@ -38,7 +38,10 @@ from tests.tiny import tiny_model_dir, tiny_vision_dir, write_images
 LOSS = NextToken(0, answers=True)
 
 
-pytestmark = pytest.mark.skipif(hasattr(AutoImageProcessor, "_backends"), reason="this transformers reads images with torchvision alone")
+pytestmark = pytest.mark.skipif(
+    hasattr(AutoImageProcessor, "_backends"),
+    reason="this transformers reads images with torchvision alone",
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,9 @@ def vision(folder: Path) -> Vision:
 
 
 def find_vision(model: ModelConfig) -> Vision | None:
-    config = Config.model_validate({"model": {"id": model.id}, "data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}})
+    config = Config.model_validate(
+        {"model": {"id": model.id}, "data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}}
+    )
     return vision_of_run(config, model.id, load_config(model.id, model))
 
 
@@ -68,7 +73,12 @@ def vision_of(path: Path) -> Vision:
 
 
 def cache_of(folder: Path, vision: Vision, **data: Any) -> TokenCache:
-    values = {"train": [{"kind": "file", "path": "rows.jsonl"}], "workers": 1, "max_length": 256, "cache_dir": str(folder / "cache")} | data
+    values = {
+        "train": [{"kind": "file", "path": "rows.jsonl"}],
+        "workers": 1,
+        "max_length": 256,
+        "cache_dir": str(folder / "cache"),
+    } | data
     config = Config.model_validate({"model": {"id": vision.path}, "data": values})
     return TokenCache.open(prepare(config, vision.path, folder, vision=vision).train_cache)
 
@@ -82,7 +92,9 @@ def learned_by(model: Any, batch: VisionBatch) -> tuple[float, dict[str, torch.T
     model.zero_grad()
     loss, _ = ForwardWithObjective(model)(batch, LOSS.objective)
     loss.backward()
-    return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("experts", [0, 4], ids=["dense", "mixture of experts"])
@@ -90,7 +102,10 @@ def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> N
     """Against transformers' forward with its own positions (get_rope_index), mask and loss, row by row."""
     if experts:
         vision = vision_of(tiny_vision_dir(folder / "experts", experts=experts))
-    cache, model = cache_of(folder, vision, packing=False), build_model(vision.path, vision.model, seed=0).train()
+    cache, model = (
+        cache_of(folder, vision, packing=False),
+        build_model(vision.path, vision.model, seed=0).train(),
+    )
     pad = 0
     ids = list(range(len(cache)))
     ours, gradients = learned_by(model, collate_vision(cache, ids, pad, None, vision))
@@ -102,7 +117,11 @@ def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> N
         tokens, labels = batch.input_ids_BT[:, :real], torch.full((1, real), -100)
         labels[:, 1:] = batch.targets_BT[:, : real - 1]
         kinds = (tokens == vision.token_id).int()
-        images = {"pixel_values": batch.pixels_PD, "image_grid_thw": batch.grid_N3} if kinds.any() else {}
+        images = (
+            {"pixel_values": batch.pixels_PD, "image_grid_thw": batch.grid_N3}
+            if kinds.any()
+            else {}
+        )
         if images:
             positions, _ = model.model.get_rope_index(tokens, kinds, batch.grid_N3)
             assert torch.equal(batch.rope_3BT[:, :, :real], positions)
@@ -117,9 +136,16 @@ def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> N
 
 def test_packs_are_their_rows(folder: Path, vision: Vision) -> None:
     """Packed with others or alone, a row has the same loss and gradients: its documents, positions and images stay its own."""
-    packed, alone, model = cache_of(folder, vision, packing=True), cache_of(folder, vision, packing=False), built(folder)
+    packed, alone, model = (
+        cache_of(folder, vision, packing=True),
+        cache_of(folder, vision, packing=False),
+        built(folder),
+    )
     assert len(packed) < len(alone) and packed.info["images"] == alone.info["images"] == 12
-    results = [learned_by(model, collate_vision(c, list(range(len(c))), 0, 257, vision)) for c in (packed, alone)]
+    results = [
+        learned_by(model, collate_vision(c, list(range(len(c))), 0, 257, vision))
+        for c in (packed, alone)
+    ]
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
     for name, gradient in results[1][1].items():
         torch.testing.assert_close(results[0][1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
@@ -130,19 +156,28 @@ def test_an_image_in_the_padding_changes_nothing(folder: Path, vision: Vision) -
     cache, model = cache_of(folder, vision, packing=False), built(folder)
     text = [sample for sample in range(len(cache)) if not cache.meta(sample)]
     batch = collate_vision(cache, [*text, -1], 0, None, vision)
-    assert batch.grid_N3.tolist() == [[1, 2, 2]] and int((batch.input_ids_BT == vision.token_id).sum()) == 1
+    assert (
+        batch.grid_N3.tolist() == [[1, 2, 2]]
+        and int((batch.input_ids_BT == vision.token_id).sum()) == 1
+    )
     loss, gradients = learned_by(model, batch)
     tower = {name for name in gradients if name.startswith("model.visual.")}
-    assert tower == {name for name, _ in model.named_parameters() if name.startswith("model.visual.")}
+    assert tower == {
+        name for name, _ in model.named_parameters() if name.startswith("model.visual.")
+    }
     assert not any(bool(gradients[name].any()) for name in tower)
     model.zero_grad()
     out = model(input_ids=batch.input_ids_BT[:, :-1])
-    plain = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch.targets_BT[:, :-1].flatten(), reduction="sum")
+    plain = torch.nn.functional.cross_entropy(
+        out.logits.flatten(0, 1), batch.targets_BT[:, :-1].flatten(), reduction="sum"
+    )
     plain.backward()
     assert loss == pytest.approx(float(plain.detach()), rel=1e-6)
     for name, parameter in model.named_parameters():
         if name not in tower:
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                gradients[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name
+            )
 
 
 def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -> None:
@@ -150,12 +185,16 @@ def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -
     from PIL import Image
 
     path = folder / "wide.png"
-    Image.frombytes("RGB", (24, 16), np.random.default_rng(0).integers(0, 256, 24 * 16 * 3, np.uint8).tobytes()).save(path)
+    Image.frombytes(
+        "RGB", (24, 16), np.random.default_rng(0).integers(0, 256, 24 * 16 * 3, np.uint8).tobytes()
+    ).save(path)
     grid = vision.grid(str(path), "row")
     assert grid == (1, 4, 6) and vision.tokens(grid) == 6
     pixels = (np.asarray(Image.open(path), np.float64) / 255 - 0.5) / 0.5
     wanted = [
-        np.repeat(pixels[4 * y : 4 * y + 4, 4 * x : 4 * x + 4].transpose(2, 0, 1)[:, None], 2, axis=1).ravel()
+        np.repeat(
+            pixels[4 * y : 4 * y + 4, 4 * x : 4 * x + 4].transpose(2, 0, 1)[:, None], 2, axis=1
+        ).ravel()
         for top in range(0, 4, 2)
         for left in range(0, 6, 2)
         for y in (top, top + 1)
@@ -163,7 +202,9 @@ def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -
     ]
     np.testing.assert_allclose(vision.patches(str(path), grid), wanted, atol=1e-6)
     Image.new("RGB", (8, 8)).save(path)
-    with pytest.raises(DataError, match=r"wide\.png: it has another size than when it was prepared"):
+    with pytest.raises(
+        DataError, match=r"wide\.png: it has another size than when it was prepared"
+    ):
         vision.patches(str(path), grid)
 
 
@@ -172,7 +213,11 @@ def test_positions_of_two_images() -> None:
     eyes = Vision("", ModelConfig(), token_id=9, merge=2)
     tokens = np.array([1, 9, 9, 9, 9, 9, 9, 2, 9, 3], np.uint16)
     found = rope_positions(tokens, [(1, 4, 6), (1, 2, 2)], eyes)
-    assert found.tolist() == [[0, 1, 1, 1, 1, 1, 1, 4, 5, 6], [0, 1, 1, 1, 2, 2, 2, 4, 5, 6], [0, 1, 2, 3, 1, 2, 3, 4, 5, 6]]
+    assert found.tolist() == [
+        [0, 1, 1, 1, 1, 1, 1, 4, 5, 6],
+        [0, 1, 1, 1, 2, 2, 2, 4, 5, 6],
+        [0, 1, 2, 3, 1, 2, 3, 4, 5, 6],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +230,9 @@ def test_positions_of_two_images() -> None:
         (7, True, [9, 9, 9, 9, 2, 9, 3], ["a", "b"]),
     ],
 )
-def test_no_image_is_cut_in_two(size: int, left: bool, tokens: list[int], images: list[str]) -> None:
+def test_no_image_is_cut_in_two(
+    size: int, left: bool, tokens: list[int], images: list[str]
+) -> None:
     eyes = Vision("", ModelConfig(), token_id=9, merge=2)
     short = Example(np.array([1, 9, 2, 9, 3], np.int32), np.ones(5, np.uint8))
     full = expand(short, [("a", (1, 4, 4)), ("b", (1, 2, 2))], eyes)
@@ -198,7 +245,11 @@ def test_no_image_is_cut_in_two(size: int, left: bool, tokens: list[int], images
 def placed(folder: Path, **values: Any) -> tuple[list[Any], list[str]]:
     row = next(read_rows_of(folder, values))
     found, paths = place_images(row, folder)
-    content = [m["content"] for key in ("messages", "prompt", "completion") for m in found.values.get(key, ())]
+    content = [
+        m["content"]
+        for key in ("messages", "prompt", "completion")
+        for m in found.values.get(key, ())
+    ]
     return content, [Path(path).name for path in paths]
 
 
@@ -214,14 +265,24 @@ IMAGE = {"type": "image"}
 def test_ways_to_say_where_an_image_stands(tmp_path: Path) -> None:
     text = {"type": "text", "text": "hm"}
     in_content = [{**IMAGE, "image": "a.png", "text": None}, text]
-    assert placed(tmp_path, messages=[{"role": "user", "content": in_content}]) == ([[IMAGE, text]], ["a.png"])
-    two = placed(tmp_path, messages=[{"role": "user", "content": [text, IMAGE, IMAGE]}], images=["a.png", "b.png"])
+    assert placed(tmp_path, messages=[{"role": "user", "content": in_content}]) == (
+        [[IMAGE, text]],
+        ["a.png"],
+    )
+    two = placed(
+        tmp_path,
+        messages=[{"role": "user", "content": [text, IMAGE, IMAGE]}],
+        images=["a.png", "b.png"],
+    )
     assert two == ([[text, IMAGE, IMAGE]], ["a.png", "b.png"])
     marked = placed(tmp_path, prompt="<image>hm", completion="ah", images=["a.png"])
     assert marked == ([[IMAGE, text], "ah"], ["a.png"])
     assert placed(tmp_path, messages=[{"role": "user", "content": [text, text]}]) == (["hmhm"], [])
     assert placed(tmp_path, messages=[{"role": "user", "content": "hm"}], image="") == (["hm"], [])
-    assert placed(tmp_path, messages=[{"role": "user", "content": "a tag: <image>"}]) == (["a tag: <image>"], [])
+    assert placed(tmp_path, messages=[{"role": "user", "content": "a tag: <image>"}]) == (
+        ["a tag: <image>"],
+        [],
+    )
 
 
 def test_images_that_rows_hold(tmp_path: Path, folder: Path) -> None:
@@ -230,16 +291,41 @@ def test_images_that_rows_hold(tmp_path: Path, folder: Path) -> None:
     from PIL import Image
 
     data = (folder / write_images(folder, 1, seed=7)[0]).read_bytes()
-    url, held = f"data:image/png;base64,{base64.b64encode(data).decode()}", {"bytes": data, "path": None}
+    url, held = (
+        f"data:image/png;base64,{base64.b64encode(data).decode()}",
+        {"bytes": data, "path": None},
+    )
     text, padded = {"type": "text", "text": "what?"}, {"text": None, "type": "image", "index": 0}
     user = {"role": "user", "content": [{"text": "what?", "type": "text", "index": None}, padded]}
     answer = {"role": "assistant", "content": [{"text": "RED", "type": "text", "index": None}]}
     for row, content in (
         ({"messages": [user, answer], "images": [held]}, [text, IMAGE]),
         ({"image": held, "question": "what?", "answer": "RED"}, [IMAGE, text]),
-        ({"images": [held], "texts": [{"user": "what?", "assistant": "RED", "source": "s"}]}, [IMAGE, text]),
-        ({"image": url, "conversations": [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "RED"}]}, [IMAGE, text]),
-        ({"messages": [{"role": "user", "content": [text, {"type": "image_url", "image_url": {"url": url}}]}]}, [text, IMAGE]),
+        (
+            {"images": [held], "texts": [{"user": "what?", "assistant": "RED", "source": "s"}]},
+            [IMAGE, text],
+        ),
+        (
+            {
+                "image": url,
+                "conversations": [
+                    {"from": "human", "value": "<image>what?"},
+                    {"from": "gpt", "value": "RED"},
+                ],
+            },
+            [IMAGE, text],
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [text, {"type": "image_url", "image_url": {"url": url}}],
+                    }
+                ]
+            },
+            [text, IMAGE],
+        ),
     ):
         Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
         (found,) = read_rows(FileSource(path="rows.parquet"), tmp_path)
@@ -251,10 +337,15 @@ def test_images_that_rows_hold(tmp_path: Path, folder: Path) -> None:
     assert Image.open(loaded).tobytes() == Image.open(io.BytesIO(data)).tobytes()
 
 
-def test_lost_images_that_rows_held_are_written_again(tmp_path: Path, folder: Path, vision: Vision) -> None:
+def test_lost_images_that_rows_held_are_written_again(
+    tmp_path: Path, folder: Path, vision: Vision
+) -> None:
     data = (folder / write_images(folder, 1, seed=7)[0]).read_bytes()
     row = {"prompt": "what?", "completion": "RED"}
-    write_rows(tmp_path / "rows.jsonl", [{**row, "image": f"data:image/png;base64,{base64.b64encode(data).decode()}"}, row])
+    write_rows(
+        tmp_path / "rows.jsonl",
+        [{**row, "image": f"data:image/png;base64,{base64.b64encode(data).decode()}"}, row],
+    )
     for _ in range(2):
         cache = cache_of(tmp_path, vision, packing=False)
         (path,) = (tmp_path / "cache" / "images").iterdir()
@@ -262,12 +353,17 @@ def test_lost_images_that_rows_held_are_written_again(tmp_path: Path, folder: Pa
         path.unlink()
 
 
-def test_copies_have_the_same_images_and_not_the_same_names(tmp_path: Path, folder: Path, vision: Vision) -> None:
+def test_copies_have_the_same_images_and_not_the_same_names(
+    tmp_path: Path, folder: Path, vision: Vision
+) -> None:
     data = base64.b64encode((folder / write_images(folder, 1, seed=7)[0]).read_bytes()).decode()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         images = [*write_images(tmp_path / name, 2, seed=3), f"data:image/png;base64,{data}"]
-        write_rows(tmp_path / name / "rows.jsonl", [{"prompt": "what?", "completion": "RED", "image": image} for image in images])
+        write_rows(
+            tmp_path / name / "rows.jsonl",
+            [{"prompt": "what?", "completion": "RED", "image": image} for image in images],
+        )
     train = [{"kind": "file", "path": f"{name}/rows.jsonl"} for name in "aab"]
     assert len(cache_of(tmp_path, vision, packing=False, train=train, duplicates="exact")) == 5
     for key, value in (("duplicates", "near"), ("decontaminate", True)):
@@ -278,27 +374,78 @@ def test_copies_have_the_same_images_and_not_the_same_names(tmp_path: Path, fold
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"messages": [{"role": "user", "content": [{**IMAGE, "image": "https://x.org/a.png"}]}]}, "a URL, not a path"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"a": 1}}]}]}, "given as dict, neither as a path"),
-        ({"prompt": "x", "completion": "x", "image": "data:image/png;base64,!"}, "is no data URL of base64"),
-        ({"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png", "b.png"]}, "1 more images than places"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "more places for images than images"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "body": "a"}]}]}, r"content\[0\] is text under type, body, neither"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, r"content\[0\] is video, neither text nor an image"),
-        ({"prompt": "<image>", "completion": "x", "images": ["gone.png"]}, "gone.png: no such file"),
-        ({"prompt": "<image>", "completion": "x", "images": ["bad.png"]}, "bad.png: cannot be read"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{**IMAGE, "image": "https://x.org/a.png"}]}
+                ]
+            },
+            "a URL, not a path",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"a": 1}}]}
+                ]
+            },
+            "given as dict, neither as a path",
+        ),
+        (
+            {"prompt": "x", "completion": "x", "image": "data:image/png;base64,!"},
+            "is no data URL of base64",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "<image>"}], "images": ["a.png", "b.png"]},
+            "1 more images than places",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "more places for images than images",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "body": "a"}]}]},
+            r"content\[0\] is text under type, body, neither",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+            r"content\[0\] is video, neither text nor an image",
+        ),
+        (
+            {"prompt": "<image>", "completion": "x", "images": ["gone.png"]},
+            "gone.png: no such file",
+        ),
+        (
+            {"prompt": "<image>", "completion": "x", "images": ["bad.png"]},
+            "bad.png: cannot be read",
+        ),
         ({"prompt": "x", "completion": "x", "images": [""]}, "given as an empty text"),
         ({"text": "a picture", "image": "a.png"}, "what column 'image' holds would be left out"),
-        ({"text": "a <image>", "images": ["a.png"]}, "what column 'images' holds would be left out"),
-        ({"prompt": "<video>x", "completion": "x", "videos": ["a.mp4"]}, "what column 'videos' holds would be left out"),
-        ({"messages": [{"role": "user", "content": "x"}], "audio": {"path": "a.mp3"}}, "what column 'audio' holds would be left out"),
-        ({"prompt": "<|image_pad|>", "completion": "x"}, "0 images, but the chat template writes 1 places"),
+        (
+            {"text": "a <image>", "images": ["a.png"]},
+            "what column 'images' holds would be left out",
+        ),
+        (
+            {"prompt": "<video>x", "completion": "x", "videos": ["a.mp4"]},
+            "what column 'videos' holds would be left out",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "audio": {"path": "a.mp3"}},
+            "what column 'audio' holds would be left out",
+        ),
+        (
+            {"prompt": "<|image_pad|>", "completion": "x"},
+            "0 images, but the chat template writes 1 places",
+        ),
     ],
 )
-def test_mistakes_name_the_row(folder: Path, vision: Vision, values: dict[str, Any], message: str) -> None:
+def test_mistakes_name_the_row(
+    folder: Path, vision: Vision, values: dict[str, Any], message: str
+) -> None:
     good = write_images(folder, 1, seed=9)[0]
     (folder / "bad.png").write_bytes((folder / good).read_bytes()[:60])
-    encoder = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}}).algorithm.encoder(*of(folder, vision))
+    encoder = Config.model_validate(
+        {"data": {"train": [{"kind": "file", "path": "x"}]}}
+    ).algorithm.encoder(*of(folder, vision))
     with pytest.raises(DataError, match=message) as caught:
         encoder.encode(next(read_rows_of(folder, values)))
     assert "one.jsonl:1" in str(caught.value) and "\n" not in str(caught.value)

@@ -32,7 +32,9 @@ def nothing(run_dir: Path) -> list:
 
 def get(url: str, path: str = "/", **headers: str) -> http.client.HTTPResponse:
     place = url.removeprefix("http://").split("/")[0]
-    connection = http.client.HTTPConnection(place.replace(socket.gethostname(), "127.0.0.1"), timeout=20)
+    connection = http.client.HTTPConnection(
+        place.replace(socket.gethostname(), "127.0.0.1"), timeout=20
+    )
     connection.request("GET", path, headers=headers)
     return connection.getresponse()
 
@@ -54,14 +56,39 @@ def until(stream: http.client.HTTPResponse, holds: Callable[[dict], object]) -> 
 def test_what_a_run_writes_comes_and_a_browser_that_goes_leaves_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", events=[start(9), *(step(number) for number in (1, 2, 3))])
     threads = threading.active_count()
-    with serving([run], "127.0.0.1", 0, lambda folder: [{"rank": 0, "phase": "forward", "step": 3, "seconds": 0.1}]) as url:
+    with serving(
+        [run],
+        "127.0.0.1",
+        0,
+        lambda folder: [{"rank": 0, "phase": "forward", "step": 3, "seconds": 0.1}],
+    ) as url:
         assert "connect-src 'self'" in get(url).read().decode()
         stream = get(url, "/events")
         first = until(stream, lambda made: "loss" in made["points"])
-        assert first["points"]["loss"]["x"] == [1, 2, 3] and first["state"]["ranks"][0]["phase"] == "forward"
-        assert first["state"]["status"] == "running" and first["state"]["steps"] == 9 and first["lines"]
+        assert (
+            first["points"]["loss"]["x"] == [1, 2, 3]
+            and first["state"]["ranks"][0]["phase"] == "forward"
+        )
+        assert (
+            first["state"]["status"] == "running"
+            and first["state"]["steps"] == 9
+            and first["lines"]
+        )
         log = EventLog(run / "events.jsonl")
-        for event in (step(4), Fault(attempt=0, rank=1, signal=None, exitcode=1, error="lost", log="l", step=4, action="restart"), step(4)):
+        for event in (
+            step(4),
+            Fault(
+                attempt=0,
+                rank=1,
+                signal=None,
+                exitcode=1,
+                error="lost",
+                log="l",
+                step=4,
+                action="restart",
+            ),
+            step(4),
+        ):
             log.emit(event)
         then = until(stream, lambda made: made["points"])
         assert (
@@ -81,8 +108,15 @@ def test_who_gets_in(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with serving([run], "127.0.0.1", 0, nothing) as url:
         port = url.split(":")[2].strip("/")
-        assert "token" not in url and get(url).status == 200 and get(url, Host=f"localhost:{port}").status == 200
-        assert get(url, Host="evil.example").status == 421 and get(url, "/events", Host=f"a.evil.example:{port}").status == 421
+        assert (
+            "token" not in url
+            and get(url).status == 200
+            and get(url, Host=f"localhost:{port}").status == 200
+        )
+        assert (
+            get(url, Host="evil.example").status == 421
+            and get(url, "/events", Host=f"a.evil.example:{port}").status == 421
+        )
         assert get(url, "/../../etc/passwd").status == 404
     with serving([run], "0.0.0.0", 0, nothing) as url:
         token = url.split("token=")[1]
@@ -91,12 +125,21 @@ def test_who_gets_in(tmp_path: Path) -> None:
             assert get(url, path).status == 401, path
         answer = get(url, f"/?token={token}")
         cookie = answer.headers["Set-Cookie"].split(";")[0]
-        assert answer.status == 303 and answer.headers["Location"] == "/" and "HttpOnly" in answer.headers["Set-Cookie"]
         assert (
-            get(url, Cookie=cookie).status == 200 and get(url, Cookie=cookie[:-1]).status == 401 and get(url, Cookie="\x00;=").status == 401
+            answer.status == 303
+            and answer.headers["Location"] == "/"
+            and "HttpOnly" in answer.headers["Set-Cookie"]
+        )
+        assert (
+            get(url, Cookie=cookie).status == 200
+            and get(url, Cookie=cookie[:-1]).status == 401
+            and get(url, Cookie="\x00;=").status == 401
         )
         for odd in ("a b", "weird=[x]", 'x={"a":1}', "theme:x=1; bad@key=1", "_ga=GA1.1.1", "=;;"):
-            assert get(url, Cookie=f"{odd}; {cookie}").status == 200 and get(url, Cookie=f"{cookie}; {odd}").status == 200, odd
+            assert (
+                get(url, Cookie=f"{odd}; {cookie}").status == 200
+                and get(url, Cookie=f"{cookie}; {odd}").status == 200
+            ), odd
         assert get(url, f"/?token={token}", Host="evil.example").status == 421
     with serving([run], "0.0.0.0", 0, nothing) as other:
         assert other.split("token=")[1] != token
@@ -114,7 +157,10 @@ def test_goodput_is_worked_out_once_a_message(tmp_path: Path) -> None:
     assert run.message([])["state"]["goodput"] is None
     for event in read(run.folder / "events.jsonl"):
         run.add(event)
-    assert run.message([])["state"]["goodput"] == pytest.approx(RunFacts(run.folder).goodput) and run.asked == 2
+    assert (
+        run.message([])["state"]["goodput"] == pytest.approx(RunFacts(run.folder).goodput)
+        and run.asked == 2
+    )
 
 
 def test_a_held_port_and_what_is_no_run_are_one_line(tmp_path: Path) -> None:
@@ -161,7 +207,10 @@ def test_what_each_rank_does_is_read_from_the_launcher_s_memory(tmp_path: Path) 
     board.folder.rmdir()
     with Lease(tmp_path):
         found = stages(tmp_path)
-    assert [(each["rank"], each["phase"], each["step"]) for each in found] == [(0, "forward", 7), (1, "collective", 7)]
+    assert [(each["rank"], each["phase"], each["step"]) for each in found] == [
+        (0, "forward", 7),
+        (1, "collective", 7),
+    ]
     assert all(4 < each["seconds"] < 100 for each in found)
 
 
@@ -173,21 +222,36 @@ def test_browser(tmp_path: Path) -> None:
     with serving([run], "0.0.0.0", 0, nothing) as url:
         with (
             sync_api.sync_playwright() as playwright,
-            playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"]) as browser,
+            playwright.chromium.launch(
+                executable_path="/usr/bin/chromium", args=["--no-sandbox"]
+            ) as browser,
         ):
             tab = browser.new_page(viewport={"width": 390, "height": 800})
             seen: list[str] = []
-            tab.on("console", lambda message: seen.append(message.text) if message.type in ("error", "warning") else None)
+            tab.on(
+                "console",
+                lambda message: (
+                    seen.append(message.text) if message.type in ("error", "warning") else None
+                ),
+            )
             tab.on("pageerror", lambda error: seen.append(str(error)))
             tab.goto(url.replace(socket.gethostname(), "127.0.0.1"))
             tab.wait_for_selector(".chart .main-svg", timeout=60_000)
-            tab.locator(".status", has_text="finished").wait_for(timeout=20_000)  # events come in portions
+            # Events come in portions.
+            tab.locator(".status", has_text="finished").wait_for(timeout=20_000)
             assert "token" not in tab.url and tab.inner_text(".status") == "finished"
             line = tab.locator(".chart path.js-line").first
             before = line.get_attribute("d")
             EventLog(run / "events.jsonl").emit(step(21, loss=0.25))
             tab.locator(".tile", has_text="21 of 20").wait_for(timeout=20_000)
-            assert tab.evaluate("data.charts[0].series[0].y.at(-1)") == 0.25 and line.get_attribute("d") != before
-            assert HOSTILE[:9] in tab.inner_text(".happened") and not seen and tab.evaluate("window.hurt") is None
+            assert (
+                tab.evaluate("data.charts[0].series[0].y.at(-1)") == 0.25
+                and line.get_attribute("d") != before
+            )
+            assert (
+                HOSTILE[:9] in tab.inner_text(".happened")
+                and not seen
+                and tab.evaluate("window.hurt") is None
+            )
             assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
             browser.close()

@@ -42,7 +42,13 @@ heartbeat.beat("done")
 
 def begin(run: Path, steps: int, **env: str) -> list[subprocess.Popen[str]]:
     command = [sys.executable, "-c", BEATS]
-    usual = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+    usual = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+    }
     return [
         subprocess.Popen(
             [*command, str(rank), f"{run.name}-{os.getpid()}", str(run), str(steps)],
@@ -69,11 +75,24 @@ def test_ranks_of_another_launcher_are_watched(tmp_path: Path) -> None:
             process.kill()
     assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
     (hang,), (fault,) = events(tmp_path, "hang"), events(tmp_path, "fault")
-    assert (hang["rank"], hang["phase"], hang["step"], hang["attempt"]) == (1, "data", 20, 1) and 'File "<string>"' in hang["stack"][0]
-    assert f"rank 1 on host {hang['host']}: hangs in data at step 21" in said and "rank 0 waits in data" in said
-    assert fault["action"].endswith("its ranks are killed, and torchrun decides about another start")
+    assert (hang["rank"], hang["phase"], hang["step"], hang["attempt"]) == (
+        1,
+        "data",
+        20,
+        1,
+    ) and 'File "<string>"' in hang["stack"][0]
+    assert (
+        f"rank 1 on host {hang['host']}: hangs in data at step 21" in said
+        and "rank 0 waits in data" in said
+    )
+    assert fault["action"].endswith(
+        "its ranks are killed, and torchrun decides about another start"
+    )
     for rank in range(2):
-        assert f"stacks of rank {rank} when the run hung" in (tmp_path / "logs" / "attempt-1" / f"rank-{rank}.log").read_text()
+        assert (
+            f"stacks of rank {rank} when the run hung"
+            in (tmp_path / "logs" / "attempt-1" / f"rank-{rank}.log").read_text()
+        )
     assert not left(tmp_path)
 
 
@@ -84,11 +103,15 @@ def test_it_ends_with_its_ranks(tmp_path: Path) -> None:
     until = time.monotonic() + 10
     while watchers(tmp_path) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not watchers(tmp_path) and not left(tmp_path) and not (tmp_path / "events.jsonl").exists()
+    assert (
+        not watchers(tmp_path) and not left(tmp_path) and not (tmp_path / "events.jsonl").exists()
+    )
 
 
 def watchers(run: Path) -> list[str]:
-    lines = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(
+        ["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     return [line for line in lines if "launchers.watcher" in line and str(run) in line]
 
 
@@ -101,17 +124,32 @@ def test_where_there_is_no_room_a_rank_is_not_watched(
     monkeypatch.delenv(heartbeat.VARIABLE, raising=False)
     monkeypatch.setattr(heartbeat, "common_board", full)
     watcher.begin("x", 0, 2, tmp_path)
-    assert "rank 0 is not watched" in capsys.readouterr().err and heartbeat.VARIABLE not in os.environ
+    assert (
+        "rank 0 is not watched" in capsys.readouterr().err and heartbeat.VARIABLE not in os.environ
+    )
 
 
 def test_a_start_after_a_hang_stops_where_the_config_says_so(tmp_path: Path) -> None:
     from drumline.train.launched import _require_no_stop
 
     plan = Plan.load(toy(tmp_path / "run", ""))
-    stops = plan.model_copy(update={"config": plan.config.model_copy(update={"health": HealthConfig(on_hang="stop")})})
+    stops = plan.model_copy(
+        update={"config": plan.config.model_copy(update={"health": HealthConfig(on_hang="stop")})}
+    )
     _require_no_stop(stops)
-    what = {"step": 3, "rank": 1, "ranks": [1], "phase": "data", "seconds": 6.0, "limit": 5.0, "why": "", "waits": []}
-    EventLog(tmp_path / "run" / "events.jsonl").emit(Hang(attempt=0, collective=None, position=0, sample_ids=None, stack=[], **what))
+    what = {
+        "step": 3,
+        "rank": 1,
+        "ranks": [1],
+        "phase": "data",
+        "seconds": 6.0,
+        "limit": 5.0,
+        "why": "",
+        "waits": [],
+    }
+    EventLog(tmp_path / "run" / "events.jsonl").emit(
+        Hang(attempt=0, collective=None, position=0, sample_ids=None, stack=[], **what)
+    )
     _require_no_stop(plan)
     with pytest.raises(TrainingStopped, match=r"health\.on_hang is stop"):
         _require_no_stop(stops)

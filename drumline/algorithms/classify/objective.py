@@ -41,12 +41,22 @@ class Classify(Algorithm):
             sums["top"] = (logits_BC.topk(TOP, 1).indices == labels_B[:, None]).sum()
         counted = {"tp": right_BC & chosen_BC, "labelled": right_BC, "chosen": chosen_BC}
         for name, which_BC in counted.items():
-            sums |= {f"{name}.{index}": number for index, number in enumerate(which_BC.sum(0).unbind())}
+            sums |= {
+                f"{name}.{index}": number for index, number in enumerate(which_BC.sum(0).unbind())
+            }
         return LossOut(loss_sum, sums)
 
-    def _loss(self, outputs: Any, batch: Any, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(
+        self, outputs: Any, batch: Any, smoothing: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits_BC = outputs.class_logits().float()
-        loss_sum = cross_entropy(logits_BC, batch.labels_B, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+        loss_sum = cross_entropy(
+            logits_BC,
+            batch.labels_B,
+            ignore_index=IGNORE,
+            reduction="sum",
+            label_smoothing=smoothing,
+        )
         return logits_BC, loss_sum
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
@@ -55,7 +65,9 @@ class Classify(Algorithm):
         if "top" in sums:
             metrics[f"top{TOP}_accuracy"] = sums["top"] / samples
         classes = sum(name.startswith("tp.") for name in sums)
-        sizes = {index: sums[f"labelled.{index}"] + sums[f"chosen.{index}"] for index in range(classes)}
+        sizes = {
+            index: sums[f"labelled.{index}"] + sums[f"chosen.{index}"] for index in range(classes)
+        }
         scores = [2 * sums[f"tp.{index}"] / size for index, size in sizes.items() if size]
         metrics["macro_f1"] = sum(scores) / max(1, len(scores))
         return metrics

@@ -34,13 +34,22 @@ class ClassifyConfig(AlgorithmSpec):
         description="The classes in order; null: those of the training data, sorted. A classifier that was trained on just these keeps its"
         " own order.",
     )
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the target that is spread over all classes.")
-    image_size: int | None = Field(None, gt=0, le=10**5, description="image: side of the square it is scaled to; null: the processor's.")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="Part of the target that is spread over all classes."
+    )
+    image_size: int | None = Field(
+        None,
+        gt=0,
+        le=10**5,
+        description="image: side of the square it is scaled to; null: the processor's.",
+    )
 
     @field_validator("labels")
     @classmethod
     def _apart(cls, labels: list[str] | None) -> list[str] | None:
-        if labels is not None and (len(labels) < 2 or len(set(labels)) < len(labels) or not all(map(str.strip, labels))):
+        if labels is not None and (
+            len(labels) < 2 or len(set(labels)) < len(labels) or not all(map(str.strip, labels))
+        ):
             raise ValueError("name two classes or more, each once")
         return labels
 
@@ -58,7 +67,11 @@ class ClassifyConfig(AlgorithmSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import LabelledImages, LabelledTexts
 
-        return LabelledTexts(tokenizer, self.labels, data) if self.modality == "text" else LabelledImages(self.labels, data)
+        return (
+            LabelledTexts(tokenizer, self.labels, data)
+            if self.modality == "text"
+            else LabelledImages(self.labels, data)
+        )
 
     def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
         from drumline.data.encode import classes
@@ -77,4 +90,8 @@ class ClassifyConfig(AlgorithmSpec):
         from drumline.data.batches import labelled_texts
         from drumline.data.images import labelled_images
 
-        return labelled_texts(plan, rows, length) if self.modality == "text" else labelled_images(rows, length, channels)
+        return (
+            labelled_texts(plan, rows, length)
+            if self.modality == "text"
+            else labelled_images(rows, length, channels)
+        )

@@ -28,7 +28,9 @@ class DPO(AnswerPairs):
         log_probs_B, tokens_B = self.score(outputs, batch), answer_tokens(batch)
         score_B = log_probs_B - batch.reference_B
         moved_B = transform(score_B, self.spec.f_divergence, self.spec.f_alpha)
-        (chosen_P, rejected_P), (won_P, lost_P), (mean_won_P, mean_lost_P) = map(sides, (score_B, moved_B, moved_B / tokens_B))
+        (chosen_P, rejected_P), (won_P, lost_P), (mean_won_P, mean_lost_P) = map(
+            sides, (score_B, moved_B, moved_B / tokens_B)
+        )
         pairs = Pairs(
             chosen_P=chosen_P,
             rejected_P=rejected_P,
@@ -37,9 +39,13 @@ class DPO(AnswerPairs):
             beta=self.spec.beta,
             smoothing=self.spec.label_smoothing,
             tau=self.spec.discopop_tau,
-            matched_P3=None if batch.first is None else match(batch.first.numbers_NK)[batch.places_P],
+            matched_P3=None
+            if batch.first is None
+            else match(batch.first.numbers_NK)[batch.places_P],
         )
-        loss_P = torch.stack([weight * LOSSES[kind](pairs) for kind, weight in self.spec.weights.items()]).sum(0)
+        loss_P = torch.stack(
+            [weight * LOSSES[kind](pairs) for kind, weight in self.spec.weights.items()]
+        ).sum(0)
         if self.spec.sft_weight:
             loss_P = loss_P - self.spec.sft_weight * sides(log_probs_B / tokens_B)[0]
         return self.out(loss_P, log_probs_B, self.spec.beta * score_B, batch)

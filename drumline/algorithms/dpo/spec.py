@@ -36,29 +36,42 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
         " aot_unpaired: by rank in the global batch. Formulas and papers: drumline/algorithms/pair_losses.py.",
     )
     loss_weights: dict[Loss, Above0] | None = Field(
-        None, min_length=1, description="A weighted sum of losses in place of `loss`: {sigmoid: 0.8, bco_pair: 0.2}."
+        None,
+        min_length=1,
+        description="A weighted sum of losses in place of `loss`: {sigmoid: 0.8, bco_pair: 0.2}.",
     )
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description=f"{', '.join(SMOOTHED)}: assumed share of swapped pairs (conservative DPO)."
+        0.0,
+        ge=0,
+        lt=0.5,
+        description=f"{', '.join(SMOOTHED)}: assumed share of swapped pairs (conservative DPO).",
     )
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = Field(
         "reverse_kl",
         description="What the policy is held to the reference by (f-DPO, Wang et al. 2024), in losses of a difference of scores.",
     )
-    f_alpha: float = Field(0.5, ge=-MOST_WEIGHT, le=MOST_WEIGHT, description="f_divergence: alpha_divergence: its α.")
+    f_alpha: float = Field(
+        0.5, ge=-MOST_WEIGHT, le=MOST_WEIGHT, description="f_divergence: alpha_divergence: its α."
+    )
     discopop_tau: Above0 = Field(0.05, description="loss: discopop: its temperature τ.")
-    sft_weight: Weight = Field(0.0, description="Weight of the chosen answer's mean negative log-likelihood.")
+    sft_weight: Weight = Field(
+        0.0, description="Weight of the chosen answer's mean negative log-likelihood."
+    )
     reference: Literal["auto", "precomputed", "live", "adapter"] = Field(
         "auto",
         description="Log-probs of the reference: precomputed once before training and kept on disk, live from a frozen copy, or from the"
         " policy with its adapter switched off. auto: adapter under LoRA, else precomputed.",
     )
-    reference_model: Model | None = Field(None, description="Another reference than the model that training starts from.")
+    reference_model: Model | None = Field(
+        None, description="Another reference than the model that training starts from."
+    )
 
     @property
     def weights(self) -> dict[str, float]:
         """Loss → its weight."""
-        return {str(kind): weight for kind, weight in (self.loss_weights or {self.loss: 1.0}).items()}
+        return {
+            str(kind): weight for kind, weight in (self.loss_weights or {self.loss: 1.0}).items()
+        }
 
     @model_validator(mode="after")
     def _losses_take_it(self) -> DPOConfig:
@@ -68,7 +81,9 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
         if self.label_smoothing and not losses.keys() & set(SMOOTHED):
             raise ValueError(f"label_smoothing requires loss: {' or '.join(SMOOTHED)}")
         if "exo_pair" in losses and not self.label_smoothing:
-            raise ValueError("loss: exo_pair requires label_smoothing above 0; its authors take 0.001")
+            raise ValueError(
+                "loss: exo_pair requires label_smoothing above 0; its authors take 0.001"
+            )
         if self.f_divergence != "reverse_kl" and not losses.keys() <= set(OF_DIFFERENCES):
             raise ValueError(f"f_divergence requires loss: {' or '.join(OF_DIFFERENCES)}")
         return self

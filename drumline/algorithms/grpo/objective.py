@@ -6,7 +6,14 @@ from __future__ import annotations
 import torch
 
 from drumline.algorithms.grpo.spec import GRPOConfig
-from drumline.algorithms.policy import PolicyGradient, Sums, clipped, level_ratio, sum_where, weighted_likelihood
+from drumline.algorithms.policy import (
+    PolicyGradient,
+    Sums,
+    clipped,
+    level_ratio,
+    sum_where,
+    weighted_likelihood,
+)
 from drumline.data.batches import EpisodeBatch
 
 
@@ -24,14 +31,22 @@ class GRPO(PolicyGradient):
     objective = PolicyGradient.policy
 
     def surrogate(
-        self, log_ratio_BT: torch.Tensor, log_probs_BT: torch.Tensor, old_BT: torch.Tensor, batch: EpisodeBatch
+        self,
+        log_ratio_BT: torch.Tensor,
+        log_probs_BT: torch.Tensor,
+        old_BT: torch.Tensor,
+        batch: EpisodeBatch,
     ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
         spec = self.spec
         level_BT = level_ratio(log_ratio_BT, batch.targets_BT, spec.ratio)
         if spec.surrogate == "cispo":
-            loss_BT, clipped_BT = weighted_likelihood(level_BT, log_probs_BT, batch.advantages_BT, 1 + spec.upper_clip)
+            loss_BT, clipped_BT = weighted_likelihood(
+                level_BT, log_probs_BT, batch.advantages_BT, 1 + spec.upper_clip
+            )
         else:
-            loss_BT, clipped_BT = clipped(level_BT, batch.advantages_BT, spec.clip, spec.upper_clip, spec.delta)
+            loss_BT, clipped_BT = clipped(
+                level_BT, batch.advantages_BT, spec.clip, spec.upper_clip, spec.delta
+            )
         if spec.importance == "none":
             return loss_BT, clipped_BT, {}
         # min(π_old / π_sampler, cap): of each token, or of each completion as a whole; outside of completions 1.
@@ -49,5 +64,8 @@ class GRPO(PolicyGradient):
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         metrics = super().step_metrics(sums)
         if "importance" in sums:
-            metrics |= {"importance_mean": sums["importance"] / max(1.0, sums["tokens"]), "importance_max": sums["max_importance"]}
+            metrics |= {
+                "importance_mean": sums["importance"] / max(1.0, sums["tokens"]),
+                "importance_max": sums["max_importance"],
+            }
         return metrics

@@ -19,7 +19,10 @@ class GRPOConfig(PromptSpec):
     objective: ClassVar[str] = "drumline.algorithms.grpo.objective:GRPO"
     kind: Literal["grpo"] = "grpo"
     group_size: int = Field(
-        8, gt=0, le=10**6, description="Completions of each prompt, 2 or more; an advantage is a reward minus the mean reward of its group."
+        8,
+        gt=0,
+        le=10**6,
+        description="Completions of each prompt, 2 or more; an advantage is a reward minus the mean reward of its group.",
     )
     estimator: Literal["grpo", "rloo"] = Field(
         "grpo",
@@ -27,7 +30,8 @@ class GRPOConfig(PromptSpec):
         " defaults: scale none, ratio product, normalize sequence.",
     )
     scale: Literal["group", "batch", "none"] = Field(
-        "group", description="Advantages are divided by the rewards' standard deviation in the group, in the rollout, or not (Dr. GRPO)."
+        "group",
+        description="Advantages are divided by the rewards' standard deviation in the group, in the rollout, or not (Dr. GRPO).",
     )
     normalize: Literal["sequence", "token", "constant"] = Field(
         "token",
@@ -42,7 +46,9 @@ class GRPOConfig(PromptSpec):
         "clip",
         description="clip: PPO's. cispo: log-probabilities weighted by the ratio, which is cut at 1 + clip_high and has no gradient.",
     )
-    clip_high: Above0 | None = Field(None, description="Upper clip (DAPO's clip-higher: 0.28); null: as `clip`.")
+    clip_high: Above0 | None = Field(
+        None, description="Upper clip (DAPO's clip-higher: 0.28); null: as `clip`."
+    )
     delta: Above0 | None = Field(
         None,
         description="Two-sided clip (INTELLECT-2): the ratio is at most this for negative advantages too; above 1 + clip_high. null: off.",
@@ -59,44 +65,63 @@ class GRPOConfig(PromptSpec):
         description="Roll out again, at most this often, until enough groups have rewards that differ (DAPO). 0: take groups as they are.",
     )
     importance: Literal["none", "token", "sequence"] = Field(
-        "none", description="Correct for a generator that is not quite the policy: multiply by min(π_old/π_generator, importance_cap)."
+        "none",
+        description="Correct for a generator that is not quite the policy: multiply by min(π_old/π_generator, importance_cap).",
     )
     ahead: Literal[0, 1] = Field(
         0,
         description="1: sample the next rollout while this one is learned from, by a copy of the weights as they were before. Requires"
         " `importance`, which is then token if it is not set.",
     )
-    importance_cap: float = Field(2.0, gt=1, le=MOST_WEIGHT, description="importance: the weight is truncated here.")
+    importance_cap: float = Field(
+        2.0, gt=1, le=MOST_WEIGHT, description="importance: the weight is truncated here."
+    )
 
     @field_validator("group_size")
     @classmethod
     def _has_peers(cls, size: int) -> int:
         if size < 2:
-            raise ValueError("the only episode of a prompt is its group's mean, and learns nothing: take 2 or more, or algorithm.kind: ppo")
+            raise ValueError(
+                "the only episode of a prompt is its group's mean, and learns nothing: take 2 or more, or algorithm.kind: ppo"
+            )
         return size
 
     @model_validator(mode="before")
     @classmethod
     def _rloo_defaults(cls, values: Any) -> Any:
         rloo = isinstance(values, dict) and values.get("estimator") == "rloo"
-        return {"scale": "none", "ratio": "product", "normalize": "sequence", **values} if rloo else values
+        return (
+            {"scale": "none", "ratio": "product", "normalize": "sequence", **values}
+            if rloo
+            else values
+        )
 
     @model_validator(mode="before")
     @classmethod
     def _ahead_is_corrected(cls, values: Any) -> Any:
-        return {"importance": "token", **values} if isinstance(values, dict) and values.get("ahead") else values
+        return (
+            {"importance": "token", **values}
+            if isinstance(values, dict) and values.get("ahead")
+            else values
+        )
 
     @model_validator(mode="after")
     def _may_go_ahead(self) -> GRPOConfig:
         if self.ahead and self.importance == "none":
-            raise ValueError("ahead samples by older weights, which importance: token or sequence corrects")
+            raise ValueError(
+                "ahead samples by older weights, which importance: token or sequence corrects"
+            )
         if self.ahead and self.dynamic_sampling:
-            raise ValueError("dynamic_sampling chooses prompts by rewards, which a rollout that is under way has not got; leave one out")
+            raise ValueError(
+                "dynamic_sampling chooses prompts by rewards, which a rollout that is under way has not got; leave one out"
+            )
         return self
 
     @model_validator(mode="after")
     def _cuts_above_the_clip(self) -> GRPOConfig:
-        if self.delta is not None and (self.surrogate == "cispo" or self.delta <= 1 + self.upper_clip):
+        if self.delta is not None and (
+            self.surrogate == "cispo" or self.delta <= 1 + self.upper_clip
+        ):
             raise ValueError("delta requires surrogate: clip, and is above 1 + clip_high")
         return self
 

@@ -25,7 +25,11 @@ class PPO(PolicyGradient):
     @property
     def objective(self) -> Any:
         """The objective of the one model, or of each trainable role."""
-        return {"policy": self.policy, "value": self.value} if self.spec.value == "separate" else self.both
+        return (
+            {"policy": self.policy, "value": self.value}
+            if self.spec.value == "separate"
+            else self.both
+        )
 
     def both(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         policy, value = self.policy(outputs, batch), self.value(outputs, batch)
@@ -55,6 +59,12 @@ class PPO(PolicyGradient):
         """Explained variance: 1 − Var(return − value) / Var(return): 1 for a perfect value, 0 for a constant, below 0 for worse. 0 where
         returns do not vary."""
         tokens = max(1.0, sums["tokens"])
-        variance, unexplained = (sums[f"{name}_squared"] / tokens - (sums[name] / tokens) ** 2 for name in ("returns", "errors"))
+        variance, unexplained = (
+            sums[f"{name}_squared"] / tokens - (sums[name] / tokens) ** 2
+            for name in ("returns", "errors")
+        )
         explained = 1 - unexplained / variance if variance > 1e-12 else 0.0
-        return super().step_metrics(sums) | {"value_loss": sums["value"] / max(1.0, sums["weight"]), "explained_variance": explained}
+        return super().step_metrics(sums) | {
+            "value_loss": sums["value"] / max(1.0, sums["weight"]),
+            "explained_variance": explained,
+        }

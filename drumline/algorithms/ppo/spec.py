@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from drumline.core.config import Config
 
 
-KL: dict[str, Any] = {"coefficient": 0.05, "estimator": "k1"}  # in the place of KLConfig's own defaults
+# In the place of KLConfig's own defaults.
+KL: dict[str, Any] = {
+    "coefficient": 0.05,
+    "estimator": "k1",
+}
 
 
 class PPOConfig(PromptSpec):
@@ -28,13 +32,29 @@ class PPOConfig(PromptSpec):
     group_size: int = Field(1, gt=0, le=10**6, description="Completions of each prompt.")
     epochs: int = Field(4, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
-    lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation (Schulman et al. 2016).")
-    value_clip: Above0 | None = Field(0.2, description="A value may move this far from the rollout's; null: not clipped.")
+    lam: float = Field(
+        0.95,
+        ge=0,
+        le=1,
+        description="λ of generalised advantage estimation (Schulman et al. 2016).",
+    )
+    value_clip: Above0 | None = Field(
+        0.2, description="A value may move this far from the rollout's; null: not clipped."
+    )
     value_weight: Above0 = Field(0.1, description="Weight of the value's loss beside the policy's.")
-    value: Literal["head", "separate"] = Field("head", description="head: linear, on the policy's last hidden states; separate: a model.")
-    value_model: Model | None = Field(None, description="separate: where the value starts from; null: the policy's own start.")
-    value_lr: float | None = Field(None, gt=0, le=1000, description="separate: its peak learning rate; null: the policy's.")
-    whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
+    value: Literal["head", "separate"] = Field(
+        "head", description="head: linear, on the policy's last hidden states; separate: a model."
+    )
+    value_model: Model | None = Field(
+        None, description="separate: where the value starts from; null: the policy's own start."
+    )
+    value_lr: float | None = Field(
+        None, gt=0, le=1000, description="separate: its peak learning rate; null: the policy's."
+    )
+    whiten: bool = Field(
+        True,
+        description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.",
+    )
     entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
     kl: Annotated[
         KLConfig, RefusesNull("{coefficient: 0} for none, or leave it out for the default")
@@ -54,7 +74,9 @@ class PPOConfig(PromptSpec):
     def _has_a_value(self) -> PPOConfig:
         for name in ("value_model", "value_lr"):
             if self.value == "head" and getattr(self, name) is not None:
-                raise ValueError(f"{name} is of a value model of its own: set value: separate, or take it out")
+                raise ValueError(
+                    f"{name} is of a value model of its own: set value: separate, or take it out"
+                )
         return self
 
     @property

@@ -33,14 +33,25 @@ class PythonObjective(Algorithm):
     def objective(self, outputs: Any, batch: SampleBatch) -> LossOut:
         """`outputs` is the model itself. Raises ConfigError for what is no sum."""
         loss_sum, sums = self._checked(self.function(outputs, batch.content))
-        if batch.weight == 0:  # fillers alone: the ranks compute side by side, and nothing is learned
+        if (
+            batch.weight == 0
+        ):  # fillers alone: the ranks compute side by side, and nothing is learned
             least = torch.full((), -torch.inf, device=loss_sum.device)
-            loss_sum, sums = loss_sum * 0, {n: least if n.startswith("max_") else value * 0 for n, value in sums.items()}
+            loss_sum, sums = (
+                loss_sum * 0,
+                {n: least if n.startswith("max_") else value * 0 for n, value in sums.items()},
+            )
         weight = torch.full((), batch.weight, device=loss_sum.device)  # no copy from the host
-        return LossOut(loss_sum.float(), {**{name: value.detach().float() for name, value in sums.items()}, WEIGHT: weight})
+        return LossOut(
+            loss_sum.float(),
+            {**{name: value.detach().float() for name, value in sums.items()}, WEIGHT: weight},
+        )
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        over = {name: 1.0 if name.startswith("max_") else sums[WEIGHT] or 1.0 for name in sums.keys() - {"loss", WEIGHT}}
+        over = {
+            name: 1.0 if name.startswith("max_") else sums[WEIGHT] or 1.0
+            for name in sums.keys() - {"loss", WEIGHT}
+        }
         return {name: value / over[name] for name, value in sums.items() if name in over}
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
@@ -63,9 +74,15 @@ class PythonObjective(Algorithm):
         names = sorted(sums)
         if torch.is_grad_enabled() not in self.given and (hidden := FIELDS.intersection(names)):
             logger.warning(
-                "%s gives sums that no event shows, as its own numbers have these names: %s", self.name, ", ".join(sorted(hidden))
+                "%s gives sums that no event shows, as its own numbers have these names: %s",
+                self.name,
+                ", ".join(sorted(hidden)),
             )
         if names != (before := self.given.setdefault(torch.is_grad_enabled(), names)):
             what = f"{self.name} gave the sums {', '.join(names) or 'none'}, and before {', '.join(before) or 'none'}"
-            raise ConfigError(what, where="algorithm.path", fix="give the same sums for each batch, 0 where there is nothing to add")
+            raise ConfigError(
+                what,
+                where="algorithm.path",
+                fix="give the same sums for each batch, 0 where there is nothing to add",
+            )
         return loss_sum, {name: sums[name] for name in names}

@@ -28,9 +28,12 @@ class PythonConfig(AlgorithmSpec):
     writes: ClassVar[bool] = False
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
     kind: Literal["python"] = "python"
-    path: PathText = Field(description="file.py:function, relative to the YAML's folder, or package.module:function.")
+    path: PathText = Field(
+        description="file.py:function, relative to the YAML's folder, or package.module:function."
+    )
     weight: PathText | None = Field(
-        None, description="A function batch → what it adds to the loss's denominator; null: the number of its samples."
+        None,
+        description="A function batch → what it adds to the loss's denominator; null: the number of its samples.",
     )
     collate: PathText | None = Field(
         None, description="A function: list of samples → batch; null: as torch's default_collate."
@@ -43,7 +46,9 @@ class PythonConfig(AlgorithmSpec):
     def find(self, name: str, base_dir: Path) -> Any:
         """The function that a key names; None where it names none. Raises ConfigError."""
         path = getattr(self, name)
-        return None if path is None else find_object(path, base_dir, f"algorithm.{name}", "function")
+        return (
+            None if path is None else find_object(path, base_dir, f"algorithm.{name}", "function")
+        )
 
     def _find_checked(self, name: str, base_dir: Path) -> Callable[..., Any] | None:
         """Return the function that a key names, whose errors name the key; None if it is not set."""
@@ -57,9 +62,13 @@ class PythonConfig(AlgorithmSpec):
 
         return PythonObjective(self.find("path", base_dir), self.path)
 
-    def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[[list[int]], Any]]:
+    def collator(
+        self, plan: Plan, width: int | None
+    ) -> Callable[[Any], Callable[[list[int]], Any]]:
         from drumline.data.samples import SampleCollator, default_collate_of
 
         base = Path(plan.base_dir)
         collate, weigh = self._find_checked("collate", base), self._find_checked("weight", base)
-        return lambda samples: SampleCollator(samples, collate or default_collate_of(samples), weigh)
+        return lambda samples: SampleCollator(
+            samples, collate or default_collate_of(samples), weigh
+        )

@@ -29,7 +29,9 @@ LARGEST_LOG_PROB = -1e-12  # an answer that is certain has no finite odds
 
 def odds_ratio(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
     """−β log σ(log odds_w − log odds_l) of mean log-probabilities, fp64[P]."""
-    chosen_odds_P, rejected_odds_P = (p - torch.log(-torch.expm1(p.clamp(max=LARGEST_LOG_PROB))) for p in (chosen_P, rejected_P))
+    chosen_odds_P, rejected_odds_P = (
+        p - torch.log(-torch.expm1(p.clamp(max=LARGEST_LOG_PROB))) for p in (chosen_P, rejected_P)
+    )
     return -beta * logsigmoid(chosen_odds_P - rejected_odds_P)
 
 
@@ -44,11 +46,21 @@ class ReferenceFree(AnswerPairs):
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         mean_B = self.score(outputs, batch) / answer_tokens(batch)
         chosen_P, rejected_P = sides(mean_B)
-        return self.out(self.loss(chosen_P, rejected_P) - self.sft_weight * chosen_P, mean_B, self.beta * mean_B, batch)
+        return self.out(
+            self.loss(chosen_P, rejected_P) - self.sft_weight * chosen_P,
+            mean_B,
+            self.beta * mean_B,
+            batch,
+        )
 
 
 def orpo(spec: ORPOConfig) -> ReferenceFree:
-    return ReferenceFree(loss=partial(odds_ratio, beta=spec.beta), beta=spec.beta, sft_weight=1.0, chunk=spec.loss_chunk)
+    return ReferenceFree(
+        loss=partial(odds_ratio, beta=spec.beta),
+        beta=spec.beta,
+        sft_weight=1.0,
+        chunk=spec.loss_chunk,
+    )
 
 
 def simpo(spec: SimPOConfig) -> ReferenceFree:
@@ -56,4 +68,6 @@ def simpo(spec: SimPOConfig) -> ReferenceFree:
     def loss(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
         return cross_entropy(spec.beta * (chosen_P - rejected_P) - spec.gamma, spec.label_smoothing)
 
-    return ReferenceFree(loss=loss, beta=spec.beta, sft_weight=spec.sft_weight, chunk=spec.loss_chunk)
+    return ReferenceFree(
+        loss=loss, beta=spec.beta, sft_weight=spec.sft_weight, chunk=spec.loss_chunk
+    )

@@ -17,7 +17,10 @@ class ORPOConfig(AnswerPairSpec):
     rate: ClassVar[float] = 8e-6
     objective: ClassVar[str] = "drumline.algorithms.reference_free.objective:orpo"
     kind: Literal["orpo"] = "orpo"
-    beta: Above0 = Field(0.1, description="Weight of the odds ratio beside the chosen answer's likelihood: λ of the paper.")
+    beta: Above0 = Field(
+        0.1,
+        description="Weight of the odds ratio beside the chosen answer's likelihood: λ of the paper.",
+    )
 
 
 class SimPOConfig(AnswerPairSpec):
@@ -27,7 +30,15 @@ class SimPOConfig(AnswerPairSpec):
     rate: ClassVar[float] = 1e-6
     objective: ClassVar[str] = "drumline.algorithms.reference_free.objective:simpo"
     kind: Literal["simpo"] = "simpo"
-    beta: Above0 = Field(2.0, description="How much a difference of mean log-probabilities counts; the authors take 2.0 to 2.5.")
-    gamma: Weight = Field(1.0, description="Target margin of β × that difference; the authors take 0.3 to 1.6.")
+    beta: Above0 = Field(
+        2.0,
+        description="How much a difference of mean log-probabilities counts; the authors take 2.0 to 2.5.",
+    )
+    gamma: Weight = Field(
+        1.0, description="Target margin of β × that difference; the authors take 0.3 to 1.6."
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="Assumed share of swapped pairs.")
-    sft_weight: Weight = Field(0.0, description="Weight of the chosen answer's mean negative log-likelihood (CPO-SimPO; TRL's cpo_alpha).")
+    sft_weight: Weight = Field(
+        0.0,
+        description="Weight of the chosen answer's mean negative log-likelihood (CPO-SimPO; TRL's cpo_alpha).",
+    )

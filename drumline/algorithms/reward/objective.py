@@ -36,18 +36,32 @@ class RewardModel(Algorithm):
         confidence_P = torch.sigmoid(difference_P.abs())
         excess_P = ((difference_P > 0).double() - confidence_P) * batch.real_P
         bin_P = ((confidence_P - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
-        excess_K = torch.zeros(BINS, dtype=torch.float64, device=excess_P.device).index_add_(0, bin_P, excess_P)
-        return LossOut(out.loss_sum, out.sums | {f"excess_{index}": excess for index, excess in enumerate(excess_K)})
+        excess_K = torch.zeros(BINS, dtype=torch.float64, device=excess_P.device).index_add_(
+            0, bin_P, excess_P
+        )
+        return LossOut(
+            out.loss_sum,
+            out.sums | {f"excess_{index}": excess for index, excess in enumerate(excess_K)},
+        )
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         metrics = self.step_metrics(sums)
         # Expected calibration error (Naeini et al. 2015): mean over pairs of |accuracy − confidence| of their bin.
         error = sum(abs(sums[f"excess_{index}"]) for index in range(BINS)) / max(1.0, sums["pairs"])
-        return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **metrics, "calibration_error": error}
+        return {
+            "loss": sums["loss"] / max(1.0, sums["pairs"]),
+            **metrics,
+            "calibration_error": error,
+        }
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        found = means(sums, "accuracy", "margin", "chosen", "rejected", "chosen_squared", "rejected_squared")
-        variances = {f"{name}_std": found.pop(f"{name}_squared") - found[name] ** 2 for name in ("chosen", "rejected")}
+        found = means(
+            sums, "accuracy", "margin", "chosen", "rejected", "chosen_squared", "rejected_squared"
+        )
+        variances = {
+            f"{name}_std": found.pop(f"{name}_squared") - found[name] ** 2
+            for name in ("chosen", "rejected")
+        }
         return found | {name: math.sqrt(max(0.0, variance)) for name, variance in variances.items()}
 
     def _rewards(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +70,10 @@ class RewardModel(Algorithm):
     def _learn(self, chosen_P: torch.Tensor, rejected_P: torch.Tensor, batch: Any) -> LossOut:
         difference_P = chosen_P - rejected_P
         margin_P = torch.where(batch.margin_P.isnan(), self.spec.margin, batch.margin_P)
-        loss_P = -functional.logsigmoid(difference_P - margin_P) + self.spec.center * (chosen_P + rejected_P) ** 2
+        loss_P = (
+            -functional.logsigmoid(difference_P - margin_P)
+            + self.spec.center * (chosen_P + rejected_P) ** 2
+        )
         sums = pair_sums(
             batch.real_P,
             accuracy=(difference_P > 0).float(),

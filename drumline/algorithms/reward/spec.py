@@ -17,12 +17,22 @@ class RewardModelConfig(PairSpec):
 
     position: ClassVar[int] = 2
     rate: ClassVar[float] = 1e-5
-    metrics: ClassVar[tuple[str, ...]] = (*PairSpec.metrics, "chosen", "rejected", "chosen_std", "rejected_std", "calibration_error")
+    metrics: ClassVar[tuple[str, ...]] = (
+        *PairSpec.metrics,
+        "chosen",
+        "rejected",
+        "chosen_std",
+        "rejected_std",
+        "calibration_error",
+    )
     writes: ClassVar[bool] = False
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
     objective: ClassVar[str] = "drumline.algorithms.reward.objective:RewardModel"
     kind: Literal["reward"] = "reward"
-    margin: Weight = Field(0.0, description="By how much chosen should lie above rejected; a `margin` column of the data overrides it.")
+    margin: Weight = Field(
+        0.0,
+        description="By how much chosen should lie above rejected; a `margin` column of the data overrides it.",
+    )
     center: float = Field(
         0.0,
         ge=0,

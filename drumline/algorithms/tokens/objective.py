@@ -33,11 +33,18 @@ class NextToken(Algorithm):
             # Sequences with targets, and those of them with no wrong one. A sequence starts wherever positions start again at 0.
             sequence_N = (batch.position_ids_BT == 0).reshape(-1).cumsum(0) - 1
             learned_N = targets_N != IGNORE
-            learned_S = torch.zeros(int(sequence_N[-1]) + 1, dtype=torch.long, device=targets_N.device)
+            learned_S = torch.zeros(
+                int(sequence_N[-1]) + 1, dtype=torch.long, device=targets_N.device
+            )
             learned_S.index_add_(0, sequence_N, learned_N.long())
-            wrong_S = torch.zeros_like(learned_S).index_add_(0, sequence_N, (learned_N & ~correct_N).long())
+            wrong_S = torch.zeros_like(learned_S).index_add_(
+                0, sequence_N, (learned_N & ~correct_N).long()
+            )
             has_targets_S = learned_S > 0
-            sums |= {"sequences": has_targets_S.sum(), "exact": (has_targets_S & (wrong_S == 0)).sum()}
+            sums |= {
+                "sequences": has_targets_S.sum(),
+                "exact": (has_targets_S & (wrong_S == 0)).sum(),
+            }
         return LossOut(loss_sum, sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:

@@ -29,7 +29,16 @@ from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault, UserError
 from drumline.launchers.agent import Agent, Place
 from drumline.launchers.hosts.facts import facts
-from drumline.launchers.hosts.link import AGENT_SECONDS, BEAT_SECONDS, CONNECT_SECONDS, IDLE_SECONDS, Link, Message, call, store_secret
+from drumline.launchers.hosts.link import (
+    AGENT_SECONDS,
+    BEAT_SECONDS,
+    CONNECT_SECONDS,
+    IDLE_SECONDS,
+    Link,
+    Message,
+    call,
+    store_secret,
+)
 from drumline.launchers.hosts.takeover import Heir
 from drumline.launchers.lease import has_lease
 from drumline.launchers.postmortem import RankEnd, log_lines
@@ -46,22 +55,27 @@ class HostRanks(Agent):
     def _settle(self) -> None:
         if not self.elsewhere:
             ended = {code for code in self._exitcodes().values() if code}
-            self.link.send({"failed": sorted(ended or {1}), "attempt": self.logs.name})  # none: one that has raised hangs
+            # None: one that has raised hangs.
+            self.link.send({"failed": sorted(ended or {1}), "attempt": self.logs.name})
         super()._settle()
 
 
 class Host:
     """This host, as long as there is this launcher. `heir`: where another may follow it."""
 
-    def __init__(self, link: Link, settings: Message, signals: LauncherSignals, heir: Heir | None) -> None:
+    def __init__(
+        self, link: Link, settings: Message, signals: LauncherSignals, heir: Heir | None
+    ) -> None:
         self.link, self.settings, self.signals, self.heir = link, settings, signals, heir
         self.gone, self.ended = threading.Event(), False
         self.orders = queue.SimpleQueue[Message | None]()
         self.ranks: HostRanks | None = None
         self.ordered = False  # a signal came from the launcher
         self.limit = IDLE_SECONDS
-        self.elsewhere = defaultdict[str, set[int]](set)  # attempt → exit codes of failed ranks of other hosts
-        self.confirmed = time.monotonic()  # when the newest beat was sent that the launcher has heard
+        # Attempt → exit codes of failed ranks of other hosts.
+        self.elsewhere = defaultdict[str, set[int]](set)
+        # When the newest beat was sent that the launcher has heard.
+        self.confirmed = time.monotonic()
 
     def serve(self) -> bool:
         """Do what the launcher says, until it says that this is the end; False: until it has gone, and the ranks with it."""
@@ -70,7 +84,14 @@ class Host:
         for work in (self._listen, self._beat, self._watch):
             threading.Thread(target=work, daemon=True, name=f"drumline-host{work.__name__}").start()
         votes = self.heir and self.heir.voter.place
-        self.link.send({"hello": self.settings["name"], **facts(), "process": this_process().name, "votes": votes})
+        self.link.send(
+            {
+                "hello": self.settings["name"],
+                **facts(),
+                "process": this_process().name,
+                "votes": votes,
+            }
+        )
         while (order := self.orders.get()) is not None:
             if order["do"] == "check":
                 self.link.send({"checked": self._check(order), "of": order["id"]})
@@ -86,9 +107,15 @@ class Host:
 
     def _check(self, order: Message) -> dict[str, Any]:
         run_dir = Path(order["run_dir"])
-        shared = has_lease(order["lease"], run_dir, 0.0 if self.heir and self.heir.own else SHARED_SECONDS)
+        shared = has_lease(
+            order["lease"], run_dir, 0.0 if self.heir and self.heir.own else SHARED_SECONDS
+        )
         mistake = self.heir.claim(run_dir) if self.heir and order["apart"] and not shared else ""
-        return {"shared": shared, "mistake": mistake, "digests": {path: digest(Path(path)) for path in order["paths"]}}
+        return {
+            "shared": shared,
+            "mistake": mistake,
+            "digests": {path: digest(Path(path)) for path in order["paths"]},
+        }
 
     def _start(self, order: Message) -> Message:
         """Run the ranks of an attempt to their end, and say how they ended."""
@@ -96,19 +123,33 @@ class Host:
         try:
             socket.create_connection((address, port), CONNECT_SECONDS).close()
         except OSError as error:
-            return {"refused": f"cannot reach port {port} of {address}, where ranks meet: {error.strerror or error}"}
-        while time.monotonic() - self.confirmed > 2 * BEAT_SECONDS and not self.gone.wait(LOOK_SECONDS):
+            return {
+                "refused": f"cannot reach port {port} of {address}, where ranks meet: {error.strerror or error}"
+            }
+        while time.monotonic() - self.confirmed > 2 * BEAT_SECONDS and not self.gone.wait(
+            LOOK_SECONDS
+        ):
             continue  # no ranks before the launcher hears of this host now
         self.limit = AGENT_SECONDS
         secret = store_secret(self.settings["secret"], order["attempt"])
         place = Place(address, port, order["first"], order["world_size"], secret)
-        ranks = HostRanks(tied(*order["rank"]), order["nproc"], place, Path(order["logs"]), self.signals, order["grace"])
+        ranks = HostRanks(
+            tied(*order["rank"]),
+            order["nproc"],
+            place,
+            Path(order["logs"]),
+            self.signals,
+            order["grace"],
+        )
         ranks.link, ranks.elsewhere, self.ranks = self.link, self.elsewhere[order["attempt"]], ranks
         try:
             ends = [] if self.gone.is_set() else ranks.attempt()
         finally:
             self.ranks = None
-        return {"ends": [_reported(end) for end in ends], "leaves": bool(self.signals.number) and not self.ordered}
+        return {
+            "ends": [_reported(end) for end in ends],
+            "leaves": bool(self.signals.number) and not self.ordered,
+        }
 
     def _listen(self) -> None:
         while (message := self.link.receive()) is not None:
@@ -181,13 +222,19 @@ def main() -> None:
         try:
             link: Link | None = call(*place, settings["secret"])
         except OSError as error:
-            raise EnvironmentFault(f"cannot reach the launcher at {place[0]}:{place[1]}: {error.strerror or error}") from None
+            raise EnvironmentFault(
+                f"cannot reach the launcher at {place[0]}:{place[1]}: {error.strerror or error}"
+            ) from None
     except UserError as error:
         print(error.line(), file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     heir = Heir(settings, link.address) if link is not None and settings.get("elastic") else None
     with LauncherSignals() as signals:
-        while link is not None and not Host(link, settings, signals, heir).serve() and heir is not None:
+        while (
+            link is not None
+            and not Host(link, settings, signals, heir).serve()
+            and heir is not None
+        ):
             link = heir.find(lambda: signals.number)
     raise SystemExit(1 if link is None else heir.close() if heir is not None else 0)
 

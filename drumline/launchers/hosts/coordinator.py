@@ -65,7 +65,13 @@ class Hosts:
     `interface`, `peers`: which one ranks shall use on each host, or the addresses that it must lead to."""
 
     def __init__(
-        self, names: Sequence[str], starter: Starter, address: str, port: int | None, interface: str | None, peers: Sequence[str]
+        self,
+        names: Sequence[str],
+        starter: Starter,
+        address: str,
+        port: int | None,
+        interface: str | None,
+        peers: Sequence[str],
     ) -> None:
         self.remotes, self.starter = {name: Remote(name) for name in names}, starter
         self.address, self.port = address, port
@@ -80,7 +86,9 @@ class Hosts:
         self._questions = itertools.count()
         self.since: float | None = None  # monotonic seconds of the first start of ranks
         for work in (self._accept, self._watch):
-            threading.Thread(target=work, daemon=True, name=f"drumline-hosts{work.__name__}").start()
+            threading.Thread(
+                target=work, daemon=True, name=f"drumline-hosts{work.__name__}"
+            ).start()
 
     @property
     def place(self) -> tuple[str, int]:
@@ -122,7 +130,12 @@ class Hosts:
 
     def _settings(self, name: str) -> Message:
         environment = {**handed_on(os.environ), **withheld()}
-        where = {"name": name, "address": self.address, "port": self.place[1], "secret": self.secret}
+        where = {
+            "name": name,
+            "address": self.address,
+            "port": self.place[1],
+            "secret": self.secret,
+        }
         return {**where, "env": environment, "interface": self.interface, "peers": self.peers}
 
     def _accept(self) -> None:
@@ -132,11 +145,17 @@ class Hosts:
         """One agent, as long as it is there."""
         while (hello := link.receive()) is not None and "beat" in hello:
             link.send({"beat": hello["beat"]})
-        remote = self.remotes.get(str(hello["hello"])) if hello is not None and "hello" in hello else None
+        remote = (
+            self.remotes.get(str(hello["hello"]))
+            if hello is not None and "hello" in hello
+            else None
+        )
         if hello is None or remote is None:
             return link.close()
         with self._lock:
-            if (older := remote.link) is not None and hello["process"] == remote.facts.get("process"):
+            if (older := remote.link) is not None and hello["process"] == remote.facts.get(
+                "process"
+            ):
                 self.lose(remote, older, "its agent has called again")
             if comes := remote.link is None:
                 remote.shift, remote.gone = float("inf"), ""
@@ -162,9 +181,13 @@ class Hosts:
 
     def _watch(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
-            limit, since = (IDLE_SECONDS, 0.0) if self.since is None else (SILENT_SECONDS, self.since)
+            limit, since = (
+                (IDLE_SECONDS, 0.0) if self.since is None else (SILENT_SECONDS, self.since)
+            )
             for remote in self.remotes.values():
-                if (link := remote.link) is not None and time.monotonic() - max(link.heard, since) > limit:
+                if (link := remote.link) is not None and time.monotonic() - max(
+                    link.heard, since
+                ) > limit:
                     self.lose(remote, link, CUT_OFF)
 
     # ------------------------------------------------------------------------------------------------------------ asking
@@ -180,12 +203,19 @@ class Hosts:
         while len(answers) < len(there):
             remote, message = self.next_message()
             if remote is not None:
-                if key in message and message.get("of") == number:  # else it answers an earlier question
+                if (
+                    key in message and message.get("of") == number
+                ):  # else it answers an earlier question
                     answers[remote.name] = message[key]
                 continue
             for name in there:
-                if name not in answers and ((each := self.remotes[name]).link is None or time.monotonic() > until):
-                    raise EnvironmentFault(f"host {name}: {self.why_gone(each) or 'gives no answer'}", where="launch.hosts")
+                if name not in answers and (
+                    (each := self.remotes[name]).link is None or time.monotonic() > until
+                ):
+                    raise EnvironmentFault(
+                        f"host {name}: {self.why_gone(each) or 'gives no answer'}",
+                        where="launch.hosts",
+                    )
         return answers
 
     def there(self) -> list[str]:
@@ -195,7 +225,11 @@ class Hosts:
     def send(self, order: Message, but: Remote | None = None, ranks: bool = False) -> None:
         """To all hosts that are there. `ranks`: that have ranks."""
         for name, remote in self.remotes.items():
-            if (link := remote.link) is not None and remote is not but and (name in self.counts or not ranks):
+            if (
+                (link := remote.link) is not None
+                and remote is not but
+                and (name in self.counts or not ranks)
+            ):
                 link.send(order)
 
     def next_message(self) -> tuple[Remote, Message] | tuple[None, Message]:
@@ -248,7 +282,14 @@ class Hosts:
 def lost(rank: int, why: str, logs: Path, host: str, at: float | None = None) -> RankEnd:
     """The end of a rank that nobody could report. `at`: the last sign of it: those that waited for it are its consequences."""
     at = at or time.time()
-    return RankEnd(rank, 1, {"message": why, "traceback": "", "time": at, "exit_code": 1}, logs / f"rank-{rank}.log", at=at, host=host)
+    return RankEnd(
+        rank,
+        1,
+        {"message": why, "traceback": "", "time": at, "exit_code": 1},
+        logs / f"rank-{rank}.log",
+        at=at,
+        host=host,
+    )
 
 
 class Attempt:
@@ -260,7 +301,8 @@ class Attempt:
         for name, count in hosts.counts.items():
             self.first[name], world = world, world + count
         self.world = world
-        self.links = {name: hosts.remotes[name].link for name in hosts.counts}  # an agent that comes anew has no ranks
+        # An agent that comes anew has no ranks.
+        self.links = {name: hosts.remotes[name].link for name in hosts.counts}
         self.ends = dict[str, list[RankEnd]]()
         self.until = float("inf")  # by when each host must have reported
         self.sent_number, self.sent_hurry = False, False
@@ -272,10 +314,18 @@ class Attempt:
         from drumline.launchers.agent import open_store
 
         hosts = self.hosts
-        while hosts.next_message()[0] is not None:  # of the attempt before, from a host that was given up then
+        while (
+            hosts.next_message()[0] is not None
+        ):  # of the attempt before, from a host that was given up then
             continue
         store = open_store(listen(hosts.port, hosts.address))
-        order = {"do": "start", "rank": rank, "world_size": self.world, "port": store.port, "attempt": self.logs.name}
+        order = {
+            "do": "start",
+            "rank": rank,
+            "world_size": self.world,
+            "port": store.port,
+            "attempt": self.logs.name,
+        }
         order |= {"logs": str(self.logs), "grace": hosts.grace}
         hosts.since = hosts.since or time.monotonic()
         for name, count in hosts.counts.items():
@@ -286,18 +336,28 @@ class Attempt:
             remote, message = hosts.next_message()
             if remote is None:
                 self._look()
-            elif message.get("attempt") != self.logs.name:  # an earlier one, or an answer that nobody waits for
+            elif (
+                message.get("attempt") != self.logs.name
+            ):  # an earlier one, or an answer that nobody waits for
                 continue
             elif "refused" in message:
                 self._failed(remote, [1])
-                raise EnvironmentFault(f"host {remote.name} {message['refused']}", where="launch.hosts", fix="open it, or name another")
+                raise EnvironmentFault(
+                    f"host {remote.name} {message['refused']}",
+                    where="launch.hosts",
+                    fix="open it, or name another",
+                )
             elif "failed" in message:
                 self._failed(remote, message["failed"])
             elif "ends" in message:
                 self.leaving |= {remote.name} if message["leaves"] else set()
                 self.ends[remote.name] = [self._end(remote, values) for values in message["ends"]]
-                self._failed(remote, [end.exitcode for end in self.ends[remote.name] if end.exitcode])
-        return sorted((end for ends in self.ends.values() for end in ends), key=lambda end: end.rank)
+                self._failed(
+                    remote, [end.exitcode for end in self.ends[remote.name] if end.exitcode]
+                )
+        return sorted(
+            (end for ends in self.ends.values() for end in ends), key=lambda end: end.rank
+        )
 
     def _forward(self) -> None:
         """The launcher's signals, each once."""
@@ -312,7 +372,11 @@ class Attempt:
     def _failed(self, remote: Remote, codes: list[int]) -> None:
         """Ranks of a host have failed: those of the other hosts shall not wait for them."""
         if codes:
-            self.hosts.send({"do": "elsewhere", "attempt": self.logs.name, "codes": codes}, but=remote, ranks=True)
+            self.hosts.send(
+                {"do": "elsewhere", "attempt": self.logs.name, "codes": codes},
+                but=remote,
+                ranks=True,
+            )
             self._limit()
 
     def _limit(self) -> None:
@@ -326,10 +390,23 @@ class Attempt:
             self._limit()
         for name in self.hosts.counts:
             late, remote = time.monotonic() > self.until, self.hosts.remotes[name]
-            if name not in self.ends and (remote.link is None or remote.link is not self.links[name] or late):
+            if name not in self.ends and (
+                remote.link is None or remote.link is not self.links[name] or late
+            ):
                 why = self.hosts.why_gone(remote) or "its host did not report how its ranks ended"
                 first, count, now = self.first[name], self.hosts.counts[name], time.time()
-                silent = [RankEnd(first + n, 1, None, self.logs / f"rank-{first + n}.log", True, now, host=name) for n in range(1, count)]
+                silent = [
+                    RankEnd(
+                        first + n,
+                        1,
+                        None,
+                        self.logs / f"rank-{first + n}.log",
+                        True,
+                        now,
+                        host=name,
+                    )
+                    for n in range(1, count)
+                ]
                 self.ends[name] = [lost(first, why, self.logs, name, remote.heard), *silent]
                 if (link := remote.link) is not None:
                     link.close()
@@ -338,4 +415,12 @@ class Attempt:
     def _end(self, remote: Remote, values: Message) -> RankEnd:
         """By the launcher's clock."""
         tuples = {name: tuple(values[name]) for name in ("kills", "lines")}
-        return RankEnd(**{**values, **tuples, "log": Path(values["log"]), "host": remote.name, "at": values["at"] + remote.shift})
+        return RankEnd(
+            **{
+                **values,
+                **tuples,
+                "log": Path(values["log"]),
+                "host": remote.name,
+                "at": values["at"] + remote.shift,
+            }
+        )

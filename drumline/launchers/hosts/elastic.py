@@ -45,31 +45,51 @@ class ElasticHosts(Hosts):
     require: Callable[[str], None]
     joins_at: type[Event] = Save  # events after which a host may join
 
-    def __init__(self, *given: Any, least: int, most: int, own: str = "", run: Message | None = None, known: Message | None = None) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        least: int,
+        most: int,
+        own: str = "",
+        run: Message | None = None,
+        known: Message | None = None,
+    ) -> None:
         super().__init__(*given)
         self.least, self.most, self.own, self.run = least, most, own, run or {}
         self.known = known or {}
         self.secret = self.known.get("secret", self.secret)
         self.term: int = self.known.get("term", 1)  # counts the launchers of a run
         self.shared: bool = self.known.get("shared", True)
-        self.members = dict[str, Any](self.known.get("members", {}))  # that took part last, and where each votes
-        self.before = dict[str, Any](self.known.get("before", {}))  # the same of the list before, if not all had confirmed the last
+        # That took part last, and where each votes.
+        self.members = dict[str, Any](self.known.get("members", {}))
+        # The same of the list before, if not all had confirmed the last.
+        self.before = dict[str, Any](self.known.get("before", {}))
         self._number = 0  # of their list
         self._last = -1  # number of the newest attempt
         self.compared = dict[str, Link | None]()  # host → its agent that was the same
         self._refused = set[str]()  # hosts that came and differ
-        self._fitted = list[str]()  # the hosts that were there when those that take part were chosen
-        self._rest = dict[str, float]()  # host that left → monotonic seconds before which it is not asked for
+        self._fitted = list[
+            str
+        ]()  # the hosts that were there when those that take part were chosen
+        self._rest = dict[
+            str, float
+        ]()  # host that left → monotonic seconds before which it is not asked for
         self._events, self._past, self._next_look = Path(), 0, 0.0
-        self._named = False  # hosts know a checkpoint that the run begins at, and it has saved none yet
+        self._named = (
+            False  # hosts know a checkpoint that the run begins at, and it has saved none yet
+        )
 
     def gather(self, stopped: Callable[[], int] = lambda: 0, patience: float = 0.0) -> None:
         """Have an agent on as many hosts as come. Raises EnvironmentFault where they are too few."""
         missing = dict(self._call(stopped, patience))
         if len(self.there()) < self.least:
             name, why = next(iter(missing.items()))
-            what = f"host {name}: {why}; {len(self.there())} of at least {self.least} hosts are there"
-            raise EnvironmentFault(what, where="launch.hosts", fix="set launch.nodes.min lower to go on with fewer")
+            what = (
+                f"host {name}: {why}; {len(self.there())} of at least {self.least} hosts are there"
+            )
+            raise EnvironmentFault(
+                what, where="launch.hosts", fix="set launch.nodes.min lower to go on with fewer"
+            )
         for name, why in missing.items():
             say(f"note: goes on without host {name}: {why}")
         self._begin_recall()
@@ -104,7 +124,11 @@ class ElasticHosts(Hosts):
     def may_pause(self) -> bool:
         """A host has come, and the run has a checkpoint of this attempt."""
         there, now = self.there(), time.monotonic()
-        may_join = there != self._fitted and not set(there) <= self.counts.keys() and len(self.counts) < self.most
+        may_join = (
+            there != self._fitted
+            and not set(there) <= self.counts.keys()
+            and len(self.counts) < self.most
+        )
         if now < self._next_look or not (may_join or self._named):
             return False
         self._next_look = now + EVENTS_SECONDS
@@ -132,7 +156,11 @@ class ElasticHosts(Hosts):
             self._require_right()
             # One that was just leaving, since the run is over, dies of the signal that others save at.
             saved = {75, -signal.SIGUSR1} & {end.exitcode for end in ends}
-            if signals.number or not saved or not (attempt.paused or self._without(attempt.leaving)):
+            if (
+                signals.number
+                or not saved
+                or not (attempt.paused or self._without(attempt.leaving))
+            ):
                 return ends
             rank = [*rank[:2], "--resume", "newest"]
 
@@ -140,7 +168,9 @@ class ElasticHosts(Hosts):
         """Whether hosts leave that got a signal from somebody else, and enough are there without them."""
         if not leaving or len({*self.there()} - leaving) < self.least:
             return False
-        say(f"note: goes on without host {', '.join(sorted(leaving))}: it was asked to end, and has saved")
+        say(
+            f"note: goes on without host {', '.join(sorted(leaving))}: it was asked to end, and has saved"
+        )
         for name in leaving:
             self._rest[name] = time.monotonic() + BACK_SECONDS
             self._dismiss(self.remotes[name])
@@ -165,22 +195,31 @@ class ElasticHosts(Hosts):
                 raise Interrupted(signals.number)
             if time.monotonic() > until:
                 self._abdicate()
-                raise EnvironmentFault(f"{len(there)} of at least {self.least} hosts are there", where="launch.nodes")
+                raise EnvironmentFault(
+                    f"{len(there)} of at least {self.least} hosts are there", where="launch.nodes"
+                )
             time.sleep(LOOK_SECONDS)
         if set(there) == self.counts.keys():
             return
         before = list(self.counts)
         # Those that took part keep their place, so that rank 0 stays where it is.
-        order = [name for name in before if name in there] + [name for name in there if name not in before]
+        order = [name for name in before if name in there] + [
+            name for name in there if name not in before
+        ]
         order.sort(key=lambda name: name != self.own)
         for number in range(min(len(order), self.most), self.least - 1, -1):
             counts = {name: self.size(name) for name in order[:number]}
             if self.resize(sum(counts.values())):
                 self.counts = counts
                 if list(self.counts) != before:
-                    say(f"note: goes on with {number} of {len(self.remotes)} hosts: {', '.join(self.counts)}")
+                    say(
+                        f"note: goes on with {number} of {len(self.remotes)} hosts: {', '.join(self.counts)}"
+                    )
                 return
-        raise EnvironmentFault(f"no plan takes the same steps on {self.least} to {len(order)} hosts", where="launch.nodes")
+        raise EnvironmentFault(
+            f"no plan takes the same steps on {self.least} to {len(order)} hosts",
+            where="launch.nodes",
+        )
 
     def _same(self) -> list[str]:
         """The hosts that are there, and have been compared."""
@@ -191,11 +230,26 @@ class ElasticHosts(Hosts):
         not."""
         self._number += 1
         run_dir, path = Path(self.run["run_dir"]), Path(self.run["plan"])
-        files = {} if self.shared else {each.name: each.read_text() for each in (path, run_dir / "config.yaml", run_dir / RUN_ID)}
-        known = {**self.run, "host": self.own, "shared": self.shared, "term": self.term, "number": self._number, "files": files}
+        files = (
+            {}
+            if self.shared
+            else {
+                each.name: each.read_text()
+                for each in (path, run_dir / "config.yaml", run_dir / RUN_ID)
+            }
+        )
+        known = {
+            **self.run,
+            "host": self.own,
+            "shared": self.shared,
+            "term": self.term,
+            "number": self._number,
+            "files": files,
+        }
         members = {name: self.remotes[name].facts["votes"] for name in self.counts}
         known |= {"members": members, "before": self.members, "resume": "".join(rank[3:]) or None}
-        voters = list(dict.fromkeys([*self.counts, *self._same()]))  # all who take part, though one is lost by now
+        # All who take part, though one is lost by now.
+        voters = list(dict.fromkeys([*self.counts, *self._same()]))
         for name, mistake in self.ask({"do": "know", **known}, "known", voters).items():
             if mistake:
                 raise EnvironmentFault(f"host {name}: {mistake}", where="launch.nodes")
@@ -203,17 +257,29 @@ class ElasticHosts(Hosts):
 
     def _require_right(self) -> None:
         """Raises DrumlineError where another launcher may go on with the run: nothing more is written then."""
-        if self.members and self.shared and not lease.has_lease(self.run["token"], Path(self.run["run_dir"]), 2 * lease.RENEW_SECONDS):
+        if (
+            self.members
+            and self.shared
+            and not lease.has_lease(
+                self.run["token"], Path(self.run["run_dir"]), 2 * lease.RENEW_SECONDS
+            )
+        ):
             raise DrumlineError("another host has taken the run over", where=self.run["run_dir"])
         for members in () if self.shared else (self.members, self.before):
             if 2 * (here := len(members.keys() & {*self._same()})) < len(members):
                 what = f"this side has {here} of the {len(members)} hosts that took part: fewer than half, so it ends"
-                raise DrumlineError(what, where="launch.nodes", fix="the other side goes on if it has a majority; else go on with --resume")
+                raise DrumlineError(
+                    what,
+                    where="launch.nodes",
+                    fix="the other side goes on if it has a majority; else go on with --resume",
+                )
 
     def _abdicate(self) -> None:
         """End on the spot where this side is the smaller one, with the lease as of a dead process: the other side may follow."""
         if self.shared and 2 * len(set(self.members) & set(self.there())) < len(self.members):
-            say(f"error: {len(self.there())} of {len(self.members)} hosts are there: left to the others")
+            say(
+                f"error: {len(self.there())} of {len(self.members)} hosts are there: left to the others"
+            )
             os._exit(1)
 
     def _refuse(self, new: list[str]) -> None:
@@ -225,6 +291,8 @@ class ElasticHosts(Hosts):
                 self.require(name)
             except EnvironmentFault as fault:
                 say(f"note: goes on without it: {fault.line()}")
-                if remote.link is not None and remote.link is before:  # else it was lost meanwhile, and may come back
+                if (
+                    remote.link is not None and remote.link is before
+                ):  # else it was lost meanwhile, and may come back
                     self._refused.add(name)
                     self._dismiss(remote)

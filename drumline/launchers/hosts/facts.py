@@ -18,7 +18,10 @@ PACKAGES = ("torch", "transformers")
 def facts() -> dict[str, Any]:
     """This host's versions and devices, for JSON."""
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"versions": {"python": python, "drumline": __version__, **_versions()}, "machine": asdict(detect())}
+    return {
+        "versions": {"python": python, "drumline": __version__, **_versions()},
+        "machine": asdict(detect()),
+    }
 
 
 def _versions() -> dict[str, str]:
@@ -33,7 +36,12 @@ def _versions() -> dict[str, str]:
 
 def machine_of(values: Mapping[str, Any]) -> Machine:
     """The host that `facts` described."""
-    return Machine(**{**values["machine"], "devices": [Device(**each) for each in values["machine"]["devices"]]})
+    return Machine(
+        **{
+            **values["machine"],
+            "devices": [Device(**each) for each in values["machine"]["devices"]],
+        }
+    )
 
 
 def require_same_versions(own: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) -> None:
@@ -43,8 +51,16 @@ def require_same_versions(own: Mapping[str, Any], hosts: Mapping[str, Mapping[st
             there = theirs["versions"].get(package)
             if there != here:
                 what = f"host {host} has {package} {there}, and this one {here}"
-                raise EnvironmentFault(what, where="launch.hosts", fix="install the same on all hosts, or name another launch.python")
+                raise EnvironmentFault(
+                    what,
+                    where="launch.hosts",
+                    fix="install the same on all hosts, or name another launch.python",
+                )
     kinds = {theirs["machine"]["device"]: host for host, theirs in hosts.items()}
     if len(kinds) > 1:
         what = f"host {kinds['cuda']} has GPUs, and host {kinds['cpu']} has none"
-        raise EnvironmentFault(what, where="launch.hosts", fix="name hosts with the same devices, or use run.device=cpu on hosts without")
+        raise EnvironmentFault(
+            what,
+            where="launch.hosts",
+            fix="name hosts with the same devices, or use run.device=cpu on hosts without",
+        )

@@ -30,7 +30,9 @@ def gathered(spec: HostsLauncher) -> Hosts:
         hosts = _gathered[key] = spec.make_hosts()
         try:
             hosts.gather()
-            require_same_versions(facts(), {name: hosts.remotes[name].facts for name in hosts.there()})
+            require_same_versions(
+                facts(), {name: hosts.remotes[name].facts for name in hosts.there()}
+            )
         except BaseException:
             leave(spec)
             raise
@@ -61,13 +63,20 @@ def compare(plan: Plan, hosts: Hosts, only: str | None = None) -> None:
     run_dir = Path(plan.run_dir)
     roles = [role.model_path for role in plan.roles.values()]
     data = None if plan.config.plain else plan.data
-    caches = (
-        [None if data.stream else data.train_cache, *data.eval_caches.values()] if data else []
-    )  # of a stream each host makes its own blocks
-    paths = sorted({path for path in (plan.model_path, *roles, *caches) if path and Path(path).exists()})
+    # Of a stream each host makes its own blocks.
+    caches = [None if data.stream else data.train_cache, *data.eval_caches.values()] if data else []
+    paths = sorted(
+        {path for path in (plan.model_path, *roles, *caches) if path and Path(path).exists()}
+    )
     own = {path: digest(Path(path)) for path in paths}
     apart = isinstance(hosts, ElasticHosts) and bool(hosts.own) and plan.config.checkpoint.apart
-    order = {"do": "check", "lease": lease.token_of(run_dir), "run_dir": plan.run_dir, "paths": paths, "apart": apart}
+    order = {
+        "do": "check",
+        "lease": lease.token_of(run_dir),
+        "run_dir": plan.run_dir,
+        "paths": paths,
+        "apart": apart,
+    }
     agents = {name: remote.link for name, remote in hosts.remotes.items()}
     for name, answer in hosts.ask(order, "checked", only and [only]).items():
         if not answer["shared"] and not apart:
@@ -81,5 +90,11 @@ def compare(plan: Plan, hosts: Hosts, only: str | None = None) -> None:
             hosts.compared[name] = agents[name]
         for path, theirs in answer["digests"].items():
             if theirs != own[path]:
-                what = f"host {name} " + ("does not have it" if theirs is None else "has other files there")
-                raise EnvironmentFault(what, where=path, fix="copy this host's there, or put it on storage that all hosts mount")
+                what = f"host {name} " + (
+                    "does not have it" if theirs is None else "has other files there"
+                )
+                raise EnvironmentFault(
+                    what,
+                    where=path,
+                    fix="copy this host's there, or put it on storage that all hosts mount",
+                )

@@ -22,7 +22,9 @@ from typing import Any
 from drumline.core.sockets import wait_at_most
 
 BEAT_SECONDS = 1.0
-AGENT_SECONDS = 4.5  # since an agent sent the newest beat that the launcher has heard: then it kills its ranks
+AGENT_SECONDS = (
+    4.5  # since an agent sent the newest beat that the launcher has heard: then it kills its ranks
+)
 SILENT_SECONDS = 6.0  # since the launcher has heard anything of a host: then it is given up. Above AGENT_SECONDS, for the kill
 IDLE_SECONDS = 60.0  # in the place of both before the first ranks: a launcher that plans, and imports torch, may have no core to answer
 CONNECT_SECONDS = 10.0
@@ -69,7 +71,13 @@ class Link:
             ends.shutdown(socket.SHUT_RDWR)
 
 
-def call(address: str, port: int, secret: str, reach: float = CONNECT_SECONDS, seconds: float | None = None) -> Link:
+def call(
+    address: str,
+    port: int,
+    secret: str,
+    reach: float = CONNECT_SECONDS,
+    seconds: float | None = None,
+) -> Link:
     """The agent's side. `reach`: seconds for the connection; `seconds`: for each message, where it is for one question. Raises OSError
     where nobody answers, or not who should."""
     with socket.create_connection((address, port), reach) as connected:
@@ -77,7 +85,11 @@ def call(address: str, port: int, secret: str, reach: float = CONNECT_SECONDS, s
     try:
         answer_challenge(connection, secret.encode())
         deliver_challenge(connection, secret.encode())
-    except (AuthenticationError, EOFError, AssertionError) as error:  # the library asserts that it is its own protocol
+    except (
+        AuthenticationError,
+        EOFError,
+        AssertionError,
+    ) as error:  # the library asserts that it is its own protocol
         connection.close()
         raise ConnectionError("who listens there is not this run's launcher") from error
     return Link(connection) if seconds else _unlimited(connection)

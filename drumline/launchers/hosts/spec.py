@@ -35,13 +35,18 @@ class HostsLauncher(LauncherSpec):
     """Each host has the same folders and packages, and an agent that starts its ranks."""
 
     short: ClassVar[bool] = False
-    workdir: HostPath | None = Field(None, description="The folder on the hosts that relative paths begin in; null: the path of this one.")
+    workdir: HostPath | None = Field(
+        None,
+        description="The folder on the hosts that relative paths begin in; null: the path of this one.",
+    )
 
     @field_validator("port")
     @classmethod
     def _one_above(cls, port: int | None) -> int | None:
         if port is not None and port > MOST_PORT:
-            raise ValueError(f"{port} given, {MOST_PORT} or less is wanted: the launcher listens one port above")
+            raise ValueError(
+                f"{port} given, {MOST_PORT} or less is wanted: the launcher listens one port above"
+            )
         return port
 
     def make_hosts(self) -> Hosts:
@@ -63,7 +68,9 @@ class HostsLauncher(LauncherSpec):
         from drumline.launchers.hosts.gathered import gathered
 
         def room(machine: Machine) -> int:
-            return min((device.memory_bytes for device in machine.devices), default=machine.memory_bytes)
+            return min(
+                (device.memory_bytes for device in machine.devices), default=machine.memory_bytes
+            )
 
         hosts = gathered(self)
         return min((machine_of(hosts.remotes[name].facts) for name in hosts.there()), key=room)

@@ -24,7 +24,9 @@ from drumline.launchers import lease
 from drumline.launchers.hosts.link import Link, Message, call
 from drumline.launchers.hosts.vote import FREE_SECONDS, Place, Voter
 
-RUN_ID = "run_id"  # a file of the run folder: drawn when a run first starts, and the same on all hosts
+RUN_ID = (
+    "run_id"  # a file of the run folder: drawn when a run first starts, and the same on all hosts
+)
 LAUNCHER = "drumline.train.successor"
 FIND_SECONDS = 60.0  # for another launcher to be there; with the lease twice as long, as a launcher without hosts waits a minute
 LOOK_SECONDS = 1.0
@@ -50,7 +52,11 @@ class Heir:
         self.known: Message = {}  # what the launcher has all hosts know; nothing before the first attempt
         self.own, self._folder = False, ExitStack()
         self._launcher: Helper | None = None
-        self._frozen: tuple[str | None, float] = (None, 0.0)  # the lease of a folder that is shared, and since when it has stood still
+        # The lease of a folder that is shared, and since when it has stood still.
+        self._frozen: tuple[str | None, float] = (
+            None,
+            0.0,
+        )
         self._lost = 0  # looks at a lease that is another, or none
 
     def claim(self, run_dir: Path) -> str:
@@ -66,8 +72,15 @@ class Heir:
     def confirm(self, order: Message) -> str:
         """Know what a launcher has all hosts know; why not, if so."""
         run_dir = Path(order["run_dir"])
-        lists = ({name: (address, port) for name, (address, port) in order[key].items()} for key in ("members", "before"))
-        if self.own and any((run_dir / "checkpoints").glob("step-*")) and _is_another(run_dir, order):
+        lists = (
+            {name: (address, port) for name, (address, port) in order[key].items()}
+            for key in ("members", "before")
+        )
+        if (
+            self.own
+            and any((run_dir / "checkpoints").glob("step-*"))
+            and _is_another(run_dir, order)
+        ):
             return f"{run_dir.absolute()} has checkpoints of another run: go on with --resume, or choose another with run.dir=…"
         if not self.voter.confirm((order["term"], order["number"]), *lists):
             return "has given its vote to another launcher"
@@ -98,7 +111,11 @@ class Heir:
     def find(self, stopped: Callable[[], int]) -> Link | None:
         """The launcher that goes on; None where there is none in time, or at a signal."""
         until = time.monotonic() + FIND_SECONDS * (1 + self.known["shared"])
-        turn = time.monotonic() + TURN_SECONDS * self._place_in_line() + (0 if self.known["shared"] else FREE_SECONDS)
+        turn = (
+            time.monotonic()
+            + TURN_SECONDS * self._place_in_line()
+            + (0 if self.known["shared"] else FREE_SECONDS)
+        )
         while time.monotonic() < until and not stopped() and not self._ended():
             with suppress(OSError, EnvironmentFault):
                 place = self._launcher_place()
@@ -106,13 +123,18 @@ class Heir:
                     link = call(*place, self.settings["secret"], LOOK_SECONDS)
                     self.settings |= {"address": place[0], "port": place[1]}
                     return link
-            if time.monotonic() > turn and (self._launcher is None or self._launcher.poll() is not None):
+            if time.monotonic() > turn and (
+                self._launcher is None or self._launcher.poll() is not None
+            ):
                 turn = time.monotonic() + TURN_SECONDS * max(2, len(self.known["members"]))
                 with suppress(OSError, EnvironmentFault):
                     self._start()
             time.sleep(LOOK_SECONDS)
         if not stopped():
-            self._note(f"error: host {self.settings['name']} found no launcher that goes on with {self.known['run_dir']}" + self._why())
+            self._note(
+                f"error: host {self.settings['name']} found no launcher that goes on with {self.known['run_dir']}"
+                + self._why()
+            )
         return None
 
     def _place_in_line(self) -> int:
@@ -123,17 +145,27 @@ class Heir:
         """The lease was given back, or somebody has it who starts agents: nobody else follows."""
         with suppress(OSError, EnvironmentFault):
             run_dir = Path(self.known["run_dir"])
-            lost = self.known["shared"] and lease.token_of(run_dir) != self.known["token"] and lease.place_of(run_dir) is None
+            lost = (
+                self.known["shared"]
+                and lease.token_of(run_dir) != self.known["token"]
+                and lease.place_of(run_dir) is None
+            )
             self._lost = self._lost + 1 if lost else 0
         return self._lost > ENDED_LOOKS
 
     def _launcher_place(self) -> Place | None:
         """Where a launcher listens, if one does. Raises OSError for a folder that does not answer."""
         run_dir = Path(self.known["run_dir"])
-        if not self.known["shared"] and (self._launcher is None or self._launcher.poll() is not None):
+        if not self.known["shared"] and (
+            self._launcher is None or self._launcher.poll() is not None
+        ):
             return self.voter.launcher()
         changed = lease.token_of(run_dir) != self.known["token"]
-        return lease.place_of(run_dir) if changed or not self.known["shared"] else (self.settings["address"], self.settings["port"])
+        return (
+            lease.place_of(run_dir)
+            if changed or not self.known["shared"]
+            else (self.settings["address"], self.settings["port"])
+        )
 
     def _start(self) -> None:
         """Start a launcher on this host. One that does not get the lease ends by itself; without a shared folder votes come first."""
@@ -149,7 +181,9 @@ class Heir:
             self._folder.close()  # for the launcher to take
             self.own = False
         self._launcher = Helper([sys.executable, *tied(LAUNCHER)], None, self._note)
-        self._launcher.tell(json.dumps({**self.known, **self.settings, "term": term, "frozen": self._frozen}))
+        self._launcher.tell(
+            json.dumps({**self.known, **self.settings, "term": term, "frozen": self._frozen})
+        )
 
     def _why(self) -> str:
         if self.known["shared"]:
@@ -160,7 +194,12 @@ class Heir:
         """Also on a disk of this host's own: ssh may have gone with the launcher."""
         say(redact(line))
         if not self.known["shared"]:
-            with suppress(OSError), (Path(self.known["run_dir"]) / "logs" / f"launcher-{self.settings['name']}.log").open("a") as log:
+            with (
+                suppress(OSError),
+                (
+                    Path(self.known["run_dir"]) / "logs" / f"launcher-{self.settings['name']}.log"
+                ).open("a") as log,
+            ):
                 log.write(redact(line) + "\n")
 
     def close(self) -> int:

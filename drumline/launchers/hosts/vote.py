@@ -22,7 +22,9 @@ ASK_SECONDS = 2.0
 MOST_AT_ONCE = 64
 # Since this host has lost its launcher: by then that one has given it up and has ended its own ranks.
 FREE_SECONDS = SILENT_SECONDS + 2.0
-OFFICE_SECONDS = 20.0  # from a vote until its winner's launcher is there; no other vote is given meanwhile
+OFFICE_SECONDS = (
+    20.0  # from a vote until its winner's launcher is there; no other vote is given meanwhile
+)
 
 Place = tuple[str, int]
 
@@ -42,7 +44,9 @@ class Voter:
         self._free, self._lock = 0.0, threading.Lock()
         threading.Thread(target=self._accept, daemon=True, name="drumline-voter").start()
 
-    def confirm(self, known: tuple[int, int], members: Mapping[str, Place], before: Mapping[str, Place]) -> bool:
+    def confirm(
+        self, known: tuple[int, int], members: Mapping[str, Place], before: Mapping[str, Place]
+    ) -> bool:
         """Whether a launcher's list of hosts is this host's from now on: not that of a term before the one of its vote. `before`: the list
         that all had confirmed."""
         with self._lock:
@@ -76,7 +80,11 @@ class Voter:
             granted = self.free and term > self.promised and known >= self.known
             if granted and not question["trial"]:
                 self._promise(term)
-            return {"granted": granted, "term": self.promised, "launcher": self.at and [max(self.promised, self.known[0]), *self.at]}
+            return {
+                "granted": granted,
+                "term": self.promised,
+                "launcher": self.at and [max(self.promised, self.known[0]), *self.at],
+            }
 
     def launcher(self) -> Place | None:
         """Where a launcher is that other hosts have."""
@@ -96,13 +104,21 @@ class Voter:
                     self._promise(term)
             votes = self._ask({"term": term, "known": self.known, "trial": trial})
             granted = {self.name, *(name for name, each in votes.items() if each["granted"])}
-            if not all(majority(len(granted & each.keys()), len(each)) for each in (self.members, self.before) if each):
+            if not all(
+                majority(len(granted & each.keys()), len(each))
+                for each in (self.members, self.before)
+                if each
+            ):
                 return None
         return term
 
     def _ask(self, question: Message) -> dict[str, Message]:
         """Other host of the lists → its answer, of those that give one."""
-        rest = [(name, place) for name, place in {**self.before, **self.members}.items() if name != self.name]
+        rest = [
+            (name, place)
+            for name, place in {**self.before, **self.members}.items()
+            if name != self.name
+        ]
 
         def ask(place: Place) -> Message | None:
             try:
@@ -116,10 +132,16 @@ class Voter:
 
         with ThreadPoolExecutor(min(MOST_AT_ONCE, len(rest)) or 1) as pool:
             answers = pool.map(ask, [place for _, place in rest])
-        return {name: each for (name, _), each in zip(rest, answers, strict=True) if each is not None}
+        return {
+            name: each for (name, _), each in zip(rest, answers, strict=True) if each is not None
+        }
 
     def _accept(self) -> None:
-        each_caller(self._listener, lambda connected: answer(connected, self.secret, ASK_SECONDS), self._hear)
+        each_caller(
+            self._listener,
+            lambda connected: answer(connected, self.secret, ASK_SECONDS),
+            self._hear,
+        )
 
     def _hear(self, link: Link) -> None:
         if (question := link.receive()) is not None:

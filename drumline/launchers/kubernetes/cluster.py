@@ -31,7 +31,11 @@ class Refused(EnvironmentFault):
 
     def __init__(self, status: int, what: str) -> None:
         super().__init__(
-            what, where="Kubernetes", fix="see `kubectl auth can-i`, quotas and the names in launch" if status != GONE else None
+            what,
+            where="Kubernetes",
+            fix="see `kubectl auth can-i`, quotas and the names in launch"
+            if status != GONE
+            else None,
         )
         self.status = status
 
@@ -55,10 +59,16 @@ class Cluster:
         except ImportError:
             raise missing() from None
         try:
-            return cls(config.new_client_from_config(os.environ.get("KUBECONFIG"), launch.context), launch)
+            return cls(
+                config.new_client_from_config(os.environ.get("KUBECONFIG"), launch.context), launch
+            )
         except (OSError, yaml.YAMLError) as error:
             fix = "set KUBECONFIG to a file that you may read"
-            raise EnvironmentFault(f"the kubeconfig cannot be read: {first_line(error)}", where="launch.context", fix=fix) from None
+            raise EnvironmentFault(
+                f"the kubeconfig cannot be read: {first_line(error)}",
+                where="launch.context",
+                fix=fix,
+            ) from None
         except config.ConfigException as error:
             try:
                 inside = client.Configuration()
@@ -66,7 +76,9 @@ class Cluster:
                 return cls(client.ApiClient(inside), launch)
             except config.ConfigException:
                 fix = "set KUBECONFIG, or launch.context to one of `kubectl config get-contexts`"
-                raise EnvironmentFault(f"no cluster is known: {error}", where="launch.context", fix=fix) from None
+                raise EnvironmentFault(
+                    f"no cluster is known: {error}", where="launch.context", fix=fix
+                ) from None
 
     def workload(self) -> str:
         """The one of `launch.workload`; for auto the first that the cluster knows. Raises EnvironmentFault for one that it lacks."""
@@ -76,16 +88,34 @@ class Cluster:
             return known[0]
         if self.launch.workload not in known:
             what = f"the cluster knows no {self.launch.workload}"
-            raise EnvironmentFault(what, where="launch.workload", fix=f"use {' or '.join(known)}, or have its operator installed")
+            raise EnvironmentFault(
+                what,
+                where="launch.workload",
+                fix=f"use {' or '.join(known)}, or have its operator installed",
+            )
         return self.launch.workload
 
     def create(self, objects: list[dict[str, Any]]) -> str:
         """Make the workload, and the rest as its property, so that what removes it removes all. Returns its uid."""
         workload, *rest = objects
         name = workload["metadata"]["name"]
-        uid = str(_answer(self.custom.create_namespaced_custom_object, *self._of(workload["apiVersion"]), workload)["metadata"]["uid"])
-        owner = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": name, "uid": uid}
-        make = {"ConfigMap": self.core.create_namespaced_config_map, "Service": self.core.create_namespaced_service}
+        uid = str(
+            _answer(
+                self.custom.create_namespaced_custom_object,
+                *self._of(workload["apiVersion"]),
+                workload,
+            )["metadata"]["uid"]
+        )
+        owner = {
+            "apiVersion": workload["apiVersion"],
+            "kind": workload["kind"],
+            "name": name,
+            "uid": uid,
+        }
+        make = {
+            "ConfigMap": self.core.create_namespaced_config_map,
+            "Service": self.core.create_namespaced_service,
+        }
         try:
             for each in rest:
                 body = {**each, "metadata": {**each["metadata"], "ownerReferences": [owner]}}
@@ -97,31 +127,52 @@ class Cluster:
 
     def read(self, api: str, name: str) -> dict[str, Any]:
         """A workload as it is now."""
-        found: dict[str, Any] = _answer(self.custom.get_namespaced_custom_object, *self._of(api), name)
+        found: dict[str, Any] = _answer(
+            self.custom.get_namespaced_custom_object, *self._of(api), name
+        )
         return found
 
     def delete(self, api: str, name: str) -> None:
         """Its pods get SIGTERM and have their grace time; it goes after them."""
         try:
-            _answer(self.custom.delete_namespaced_custom_object, *self._of(api), name, body={"propagationPolicy": "Foreground"})
+            _answer(
+                self.custom.delete_namespaced_custom_object,
+                *self._of(api),
+                name,
+                body={"propagationPolicy": "Foreground"},
+            )
         except Refused as refused:
             if refused.status != GONE:  # somebody else has
                 raise
 
     def pods(self, api: str, name: str) -> list[Any]:
-        label = "batch.kubernetes.io/job-name" if api == APIS["Job"] else "jobset.sigs.k8s.io/jobset-name"
-        return list(_answer(self.core.list_namespaced_pod, self.namespace, label_selector=f"{label}={name}").items)
+        label = (
+            "batch.kubernetes.io/job-name"
+            if api == APIS["Job"]
+            else "jobset.sigs.k8s.io/jobset-name"
+        )
+        return list(
+            _answer(
+                self.core.list_namespaced_pod, self.namespace, label_selector=f"{label}={name}"
+            ).items
+        )
 
     def warnings(self, name: str) -> Iterator[Any]:
         """Events that are warnings, of the workload and of all that was made for it."""
-        for event in _answer(self.core.list_namespaced_event, self.namespace, field_selector="type=Warning").items:
-            if event.involved_object.name == name or str(event.involved_object.name).startswith(f"{name}-"):
+        for event in _answer(
+            self.core.list_namespaced_event, self.namespace, field_selector="type=Warning"
+        ).items:
+            if event.involved_object.name == name or str(event.involved_object.name).startswith(
+                f"{name}-"
+            ):
                 yield event
 
     def log(self, pod: str, follow: bool = True) -> Iterator[bytes]:
         """What a pod prints, from its beginning, as it comes; to its end, or as far as it is."""
         with _faults():
-            answer = self.core.read_namespaced_pod_log(pod, self.namespace, container=CONTAINER, follow=follow, _preload_content=False)
+            answer = self.core.read_namespaced_pod_log(
+                pod, self.namespace, container=CONTAINER, follow=follow, _preload_content=False
+            )
             yield from answer.stream(decode_content=True)
 
     def _of(self, api: str) -> tuple[str, str, str, str]:
@@ -144,10 +195,18 @@ def _faults() -> Iterator[None]:
     try:
         yield
     except (ApiException, HTTPError) as error:
-        what = f"{error.status} {error.reason}: {_message(error.body)}" if isinstance(error, ApiException) else str(error)
+        what = (
+            f"{error.status} {error.reason}: {_message(error.body)}"
+            if isinstance(error, ApiException)
+            else str(error)
+        )
         if isinstance(error, ApiException) and not _passing(error.status):
             raise Refused(error.status, redact(what)) from None
-        raise Unreachable(f"the API server does not answer: {redact(what)}", where="Kubernetes", fix="see `kubectl version`") from None
+        raise Unreachable(
+            f"the API server does not answer: {redact(what)}",
+            where="Kubernetes",
+            fix="see `kubectl version`",
+        ) from None
 
 
 def _passing(status: int) -> bool:

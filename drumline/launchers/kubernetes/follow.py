@@ -18,7 +18,14 @@ PATIENCE_SECONDS = 600.0  # for an API server that does not answer; the run goes
 LOG_SECONDS = 10.0  # for the rest of a log, after the end
 INDEX = "batch.kubernetes.io/job-completion-index"
 # What a container waits for that does not come by itself.
-STUCK = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+STUCK = (
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+)
 
 
 class Follower:
@@ -28,7 +35,9 @@ class Follower:
         self.cluster, self.api, self.name, self.uid = cluster, api, name, uid
         self.reported: set[object] = set()
         self.faults: dict[str, str] = {}  # pod → what the cluster did to it, or cannot do for it
-        self.codes: dict[str, tuple[str, int, str]] = {}  # pod → when its container ended, exit code, node
+        self.codes: dict[
+            str, tuple[str, int, str]
+        ] = {}  # pod → when its container ended, exit code, node
         self.logs: dict[str, threading.Thread] = {}
 
     def until_end(self, leaves: bool = False, stop: bool = False) -> int:
@@ -68,7 +77,9 @@ class Follower:
             self._pod(pod)
         for event in self.cluster.warnings(self.name):
             of = f"{event.involved_object.kind.lower()} {event.involved_object.name}"
-            self._once((event.metadata.uid, event.message), f"{of}: {event.reason}: {event.message}")
+            self._once(
+                (event.metadata.uid, event.message), f"{of}: {event.reason}: {event.message}"
+            )
         try:
             workload = self.cluster.read(self.api, self.name)
         except Refused as refused:
@@ -105,7 +116,11 @@ class Follower:
             ended = container.state.terminated
             if ended is not None:
                 self.codes[name] = (str(ended.finished_at), ended.exit_code, node)
-            if name not in self.logs and _first(pod) and (ended is not None or container.state.running is not None):
+            if (
+                name not in self.logs
+                and _first(pod)
+                and (ended is not None or container.state.running is not None)
+            ):
                 self.logs[name] = threading.Thread(target=self._show_log, args=(name,), daemon=True)
                 self.logs[name].start()
 
@@ -121,7 +136,9 @@ class Follower:
         why = f"{condition.get('reason', '')}: {condition.get('message', '')}"
         if self.faults:
             why = next(iter(self.faults.values()))
-        elif bad := sorted((at, pod, code, node) for pod, (at, code, node) in self.codes.items() if code):
+        elif bad := sorted(
+            (at, pod, code, node) for pod, (at, code, node) in self.codes.items() if code
+        ):
             _, pod, code, node = bad[0]
             why = f"pod {pod} on {node} ended first, with exit code {code} — kubectl logs {pod} --namespace {self.cluster.namespace}"
         print(f"error: {self.name} failed: {redact(why)}", file=sys.stderr)
@@ -162,7 +179,11 @@ def faults(pod: Any) -> Iterator[str]:
             yield f"no node for it ({condition.reason}): {condition.message}"
     for container in status.container_statuses or []:
         for state in (container.state, container.last_state):
-            if state is not None and state.terminated is not None and state.terminated.reason == "OOMKilled":
+            if (
+                state is not None
+                and state.terminated is not None
+                and state.terminated.reason == "OOMKilled"
+            ):
                 yield "out of memory (OOMKilled) — raise launch.memory, in which /dev/shm counts, or use less"
         waiting = container.state.waiting
         if waiting is not None and waiting.reason in STUCK:

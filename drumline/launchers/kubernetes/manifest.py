@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 CONTAINER = "node"  # Kubeflow's name for it; its torch runtime has it, too
 PORT = 29500
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-APIS = {"TrainJob": "trainer.kubeflow.org/v1alpha1", "JobSet": "jobset.x-k8s.io/v1alpha2", "Job": "batch/v1"}
+APIS = {
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+    "Job": "batch/v1",
+}
 RUN_LABEL = "drumline/run"
 
 
@@ -39,11 +43,23 @@ class Submission:
     def objects(self, workload: str) -> list[dict[str, Any]]:
         """The workload, then what belongs to it."""
         made = {"TrainJob": self._train_job, "JobSet": self._job_set, "Job": self._job}[workload]()
-        config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._metadata(), "data": {self.path.name: self.config}}
-        return [checked(each) for each in (made, config, *([self._service()] if workload == "Job" else []))]
+        config = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": self._metadata(),
+            "data": {self.path.name: self.config},
+        }
+        return [
+            checked(each)
+            for each in (made, config, *([self._service()] if workload == "Job" else []))
+        ]
 
     def _metadata(self) -> dict[str, Any]:
-        return {"name": self.name, "namespace": self.launch.namespace, "labels": {RUN_LABEL: self.name}}
+        return {
+            "name": self.name,
+            "namespace": self.launch.namespace,
+            "labels": {RUN_LABEL: self.name},
+        }
 
     def _top(self, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
         return {"apiVersion": APIS[kind], "kind": kind, "metadata": self._metadata(), "spec": spec}
@@ -64,10 +80,17 @@ class Submission:
             "resourcesPerNode": container["resources"],
         }
         spec = {
-            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": launch.runtime_kind, "name": launch.runtime},
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": launch.runtime_kind,
+                "name": launch.runtime,
+            },
             "trainer": trainer,
             "runtimePatches": [
-                {"manager": "drumline.launcher/kubernetes", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}}}
+                {
+                    "manager": "drumline.launcher/kubernetes",
+                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}},
+                }
             ],
         }
         return self._top("TrainJob", spec)
@@ -75,9 +98,16 @@ class Submission:
     def _job_set(self) -> dict[str, Any]:
         """One replicated Job. When a pod fails, it starts all of them again."""
         first = f"{self.name}-{CONTAINER}-0-0.{self.name}"
-        job = {"metadata": {"labels": {RUN_LABEL: self.name}}, "spec": self._job_spec(first, restarts=0)}
+        job = {
+            "metadata": {"labels": {RUN_LABEL: self.name}},
+            "spec": self._job_spec(first, restarts=0),
+        }
         spec = {
-            "network": {"enableDNSHostnames": True, "subdomain": self.name, "publishNotReadyAddresses": True},
+            "network": {
+                "enableDNSHostnames": True,
+                "subdomain": self.name,
+                "publishNotReadyAddresses": True,
+            },
             "failurePolicy": {"maxRestarts": self.launch.max_restarts},
             "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": job}],
         }
@@ -85,7 +115,9 @@ class Submission:
 
     def _job(self) -> dict[str, Any]:
         """When a pod fails, so do those that wait for it: each start takes as many failures as there are pods."""
-        spec = self._job_spec(f"{self.name}-0.{self.name}", restarts=self.launch.max_restarts * self.launch.nodes)
+        spec = self._job_spec(
+            f"{self.name}-0.{self.name}", restarts=self.launch.max_restarts * self.launch.nodes
+        )
         spec["template"]["spec"]["subdomain"] = self.name
         return self._top("Job", spec)
 
@@ -106,23 +138,43 @@ class Submission:
             "backoffLimit": restarts,
             "podReplacementPolicy": "Failed",  # not while the old one still saves
             # A node that is drained or lost is no failure of the run.
-            "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]},
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "Ignore",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                    }
+                ]
+            },
             "template": {"metadata": {"labels": {RUN_LABEL: self.name}}, "spec": pod},
         }
 
     def _pod(self) -> dict[str, Any]:
         launch = self.launch
         mounts = [
-            {"name": "config", "mountPath": str(self.path), "subPath": self.path.name, "readOnly": True},
-            *({"name": f"claim-{i}", "mountPath": v.path, "readOnly": v.read_only} for i, v in enumerate(launch.volumes)),
+            {
+                "name": "config",
+                "mountPath": str(self.path),
+                "subPath": self.path.name,
+                "readOnly": True,
+            },
+            *(
+                {"name": f"claim-{i}", "mountPath": v.path, "readOnly": v.read_only}
+                for i, v in enumerate(launch.volumes)
+            ),
         ]
         volumes: list[dict[str, Any]] = [
             {"name": "config", "configMap": {"name": self.name}},
-            *({"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": v.claim}} for i, v in enumerate(launch.volumes)),
+            *(
+                {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": v.claim}}
+                for i, v in enumerate(launch.volumes)
+            ),
         ]
         if launch.shm:
             mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-            volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": launch.shm}})
+            volumes.append(
+                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": launch.shm}}
+            )
         container = {
             "name": CONTAINER,
             "image": launch.image,
@@ -133,12 +185,17 @@ class Submission:
         }
         pod = {
             "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": int(launch.grace_seconds) + 30,  # for torchrun to kill first
+            "terminationGracePeriodSeconds": int(launch.grace_seconds)
+            + 30,  # for torchrun to kill first
             "containers": [container],
             "volumes": volumes,
             "nodeSelector": launch.node_selector,
             "tolerations": [
-                {"operator": "Exists" if t.value is None else "Equal", **t.model_dump(exclude_none=True)} for t in launch.tolerations
+                {
+                    "operator": "Exists" if t.value is None else "Equal",
+                    **t.model_dump(exclude_none=True),
+                }
+                for t in launch.tolerations
             ],
             "serviceAccountName": launch.service_account,
             "imagePullSecrets": [{"name": name} for name in launch.image_pull_secrets],
@@ -146,21 +203,39 @@ class Submission:
         return {key: value for key, value in pod.items() if value}
 
     def _env(self) -> list[dict[str, Any]]:
-        secrets = {name: {"secretKeyRef": {"name": where.secret, "key": where.key or name}} for name, where in self.launch.secrets.items()}
+        secrets = {
+            name: {"secretKeyRef": {"name": where.secret, "key": where.key or name}}
+            for name, where in self.launch.secrets.items()
+        }
         return [
-            {"name": "PET_RDZV_ID", "value": self.name},  # by it torchrun's ranks know their run when pods start again
+            # By it torchrun's ranks know their run when pods start again.
+            {
+                "name": "PET_RDZV_ID",
+                "value": self.name,
+            },
             {"name": "PET_MAX_RESTARTS", "value": "0"},  # pods start again, and not what is in them
-            {"name": "PET_SHUTDOWN_TIMEOUT", "value": str(int(self.launch.grace_seconds))},  # torchrun of torch 2.13; before it: 30
+            # Torchrun of torch 2.13; before it: 30.
+            {
+                "name": "PET_SHUTDOWN_TIMEOUT",
+                "value": str(int(self.launch.grace_seconds)),
+            },
             *({"name": name, "value": value} for name, value in self.launch.env.items()),
             *({"name": name, "valueFrom": source} for name, source in secrets.items()),
         ]
 
     def _resources(self) -> dict[str, Any]:
         launch = self.launch
-        wanted = {"cpu": launch.cpu, "memory": launch.memory, launch.gpu_resource: str(launch.gpus) if launch.gpus else None}
+        wanted = {
+            "cpu": launch.cpu,
+            "memory": launch.memory,
+            launch.gpu_resource: str(launch.gpus) if launch.gpus else None,
+        }
         requests = {name: amount for name, amount in wanted.items() if amount}
         # Cores are not limited: a process that is throttled holds up the others.
-        return {"requests": requests, "limits": {name: amount for name, amount in requests.items() if name != "cpu"}}
+        return {
+            "requests": requests,
+            "limits": {name: amount for name, amount in requests.items() if name != "cpu"},
+        }
 
     def _service(self) -> dict[str, Any]:
         """It gives the pods of a Job names, also before they are ready."""
@@ -177,7 +252,10 @@ def checked(manifest: dict[str, Any]) -> dict[str, Any]:
         if kind in ("TrainJob", "JobSet"):
             from kubeflow_trainer_api import models
 
-            known: Any = {"TrainJob": models.TrainerV1alpha1TrainJob, "JobSet": models.JobsetV1alpha2JobSet}[kind]
+            known: Any = {
+                "TrainJob": models.TrainerV1alpha1TrainJob,
+                "JobSet": models.JobsetV1alpha2JobSet,
+            }[kind]
             kept = known.from_dict(manifest).to_dict()
         else:
             from kubernetes import client
@@ -198,7 +276,9 @@ def checked(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def missing() -> EnvironmentFault:
     what = "the packages kubernetes and kubeflow-trainer-api are missing"
-    return EnvironmentFault(what, where="launch.kind", fix="pip install kubernetes kubeflow-trainer-api")
+    return EnvironmentFault(
+        what, where="launch.kind", fix="pip install kubernetes kubeflow-trainer-api"
+    )
 
 
 def _lost(given: Any, kept: Any, place: str) -> str | None:
@@ -214,5 +294,12 @@ def _lost(given: Any, kept: Any, place: str) -> str | None:
     elif isinstance(given, list):
         if not isinstance(kept, list) or len(kept) != len(given):
             return place
-        return next((lost for i, pair in enumerate(zip(given, kept, strict=True)) if (lost := _lost(*pair, f"{place}[{i}]"))), None)
+        return next(
+            (
+                lost
+                for i, pair in enumerate(zip(given, kept, strict=True))
+                if (lost := _lost(*pair, f"{place}[{i}]"))
+            ),
+            None,
+        )
     return None

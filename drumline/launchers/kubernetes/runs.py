@@ -67,19 +67,39 @@ class Submitted:
             return "gone" if isinstance(fault, Refused) and fault.status == GONE else "unknown"
         if workload["metadata"]["uid"] != self.uid:
             return "gone"
-        there = {each["type"] for each in workload.get("status", {}).get("conditions") or [] if each.get("status") == "True"}
+        there = {
+            each["type"]
+            for each in workload.get("status", {}).get("conditions") or []
+            if each.get("status") == "True"
+        }
         ended = {"Complete": "finished", "Completed": "finished", "Failed": "failed"}
-        return next((ended[kind] for kind in there & ended.keys()), "running" if "Running" in phases else "queued")
+        return next(
+            (ended[kind] for kind in there & ended.keys()),
+            "running" if "Running" in phases else "queued",
+        )
 
     def print_logs(self, rank: int | None) -> None:
         """What its pods have printed, or the one that has a rank. Raises EnvironmentFault, and UserError where there is none."""
         cluster = Cluster.connect(self.launch)
-        pods = sorted(cluster.pods(APIS[self.workload], self.name), key=lambda pod: int(index_of(pod)))
-        chosen = [pod for pod in pods if rank is None or int(index_of(pod)) == rank // self.launch.processes_per_node]
+        pods = sorted(
+            cluster.pods(APIS[self.workload], self.name), key=lambda pod: int(index_of(pod))
+        )
+        chosen = [
+            pod
+            for pod in pods
+            if rank is None or int(index_of(pod)) == rank // self.launch.processes_per_node
+        ]
         if not chosen:
-            raise UserError("has no pods now" if rank is None else f"has no pod of rank {rank} now", where=self.where)
+            raise UserError(
+                "has no pods now" if rank is None else f"has no pod of rank {rank} now",
+                where=self.where,
+            )
         for pod in chosen:
-            for line in b"".join(cluster.log(pod.metadata.name, follow=False)).decode(errors="replace").splitlines():
+            for line in (
+                b"".join(cluster.log(pod.metadata.name, follow=False))
+                .decode(errors="replace")
+                .splitlines()
+            ):
                 print(f"pod {pod.metadata.name} | {redact(line)}")
 
 
@@ -88,5 +108,7 @@ def submitted(run: Path) -> Submitted | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         values: dict[str, Any] = json.loads((run / NOTE).read_text())
         kind = cast("type[KubernetesLauncher]", find(LauncherSpec, "kubernetes"))
-        return Submitted(kind.model_validate(values["launch"]), values["workload"], values["name"], values["uid"])
+        return Submitted(
+            kind.model_validate(values["launch"]), values["workload"], values["name"], values["uid"]
+        )
     return None

@@ -18,7 +18,11 @@ from drumline.launchers.kubernetes.manifest import Submission
 if TYPE_CHECKING:
     from drumline.launchers.kubernetes.spec import KubernetesLauncher
 
-LOADED = ("chat_template", "calibration")  # files that `core.load` finds; code (path.py:Name) is found by the registry
+# Files that `core.load` finds; code (path.py:Name) is found by the registry.
+LOADED = (
+    "chat_template",
+    "calibration",
+)
 LONGEST_NAME = 36  # characters; 63 are left for what the operators append
 
 
@@ -34,7 +38,10 @@ def submit(launch: KubernetesLauncher, request: Request, dry_run: bool) -> int:
                 workload = Cluster.connect(launch).workload()
             except EnvironmentFault as fault:
                 workload = "TrainJob"
-                print(f"note: a TrainJob, if the cluster has Kubeflow's operator; {fault.line()}", file=sys.stderr)
+                print(
+                    f"note: a TrainJob, if the cluster has Kubeflow's operator; {fault.line()}",
+                    file=sys.stderr,
+                )
         print("---\n".join(write_yaml(each) for each in submission.objects(workload)), end="")
         return 0
     from drumline.launchers.kubernetes.runs import EXPERIMENTAL, Submitted
@@ -42,7 +49,9 @@ def submit(launch: KubernetesLauncher, request: Request, dry_run: bool) -> int:
     print(EXPERIMENTAL, file=sys.stderr)
     cluster = Cluster.connect(launch)
     workload = cluster.workload()
-    made = Submitted(launch, workload, submission.name, cluster.create(submission.objects(workload)))
+    made = Submitted(
+        launch, workload, submission.name, cluster.create(submission.objects(workload))
+    )
     made.note()
     return 0 if launch.detach else made.follower().until_end()
 
@@ -51,24 +60,47 @@ def submission_of(launch: KubernetesLauncher, request: Request) -> Submission:
     """Raises ConfigError for a run folder that would be lost with its pods, and for secrets that pods would not have, or that all could
     read in the manifest."""
     loaded = request.loaded
-    run_dir = str(PurePosixPath(launch.workdir) / (loaded.config.run.dir or default_run_dir(loaded.path)))
+    run_dir = str(
+        PurePosixPath(launch.workdir) / (loaded.config.run.dir or default_run_dir(loaded.path))
+    )
     volume = launch.volume_of(run_dir)
     if volume is None:
         fix = "name a claim under launch.volumes, and a folder on it with run.dir=…"
-        raise ConfigError(f"{run_dir} lies on no volume: what the run saves would be lost with its pods", where="run.dir", fix=fix)
+        raise ConfigError(
+            f"{run_dir} lies on no volume: what the run saves would be lost with its pods",
+            where="run.dir",
+            fix=fix,
+        )
     if volume.read_only:
-        raise ConfigError(f"{run_dir} lies on the claim {volume.claim}, which is mounted read-only", where="run.dir", fix="choose another")
+        raise ConfigError(
+            f"{run_dir} lies on the claim {volume.claim}, which is mounted read-only",
+            where="run.dir",
+            fix="choose another",
+        )
     config = relative(loaded.config.model_dump(mode="json"), f"{loaded.base_dir.absolute()}/")
     config["run"]["dir"] = run_dir
     text = write_yaml(config)
     require_secrets(text, launch)
-    stem = re.sub(r"[^a-z0-9]+", "-", loaded.path.stem.lower())[:LONGEST_NAME].strip("-") or "config"
+    stem = (
+        re.sub(r"[^a-z0-9]+", "-", loaded.path.stem.lower())[:LONGEST_NAME].strip("-") or "config"
+    )
     path = PurePosixPath(launch.workdir) / f"{stem}.yaml"
     more = ["--resume", request.resume] if request.resume else []
     allow = ["--allow", ",".join(request.allow)] if request.allow else []
     # With --resume a pod takes no word of the config for it.
     trust = ["--trust-remote-code"] if loaded.config.model.trust_remote_code else []
-    command = ("python", "-m", "torch.distributed.run", "-m", "drumline", "train", str(path), *more, *allow, *trust)
+    command = (
+        "python",
+        "-m",
+        "torch.distributed.run",
+        "-m",
+        "drumline",
+        "train",
+        str(path),
+        *more,
+        *allow,
+        *trust,
+    )
     return Submission(launch, f"run-{stem}-{secrets.token_hex(3)}", text, path, command)
 
 
@@ -78,13 +110,25 @@ def relative(value: Any, base: str, key: str = "") -> Any:
         return {name: relative(inner, base, name) for name, inner in value.items()}
     if isinstance(value, list):
         return [relative(inner, base) for inner in value]
-    return value.removeprefix(base) if isinstance(value, str) and (key in LOADED or ".py:" in value) else value
+    return (
+        value.removeprefix(base)
+        if isinstance(value, str) and (key in LOADED or ".py:" in value)
+        else value
+    )
 
 
 def require_secrets(config: str, launch: KubernetesLauncher) -> None:
     for name in REFERENCE.findall(config):
         if name.startswith(OURS):
             what = "a secret in the config would stand in the manifest for all to read"
-            raise ConfigError(what, where="launch.secrets", fix="write ${env:NAME} in its place, and name its Secret under launch.secrets")
+            raise ConfigError(
+                what,
+                where="launch.secrets",
+                fix="write ${env:NAME} in its place, and name its Secret under launch.secrets",
+            )
         if name not in launch.secrets and name not in launch.env:
-            raise ConfigError(f"the config uses ${{env:{name}}}, which the pods do not have", where="launch.secrets", fix=f"add {name}")
+            raise ConfigError(
+                f"the config uses ${{env:{name}}}, which the pods do not have",
+                where="launch.secrets",
+                fix=f"add {name}",
+            )

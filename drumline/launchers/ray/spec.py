@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def _in_cluster(address: str) -> str:
     if address.startswith("ray://"):
-        raise ValueError("the launcher itself must run in the cluster, not at the other end of ray://: ray job submit -- drumline train …")
+        raise ValueError(
+            "the launcher itself must run in the cluster, not at the other end of ray://: ray job submit -- drumline train …"
+        )
     return address
 
 
@@ -34,16 +36,28 @@ class RayLauncher(HostsLauncher):
     )
     nodes: int = Field(1, gt=0, le=4096, description="Nodes; each has one actor.")
     placement: Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"] = Field(
-        "STRICT_SPREAD", description="Ray's strategy of the placement group: each actor on a node of its own, or several on one."
+        "STRICT_SPREAD",
+        description="Ray's strategy of the placement group: each actor on a node of its own, or several on one.",
     )
-    gpus: int = Field(0, ge=0, le=64, description="GPUs of each actor, and its processes unless nproc says another number.")
+    gpus: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="GPUs of each actor, and its processes unless nproc says another number.",
+    )
     cpus: Above0 = Field(1.0, description="CPUs of each actor.")
-    resources: dict[str, Above0] = Field({}, description="Other resources of each actor, such as accelerator_type:H100.")
+    resources: dict[str, Above0] = Field(
+        {}, description="Other resources of each actor, such as accelerator_type:H100."
+    )
 
     @property
     def bundle(self) -> dict[str, float]:
         """What each actor takes of its node."""
-        return {"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {}), **self.resources}
+        return {
+            "CPU": self.cpus,
+            **({"GPU": float(self.gpus)} if self.gpus else {}),
+            **self.resources,
+        }
 
     @property
     def number_of_hosts(self) -> int:
@@ -63,9 +77,20 @@ class RayLauncher(HostsLauncher):
 
     def prepare(self, hosts: Hosts) -> None:
         """What an attempt depends on."""
-        hosts.grace, hosts.counts = self.grace_seconds, dict(zip(hosts.remotes, self.host_ranks(), strict=True))
+        hosts.grace, hosts.counts = (
+            self.grace_seconds,
+            dict(zip(hosts.remotes, self.host_ranks(), strict=True)),
+        )
 
-    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Hosts) -> int:
+    def start(
+        self,
+        plan: Plan,
+        plan_path: Path,
+        resume: str | None,
+        on_event: Callable[[Any], None],
+        on_oom: Replans,
+        early: Hosts,
+    ) -> int:
         from drumline.launchers.local import launch
 
         self.prepare(early)

@@ -25,7 +25,9 @@ from drumline.launchers.hosts.link import Message
 if TYPE_CHECKING:
     from drumline.launchers.ray.spec import RayLauncher
 
-ANSWER_SECONDS = 5.0  # for an actor that is there; a node that is gone is noticed by the link to its agent
+ANSWER_SECONDS = (
+    5.0  # for an actor that is there; a node that is gone is noticed by the link to its agent
+)
 PLACE_SECONDS = 120.0  # for the placement group, and for what an actor imports
 
 
@@ -39,13 +41,21 @@ class Node:
         import ray
 
         context = ray.get_runtime_context()
-        return {"host": socket.gethostname(), "ip": ray.util.get_node_ip_address(), "id": context.get_node_id()}
+        return {
+            "host": socket.gethostname(),
+            "ip": ray.util.get_node_ip_address(),
+            "id": context.get_node_id(),
+        }
 
     def start(self, settings: Message, workdir: str) -> None:
         self.close(0.0)
         self.agent = self.failed = None
         try:
-            self.agent = Helper([sys.executable, *tied(AGENT)], workdir, lambda line: print(redact(line), file=sys.stderr))
+            self.agent = Helper(
+                [sys.executable, *tied(AGENT)],
+                workdir,
+                lambda line: print(redact(line), file=sys.stderr),
+            )
         except OSError as error:
             self.failed = f"its agent cannot start in {workdir}: {error.strerror} (launch.workdir)"
             return
@@ -71,8 +81,15 @@ class Actors:
         found = _answers([actor.where.remote() for actor in actors], PLACE_SECONDS)
         hosts = [each["host"] for each in found]
         # Several may be of one host: then Ray's own name of the node tells them apart.
-        unique = [name if hosts.count(name) == 1 else f"{name}/{each['id'][:8]}" for name, each in zip(hosts, found, strict=True)]
-        self.names = unique if len(set(unique)) == len(unique) else [f"{name}#{index}" for index, name in enumerate(unique)]
+        unique = [
+            name if hosts.count(name) == 1 else f"{name}/{each['id'][:8]}"
+            for name, each in zip(hosts, found, strict=True)
+        ]
+        self.names = (
+            unique
+            if len(set(unique)) == len(unique)
+            else [f"{name}#{index}" for index, name in enumerate(unique)]
+        )
         self.actors: dict[str, Any] = dict(zip(self.names, actors, strict=True))
         self.ips = [each["ip"] for each in found]
 
@@ -82,8 +99,14 @@ class Actors:
 
         spec = self.spec
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index)
-        options: dict[str, Any] = {"num_cpus": spec.cpus, "num_gpus": spec.gpus, "resources": dict(spec.resources)}
-        return ray.remote(Node).options(**options, scheduling_strategy=place, max_restarts=0).remote()
+        options: dict[str, Any] = {
+            "num_cpus": spec.cpus,
+            "num_gpus": spec.gpus,
+            "resources": dict(spec.resources),
+        }
+        return (
+            ray.remote(Node).options(**options, scheduling_strategy=place, max_restarts=0).remote()
+        )
 
     def start(self, name: str, settings: Message) -> None:
         """In the actor that is there, or where that has died in a new one, on the node that Ray has put its bundle on meanwhile."""
@@ -116,7 +139,11 @@ class Actors:
     def close(self) -> None:
         import ray
 
-        ray.wait([actor.close.remote() for actor in self.actors.values()], num_returns=len(self.actors), timeout=LEAVE_SECONDS)
+        ray.wait(
+            [actor.close.remote() for actor in self.actors.values()],
+            num_returns=len(self.actors),
+            timeout=LEAVE_SECONDS,
+        )
         ray.util.remove_placement_group(self.group)
         ray.shutdown()
 
@@ -128,9 +155,17 @@ def reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     found = re.search(r"\bip: (\S+)", text)
     on = f" on {found[1]}" if found else ""
-    if isinstance(error, ray.exceptions.OutOfMemoryError) or "running low on memory" in text or "memory pressure" in text:
+    if (
+        isinstance(error, ray.exceptions.OutOfMemoryError)
+        or "running low on memory" in text
+        or "memory pressure" in text
+    ):
         return f"the node ran out of memory, and Ray killed the actor{on}"
-    if isinstance(error, ray.exceptions.NodeDiedError) or "node has died" in text or "node was terminated" in text:
+    if (
+        isinstance(error, ray.exceptions.NodeDiedError)
+        or "node has died" in text
+        or "node was terminated" in text
+    ):
         return f"its node died: Ray has lost the actor{on}"
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return f"its node died, or is cut off: Ray cannot reach the actor{on}"
@@ -150,11 +185,17 @@ def require_head(address: str) -> None:
     host, _, port = address.rpartition(":")
     fix = "give HOST:PORT of its head, or auto on a node of it; to start one: ray start --head"
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise EnvironmentFault(f"{address!r} is no address of a Ray cluster", where="launch.address", fix=fix)
+        raise EnvironmentFault(
+            f"{address!r} is no address of a Ray cluster", where="launch.address", fix=fix
+        )
     try:
         socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
     except OSError as error:
-        raise EnvironmentFault(f"no Ray cluster at {address}: {error.strerror or error}", where="launch.address", fix=fix) from None
+        raise EnvironmentFault(
+            f"no Ray cluster at {address}: {error.strerror or error}",
+            where="launch.address",
+            fix=fix,
+        ) from None
 
 
 def _placed(spec: RayLauncher) -> Any:
@@ -164,13 +205,22 @@ def _placed(spec: RayLauncher) -> Any:
 
     if spec.address not in (None, "auto"):
         require_head(spec.address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a Ray that starts here: nothing is sent to its makers
+    # Of a Ray that starts here: nothing is sent to its makers.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        options: Mapping[str, Any] = {"address": spec.address} if spec.address else {"address": "local", "include_dashboard": False}
+        options: Mapping[str, Any] = (
+            {"address": spec.address}
+            if spec.address
+            else {"address": "local", "include_dashboard": False}
+        )
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise EnvironmentFault(f"no Ray cluster: {first_line(error)}", where="launch.address", fix="start one: ray start --head") from None
+        raise EnvironmentFault(
+            f"no Ray cluster: {first_line(error)}",
+            where="launch.address",
+            fix="start one: ray start --head",
+        ) from None
     finally:
         for number, handler in handlers.items():
             if signal.getsignal(number) is not handler:  # Ray has put its own in its place
@@ -178,10 +228,14 @@ def _placed(spec: RayLauncher) -> Any:
     group = ray.util.placement_group([spec.bundle] * spec.nodes, strategy=spec.placement)
     if not group.wait(PLACE_SECONDS):
         there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        has = "; ".join(", ".join(f"{name} {node.get(name, 0):g}" for name in spec.bundle) for node in there)
+        has = "; ".join(
+            ", ".join(f"{name} {node.get(name, 0):g}" for name in spec.bundle) for node in there
+        )
         ray.shutdown()
         what = f"the cluster has no room for {spec.nodes} × {spec.bundle} ({spec.placement}); its nodes have {has}"
-        raise EnvironmentFault(what, where="launch.nodes", fix="ask for less, or use placement: PACK")
+        raise EnvironmentFault(
+            what, where="launch.nodes", fix="ask for less, or use placement: PACK"
+        )
     return group
 
 
@@ -199,4 +253,6 @@ def _answers(references: list[Any], seconds: float) -> list[Any]:
         return [ray.get(each, timeout=max(1.0, until - time.monotonic())) for each in references]
     except ray.exceptions.RayError as error:
         fix = "install drumline on all nodes, for the same Python"
-        raise EnvironmentFault(f"an actor cannot start: {reason(error)}", where="launch.kind", fix=fix) from None
+        raise EnvironmentFault(
+            f"an actor cannot start: {reason(error)}", where="launch.kind", fix=fix
+        ) from None

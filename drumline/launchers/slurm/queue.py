@@ -24,8 +24,16 @@ from drumline.telemetry.events import Emit, tail
 if TYPE_CHECKING:
     from drumline.launchers.slurm.spec import SlurmLauncher
 
-JOB, END = "job.json", "job-end.json"  # in the run folder: the job that was submitted last; how it ended, by itself
-LOOK_SECONDS, QUEUE_SECONDS = 0.5, 10.0  # between two looks into the run folder, and two questions to Slurm
+# In the run folder: the job that was submitted last; how it ended, by itself.
+JOB, END = (
+    "job.json",
+    "job-end.json",
+)
+# Between two looks into the run folder, and two questions to Slurm.
+LOOK_SECONDS, QUEUE_SECONDS = (
+    0.5,
+    10.0,
+)
 ANSWER_SECONDS = 60.0
 # For the note of an end, once its job is gone: a network file system knows for a minute that a file is not there. Who was killed left none.
 NOTE_SECONDS, KILLED_SECONDS = 60.0, 5.0
@@ -38,26 +46,59 @@ VARIABLES = {
 }  # fmt: skip
 REFUSED = {
     "SBATCH_ARRAY_INX": "make an array of the job, and a run is one",
-    **dict.fromkeys(("SBATCH_CLUSTERS", "SLURM_CLUSTERS"), "submit to another cluster, and this one would be asked for the job"),
+    **dict.fromkeys(
+        ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"),
+        "submit to another cluster, and this one would be asked for the job",
+    ),
 }
-WAITS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
-THERE = {*WAITS, "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
+WAITS = {
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "REQUEUE_FED",
+    "RESV_DEL_HOLD",
+    "SPECIAL_EXIT",
+}
+THERE = {
+    *WAITS,
+    "RUNNING",
+    "COMPLETING",
+    "SUSPENDED",
+    "STOPPED",
+    "RESIZING",
+    "SIGNALING",
+    "STAGE_OUT",
+}
 NOTES = {"COMPLETED", "FAILED", ""}  # ended by itself, or longer ago than Slurm remembers
 
 
-def ask(*command: str, without: Sequence[str] = (), fix: str = "is this a login host of the cluster, and does Slurm run?") -> str:
+def ask(
+    *command: str,
+    without: Sequence[str] = (),
+    fix: str = "is this a login host of the cluster, and does Slurm run?",
+) -> str:
     """What a program of Slurm answers; `without` these environment variables. Raises EnvironmentFault."""
     try:
         code, out, err = run_command(
-            [*(["env", *(f"--unset={name}" for name in without)] if without else []), *command], seconds=ANSWER_SECONDS
+            [*(["env", *(f"--unset={name}" for name in without)] if without else []), *command],
+            seconds=ANSWER_SECONDS,
         )
     except OSError as error:
-        raise EnvironmentFault(f"{command[0]} gives no answer: {first_line(error)}", where="launch", fix=fix) from None
+        raise EnvironmentFault(
+            f"{command[0]} gives no answer: {first_line(error)}", where="launch", fix=fix
+        ) from None
     if code is None:
-        raise EnvironmentFault(f"{command[0]} gives no answer in {ANSWER_SECONDS:g} s", where="launch", fix=fix)
+        raise EnvironmentFault(
+            f"{command[0]} gives no answer in {ANSWER_SECONDS:g} s", where="launch", fix=fix
+        )
     if code:
         what = " ".join(err.split()) or f"exit code {code}"
-        raise EnvironmentFault(f"{command[0]} refuses: {what}", where="launch", fix="change the launch section as it says")
+        raise EnvironmentFault(
+            f"{command[0]} refuses: {what}",
+            where="launch",
+            fix="change the launch section as it says",
+        )
     return out.strip()
 
 
@@ -72,13 +113,27 @@ def submit(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
     text = script(options, plan_path, resume)
     write_whole(run_dir / SCRIPT, text)
     # sbatch takes a variable before what stands in the script.
-    hidden = [name for name, option in VARIABLES.items() if name in os.environ and f"#SBATCH --{option}" in text]
+    hidden = [
+        name
+        for name, option in VARIABLES.items()
+        if name in os.environ and f"#SBATCH --{option}" in text
+    ]
     if hidden:
-        print(f"note: {', '.join(hidden)} would overrule the launch section, and sbatch does not get it", file=sys.stderr)
-    looks = "the job may be in the queue all the same: look at `squeue --me` before you submit it again"
-    job = ask("sbatch", "--parsable", str(run_dir / SCRIPT), without=[*hidden, "SBATCH_WAIT"], fix=looks).partition(";")[0]
+        print(
+            f"note: {', '.join(hidden)} would overrule the launch section, and sbatch does not get it",
+            file=sys.stderr,
+        )
+    looks = (
+        "the job may be in the queue all the same: look at `squeue --me` before you submit it again"
+    )
+    job = ask(
+        "sbatch", "--parsable", str(run_dir / SCRIPT), without=[*hidden, "SBATCH_WAIT"], fix=looks
+    ).partition(";")[0]
     write_whole(run_dir / JOB, json.dumps({"job": job}))
-    print(f"job {job}: {run_dir / SCRIPT} — drumline follow {run_dir} shows it, drumline stop {run_dir} stops it", file=sys.stderr)
+    print(
+        f"job {job}: {run_dir / SCRIPT} — drumline follow {run_dir} shows it, drumline stop {run_dir} stops it",
+        file=sys.stderr,
+    )
     return job
 
 
@@ -94,7 +149,11 @@ def log_of(run_dir: Path, job: str) -> Path:
 
 def end_of(run_dir: Path) -> int | None:
     """The exit code that the job of a run has noted; None where it has not ended by itself."""
-    noted = _field(run_dir / END, "exit_code") if job_of(run_dir) == _field(run_dir / END, "job") else None
+    noted = (
+        _field(run_dir / END, "exit_code")
+        if job_of(run_dir) == _field(run_dir / END, "job")
+        else None
+    )
     return noted if type(noted) is int else None
 
 
@@ -162,7 +221,11 @@ def note_end(run_dir: Path, code: int) -> None:
 def follow(run_dir: Path, job: str, on_event: Emit, offset: int | None = None) -> int:
     """Show what a job does until it ends, and return the exit code of the run. Ctrl-C leaves it alone. `offset`: where in the file of
     events to begin, in bytes; None: with new ones."""
-    with LauncherSignals() as signals, tail(run_dir / "events.jsonl", on_event, offset), following(log_of(run_dir, job), _show):
+    with (
+        LauncherSignals() as signals,
+        tail(run_dir / "events.jsonl", on_event, offset),
+        following(log_of(run_dir, job), _show),
+    ):
         state, asked_at, gone_at = "", -QUEUE_SECONDS, 0.0
         while not signals.number:
             ended, now = end_of(run_dir) is not None, time.monotonic()
@@ -172,12 +235,17 @@ def follow(run_dir: Path, job: str, on_event: Emit, offset: int | None = None) -
                 if state != before and state in WAITS:
                     print(f"job {job} is {state} ({why})", file=sys.stderr)
                 gone_at = 0.0 if state in THERE else now
-            if gone_at and (ended or now - gone_at > (NOTE_SECONDS if state in NOTES else KILLED_SECONDS)):
+            if gone_at and (
+                ended or now - gone_at > (NOTE_SECONDS if state in NOTES else KILLED_SECONDS)
+            ):
                 return _exit_code(run_dir, job, state)
             with suppress(OSError):
                 list(run_dir.iterdir() if gone_at else ())  # NFS then looks anew
             time.sleep(2 * LOOK_SECONDS if ended or gone_at else LOOK_SECONDS)
-    print(f"job {job} goes on: drumline follow {run_dir} shows it, drumline stop {run_dir} stops it", file=sys.stderr)
+    print(
+        f"job {job} goes on: drumline follow {run_dir} shows it, drumline stop {run_dir} stops it",
+        file=sys.stderr,
+    )
     return LEFT
 
 
@@ -193,7 +261,10 @@ def _exit_code(run_dir: Path, job: str, state: str) -> int:
     if (noted := end_of(run_dir)) is not None:
         return noted
     why = re.sub(r"_", " ", state.lower()) or "gone"
-    print(f"error: job {job} is {why}, and its ranks had no time to end — go on with --resume; see {run_dir}/logs", file=sys.stderr)
+    print(
+        f"error: job {job} is {why}, and its ranks had no time to end — go on with --resume; see {run_dir}/logs",
+        file=sys.stderr,
+    )
     return 1
 
 

@@ -21,7 +21,9 @@ def require_one_line(plan_path: Path) -> None:
     """Raises ConfigError for a run folder that would not stay on its line of the script."""
     if not (run_dir := str(plan_path.absolute().parent)).isprintable():
         fix = "choose another with run.dir=…"
-        raise ConfigError(f"{run_dir!r} would not stay on its line of the batch script", where="run.dir", fix=fix)
+        raise ConfigError(
+            f"{run_dir!r} would not stay on its line of the batch script", where="run.dir", fix=fix
+        )
 
 
 def script(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
@@ -45,7 +47,13 @@ def script(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
         "open-mode": "append",
         "signal": f"B:USR1@{math.ceil(options.grace_seconds) + WARN_SECONDS}",
     }
-    command = [sys.executable, "-m", "drumline.train.slurm_job", str(plan_path), *(["--resume", resume] if resume else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "drumline.train.slurm_job",
+        str(plan_path),
+        *(["--resume", resume] if resume else []),
+    ]
     return "\n".join(
         [
             "#!/bin/bash",

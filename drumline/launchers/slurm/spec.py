@@ -39,8 +39,14 @@ OWN = {
     "ntasks": "set launch.nodes and launch.nproc",
     "wrap": "the script is Drumline's",
     "wait": "`drumline train` follows the job; --detach does not",
-    **{name: f"set launch.{name}" for name in ("nodes", "partition", "account", "qos", "time", "gres", "constraint")},
-    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"), "set launch.gpus, of each node"),
+    **{
+        name: f"set launch.{name}"
+        for name in ("nodes", "partition", "account", "qos", "time", "gres", "constraint")
+    },
+    **dict.fromkeys(
+        ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"),
+        "set launch.gpus, of each node",
+    ),
     "cpus-per-task": "set launch.cpus",
     "clusters": "submit on a login host of that cluster: this one's would be asked for the job",
 }
@@ -64,9 +70,17 @@ def _option(text: str) -> str:
     name = re.match(r"--([\w-]+)|-(\w)", option)
     if name is None:
         raise ValueError(f"{text!r} is no option of sbatch: write --name=value")
-    if len(value) > 1 or (value and value[0].startswith("-")) or (name[2] and name[2] in FLAGS and len(option) > 2):
+    if (
+        len(value) > 1
+        or (value and value[0].startswith("-"))
+        or (name[2] and name[2] in FLAGS and len(option) > 2)
+    ):
         raise ValueError(f"{text!r} is more than one option: write each by itself")
-    known = SHORT.get(name[2], "") if name[2] else next((own for own in sorted(OWN) if own.startswith(name[1])), "")
+    known = (
+        SHORT.get(name[2], "")
+        if name[2]
+        else next((own for own in sorted(OWN) if own.startswith(name[1])), "")
+    )
     if known:
         raise ValueError(f"--{known} cannot stand here: {OWN[known]}")
     return text
@@ -82,23 +96,44 @@ class SlurmLauncher(LauncherSpec):
 
     kind: Literal["slurm"] = "slurm"
     nodes: int = Field(1, gt=0, le=MOST_NODES, description="Nodes of the job.")
-    nproc: int | None = Field(None, gt=0, le=4096, description="Ranks of each node; null: one per GPU of gpus or gres, or 1.")
+    nproc: int | None = Field(
+        None,
+        gt=0,
+        le=4096,
+        description="Ranks of each node; null: one per GPU of gpus or gres, or 1.",
+    )
     partition: Name | None = Field(None, description="Partition; null: the cluster's default.")
     account: Name | None = Field(None, description="Account that is charged; null: your default.")
     qos: Name | None = Field(None, description="Quality of service; null: your default.")
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | Annotated[int, Field(gt=0, le=10**7)] | None = Field(
-        None, description="Time limit: minutes, 8:00:00, or 1-12:00:00 with days; null: the partition's default."
+    time: (
+        Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")]
+        | Annotated[int, Field(gt=0, le=10**7)]
+        | None
+    ) = Field(
+        None,
+        description="Time limit: minutes, 8:00:00, or 1-12:00:00 with days; null: the partition's default.",
     )
-    gpus: int | None = Field(None, gt=0, le=4096, description="GPUs of each node; null: as gres says, or none.")
-    gres: Name | None = Field(None, description="Generic resources of each node, such as gpu:a100:8.")
-    cpus: int | None = Field(None, gt=0, le=4096, description="Cores of each rank; null: the cluster's default.")
+    gpus: int | None = Field(
+        None, gt=0, le=4096, description="GPUs of each node; null: as gres says, or none."
+    )
+    gres: Name | None = Field(
+        None, description="Generic resources of each node, such as gpu:a100:8."
+    )
+    cpus: int | None = Field(
+        None, gt=0, le=4096, description="Cores of each rank; null: the cluster's default."
+    )
     constraint: Name | None = Field(None, description="Features that the nodes must have.")
     extra: tuple[Annotated[str, AfterValidator(_option)], ...] = Field(
-        (), description="More options of sbatch, a line of the script each, such as --exclusive or --mem=0."
+        (),
+        description="More options of sbatch, a line of the script each, such as --exclusive or --mem=0.",
     )
-    requeue: bool = Field(True, description="Save and go back into the queue before the time limit, and after preemption.")
+    requeue: bool = Field(
+        True,
+        description="Save and go back into the queue before the time limit, and after preemption.",
+    )
     preflight: bool = Field(
-        True, description="Before a job of several nodes begins: compare versions, names, ports, clocks and disks, and make one all-reduce."
+        True,
+        description="Before a job of several nodes begins: compare versions, names, ports, clocks and disks, and make one all-reduce.",
     )
     detach: bool = Field(False, description="Submit, and do not wait for the end.")
 
@@ -106,7 +141,11 @@ class SlurmLauncher(LauncherSpec):
     def gpus_of_node(self) -> int:
         """That the job requests."""
         parts = [part.partition("(")[0].split(":") for part in (self.gres or "").split(",")]
-        return self.gpus or sum(int(fields[-1]) if fields[-1].isdecimal() else 1 for fields in parts if fields[0] == "gpu")
+        return self.gpus or sum(
+            int(fields[-1]) if fields[-1].isdecimal() else 1
+            for fields in parts
+            if fields[0] == "gpu"
+        )
 
     @property
     def ranks_of_node(self) -> int:
@@ -127,7 +166,13 @@ class SlurmLauncher(LauncherSpec):
         if config.cluster is not None and (device := config.cluster.spec()) is not None:
             memory = config.cluster.host_memory_gb
             host = here.memory_bytes if memory is None else int(memory * 10**9)
-            return Machine([Device(device.name, device.memory_bytes)] * number, here.cores, host, "cuda", "bf16" in device.flops)
+            return Machine(
+                [Device(device.name, device.memory_bytes)] * number,
+                here.cores,
+                host,
+                "cuda",
+                "bf16" in device.flops,
+            )
         if not here.devices:
             what = f"this host has no GPU, so it is not known what the {number} GPUs of a node are"
             fix = f"set them, such as cluster: {self.nodes}x{number}xh100-80g; `drumline plan --devices` prints the names"
@@ -145,29 +190,58 @@ class SlurmLauncher(LauncherSpec):
 
     def reach(self) -> Mapping[str, Reached]:
         """In a job its nodes, by a step of srun each."""
-        nodes = expand(os.environ.get("SLURM_JOB_NODELIST", "")) if "SLURM_JOB_ID" in os.environ else []
+        nodes = (
+            expand(os.environ.get("SLURM_JOB_NODELIST", "")) if "SLURM_JOB_ID" in os.environ else []
+        )
         cores = tasks_of_nodes(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-        return {node: Reached(address(node), partial(_run, node, count)) for node, count in zip(nodes, cores, strict=True)}
+        return {
+            node: Reached(address(node), partial(_run, node, count))
+            for node, count in zip(nodes, cores, strict=True)
+        }
 
     def require(self) -> None:
         if shutil.which("sbatch") is None:
-            raise EnvironmentFault("there is no sbatch on this host", where="launch.kind", fix="submit from a login host of the cluster")
+            raise EnvironmentFault(
+                "there is no sbatch on this host",
+                where="launch.kind",
+                fix="submit from a login host of the cluster",
+            )
 
     def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
         from drumline.launchers.slurm.script import script
 
         return script(self, plan_path, resume)
 
-    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Any) -> int:
+    def start(
+        self,
+        plan: Plan,
+        plan_path: Path,
+        resume: str | None,
+        on_event: Callable[[Any], None],
+        on_oom: Replans,
+        early: Any,
+    ) -> int:
         from drumline.launchers.slurm.queue import follow, submit
 
         job = submit(self, plan_path, resume)
         return 0 if self.detach else follow(plan_path.parent, job, on_event)
 
 
-def _run(node: str, cores: int, module: str, question: str, seconds: float) -> tuple[int | None, str, str]:
-    place = [f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--cpus-per-task={cores}"]
+def _run(
+    node: str, cores: int, module: str, question: str, seconds: float
+) -> tuple[int | None, str, str]:
+    place = [
+        f"--nodelist={node}",
+        "--nodes=1",
+        "--ntasks=1",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={cores}",
+    ]
     try:
-        return run_command(["srun", *place, "--mpi=none", "--unbuffered", sys.executable, "-m", module], question, seconds)
+        return run_command(
+            ["srun", *place, "--mpi=none", "--unbuffered", sys.executable, "-m", module],
+            question,
+            seconds,
+        )
     except OSError as error:
         return 1, "", f"srun: {error.strerror}"

@@ -22,7 +22,9 @@ from drumline.launchers.tasks import task_variables
 def main(logs: Path, module: str, *arguments: str) -> int:
     env = {**os.environ, **task_variables(os.environ)}
     rank = env.get("RANK", "0")
-    threads = env.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // int(env.get("LOCAL_WORLD_SIZE", "1"))))
+    threads = env.get("OMP_NUM_THREADS") or str(
+        max(1, usable_cores() // int(env.get("LOCAL_WORLD_SIZE", "1")))
+    )
     env |= {"TORCHELASTIC_ERROR_FILE": str(logs / f"rank-{rank}.json"), "OMP_NUM_THREADS": threads}
     groups = Groups.of_this_process()
     kills = groups.oom_kills()
@@ -43,7 +45,12 @@ def main(logs: Path, module: str, *arguments: str) -> int:
         process.send_signal(before)
     code = process.wait()
     host = env.get("SLURMD_NODENAME") or socket.gethostname()
-    noted = {"exitcode": code, "host": host, "time": time.time(), "kills": [kills, groups.oom_kills()]}
+    noted = {
+        "exitcode": code,
+        "host": host,
+        "time": time.time(),
+        "kills": [kills, groups.oom_kills()],
+    }
     write_whole(logs / f"rank-{rank}.end", json.dumps(noted))
     return code if code >= 0 else 128 - code
 

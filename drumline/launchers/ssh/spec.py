@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from drumline.launchers.hosts.coordinator import Hosts
 
 # USER@NAME:DEVICES, or USER@[IPv6]:DEVICES. No name begins with a hyphen: ssh would take it for an option.
-HOST = re.compile(r"(?P<place>(?:[A-Za-z0-9_][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\]))(?::(?P<devices>[1-9]\d{0,3}))?")
+HOST = re.compile(
+    r"(?P<place>(?:[A-Za-z0-9_][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\]))(?::(?P<devices>[1-9]\d{0,3}))?"
+)
 
 
 def _host(text: str) -> str:
     if HOST.fullmatch(text) is None:
-        raise ValueError(f"{text!r} is no host: write a name, user@name, or name:8 for its number of devices")
+        raise ValueError(
+            f"{text!r} is no host: write a name, user@name, or name:8 for its number of devices"
+        )
     return text
 
 
@@ -41,7 +45,9 @@ class SSHLauncher(HostsLauncher):
 
     elastic: ClassVar[bool] = True
     kind: Literal["ssh"] = "ssh"
-    hosts: Annotated[tuple[Annotated[str, AfterValidator(_host)], ...], Field(min_length=1, max_length=4096)] = Field(
+    hosts: Annotated[
+        tuple[Annotated[str, AfterValidator(_host)], ...], Field(min_length=1, max_length=4096)
+    ] = Field(
         description="The hosts, each perhaps with its number of devices: [a, b:8]; without one: nproc, or what the host has."
     )
     nodes: NodesConfig | None = Field(
@@ -49,11 +55,16 @@ class SSHLauncher(HostsLauncher):
         description="Let hosts come and go: the run goes on with those that are there, with the same global batch and order of samples;"
         " null: all of `hosts`, always.",
     )
-    python: HostPath | None = Field(None, description="The interpreter on the hosts; null: the path of this one.")
-    preflight: bool = Field(
-        True, description="Before a run of several hosts: compare versions, names, ports, clocks and disks, and make one all-reduce."
+    python: HostPath | None = Field(
+        None, description="The interpreter on the hosts; null: the path of this one."
     )
-    options: tuple[str, ...] = Field((), description="More arguments of ssh, such as [-i, KEY] or [-p, '2222'].")
+    preflight: bool = Field(
+        True,
+        description="Before a run of several hosts: compare versions, names, ports, clocks and disks, and make one all-reduce.",
+    )
+    options: tuple[str, ...] = Field(
+        (), description="More arguments of ssh, such as [-i, KEY] or [-p, '2222']."
+    )
 
     @field_validator("hosts")
     @classmethod
@@ -61,14 +72,18 @@ class SSHLauncher(HostsLauncher):
         places = [_place(host) for host in hosts]
         for place in places:
             if places.count(place) > 1:
-                raise ValueError(f"{place} stands there twice: write it once, with its number of devices")
+                raise ValueError(
+                    f"{place} stands there twice: write it once, with its number of devices"
+                )
         return hosts
 
     @model_validator(mode="after")
     def _enough(self) -> SSHLauncher:
         least, most = (self.nodes.min, self.nodes.max) if self.nodes else (1, None)
         if not least <= min(most or len(self.hosts), len(self.hosts)):
-            raise ValueError(f"nodes.min is {least}, more than nodes.max or the {len(self.hosts)} of hosts")
+            raise ValueError(
+                f"nodes.min is {least}, more than nodes.max or the {len(self.hosts)} of hosts"
+            )
         return self
 
     @property
@@ -82,13 +97,19 @@ class SSHLauncher(HostsLauncher):
 
     def on_hosts(self, number: int) -> list[str]:
         if number > len(self.hosts):
-            raise UserError(f"{number} given, launch.hosts has {len(self.hosts)}", where="--nodes", fix="write more hosts, or take fewer")
+            raise UserError(
+                f"{number} given, launch.hosts has {len(self.hosts)}",
+                where="--nodes",
+                fix="write more hosts, or take fewer",
+            )
         return ["launch.nodes=null", f"launch.hosts={json.dumps(self.places[:number])}"]
 
     def count(self, host: str, devices: int) -> int:
         """Ranks of one of `hosts`, which has so many GPUs."""
         match = HOST.fullmatch(host)
-        return int(match["devices"]) if match and match["devices"] else self.nproc or max(1, devices)
+        return (
+            int(match["devices"]) if match and match["devices"] else self.nproc or max(1, devices)
+        )
 
     def host_ranks(self) -> tuple[int, ...]:
         from drumline.launchers.ssh.start import counts
@@ -111,7 +132,10 @@ class SSHLauncher(HostsLauncher):
         super().compare(plan, early)
         if self.preflight and len(self.hosts) > 1:
             there = early.there()  # of hosts that come and go, some may not be up
-            if len(reached := {name: each for name, each in self.reach().items() if name in there}) > 1:
+            if (
+                len(reached := {name: each for name, each in self.reach().items() if name in there})
+                > 1
+            ):
                 require(reached, plan)
 
     def reach(self) -> Mapping[str, Reached]:
@@ -119,7 +143,15 @@ class SSHLauncher(HostsLauncher):
 
         return reach(self)
 
-    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Hosts) -> int:
+    def start(
+        self,
+        plan: Plan,
+        plan_path: Path,
+        resume: str | None,
+        on_event: Callable[[Any], None],
+        on_oom: Replans,
+        early: Hosts,
+    ) -> int:
         from drumline.launchers.hosts.elastic import ElasticHosts
         from drumline.launchers.local import launch
         from drumline.launchers.ssh.start import make_elastic

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from drumline.core.files import create_whole
 from drumline.core.launcher import Reached
-from drumline.core.network import addresses, handed_on, is_here, is_loopback, require_interface, source_address
+from drumline.core.network import (
+    addresses,
+    handed_on,
+    is_here,
+    is_loopback,
+    require_interface,
+    source_address,
+)
 from drumline.core.plan import Plan
 from drumline.core.process import Helper, exit_code, run_command, tied
 from drumline.core.redact import redact
@@ -54,7 +61,9 @@ class SSH:
         self._starting, self._closed = threading.Lock(), False
 
     def start(self, name: str, settings: Message) -> None:
-        with self._starting:  # another thread asks for hosts that are not there, until all are sent away
+        with (
+            self._starting
+        ):  # another thread asks for hosts that are not there, until all are sent away
             if not self._closed:
                 self._start(name, settings)
 
@@ -66,7 +75,11 @@ class SSH:
         try:
             agent = Helper(command, self.spec.workdir if here else None, partial(self._show, name))
         except OSError as error:
-            raise EnvironmentFault(f"{error.filename or command[0]}: {error.strerror}", where="launch", fix="install it") from None
+            raise EnvironmentFault(
+                f"{error.filename or command[0]}: {error.strerror}",
+                where="launch",
+                fix="install it",
+            ) from None
         agent.tell(json.dumps(settings))
         self._agents[name] = agent
 
@@ -78,7 +91,11 @@ class SSH:
     def ended(self, name: str) -> str | None:
         if (agent := self._agents.get(name)) is None:
             return ""
-        return None if agent.poll() is None else redact(agent.last()) or f"its agent ended with {agent.returncode}"
+        return (
+            None
+            if agent.poll() is None
+            else redact(agent.last()) or f"its agent ended with {agent.returncode}"
+        )
 
     def close(self) -> None:
         with self._starting:
@@ -105,7 +122,11 @@ def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
     """The hosts of a spec, without agents. `known`: of a launcher that follows another, what its host knows. Raises EnvironmentFault for a
     name without an address."""
     targets = {} if known else _targets(spec)
-    found = known["addresses"] if known else {place: target.addresses for place, target in targets.items()}
+    found = (
+        known["addresses"]
+        if known
+        else {place: target.addresses for place, target in targets.items()}
+    )
     peers = [each[0] for each in found.values() if each]
     here = {known["name"]} if known else {place for place, target in targets.items() if target.here}
     ssh = SSH(spec, here)
@@ -118,7 +139,14 @@ def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
     else:
         own = next((place for place in spec.places if place in here), "")
         run = {"addresses": found}
-        hosts = ElasticHosts(*given, least=spec.nodes.min, most=spec.nodes.max or len(spec.places), own=own, run=run, known=known)
+        hosts = ElasticHosts(
+            *given,
+            least=spec.nodes.min,
+            most=spec.nodes.max or len(spec.places),
+            own=own,
+            run=run,
+            known=known,
+        )
     ssh.shown = lambda name: hosts.remotes[name].link is not None
     return hosts
 
@@ -128,12 +156,23 @@ def reach(spec: SSHLauncher) -> dict[str, Reached]:
     targets = _targets(spec)
     found = {place: next(iter(target.addresses), "") for place, target in targets.items()}
     here = {place for place, target in targets.items() if target.here}
-    own = _own_address(spec, [address for address in found.values() if address], all(found.values()))
-    return {place: Reached(own if place in here else found[place], partial(_run, spec, place, place in here)) for place in spec.places}
+    own = _own_address(
+        spec, [address for address in found.values() if address], all(found.values())
+    )
+    return {
+        place: Reached(
+            own if place in here else found[place], partial(_run, spec, place, place in here)
+        )
+        for place in spec.places
+    }
 
 
-def _run(spec: SSHLauncher, name: str, here: bool, module: str, question: str, seconds: float) -> tuple[int | None, str, str]:
-    command = [spec.python or sys.executable, "-m", module] if here else ssh_command(spec, name, module)
+def _run(
+    spec: SSHLauncher, name: str, here: bool, module: str, question: str, seconds: float
+) -> tuple[int | None, str, str]:
+    command = (
+        [spec.python or sys.executable, "-m", module] if here else ssh_command(spec, name, module)
+    )
     try:
         return run_command(command, question, seconds, spec.workdir if here else None)
     except OSError as error:
@@ -160,19 +199,36 @@ def counts(spec: SSHLauncher) -> dict[str, int]:
     return hosts.counts
 
 
-def make_elastic(spec: SSHLauncher, plan: Plan, plan_path: Path, hosts: ElasticHosts, resize: Callable[[int], bool]) -> None:
+def make_elastic(
+    spec: SSHLauncher,
+    plan: Plan,
+    plan_path: Path,
+    hosts: ElasticHosts,
+    resize: Callable[[int], bool],
+) -> None:
     """What hosts that come and go need to know of a run."""
 
     def require(name: str) -> None:
-        there = {each: hosts.remotes[each].facts for each in (*hosts.counts, name) if hosts.remotes[each].link is not None}
+        there = {
+            each: hosts.remotes[each].facts
+            for each in (*hosts.counts, name)
+            if hosts.remotes[each].link is not None
+        }
         require_same_versions(facts(), there)
         compare(plan, hosts, name)
 
     by_place = dict(zip(spec.places, spec.hosts, strict=True))
-    hosts.size = lambda name: spec.count(by_place[name], len(machine_of(hosts.remotes[name].facts).devices))
+    hosts.size = lambda name: spec.count(
+        by_place[name], len(machine_of(hosts.remotes[name].facts).devices)
+    )
     hosts.require, hosts.resize = require, resize
-    hosts.run |= {"run_dir": plan.run_dir, "plan": str(plan_path), "token": lease.token_of(Path(plan.run_dir))}
-    create_whole(Path(plan.run_dir) / RUN_ID, secrets.token_hex(8).encode())  # where there is none yet
+    hosts.run |= {
+        "run_dir": plan.run_dir,
+        "plan": str(plan_path),
+        "token": lease.token_of(Path(plan.run_dir)),
+    }
+    # Where there is none yet.
+    create_whole(Path(plan.run_dir) / RUN_ID, secrets.token_hex(8).encode())
     hosts.joins_at = Save if plan.config.checkpoint.steps else Step
 
 
@@ -192,10 +248,14 @@ def _targets(spec: SSHLauncher) -> dict[str, Target]:
     for host, (place, target) in zip(spec.hosts, targets.items(), strict=True):
         if host != place or not target.addresses:
             continue  # its number of ranks is given, or nobody knows the machine
-        first = machines.setdefault(("" if target.here else target.addresses[0], target.port), place)
+        first = machines.setdefault(
+            ("" if target.here else target.addresses[0], target.port), place
+        )
         if first != place:
             fix = "write it once, or give each its number of devices, as in host:4"
-            raise EnvironmentFault(f"{first} and {place} are one machine", where="launch.hosts", fix=fix)
+            raise EnvironmentFault(
+                f"{first} and {place} are one machine", where="launch.hosts", fix=fix
+            )
     return targets
 
 
@@ -205,7 +265,9 @@ def _target(spec: SSHLauncher, place: str) -> Target:
     try:
         code, out, err = run_command(["ssh", "-G", *spec.options, name])
     except OSError as error:
-        raise EnvironmentFault(f"ssh cannot start: {error.strerror}", where="launch", fix="install ssh") from None
+        raise EnvironmentFault(
+            f"ssh cannot start: {error.strerror}", where="launch", fix="install ssh"
+        ) from None
     if code:
         what = (err.strip().splitlines() or ["ssh -G failed"])[-1]
         raise EnvironmentFault(what, where="launch.options", fix="mend the arguments of ssh")
@@ -219,7 +281,11 @@ def _target(spec: SSHLauncher, place: str) -> Target:
     # Another port of loopback may be forwarded to a container, or to a machine elsewhere.
     port = known.get("port", "22")
     forwarded = is_loopback(found[0]) and port != "22"
-    here = is_here(found[0]) and not forwarded and known.get("user") in (None, pwd.getpwuid(os.getuid()).pw_name)
+    here = (
+        is_here(found[0])
+        and not forwarded
+        and known.get("user") in (None, pwd.getpwuid(os.getuid()).pw_name)
+    )
     return Target(found, here, port)
 
 
@@ -231,24 +297,40 @@ def _own_address(spec: SSHLauncher, peers: list[str], direct: bool) -> str:
     sources = {source_address(each) for each in peers if not is_here(each)} - {None}
     if len(sources) > 1:
         what = f"the hosts are reached from several addresses of this one: {', '.join(sorted(map(str, sources)))}"
-        raise EnvironmentFault(what, where="launch.hosts", fix="set launch.interface to the one that all of them reach")
+        raise EnvironmentFault(
+            what, where="launch.hosts", fix="set launch.interface to the one that all of them reach"
+        )
     here = next((each for each in peers if is_here(each) and not is_loopback(each)), "127.0.0.1")
     own = str(next(iter(sources), here))
     if is_loopback(own) and not direct:
         what = "which address of this host the others reach is not known: they go by a proxy"
-        raise EnvironmentFault(what, where="launch.interface", fix="name the interface of this host that they reach")
+        raise EnvironmentFault(
+            what, where="launch.interface", fix="name the interface of this host that they reach"
+        )
     return own
 
 
 def submission(spec: SSHLauncher, plan: Plan, plan_path: Path, resume: str | None) -> str:
     """What would be run, for `--dry-run`: on each host its agent, and by that its ranks."""
     hosts, lines, first = gathered(spec), [], 0
-    rank = [spec.python or sys.executable, "-m", "drumline.train.entry", str(plan_path), *(["--resume", resume] if resume else [])]
+    rank = [
+        spec.python or sys.executable,
+        "-m",
+        "drumline.train.entry",
+        str(plan_path),
+        *(["--resume", resume] if resume else []),
+    ]
     for place, count in counts(spec).items():
         here = place in getattr(hosts.starter, "here", ())
-        lines.append(f"host {place}: {shlex.join(local_command(spec) if here else ssh_command(spec, place))}")
-        lines.append(f"  ranks {first} to {first + count - 1} of {plan.mesh.world_size}: {shlex.join(rank)}")
+        lines.append(
+            f"host {place}: {shlex.join(local_command(spec) if here else ssh_command(spec, place))}"
+        )
+        lines.append(
+            f"  ranks {first} to {first + count - 1} of {plan.mesh.world_size}: {shlex.join(rank)}"
+        )
         first += count
     lines.append(f"ranks meet at {hosts.address}, port {spec.port or 'any free one'}")
-    lines += [f"environment {redact(f'{name}={value}')}" for name, value in handed_on(os.environ).items()]
+    lines += [
+        f"environment {redact(f'{name}={value}')}" for name, value in handed_on(os.environ).items()
+    ]
     return "".join(f"# {line}\n" for line in lines)

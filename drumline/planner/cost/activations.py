@@ -34,7 +34,8 @@ class Block:
     gated: bool
     norms: int
     head_norms: bool
-    products: tuple[tuple[int, bool], ...]  # of all matrix products as they run: outputs, and whether tensor parallelism cuts them
+    # Of all matrix products as they run: outputs, and whether tensor parallelism cuts them.
+    products: tuple[tuple[int, bool], ...]
     ranks: int  # of all adapters, added up
     lengths: int  # of rows of adapted weights, that DoRA trains
     adapted: frozenset[str]  # which of qkv, out, up, down have an adapter
@@ -48,24 +49,42 @@ class Block:
 def block_of(facts: ModelFacts) -> Block:
     """The widths of the largest block among those of which the model has most."""
     weights, _ = max(facts.kinds_of_blocks, key=lambda kind: kind[1], default=((), 0))
-    linear = [w for w in weights if len(w.shape) == 2 and w.owners[-1:] and w.owners[-1] in ("Linear", "Conv1D")]
+    linear = [
+        w
+        for w in weights
+        if len(w.shape) == 2 and w.owners[-1:] and w.owners[-1] in ("Linear", "Conv1D")
+    ]
     base = [w for w in linear if "lora_" not in w.name]
     attention = [w for w in base if _in_attention(w)]
     feed = [w for w in base if w not in attention]
     back = next((w for w in attention if "o_proj" in w.name), attention[-1] if attention else None)
-    ahead = [w for w in attention if w is not back]  # of queries, keys and values, which some models have in one
+    # Of queries, keys and values, which some models have in one.
+    ahead = [w for w in attention if w is not back]
     out = _sides(back)[0] if back else facts.hidden
     kv = max(0, sum(_sides(w)[1] for w in ahead) - out) // 2 if back else facts.hidden
-    norms = [w for w in weights if len(w.shape) == 1 and w.owners[-1:] and "norm" in w.owners[-1].lower() and w.name.endswith("weight")]
+    norms = [
+        w
+        for w in weights
+        if len(w.shape) == 1
+        and w.owners[-1:]
+        and "norm" in w.owners[-1].lower()
+        and w.name.endswith("weight")
+    ]
     factors = [w for w in linear if "lora_A" in w.name]
     # Of one expert: its inner width, or that of gate and up together.
     experts = {w.numel // (w.shape[0] * facts.hidden) for w in weights if len(w.shape) == 3}
     chosen = facts.experts_per_token or EXPERTS
     if experts:
-        inner = chosen * min(experts) + max((_sides(w)[0] for w in feed if _sides(w)[1] == facts.hidden), default=0)  # those that all take
+        # Those that all take.
+        inner = chosen * min(experts) + max(
+            (_sides(w)[0] for w in feed if _sides(w)[1] == facts.hidden), default=0
+        )
     else:
         inner = _sides(feed[-1])[0] * (chosen if len(feed) > 4 else 1) if feed else 4 * facts.hidden
-    places = {_stem(w.name): "out" if _in_attention(w) else "down" if w is feed[-1] else "up" for w in base}
+    places = {
+        _stem(w.name): "out" if _in_attention(w) else "down" if w is feed[-1] else "up"
+        for w in base
+    }
     places |= {_stem(w.name): "qkv" for w in ahead}
     return Block(
         hidden=facts.hidden,
@@ -105,33 +124,72 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
         some, rest = (formula(each, facts) for each in by_kind(layout))
         return mixed(layout, facts, some, rest)
     adapter, options = isinstance(layout.config.adapter, LoRAConfig), layout.config
-    between = Between(isinstance(options.adapter, LoRAConfig) and options.adapter.dropout > 0, bool(options.compile.enabled))
+    between = Between(
+        isinstance(options.adapter, LoRAConfig) and options.adapter.dropout > 0,
+        bool(options.compile.enabled),
+    )
     kernel = choice_of(layout, facts).kernel
     # A mask of the whole length, where rows hold several documents or padding counts, unless attention is given the lengths of these; the
     # ring makes none, and all heads of keys.
-    mask = layout.length * layout.mesh.cp if kernel == "masked" and (layout.config.packs or facts.bidirectional) else 0
+    mask = (
+        layout.length * layout.mesh.cp
+        if kernel == "masked" and (layout.config.packs or facts.bidirectional)
+        else 0
+    )
     repeats = bool(mask) or (layout.mesh.cp > 1 and layout.strategy.context_method() == "ring")
-    drops = facts.drops_stream * (1 if layout.device == "cuda" else 4 if layout.precision == "fp32" else 2)
+    drops = facts.drops_stream * (
+        1 if layout.device == "cuda" else 4 if layout.precision == "fp32" else 2
+    )
     # With dropout, torch has no tiles on a CPU: it keeps softmax, mask and their product in fp32 (sdp_utils_cpp.cpp of torch).
     width, attention_ = 4 if layout.precision == "fp32" else 2, layout.config.model.attention
     scores: float = 12 if facts.drops_scores and layout.device == "cpu" else 0
-    if attention_ == "eager" or (facts.keeps_scores and attention_ in ("auto", "documents") and kernel in ("masked", "documents")):
-        dropped = width + (width if layout.device == "cpu" else 1) if facts.drops_scores else width * (width < 4)
+    if attention_ == "eager" or (
+        facts.keeps_scores
+        and attention_ in ("auto", "documents")
+        and kernel in ("masked", "documents")
+    ):
+        dropped = (
+            width + (width if layout.device == "cpu" else 1)
+            if facts.drops_scores
+            else width * (width < 4)
+        )
         scores = 4 + width * facts.caps_scores + dropped
     joins = kernel == "documents" and not scores and (layout.config.packs or facts.bidirectional)
     kept, memory = Attention(mask, repeats, scores, drops, joins), layout.config.memory
     # Of a micro-batch, the part that a feed-forward works on at once.
-    chunk = min(1.0, memory.mlp_chunk * layout.mesh.cp / (layout.rows * layout.length)) if memory.mlp_chunk else 0.0
+    chunk = (
+        min(1.0, memory.mlp_chunk * layout.mesh.cp / (layout.rows * layout.length))
+        if memory.mlp_chunk
+        else 0.0
+    )
     moves = None if not memory.activation_offload else layout.device == "cuda"
     # Zero bubble takes the gradients of weights later, and keeps for them what was computed again.
-    again = "none" if layout.pipeline and layout.pipeline.schedule == "zero_bubble" else layout.activation_checkpointing
+    again = (
+        "none"
+        if layout.pipeline and layout.pipeline.schedule == "zero_bubble"
+        else layout.activation_checkpointing
+    )
     kinds = kind_of(layout), again
-    return _formula(facts, *kinds, layout.length, kept, adapter, layout.mesh.tp, layout.stream_parts, chunk, moves, between)
+    return _formula(
+        facts,
+        *kinds,
+        layout.length,
+        kept,
+        adapter,
+        layout.mesh.tp,
+        layout.stream_parts,
+        chunk,
+        moves,
+        between,
+    )
 
 
 def by_kind(layout: Layout) -> tuple[Layout, Layout]:
     """Of a layout whose first blocks alone are checkpointed: one in which all are, and one in which none is."""
-    config, memory = layout.config, layout.config.memory.model_copy(update={"checkpointed_blocks": None})
+    config, memory = (
+        layout.config,
+        layout.config.memory.model_copy(update={"checkpointed_blocks": None}),
+    )
     every = layout.model_copy(update={"config": config.model_copy(update={"memory": memory})})
     return every, every.model_copy(update={"activation_checkpointing": "none"})
 
@@ -142,8 +200,15 @@ def mixed(layout: Layout, facts: ModelFacts, some: Activations, rest: Activation
     layers = facts.layers
     number = min(layout.config.memory.checkpointed_blocks or 0, layers)
     mean = (number * some.saved_block + (layers - number) * rest.saved_block) / layers
-    back = max(rest.live_backward * (number < layers), some.live_backward - (layers - number) * (rest.saved_block - some.saved_block))
-    update = {"saved_block": mean, "live_backward": back, "live_forward": max(some.live_forward, rest.live_forward)}
+    back = max(
+        rest.live_backward * (number < layers),
+        some.live_backward - (layers - number) * (rest.saved_block - some.saved_block),
+    )
+    update = {
+        "saved_block": mean,
+        "live_backward": back,
+        "live_forward": max(some.live_forward, rest.live_forward),
+    }
     update["saved_ends"] = max(some.saved_ends, rest.saved_ends)
     update["offloaded"] = (number * some.offloaded + (layers - number) * rest.offloaded) / layers
     return (some if number == layers else rest).model_copy(update=update)
@@ -186,11 +251,15 @@ def _formula(
     micro-batch that the feed-forward works on at once; 0: all, and it keeps what it does. `moves`: what blocks keep goes to the host, and
     so off this device (False: which is the host itself); None: it stays."""
     block, width = block_of(facts), 4 if kind == "fp32" else 2
-    whole = (2 if kind == "low" else 4) * block.hidden  # bytes of a token's hidden states between blocks
+    whole = (
+        2 if kind == "low" else 4
+    ) * block.hidden  # bytes of a token's hidden states between blocks
     stream, gathered = whole / parts, width * block.hidden * (parts > 1)
     # Of what a region gathers a rank keeps its part and gathers it again, but not where its graph is compiled.
     gathers_again = recomputes == "none" and not between.compiled
-    everything, inside = _saved(facts, block, kind, length, attention, tp, parts, not gathers_again, between)
+    everything, inside = _saved(
+        facts, block, kind, length, attention, tp, parts, not gathers_again, between
+    )
     queries, feed = block.queries / tp, block.feed / tp * (chunk or 1.0)
     wide = width * (3 if block.gated else 2) * feed
     # Gradients of the feed-forward's two branches, and of the stream; copies for fp32 factors of what a low precision made.
@@ -214,18 +283,36 @@ def _formula(
             outs = sum(out / (tp if cut else 1) for out, cut in block.products[::2])
             kept = width * (outs + queries) + 4 * block.heads / tp
             # What a block keeps anyhow: attention's result, and where no adapter adds to them, its values and the gate.
-            twice = width * (queries + (0 if block.ranks else block.keys / tp + feed * block.gated)) + 4 * block.heads / tp
+            twice = (
+                width * (queries + (0 if block.ranks else block.keys / tp + feed * block.gated))
+                + 4 * block.heads / tp
+            )
         saved = stream + kept
         backward += everything - stream - twice
         forward = max(forward, 2 * stream + wide + width * block.hidden + gathered + whole - stream)
     # Cosines and sines of rotary positions; what the last norm keeps, and what it gives to the head.
     angles = 2 * (2 if kind == "low" else 4) * max(1, block.queries // block.heads)
-    end: float = (8 if kind == "low" else 12) * block.hidden - (0 if block.trainable else whole) + angles + 4
+    end: float = (
+        (8 if kind == "low" else 12) * block.hidden - (0 if block.trainable else whole) + angles + 4
+    )
     moved = 0.0
-    if moves is not None:  # two blocks' are on the device at once, and all on the host; what frozen embeddings gave stays
+    if (
+        moves is not None
+    ):  # two blocks' are on the device at once, and all on the host; what frozen embeddings gave stays
         here, moved = 2 * saved + whole * (not block.trainable), saved * moves
-        saved, end, forward, backward = saved - moved, end + here * moves, forward + here, backward + here
-    return Activations(saved_block=saved, saved_ends=end, live_forward=forward, live_backward=backward, offloaded=moved)
+        saved, end, forward, backward = (
+            saved - moved,
+            end + here * moves,
+            forward + here,
+            backward + here,
+        )
+    return Activations(
+        saved_block=saved,
+        saved_ends=end,
+        live_forward=forward,
+        live_backward=backward,
+        offloaded=moved,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -256,19 +343,27 @@ def _saved(
     keeps its part; with `whole_regions` all of it."""
     h, q, kv, feed = block.hidden, block.queries / tp, block.keys / tp, block.feed / tp
     width = 4 if kind == "fp32" else 2
-    inputs = {part: block.trainable or part in block.adapted for part in ("qkv", "out", "up", "down")}
+    inputs = {
+        part: block.trainable or part in block.adapted for part in ("qkv", "out", "up", "down")
+    }
     # A norm keeps its input as it is, or of RMS norms in fp32 and, for the weight's gradient, normed.
     stream = 2 if kind == "low" else 4
     # A compiled norm keeps its input, and makes the rest again (torch's min-cut partitioner).
     kept = stream if between.compiled or not block.rms else 4 + stream * block.trainable
     total: float = block.norms * (h * kept + (4 if block.rms else 8)) / parts
     # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
-    copies = (3, 2 if block.gated else 1) if kind == "autocast" and parts == 1 else (1 / (1 if whole_regions else parts),) * 2
+    copies = (
+        (3, 2 if block.gated else 1)
+        if kind == "autocast" and parts == 1
+        else (1 / (1 if whole_regions else parts),) * 2
+    )
     total += width * h * copies[0] * inputs["qkv"]
     inside = width * h * copies[1] * inputs["up"]
     if between.drops:  # each adapter has a copy of its own, and a mask; of the feed-forward's result the copy takes the place
         apart = 0 if kind == "autocast" else width
-        total += h * (3 + 2 * apart) * ("qkv" in block.adapted) + (width + 1) * q * ("out" in block.adapted)
+        total += h * (3 + 2 * apart) * ("qkv" in block.adapted) + (width + 1) * q * (
+            "out" in block.adapted
+        )
         inside += h * (2 + apart) * ("up" in block.adapted) + feed * ("down" in block.adapted)
     # Beside a mask keys and values are repeated for each query head, and each layer turns it into numbers.
     total += width * (attention.mask + (4 * q if attention.repeats else 2 * q + 2 * kv))
@@ -276,12 +371,19 @@ def _saved(
     total += block.heads / tp * (length * attention.scores or 4) + 2 * h * attention.drops / parts
     if block.head_norms:
         total += (8 if kind == "fp32" else 6) * (q + kv)
-    activation = 4 + (kind != "fp32") if not block.gated and facts.classes & PYTHON_GELU else 3 if block.gated else 1
+    activation = (
+        4 + (kind != "fp32")
+        if not block.gated and facts.classes & PYTHON_GELU
+        else 3
+        if block.gated
+        else 1
+    )
     if between.compiled:
         activation = 2 if block.gated else 1
     if block.choices:  # grouped products are not autocast's: they have the type of the weights
         width = 4 if kind == "autocast" and block.trainable else width
-        activation += 3 * ("GptOssExperts" in facts.classes)  # its gate is cut off, scaled and shifted
+        # Its gate is cut off, scaled and shifted.
+        activation += 3 * ("GptOssExperts" in facts.classes)
         # Rows in the order of their experts, what experts give, and the numbers of both orders.
         inside += block.choices / tp * (2 * width * h + 24)
     inside += width * feed * (activation + (inputs["down"] and not between.compiled))
@@ -295,7 +397,9 @@ def _saved(
     return total, inside
 
 
-def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, trainable: bool) -> tuple[float, float, float]:
+def head_bytes(
+    kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, trainable: bool
+) -> tuple[float, float, float]:
     """(in the loss; from it to the end of the head's backward; from there on): what logits and the head's gradient take, for `tokens` of a
     micro-batch. `vocabulary`: rows of the head on this rank. `chunk`: tokens whose logits exist at once; 0: all."""
     weight = 4.0 * vocabulary * hidden * trainable

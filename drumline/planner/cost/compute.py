@@ -15,9 +15,8 @@ from drumline.hardware.cluster import Cluster, Measured
 from drumline.planner.cost import fitted
 from drumline.planner.cost.memory import as_kept
 
-WHOLE = (
-    10 / 34
-)  # of what a block moves, what tensor parallelism without sequence parallelism leaves whole (Korthikanti et al. 2022, section 4.1)
+# Of what a block moves, what tensor parallelism without sequence parallelism leaves whole (Korthikanti et al. 2022, section 4.1).
+WHOLE = 10 / 34
 # What the cross-entropy moves for each token and word, as models.losses computes it, counted: 50 bytes.
 MOVED_HEAD = 50.0
 # Seconds that a host takes to start a block's kernels, forward and backward (38 and 78 of a Llama in fp32; 54 and 100 under autocast): CPU
@@ -48,19 +47,33 @@ class Passes(NamedTuple):
 
 def computing(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[float, float]:
     """Seconds in which a rank computes forward, and backward with what is computed again; mean over the stages of a pipeline."""
-    mesh, precision, rounds, memory = layout.mesh, layout.precision, layout.batch.accumulation, layout.config.memory
+    mesh, precision, rounds, memory = (
+        layout.mesh,
+        layout.precision,
+        layout.batch.accumulation,
+        layout.config.memory,
+    )
     kind, again = layout.activation_checkpointing, part_again(layout, facts)
     tokens = layout.rows * layout.positions / mesh.cp / layout.devices_per_rank  # of a micro-batch
     calls = rounds * (len(facts.block_weights) or facts.layers) / mesh.pp  # of blocks
     rate = cluster.rate(precision, max(1, round(tokens)), facts.hidden) or cluster.rate("fp32")
-    if layout.device == "cuda" and precision not in cluster.calibration.products and not layout.config.images_alone:
+    if (
+        layout.device == "cuda"
+        and precision not in cluster.calibration.products
+        and not layout.config.images_alone
+    ):
         tiles = tokens / 128 * facts.hidden / mesh.tp / 256
         rate *= tiles / (tiles + fitted.TILES)
-    rate, attends = (each * mesh.tp * mesh.pp / (rounds * tokens) for each in (rate, cluster.attention_rate(precision)))
+    rate, attends = (
+        each * mesh.tp * mesh.pp / (rounds * tokens)
+        for each in (rate, cluster.attention_rate(precision))
+    )
     cast = 0.0
     if layout.fp8:
         rate, cast = _of_fp8(layout, facts, cluster, rate)
-    products = flops(facts, kind, again, bool(memory.mlp_chunk)) + Passes(scoring_flops(layout, facts), 0.0)
+    products = flops(facts, kind, again, bool(memory.mlp_chunk)) + Passes(
+        scoring_flops(layout, facts), 0.0
+    )
     if layout.device == "cuda":
         products *= fitted.PRODUCTS
         of_weights = max(0.0, products.backward - products.forward)
@@ -70,16 +83,31 @@ def computing(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[floa
     each = bytes_moved(layout, facts) * (tokens / max(1, facts.layers))  # of a block, in one call
     head = (MOVED_HEAD * facts.vocab_size / mesh.tp + cast) / 3 * rounds * tokens / mesh.pp
     bandwidth = cluster.calibration.memory or cluster.device.bandwidth
-    works += Passes(*(calls * bytes_ / line.bandwidth for bytes_, line in zip(each, (first, second, first), strict=True)))
+    works += Passes(
+        *(
+            calls * bytes_ / line.bandwidth
+            for bytes_, line in zip(each, (first, second, first), strict=True)
+        )
+    )
     works += Passes(head, 2 * head) * (1 / bandwidth)
     if bits := packed_bits(layout.config):
-        entries = (facts.parameters - as_kept(layout, facts).parameters) / (1 - bits / 8 / WIDTH[precision])
+        entries = (facts.parameters - as_kept(layout, facts).parameters) / (
+            1 - bits / 8 / WIDTH[precision]
+        )
         packed = rounds * fitted.UNPACKED * entries / (mesh.tp * mesh.pp) / bandwidth
         works += Passes(packed, packed, packed * again)
     layers, _ = adapted(facts)
-    starts = Passes(*(line.latency + layers * more for line, more in zip((first, second), STARTS_ADAPTED, strict=True)))
+    starts = Passes(
+        *(
+            line.latency + layers * more
+            for line, more in zip((first, second), STARTS_ADAPTED, strict=True)
+        )
+    )
     if layout.config.compile.enabled:
-        ahead, behind = (after / before for after, before in zip(fitted.KERNELS_COMPILED, fitted.KERNELS, strict=True))
+        ahead, behind = (
+            after / before
+            for after, before in zip(fitted.KERNELS_COMPILED, fitted.KERNELS, strict=True)
+        )
         starts = Passes(starts.forward * ahead, starts.backward * behind)
     hooks = fitted.HOOK * layout.strategy.hooked * modules(facts)
     starts += Passes(hooks, hooks)
@@ -88,16 +116,23 @@ def computing(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[floa
         block = first.latency + second.latency
         works += starts + Passes(fitted.LOOP[1] * rounds * block, fitted.LOOP[0] * block)
         return works.both
-    ahead, behind = ((a**fitted.BLEND + b**fitted.BLEND) ** (1 / fitted.BLEND) for a, b in zip(works.both, starts.both, strict=True))
+    ahead, behind = (
+        (a**fitted.BLEND + b**fitted.BLEND) ** (1 / fitted.BLEND)
+        for a, b in zip(works.both, starts.both, strict=True)
+    )
     return ahead, behind
 
 
 def operators(layout: Layout, cluster: Cluster) -> tuple[Measured, Measured]:
     """Lines of what a block takes besides its products, forward and backward: seconds of its host, and bytes over a bandwidth."""
     measured = cluster.calibration.operators.get(layout.precision)
-    if measured is not None:  # by the bytes of hidden states, of which a block moves so many in 16 bits
+    if (
+        measured is not None
+    ):  # by the bytes of hidden states, of which a block moves so many in 16 bits
         ahead, back = measured
-        return replace(ahead, bandwidth=ahead.bandwidth * fitted.MOVED / 6), replace(back, bandwidth=back.bandwidth * fitted.MOVED / 3)
+        return replace(ahead, bandwidth=ahead.bandwidth * fitted.MOVED / 6), replace(
+            back, bandwidth=back.bandwidth * fitted.MOVED / 3
+        )
     bandwidth = cluster.calibration.memory or cluster.device.bandwidth
     forward, backward = (Measured(latency, bandwidth) for latency in STARTS[layout.precision])
     return forward, backward
@@ -110,7 +145,14 @@ def bytes_moved(layout: Layout, facts: ModelFacts) -> Passes:
     if layout.config.compile.enabled:
         moved -= fitted.FUSED
         moved_adapted *= fitted.ADAPTED_COMPILED
-    third = width * moved / 3 * facts.hidden * facts.layers * (WHOLE / layout.stream_parts + (1 - WHOLE) / mesh.tp)
+    third = (
+        width
+        * moved
+        / 3
+        * facts.hidden
+        * facts.layers
+        * (WHOLE / layout.stream_parts + (1 - WHOLE) / mesh.tp)
+    )
     third += width * moved_adapted * adapted(facts)[1] / mesh.tp
     return Passes(third, 2 * third, third * part_again(layout, facts))
 
@@ -118,7 +160,9 @@ def bytes_moved(layout: Layout, facts: ModelFacts) -> Passes:
 @lru_cache(maxsize=1024)
 def adapted(facts: ModelFacts) -> tuple[float, float]:
     """Layers with an adapter, of a block; and their inputs and outputs, of all blocks."""
-    blocks = [(w, number) for block, number in facts.kinds_of_blocks for w in block if ".lora_" in w.name]
+    blocks = [
+        (w, number) for block, number in facts.kinds_of_blocks for w in block if ".lora_" in w.name
+    ]
     layers = sum(number for _, number in blocks) / 2 / max(1, len(facts.block_weights))
     return layers, sum(number * max(w.shape) for w, number in blocks)
 
@@ -126,7 +170,10 @@ def adapted(facts: ModelFacts) -> tuple[float, float]:
 @lru_cache(maxsize=1024)
 def modules(facts: ModelFacts) -> float:
     """Modules with weights of their own, of a block."""
-    each = ((len({w.name.rpartition(".")[0] for w in block}), number) for block, number in facts.kinds_of_blocks)
+    each = (
+        (len({w.name.rpartition(".")[0] for w in block}), number)
+        for block, number in facts.kinds_of_blocks
+    )
     return sum(held * number for held, number in each) / max(1, len(facts.block_weights))
 
 
@@ -134,11 +181,15 @@ def part_again(layout: Layout, facts: ModelFacts) -> float:
     """The part of the blocks that backward computes again."""
     if layout.activation_checkpointing == "none":
         return 0.0
-    return min(1.0, (layout.config.memory.checkpointed_blocks or facts.layers) / max(1, facts.layers))
+    return min(
+        1.0, (layout.config.memory.checkpointed_blocks or facts.layers) / max(1, facts.layers)
+    )
 
 
 @lru_cache(maxsize=1024)
-def flops(facts: ModelFacts, checkpointing: str, part: float = 1.0, chunked: bool = False) -> Passes:
+def flops(
+    facts: ModelFacts, checkpointing: str, part: float = 1.0, chunked: bool = False
+) -> Passes:
     """FLOPs of a token's products: forward, backward, and again: of blocks (full), or of every second product (selective), in this `part`
     of them; and of feed-forward parts that are `chunked`."""
     forward, attention = forward_flops(facts), facts.layers * facts.attention_flops
@@ -155,14 +206,22 @@ def attention_flops(facts: ModelFacts, checkpointing: str, part: float = 1.0) ->
     return Passes(forward, ATTENTION_BACKWARD * forward, forward * part * (checkpointing == "full"))
 
 
-def _of_fp8(layout: Layout, facts: ModelFacts, cluster: Cluster, rate: float) -> tuple[float, float]:
+def _of_fp8(
+    layout: Layout, facts: ModelFacts, cluster: Cluster, rate: float
+) -> tuple[float, float]:
     """(the rate of a step whose blocks' linear layers multiply in fp8; bytes for each token that casts move). Products reach the same part
     of the datasheet as those in bf16. Inputs and gradients are read in 16 bits and written in 8, once for each of the two products that
     they are in. An estimate: nothing of it has run on a GPU."""
     weights = [weight for block in facts.block_weights for weight in block if takes_fp8(weight)]
     share = 6.0 * sum(weight.numel for weight in weights) / facts.flops_per_token
-    spared = share * (1 - cluster.device.flops.get("bf16", 0.0) / cluster.device.flops["fp8"]) if "fp8" in cluster.device.flops else 0.0
-    return rate / (1 - spared), 2 * 3.0 * sum(sum(weight.shape) for weight in weights) / layout.mesh.tp
+    spared = (
+        share * (1 - cluster.device.flops.get("bf16", 0.0) / cluster.device.flops["fp8"])
+        if "fp8" in cluster.device.flops
+        else 0.0
+    )
+    return rate / (1 - spared), 2 * 3.0 * sum(
+        sum(weight.shape) for weight in weights
+    ) / layout.mesh.tp
 
 
 def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
@@ -182,4 +241,6 @@ def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
 def forward_flops(facts: ModelFacts) -> float:
     """FLOPs of a token in forward: 2 for each parameter of a product, which counts 6 in all (4 if frozen), and a third of attention's."""
     attention = facts.layers * facts.attention_flops
-    return (facts.flops_per_token - attention) * (2 * facts.parameters) / (6 * facts.trainable + 4 * facts.frozen) + attention / 3
+    return (facts.flops_per_token - attention) * (2 * facts.parameters) / (
+        6 * facts.trainable + 4 * facts.frozen
+    ) + attention / 3

@@ -59,7 +59,11 @@ RANGES: dict[str, tuple[Ends, Ends]] = {
 # Half of all published runs that the constants had not seen were nearer to their predicted seconds than this part of them
 # (benchmarks/results/planner_published.json: the median of "left out").
 SPEED_ERROR = 0.126
-PROBED: tuple[Ends, Ends] = ((0.97, 1.03), (0.95, 1.05))  # after a trial of the plan itself: a choice
+# After a trial of the plan itself: a choice.
+PROBED: tuple[Ends, Ends] = (
+    (0.97, 1.03),
+    (0.95, 1.05),
+)
 
 
 def group_of(layout: Layout, calibrated: bool = False) -> str:
@@ -70,7 +74,13 @@ def group_of(layout: Layout, calibrated: bool = False) -> str:
         return "offload"
     if not is_measured(layout):
         return "tp, cp or pp"
-    return "QLoRA" if packed_bits(layout.config) else "LoRA" if layout.config.adapter.kind == "lora" else "full"
+    return (
+        "QLoRA"
+        if packed_bits(layout.config)
+        else "LoRA"
+        if layout.config.adapter.kind == "lora"
+        else "full"
+    )
 
 
 def is_measured(layout: Layout) -> bool:

@@ -47,16 +47,29 @@ BYTES_PER_IMAGE_FLOP = 0.004
 IMAGE_SHARE = 0.5  # of the tokens of a vision-language model, those taken to stand for images
 
 
-def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Memory:
+def memory(
+    layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None
+) -> Memory:
     """Bytes of the fullest rank: of a pipeline, the one whose peak is highest. `activations` None: by formula; traced ones are of the
     layout's own precision, checkpointing, adapter and tensor parallelism."""
-    generator, engine, ranks = getattr(layout.config.algorithm, "generator", None), 0, list(range(layout.mesh.pp))
+    generator, engine, ranks = (
+        getattr(layout.config.algorithm, "generator", None),
+        0,
+        list(range(layout.mesh.pp)),
+    )
     facts = experts_over(facts, layout.mesh.ep)
     if isinstance(generator, VLLMGenerator) and generator.url is None and layout.device == "cuda":
         # An engine in each rank keeps its share of the GPU from the first rollout on (rl.vllm).
         engine = int(generator.memory * cluster.device.memory_bytes)
     if len(ranks) > 3:  # both ends, and of those between the one that most blocks wait on
-        ranks = [0, max(ranks[1:-1], key=lambda rank: flying(layout, rank, stage_of(layout, facts, rank).blocks)[0]), ranks[-1]]
+        ranks = [
+            0,
+            max(
+                ranks[1:-1],
+                key=lambda rank: flying(layout, rank, stage_of(layout, facts, rank).blocks)[0],
+            ),
+            ranks[-1],
+        ]
     kept = activations or formula(layout, facts)
     return max((of_rank(layout, facts, kept, rank, engine) for rank in ranks), key=lambda m: m.peak)
 
@@ -87,22 +100,35 @@ def _unpacked(layout: Layout, facts: ModelFacts, mine: Part) -> float:
     if not bits:
         return 0.0
     copies = 0 if layout.device == "cuda" else FULL * (2 if bits == 4 else 1)
-    return (copies + (LOW if layout.precision != "fp32" or layout.device == "cuda" else 0)) * packed_scales(facts, mine, bits)[1]
+    return (
+        copies + (LOW if layout.precision != "fp32" or layout.device == "cuda" else 0)
+    ) * packed_scales(facts, mine, bits)[1]
 
 
-def of_rank(layout: Layout, facts: ModelFacts, kept: Activations, rank: int, engine: int = 0) -> Memory:
+def of_rank(
+    layout: Layout, facts: ModelFacts, kept: Activations, rank: int, engine: int = 0
+) -> Memory:
     """Bytes of a rank of stage `rank` of the pipeline. `facts`: with its experts alone; `engine`: of a sampler beside the model."""
     mine = stage_of(layout, facts, rank)
     state, other = state_of(layout, facts, mine), auxiliary_of(layout, facts, rank)
-    buffers, unpacked = layout.strategy.buffers(layout, as_kept(layout, facts), mine, state, kept), _unpacked(layout, facts, mine)
+    buffers, unpacked = (
+        layout.strategy.buffers(layout, as_kept(layout, facts), mine, state, kept),
+        _unpacked(layout, facts, mine),
+    )
     again = layout.activation_checkpointing != "none"
     measured = _lengths(facts, kind_of(layout) != "fp32")
-    buffers = replace(buffers, block=buffers.block + unpacked + measured, backward=buffers.backward + unpacked + measured * again)
+    buffers = replace(
+        buffers,
+        block=buffers.block + unpacked + measured,
+        backward=buffers.backward + unpacked + measured * again,
+    )
     if layout.config.adapter.kind == "lora" and layout.config.adapter.trainable_tokens:
         # PEFT lays rows over a copy of the embedding, which has a gradient. A head keeps a copy for
         # backward, whether it is tied or not.
         whole = WIDTH[layout.precision] * facts.vocab_size * facts.hidden
-        has_head = any(weight.place == "both" or weight.style == "head" for weight in facts.end_weights)
+        has_head = any(
+            weight.place == "both" or weight.style == "head" for weight in facts.end_weights
+        )
         through = buffers.through + whole * has_head
         forward, begun = buffers.forward + whole, buffers.begun + whole
         buffers = replace(buffers, forward=forward, through=through, begun=begun)
@@ -111,7 +137,10 @@ def of_rank(layout: Layout, facts: ModelFacts, kept: Activations, rank: int, eng
     beside = engine + (WIDTH[layout.precision] * facts.parameters if samples_copy(layout) else 0)
     base = state.parameters + state.optimizer + other.parameters + other.optimizer + beside
     # Trainable models go through a step one after the other, each beside the gradients of those before it.
-    totals = {name: math.ceil(base + sum(each) + other.gradients * (name != "rollout")) for name, each in phases.items()}
+    totals = {
+        name: math.ceil(base + sum(each) + other.gradients * (name != "rollout"))
+        for name, each in phases.items()
+    }
     name = max(totals, key=lambda phase: totals[phase])
     peak, phase = totals[name], phases[name]
     share, overhead, mesh = 0.0, 0, layout.mesh
@@ -160,9 +189,18 @@ class Phase(NamedTuple):
 
 
 def _phases(
-    layout: Layout, facts: ModelFacts, mine: Part, rank: int, state: State, buffers: Buffers, kept: Activations
+    layout: Layout,
+    facts: ModelFacts,
+    mine: Part,
+    rank: int,
+    state: State,
+    buffers: Buffers,
+    kept: Activations,
 ) -> dict[str, Phase]:
-    rows, blocks = math.ceil(layout.rows / layout.devices_per_rank), mine.blocks if layout.pipeline else facts.layers
+    rows, blocks = (
+        math.ceil(layout.rows / layout.devices_per_rank),
+        mine.blocks if layout.pipeline else facts.layers,
+    )
     tokens = rows * layout.length / layout.mesh.cp  # of one micro-batch on one device
     if layout.config.images_alone:
         images = rows * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
@@ -184,19 +222,33 @@ def _phases(
             saved += tokens * facts.hidden * width * (before * number + behind + sent)
         if mine.first and facts.vision_language:
             saved += IMAGE_SHARE * tokens * tower_bytes(facts, layout.precision != "fp32")
-        one, running, returning = tokens * kept.saved_block, tokens * kept.live_forward, tokens * kept.live_backward
+        one, running, returning = (
+            tokens * kept.saved_block,
+            tokens * kept.live_forward,
+            tokens * kept.live_backward,
+        )
         head, tail, left = _head(layout, facts, mine, tokens, kept)
-    accumulates = layout.batch.accumulation > 1 and not (layout.pipeline and layout.pipeline.schedule == "gpipe")
+    accumulates = layout.batch.accumulation > 1 and not (
+        layout.pipeline and layout.pipeline.schedule == "gpipe"
+    )
     every, there = state.gradients, state.gradients if accumulates else buffers.early
     if layout.pipeline and number == layout.batch.accumulation > 1:
         # All are forward before the first is backward: once a gradient is there, one of them is gone.
         there = max(0, every - math.ceil(tokens * kept.saved_block * in_flight / number))
     through = buffers.always + buffers.through
     # The norm behind the last block gives back three more of its width.
-    norm = 12 * tokens * facts.hidden if mine.last and kept.live_loss is None and not layout.config.images_alone else 0
-    largest = max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.trainable), default=0)
+    norm = (
+        12 * tokens * facts.hidden
+        if mine.last and kept.live_loss is None and not layout.config.images_alone
+        else 0
+    )
+    largest = max(
+        (part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.trainable), default=0
+    )
     embedding = entry_bytes(layout) * largest if mine.first else 0
-    first = Phase(there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward)
+    first = Phase(
+        there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward
+    )
     begins = first._replace(buffers=first.buffers + buffers.first)
     at_end = max(buffers.backward + buffers.second, buffers.last, embedding)
     second = Phase(there, saved - one + returning, first.logits, first.buffers + buffers.second)
@@ -212,10 +264,16 @@ def _phases(
     }
 
 
-def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Activations) -> tuple[float, float, float]:
+def _head(
+    layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Activations
+) -> tuple[float, float, float]:
     """Bytes of the head in the loss, in its backward, and after that."""
     algorithm = layout.config.algorithm
-    head = [w for w in facts.end_weights if w.place in ("after", "both") and len(w.shape) == 2 and w.shape[0] == facts.vocab_size]
+    head = [
+        w
+        for w in facts.end_weights
+        if w.place in ("after", "both") and len(w.shape) == 2 and w.shape[0] == facts.vocab_size
+    ]
     rows = math.ceil(facts.vocab_size / layout.mesh.tp)
     if mine.last and kept.live_loss is not None:
         # The gradient of a tied head waits for the embedding's: traced, it is among what lives in the blocks' backward.
@@ -227,7 +285,9 @@ def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Ac
     chunk = 0 if facts.changes_logits else int(getattr(algorithm, "loss_chunk", 0))
     if layout.mesh.tp > 1:
         chunk = chunk or math.ceil(tokens)
-    return head_bytes(kind_of(layout), rows, facts.hidden, chunk, tokens, any(w.trainable for w in head))
+    return head_bytes(
+        kind_of(layout), rows, facts.hidden, chunk, tokens, any(w.trainable for w in head)
+    )
 
 
 def flying(layout: Layout, rank: int, blocks: int) -> tuple[float, int]:
@@ -246,7 +306,9 @@ def flying(layout: Layout, rank: int, blocks: int) -> tuple[float, int]:
     later = plan.schedule == "zero_bubble"
     warm = (plan.stages_per_rank - 1) * each + 2 * (ranks - 1 if later else ahead) + 1
     flight = min(warm, number * plan.stages_per_rank) * (1.25 if later else 1.0)
-    return flight * math.ceil(blocks / plan.stages_per_rank), math.ceil(flight / plan.stages_per_rank)
+    return flight * math.ceil(blocks / plan.stages_per_rank), math.ceil(
+        flight / plan.stages_per_rank
+    )
 
 
 def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> State:
@@ -259,9 +321,16 @@ def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> State:
         if role.trainable:
             states.append(state_of(own, sizes, mine))
         # A reference that answers before the first step is gone by the first gradients, which take as much.
-        elif name != "reference" or reference != "precomputed" or sizes.parameters > facts.trainable:
+        elif (
+            name != "reference" or reference != "precomputed" or sizes.parameters > facts.trainable
+        ):
             states.append(State(_frozen(layout, own, sizes, mine), 0, 0))
-    return State(*(sum(getattr(state, name) for state in states) for name in ("parameters", "gradients", "optimizer")))
+    return State(
+        *(
+            sum(getattr(state, name) for state in states)
+            for name in ("parameters", "gradients", "optimizer")
+        )
+    )
 
 
 def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
@@ -286,7 +355,11 @@ def samples_copy(layout: Layout) -> bool:
     if generator is None or isinstance(generator, VLLMGenerator):
         return False
     rollout = layout.config.algorithm.rollout
-    whole = layout.strategy.whole_weights and plain(layout.mesh) and not (rollout is not None and rollout.lookahead)
+    whole = (
+        layout.strategy.whole_weights
+        and plain(layout.mesh)
+        and not (rollout is not None and rollout.lookahead)
+    )
     return not whole or (isinstance(generator, ContinuousGenerator) and layout.precision != "fp32")
 
 
@@ -295,45 +368,73 @@ def generator_of(layout: Layout) -> Generator | None:
     rollout, options = layout.config.algorithm.rollout, layout.config.eval
     if rollout is not None:
         return rollout.generator
-    return HFGenerator(max_new_tokens=options.max_new_tokens or MOST_NEW) if options.generates else None
+    return (
+        HFGenerator(max_new_tokens=options.max_new_tokens or MOST_NEW)
+        if options.generates
+        else None
+    )
 
 
 def _rollout(layout: Layout, facts: ModelFacts) -> float:
     """Keys and values of all sequences that are sampled side by side, and logits of their last tokens."""
-    algorithm, generator, width = layout.config.algorithm.rollout, generator_of(layout), WIDTH[layout.precision]
+    algorithm, generator, width = (
+        layout.config.algorithm.rollout,
+        generator_of(layout),
+        WIDTH[layout.precision],
+    )
     if generator is None or isinstance(generator, VLLMGenerator):
         return 0.0
-    wanted = layout.config.eval.samples if algorithm is None else algorithm.minibatches * layout.batch.global_samples
+    wanted = (
+        layout.config.eval.samples
+        if algorithm is None
+        else algorithm.minibatches * layout.batch.global_samples
+    )
     sequences = min(generator.batch, math.ceil(wanted / layout.mesh.world_size))
     cache = 2.0 * facts.layers * block_of(facts).keys * width * layout.length * sequences
     logits = 3.0 * FULL * sequences * facts.vocab_size
     # The prompts' own forward, whose activations nobody keeps.
-    prompt = sequences * max(1, layout.length - generator.max_new_tokens) * formula(layout, facts).live_forward
+    prompt = (
+        sequences
+        * max(1, layout.length - generator.max_new_tokens)
+        * formula(layout, facts).live_forward
+    )
     return cache + logits + prompt
 
 
-WINDOW = 2**30  # most of a file that is read through while weights are loaded; pages that can be given back
+# Most of a file that is read through while weights are loaded; pages that can be given back.
+WINDOW = 2**30
 
 
 def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) -> HostMemory:
     """Bytes of one host with all of its ranks. `peak`: of the fullest one's tensors (memory.memory), which on a CPU are part of it."""
     ranks = max(1, min(cluster.per_node, layout.mesh.world_size))
     state = state_of(layout, facts, stage_of(layout, facts, 0))
-    own = layout.strategy.host(layout, as_kept(layout, facts), state.device if layout.device == "cpu" else state.host)
+    own = layout.strategy.host(
+        layout, as_kept(layout, facts), state.device if layout.device == "cpu" else state.host
+    )
     weights = FULL * facts.parameters
     kept = checkpoint_bytes(layout, facts)
     world, copies = layout.mesh.world_size, layout.config.checkpoint.memory_copies
     saved = own.copies * -(-kept // world)
-    in_memory = copies * kept * min(world, 2 * ranks) // world  # /dev/shm has this host's part, and the one of its neighbour
-    block = FULL * largest_block(facts, stage_of(layout, facts, 0)).entries * (packed_bits(layout.config) > 0)  # read whole, to be packed
+    # /dev/shm has this host's part, and the one of its neighbour.
+    in_memory = copies * kept * min(world, 2 * ranks) // world
+    # Read whole, to be packed.
+    block = (
+        FULL
+        * largest_block(facts, stage_of(layout, facts, 0)).entries
+        * (packed_bits(layout.config) > 0)
+    )
     moved = offloaded(layout, facts) if layout.device == "cuda" else 0
     exported = FULL * facts.trainable if layout.config.checkpoint.export_adapter else weights
     return HostMemory(
         load=ranks * (own.load + block + PROCESS) + min(WINDOW, weights) + in_memory // 2,
-        train=ranks * ((peak if layout.device == "cpu" else own.between) + PROCESS + moved) + in_memory,
+        train=ranks * ((peak if layout.device == "cpu" else own.between) + PROCESS + moved)
+        + in_memory,
         save=ranks * (own.between + PROCESS + saved + moved) + in_memory,
         # Rank 0 builds the whole model in fp32, adapters merged, or the adapter alone.
-        export=0 if layout.config.checkpoint.export == "none" else ranks * (own.export + PROCESS) + exported,
+        export=0
+        if layout.config.checkpoint.export == "none"
+        else ranks * (own.export + PROCESS) + exported,
     )
 
 
@@ -348,7 +449,9 @@ def offloaded(layout: Layout, facts: ModelFacts, rounds: bool = True) -> int:
     two, where a block moves its input alone (torch keeps what it has pinned for the next micro-batch)."""
     if not layout.config.memory.activation_offload:
         return 0
-    each = math.ceil(formula(layout, facts).offloaded * layout.rows * layout.length / layout.mesh.cp)
+    each = math.ceil(
+        formula(layout, facts).offloaded * layout.rows * layout.length / layout.mesh.cp
+    )
     if rounds and layout.activation_checkpointing == "full":
         each = 1 << (each - 1).bit_length() if each else 0
     return each * max(0, facts.layers - 2)

@@ -26,14 +26,30 @@ def check(run: Path, as_json: bool = False) -> int:
     assert plan.predicted.estimate is not None
     rows = compare(plan.predicted.estimate, measured)
     if as_json:
-        made = [{**row.model_dump(), "off": row.off if row.predicted or not row.measured else None, "warns": row.warns} for row in rows]
-        print(json.dumps({"rows": made, "notes": remarks(rows, measured), "measured": measured.model_dump()}, indent=2))
+        made = [
+            {
+                **row.model_dump(),
+                "off": row.off if row.predicted or not row.measured else None,
+                "warns": row.warns,
+            }
+            for row in rows
+        ]
+        print(
+            json.dumps(
+                {"rows": made, "notes": remarks(rows, measured), "measured": measured.model_dump()},
+                indent=2,
+            )
+        )
         return 0
     console = Console(highlight=False)
     console.print(printable(plan_line(plan)), soft_wrap=True, markup=False)
     _show(rows, measured, console)
     off = [row.category for row in rows if row.warns]
-    console.print(f"off by more than {OFF:.0%}: {', '.join(off)}" if off else f"nothing that counts is off by more than {OFF:.0%}")
+    console.print(
+        f"off by more than {OFF:.0%}: {', '.join(off)}"
+        if off
+        else f"nothing that counts is off by more than {OFF:.0%}"
+    )
     return 0
 
 
@@ -45,7 +61,9 @@ def read_run(run: Path) -> tuple[Plan, Measurement]:
         plan, events = Plan.load(run / "plan.json"), read(run / "events.jsonl")
         measured = last_measurement(events)
     except ValueError:
-        raise UserError("events.jsonl is not one of this version", where=str(run), fix=TRAIN) from None
+        raise UserError(
+            "events.jsonl is not one of this version", where=str(run), fix=TRAIN
+        ) from None
     if plan.predicted.estimate is None:
         raise UserError("plan.json has no estimate", where=str(run), fix=TRAIN)
     if measured is None:
@@ -62,7 +80,13 @@ def _show(rows: list[Comparison], measured: Measurement, console: Console) -> No
         made.add_column(column, justify="right" if column else "left", no_wrap=True)
     for row in rows:
         style = "yellow" if row.warns else "dim" if only_shown(row) else ""
-        made.add_row(row.category, row.show(row.predicted), row.show(row.measured), row.by_how_much(), style=style)
+        made.add_row(
+            row.category,
+            row.show(row.predicted),
+            row.show(row.measured),
+            row.by_how_much(),
+            style=style,
+        )
     console.print(made)
     for remark in remarks(rows, measured):
         console.print(f"  {printable(remark)}", markup=False, soft_wrap=True)
@@ -72,27 +96,45 @@ def only_shown(row: Comparison) -> str:
     """Why there is no warning for a category that is off; empty where there is one, or where it is not off."""
     if row.warns or (abs(row.off) <= OFF and not row.note):
         return ""
-    taken = ", which the interpreter and its libraries may take" if row.category.startswith("host") else ""
+    taken = (
+        ", which the interpreter and its libraries may take"
+        if row.category.startswith("host")
+        else ""
+    )
     return row.note or f"less than {row.show(row.slack)} apart{taken}"
 
 
 def remarks(rows: list[Comparison], measured: Measurement) -> list[str]:
     """Lines under the table."""
     why = grouped((only_shown(row), row.category) for row in rows)
-    return notes(measured) + [f"{'; '.join(categories)}: {reason}" for reason, categories in why.items() if reason]
+    return notes(measured) + [
+        f"{'; '.join(categories)}: {reason}" for reason, categories in why.items() if reason
+    ]
 
 
 def show_probes(probes: tuple[Probe, ...], console: Console) -> None:
     """Predicted against measured of each candidate that was tried, and the factors that correct the estimates."""
     for probe in probes:
         if probe.measured is None or probe.factors is None:
-            console.print(f"tried {probe.name}: {probe.failed}\n", style="yellow", markup=False, soft_wrap=True)
+            console.print(
+                f"tried {probe.name}: {probe.failed}\n",
+                style="yellow",
+                markup=False,
+                soft_wrap=True,
+            )
             continue
-        console.print(f"tried {probe.name} for {probe.measured.step} steps:", style="bold", markup=False)
+        console.print(
+            f"tried {probe.name} for {probe.measured.step} steps:", style="bold", markup=False
+        )
         _show(compare(probe.predicted, probe.measured), probe.measured, console)
-        console.print(f"its estimate times {describe_factors(probe.factors)}\n", markup=False, soft_wrap=True)
+        console.print(
+            f"its estimate times {describe_factors(probe.factors)}\n", markup=False, soft_wrap=True
+        )
     if any(probe.factors for probe in probes):
-        console.print("Every plan below is corrected: these by their own factors, the others by the mean.\n", style="italic")
+        console.print(
+            "Every plan below is corrected: these by their own factors, the others by the mean.\n",
+            style="italic",
+        )
 
 
 def describe_factors(factors: Factors) -> str:

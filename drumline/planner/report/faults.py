@@ -36,22 +36,61 @@ def report_faults(answer: Answer, console: Console, tokens: float | None, as_jso
     saved = f"a save on disk holds the steps up for {number(here.disk.stall)} s"
     saved += f" and is there after {number(here.disk.lag)} s" if here.disk.lag else ""
     lost = f"a fault costs {number(here.disk.restart)} s and what was done since"
-    console.print(f"{first.name}: {number(here.step)} s a step; {number(here.faults_a_day)} faults a day; {saved}; {lost}.", markup=False)
-    every = f"checkpoint.every={here.every}" + (f" checkpoint.in_memory_every={here.in_memory_every}" if here.memory else "")
+    console.print(
+        f"{first.name}: {number(here.step)} s a step; {number(here.faults_a_day)} faults a day; {saved}; {lost}.",
+        markup=False,
+    )
+    every = f"checkpoint.every={here.every}" + (
+        f" checkpoint.in_memory_every={here.in_memory_every}" if here.memory else ""
+    )
     given = question.config.checkpoint.steps
     yours = f" (yours, {given}: {here.goodput(given):.2%})" if given else ""
-    console.print(f"Best: {every}: {here.goodput():.2%} of the time is training{yours}.", markup=False)
+    console.print(
+        f"Best: {every}: {here.goodput():.2%} of the time is training{yours}.", markup=False
+    )
     unit = "" if known else " of a billion tokens"
-    bill = f", cost {number(first.cost(price, length))} → {number(values[0]['cost'])}" if price is not None else ""
+    bill = (
+        f", cost {number(first.cost(price, length))} → {number(values[0]['cost'])}"
+        if price is not None
+        else ""
+    )
     spare = f", with {here.spares} spare hosts" if here.spares else ""
-    console.print(f"Hours{unit}: {number(hours)} without faults, {number(values[0]['hours'])} with them{bill}{spare}.\n")
-    heads = ("devices", "faults\na day", "save every\nsteps", "seconds", "training", "spare\nhosts", "with\nrepair", "hours")
+    console.print(
+        f"Hours{unit}: {number(hours)} without faults, {number(values[0]['hours'])} with them{bill}{spare}.\n"
+    )
+    heads = (
+        "devices",
+        "faults\na day",
+        "save every\nsteps",
+        "seconds",
+        "training",
+        "spare\nhosts",
+        "with\nrepair",
+        "hours",
+    )
     rows = []
     for each, one in zip(campaigns, values, strict=True):
-        cells = (f"{each.devices:,}", number(each.faults_a_day), f"{each.every:,}", number(each.every * each.step), f"{each.goodput():.2%}")
-        rows.append((*cells, f"{each.spares:,}", f"{each.goodput() * one['available']:.2%}", number(one["hours"])))
+        cells = (
+            f"{each.devices:,}",
+            number(each.faults_a_day),
+            f"{each.every:,}",
+            number(each.every * each.step),
+            f"{each.goodput():.2%}",
+        )
+        rows.append(
+            (
+                *cells,
+                f"{each.spares:,}",
+                f"{each.goodput() * one['available']:.2%}",
+                number(one["hours"]),
+            )
+        )
     console.print(plain_table(console, heads, rows, spare=("seconds", "hours")))
-    console.print("More devices: as much to do and to save on each, so the work of a step grows with them.", style="dim", soft_wrap=True)
+    console.print(
+        "More devices: as much to do and to save on each, so the work of a step grows with them.",
+        style="dim",
+        soft_wrap=True,
+    )
 
 
 def _values(found: Campaign, hours: float, price: float | None, devices: int) -> dict[str, Any]:

@@ -45,20 +45,36 @@ SECTIONS = {
 }
 
 
-def to_use(config: Config, candidate: Candidate, path: Path | None, given: Iterable[str] = ()) -> str:
+def to_use(
+    config: Config, candidate: Candidate, path: Path | None, given: Iterable[str] = ()
+) -> str:
     """The command that trains by it (a YAML was given), or the YAML to write (none was). `given`: overrides
     of the YAML."""
     if path is not None:
-        kept = [override for override in given if override.partition("=")[0].partition(".")[0] != "strategy"]
+        kept = [
+            override
+            for override in given
+            if override.partition("=")[0].partition(".")[0] != "strategy"
+        ]
         return f"To train by {candidate.name}:\n  {shlex.join(['drumline', 'train', str(path), *kept, *overrides(config, candidate)])}"
-    lines = [line + "  # yours" * line.endswith("path: data.jsonl") for line in write_yaml(full_config(config, candidate)).splitlines()]
-    return "\n".join([f"To train by {candidate.name}, in a YAML (`drumline init` writes it):", *(f"  {line}" for line in lines)])
+    lines = [
+        line + "  # yours" * line.endswith("path: data.jsonl")
+        for line in write_yaml(full_config(config, candidate)).splitlines()
+    ]
+    return "\n".join(
+        [
+            f"To train by {candidate.name}, in a YAML (`drumline init` writes it):",
+            *(f"  {line}" for line in lines),
+        ]
+    )
 
 
 def needs_gb(estimate: Estimate, digits: int = 1) -> str:
     """What a device needs in GB, with both ends, these with `digits` behind the point."""
     low, high = (each / GB for each in estimate.needs)
-    return f"{estimate.memory.reserved / GB:.1f}" + (f" ({low:.{digits}f}-{high:.{digits}f})" if low != high else "")
+    return f"{estimate.memory.reserved / GB:.1f}" + (
+        f" ({low:.{digits}f}-{high:.{digits}f})" if low != high else ""
+    )
 
 
 def why(answer: Answer) -> str:
@@ -69,7 +85,11 @@ def why(answer: Answer) -> str:
     text = f"{first.name}: {share}, {number(estimate.seconds.total)} s a step, {estimate.tokens_per_s:,.0f} tokens/s"
     if estimate.verdict == "tight":
         text += f"; that is tight: {risk(first)}"
-    text += f". Second: {next_ones[0].name}, {next_ones[0].estimate.tokens_per_s:,.0f} tokens/s." if next_ones else "."
+    text += (
+        f". Second: {next_ones[0].name}, {next_ones[0].estimate.tokens_per_s:,.0f} tokens/s."
+        if next_ones
+        else "."
+    )
     return text + (f" {line[0].upper()}{line[1:]}." if (line := with_little_room(answer)) else "")
 
 
@@ -78,7 +98,11 @@ def file(answer: Answer, name: str) -> str:
     config, first = answer.question.config, answer.ranked[0]
     # LoRA's factors start at nothing and take ten times as much (Hu et al. 2021, section D).
     rate = config.algorithm.rate * (10 if config.adapter.kind == "lora" else 1)
-    usual = {"optimizer": {"lr": rate}, "schedule": {"kind": "cosine", "warmup_ratio": 0.03}, "run": {"epochs": 1}}
+    usual = {
+        "optimizer": {"lr": rate},
+        "schedule": {"kind": "cosine", "warmup_ratio": 0.03},
+        "run": {"epochs": 1},
+    }
     values = {"algorithm": config.algorithm.kind, **usual, **full_config(config, first)}
     texts = {
         "why": f"Chosen by `drumline plan`. {why(answer)} `auto` chooses anew at each start.",
@@ -93,7 +117,11 @@ def file(answer: Answer, name: str) -> str:
     for section in dict.fromkeys([*SECTIONS, *values]):
         if section in values:
             about = SECTIONS.get(section)
-            comment = wrap(about.format(**texts), 116, break_long_words=False, break_on_hyphens=False) if about else []
+            comment = (
+                wrap(about.format(**texts), 116, break_long_words=False, break_on_hyphens=False)
+                if about
+                else []
+            )
             value = values[section]
             short = value["kind"] if isinstance(value, dict) and set(value) == {"kind"} else value
             lines += ["", *(f"# {line}" for line in comment), write_yaml({section: short}).rstrip()]
@@ -103,11 +131,18 @@ def file(answer: Answer, name: str) -> str:
 def chosen(candidate: Candidate) -> dict[str, Any]:
     """The sections of a YAML that set this layout, defaults left out."""
     layout, strategy = candidate.layout, candidate.layout.strategy
-    values: dict[str, Any] = {"strategy": {"kind": strategy.kind, **strategy.model_dump(mode="json", exclude_defaults=True)}}
+    values: dict[str, Any] = {
+        "strategy": {
+            "kind": strategy.kind,
+            **strategy.model_dump(mode="json", exclude_defaults=True),
+        }
+    }
     batch = layout.batch
     values["batch"] = {"global_samples": batch.global_samples, "micro_batch": batch.micro_batch}
     for name in ("memory", "precision", "compile", "checkpoint"):
-        if section := getattr(candidate.config, name).model_dump(mode="json", exclude_defaults=True):
+        if section := getattr(candidate.config, name).model_dump(
+            mode="json", exclude_defaults=True
+        ):
             values[name] = section
     return values
 
@@ -144,13 +179,20 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
             made.append(f"checkpoint.{key}={str(value).lower()}")
     for key in ("global_samples", "micro_batch", "accumulation"):
         given = getattr(config.batch, key)
-        if given != getattr(batch, key) and not (key == "global_samples" and config.batch.global_tokens is not None):
+        if given != getattr(batch, key) and not (
+            key == "global_samples" and config.batch.global_tokens is not None
+        ):
             made.append(f"batch.{key}={getattr(batch, key)}")
     ranks = _named_ranks(config, candidate)
     return made if ranks is None else [*made, f"launch.nproc={ranks}"]
 
 
-def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Change] = (), adapted: Sequence[Adapted] = ()) -> dict[str, Any]:
+def as_json(
+    answer: Answer,
+    tokens: float | None = None,
+    changes: Sequence[Change] = (),
+    adapted: Sequence[Adapted] = (),
+) -> dict[str, Any]:
     """The answer in bytes, seconds, tokens and FLOPs, never scaled. `changes`: what would make it fit, where nothing does."""
     question, facts, cluster = answer.question, answer.question.facts, answer.question.cluster
     return {
@@ -189,7 +231,12 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
         },
         "ranked": [candidate(question, c, tokens) for c in answer.ranked],
         "refused": [
-            {"name": r.name, "reason": r.reason, "best": candidate(question, r.best, tokens) if r.best else None} for r in answer.refused
+            {
+                "name": r.name,
+                "reason": r.reason,
+                "best": candidate(question, r.best, tokens) if r.best else None,
+            }
+            for r in answer.refused
         ],
         "tight": candidate(question, answer.tight, tokens) if answer.tight else None,
         "adapters": [
@@ -201,8 +248,13 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
             for each in adapted
         ],
         "looked_at": answer.looked_at,
-        "guides": [{"guide": d.heuristic, "says": d.says, "reason": d.reason} for d in disagreements(answer)],
-        "changes": [{"what": c.what, "candidate": candidate(question, c.found, tokens)} for c in changes],
+        "guides": [
+            {"guide": d.heuristic, "says": d.says, "reason": d.reason}
+            for d in disagreements(answer)
+        ],
+        "changes": [
+            {"what": c.what, "candidate": candidate(question, c.found, tokens)} for c in changes
+        ],
         "probes": [probe.model_dump(mode="json") for probe in answer.probes],
     }
 
@@ -234,7 +286,9 @@ def candidate(question: Question, found: Candidate, tokens: float | None = None)
         "seconds_range": [end * estimate.seconds.total for end in estimate.seconds_range],
         "traffic": {**estimate.traffic.model_dump(mode="json"), "total": estimate.traffic.total},
         "tokens_per_s": estimate.tokens_per_s,
-        "tokens_per_s_range": [estimate.tokens_per_s / end for end in reversed(estimate.seconds_range)],
+        "tokens_per_s_range": [
+            estimate.tokens_per_s / end for end in reversed(estimate.seconds_range)
+        ],
         "mfu": estimate.mfu,
         "hours": found.hours(tokens),
         "cost": found.cost(question.cluster.price_per_device_hour, tokens),
@@ -248,8 +302,14 @@ def catalog() -> dict[str, Any]:
     for spec in DEVICES.values():
         host_bytes, host_source = usual_host_memory(spec)
         usual = {"intra": spec.intra, "host_link": spec.host_link, "source": spec.source}
-        devices.append(_device(spec) | usual | {"host_memory_bytes": host_bytes, "host_memory_source": host_source})
-    links = [_link(link) | {"reached": link.efficiency, "source": link.source} for link in LINKS.values()]
+        devices.append(
+            _device(spec)
+            | usual
+            | {"host_memory_bytes": host_bytes, "host_memory_source": host_source}
+        )
+    links = [
+        _link(link) | {"reached": link.efficiency, "source": link.source} for link in LINKS.values()
+    ]
     networks = [
         {"intra": intra, "inter": network, "source": source}
         for intra, (network, source) in HOST_NETWORK.items()

@@ -20,7 +20,12 @@ COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7", "#9
 RESERVE = "reserve"
 FIT, NO_FIT, FRONT = "#0072B2", "#D55E00", "#009E73"
 MOST_BARS, MOST_REFUSED = 12, 6
-BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # so that a line does not run through a number
+# So that a line does not run through a number.
+BEHIND = {
+    "facecolor": "white",
+    "edgecolor": "none",
+    "pad": 0.8,
+}
 FAR = 1.6  # limits of the device: what needs more is left out of the picture
 SLOW = 4  # times the slowest that fits: what does not fit and takes longer would press all others together, and has its bar alone
 
@@ -42,9 +47,15 @@ def draw(answer: Answer, path: Path) -> None:
         raise UserError(f"no picture of kind {path.suffix!r}", where=f"--figure {path}", fix=fix)
     shown = chosen_of(answer)
     if not shown.fit and not shown.refused:
-        raise UserError("there is nothing to draw: rules refuse every family", where=f"--figure {path}", fix="see the table")
+        raise UserError(
+            "there is nothing to draw: rules refuse every family",
+            where=f"--figure {path}",
+            fix="see the table",
+        )
     figure = figure_of(answer, shown)
-    with disk_errors("cannot be written", f"--figure {path}", EnvironmentFault, "choose another place"):
+    with disk_errors(
+        "cannot be written", f"--figure {path}", EnvironmentFault, "choose another place"
+    ):
         if path.suffix.lower() == ".html":
             drawn = io.StringIO()
             figure.savefig(drawn, format="svg")
@@ -56,7 +67,9 @@ def draw(answer: Answer, path: Path) -> None:
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that no other one beats in both memory and time, from the least memory to the least time."""
     best: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (c.estimate.memory.reserved, -c.estimate.tokens_per_s)):
+    for candidate in sorted(
+        candidates, key=lambda c: (c.estimate.memory.reserved, -c.estimate.tokens_per_s)
+    ):
         if not best or candidate.estimate.tokens_per_s > best[-1].estimate.tokens_per_s:
             best.append(candidate)
     return best
@@ -65,7 +78,9 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
 def chosen_of(answer: Answer) -> Shown:
     """The first MOST_BARS, and of those that do not fit the nearest."""
     limit = answer.question.cluster.device.memory_bytes
-    near = sorted((r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved)
+    near = sorted(
+        (r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved
+    )
     refused = [c for c in near if c.estimate.memory.reserved <= FAR * limit] or near[:1]
     drawn = tuple(answer.ranked[:MOST_BARS]), tuple(refused[:MOST_REFUSED])
     return Shown(*drawn, limit / GB, len(answer.ranked) + len(near) - len(drawn[0]) - len(drawn[1]))
@@ -77,7 +92,9 @@ def figure_of(answer: Answer, shown: Shown) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise EnvironmentFault("the package matplotlib is missing", where="--figure", fix="pip install matplotlib") from None
+        raise EnvironmentFault(
+            "the package matplotlib is missing", where="--figure", fix="pip install matplotlib"
+        ) from None
     rows = len(shown.fit) + len(shown.refused)
     figure = Figure(figsize=(14, max(4.6, 2.0 + 0.34 * rows)), layout="constrained")
     FigureCanvasAgg(figure)  # which knows how large texts are
@@ -86,18 +103,35 @@ def figure_of(answer: Answer, shown: Shown) -> Any:
     _points(points, shown)
     figure.suptitle(" · ".join(headline(answer.question)), fontsize=11, x=0.01, ha="left")
     if shown.left_out:
-        figure.supxlabel(f"{shown.left_out} more not drawn: slower ones, and ones that need far more", fontsize=8, x=0.99, ha="right")
+        figure.supxlabel(
+            f"{shown.left_out} more not drawn: slower ones, and ones that need far more",
+            fontsize=8,
+            x=0.99,
+            ha="right",
+        )
     return figure
 
 
 def _bars(axes: Any, shown: Shown) -> None:
     """A bar a candidate, the best on top; those that do not fit below, hatched."""
     candidates = [*shown.fit, *shown.refused]
-    places = [*range(len(shown.fit)), *(len(shown.fit) + 0.6 + i for i in range(len(shown.refused)))]
+    places = [
+        *range(len(shown.fit)),
+        *(len(shown.fit) + 0.6 + i for i in range(len(shown.refused))),
+    ]
     left = [0.0] * len(candidates)
     for part, colour in zip((*CATEGORIES, RESERVE), COLOURS, strict=True):
         widths = [part_of(c, part) for c in candidates]
-        drawn = axes.barh(places, widths, left=left, color=colour, height=0.72, label=part, edgecolor="white", linewidth=0.4)
+        drawn = axes.barh(
+            places,
+            widths,
+            left=left,
+            color=colour,
+            height=0.72,
+            label=part,
+            edgecolor="white",
+            linewidth=0.4,
+        )
         for bar in drawn[len(shown.fit) :]:
             bar.set_hatch("////")
             bar.set_alpha(0.55)
@@ -119,7 +153,11 @@ def _bars(axes: Any, shown: Shown) -> None:
     axes.set_xlim(0, 1.08 * furthest)
     _frame(axes, shown.limit, columns=4)
     axes.set_xlabel("GB of the fullest device; the number is what it needs in all")
-    axes.set_title("Memory by category, at the peak" + (" (hatched: does not fit)" if shown.refused else ""), fontsize=10, loc="left")
+    axes.set_title(
+        "Memory by category, at the peak" + (" (hatched: does not fit)" if shown.refused else ""),
+        fontsize=10,
+        loc="left",
+    )
 
 
 def _frame(axes: Any, limit: float, columns: int) -> None:
@@ -145,10 +183,15 @@ def _points(axes: Any, shown: Shown) -> None:
     """Seconds for a million tokens against what a device needs; the first of the answer and the front have their names beside."""
     slowest = min((c.estimate.tokens_per_s for c in shown.fit), default=0.0)
     refused = [c for c in shown.refused if SLOW * c.estimate.tokens_per_s >= slowest]
-    for group, colour, marker, label in ((shown.fit, FIT, "o", "fits or tight"), (refused, NO_FIT, "x", "does not fit")):
+    for group, colour, marker, label in (
+        (shown.fit, FIT, "o", "fits or tight"),
+        (refused, NO_FIT, "x", "does not fit"),
+    ):
         axes.scatter(*_places(group), color=colour, marker=marker, s=36, zorder=3, label=label)
     front, label = pareto(shown.fit), "Pareto front: none needs less and is faster"
-    axes.plot(*_places(front), color=FRONT, linewidth=1.6, zorder=2, drawstyle="steps-post", label=label)
+    axes.plot(
+        *_places(front), color=FRONT, linewidth=1.6, zorder=2, drawstyle="steps-post", label=label
+    )
     _frame(axes, shown.limit, columns=3)
     times = _places([*shown.fit, *refused])[1]
     if max(times) > 4 * min(times):
@@ -165,16 +208,22 @@ def _points(axes: Any, shown: Shown) -> None:
 
 
 def _places(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
-    return [c.estimate.memory.reserved / GB for c in candidates], [1e6 / c.estimate.tokens_per_s for c in candidates]
+    return [c.estimate.memory.reserved / GB for c in candidates], [
+        1e6 / c.estimate.tokens_per_s for c in candidates
+    ]
 
 
 def _name(axes: Any, candidates: Sequence[Candidate]) -> None:
     """Names in a column right of the axes, as high as their points but a line apart at least, each with a thin line to its point."""
     axes.figure.canvas.draw()  # lays the axes out
     place = (axes.transData + axes.transAxes.inverted()).transform
-    points = [(*place(at), c) for c, at in zip(candidates, zip(*_places(candidates), strict=True), strict=True)]
+    points = [
+        (*place(at), c)
+        for c, at in zip(candidates, zip(*_places(candidates), strict=True), strict=True)
+    ]
     points.sort(key=lambda point: (point[1], point[0]))
-    gap = 0.2 / axes.get_window_extent().height * axes.figure.dpi  # of the axes' height: a fifth of an inch
+    # Of the axes' height: a fifth of an inch.
+    gap = 0.2 / axes.get_window_extent().height * axes.figure.dpi
     heights = [y for _, y, _ in points]
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)
@@ -188,7 +237,14 @@ def _name(axes: Any, candidates: Sequence[Candidate]) -> None:
             textcoords="axes fraction",
             fontsize=9,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "relpos": (0, 0.5), "shrinkA": 2, "shrinkB": 4},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": "#999999",
+                "linewidth": 0.7,
+                "relpos": (0, 0.5),
+                "shrinkA": 2,
+                "shrinkB": 4,
+            },
             annotation_clip=False,
         )
 
@@ -196,7 +252,16 @@ def _name(axes: Any, candidates: Sequence[Candidate]) -> None:
 def page(answer: Answer, svg: str) -> str:
     """A page of its own: the picture as SVG, and the figures as tables."""
     title = text(" · ".join(headline(answer.question)))
-    heads = ("strategy", "verdict", "needs GB", "step s", "tokens/s", "MFU", *(f"{part} GB" for part in CATEGORIES), "sent GB")
+    heads = (
+        "strategy",
+        "verdict",
+        "needs GB",
+        "step s",
+        "tokens/s",
+        "MFU",
+        *(f"{part} GB" for part in CATEGORIES),
+        "sent GB",
+    )
     rows = [
         (
             c.name,
@@ -214,6 +279,8 @@ def page(answer: Answer, svg: str) -> str:
         f"<h1 style='font-size:18px'>{title}</h1>",
         svg[svg.index("<svg") :],
         table(heads, rows) if rows else "<p>Nothing fits.</p>",
-        "<h2 style='font-size:16px'>Out</h2>" + table(("family", "reason"), out, class_="out") if out else "",
+        "<h2 style='font-size:16px'>Out</h2>" + table(("family", "reason"), out, class_="out")
+        if out
+        else "",
     ]
     return "\n".join(parts) + "\n"

@@ -116,7 +116,9 @@ class Answer:
     @property
     def tight(self) -> Candidate | None:
         """The fastest tight candidate where it is faster than the first of `ranked` by more than SPEED_ERROR."""
-        candidates = [candidate for candidate in self.ranked if candidate.estimate.verdict == "tight"]
+        candidates = [
+            candidate for candidate in self.ranked if candidate.estimate.verdict == "tight"
+        ]
         if not candidates:
             return None
         fastest = max(candidates, key=trusted_speed)
@@ -125,7 +127,9 @@ class Answer:
     @property
     def with_room(self) -> Candidate | None:
         """The best candidate that fits at its upper end too; None where all are tight."""
-        return next((candidate for candidate in self.ranked if candidate.estimate.verdict == "fits"), None)
+        return next(
+            (candidate for candidate in self.ranked if candidate.estimate.verdict == "fits"), None
+        )
 
 
 def why_not(estimate: Estimate) -> str:
@@ -161,7 +165,13 @@ def number(value: float | None) -> str:
         return "0"
     if abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+    return (
+        f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.2f}"
+        if abs(value) >= 0.1
+        else f"{value:.2g}"
+    )
 
 
 def ranged(value: float, ends: Ends, show: Callable[[float], str] = number) -> str:
@@ -217,14 +227,29 @@ def _best(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate with the largest expected speed. Of those within SPEED_ERROR of it, any that wastes memory beside another is passed
     over; of those within TIE, one that fits goes first, then the simplest, then the smallest."""
     fastest = max(expected_speed(candidate) for candidate in candidates)
-    near = [candidate for candidate in candidates if expected_speed(candidate) >= (1 - SPEED_ERROR) * fastest]
-    lean = [candidate for candidate in near if not any(_needs_clearly_less(other.estimate, candidate.estimate) for other in near)]
+    near = [
+        candidate
+        for candidate in candidates
+        if expected_speed(candidate) >= (1 - SPEED_ERROR) * fastest
+    ]
+    lean = [
+        candidate
+        for candidate in near
+        if not any(_needs_clearly_less(other.estimate, candidate.estimate) for other in near)
+    ]
     fastest_lean = max(expected_speed(candidate) for candidate in lean)
-    equal = [candidate for candidate in lean if expected_speed(candidate) >= (1 - TIE) * fastest_lean]
+    equal = [
+        candidate for candidate in lean if expected_speed(candidate) >= (1 - TIE) * fastest_lean
+    ]
 
     def preference(candidate: Candidate) -> tuple[bool, int, int, float]:
         estimate = candidate.estimate
-        return estimate.verdict != "fits", candidate.simple, estimate.memory.reserved, -estimate.tokens_per_s
+        return (
+            estimate.verdict != "fits",
+            candidate.simple,
+            estimate.memory.reserved,
+            -estimate.tokens_per_s,
+        )
 
     return min(equal, key=preference)
 
@@ -234,7 +259,10 @@ def _needs_clearly_less(estimate: Estimate, other: Estimate) -> bool:
     if other.host_limit is None:
         return False
     saved = other.host.running - estimate.host.running
-    return saved >= CLEARLY_LESS * other.host_limit and estimate.memory.reserved <= other.memory.reserved
+    return (
+        saved >= CLEARLY_LESS * other.host_limit
+        and estimate.memory.reserved <= other.memory.reserved
+    )
 
 
 def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
@@ -243,18 +271,34 @@ def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
     own = {probe.name: probe.factors for probe in probes if probe.factors is not None}
     common = mean(own.values())
     failed = {probe.name: probe.failed for probe in probes if probe.failed}
-    named = [(c.name, c) for c in answer.ranked] + [(r.name, r.best) for r in answer.refused if r.best is not None]
-    better = ((name, replace(c, estimate=corrected(c.estimate, own.get(c.name, common)))) for name, c in named)
+    named = [(c.name, c) for c in answer.ranked] + [
+        (r.name, r.best) for r in answer.refused if r.best is not None
+    ]
+    better = (
+        (name, replace(c, estimate=corrected(c.estimate, own.get(c.name, common))))
+        for name, c in named
+    )
     question = replace(answer.question, correction=common)
-    without = replace(answer, question=question, refused=tuple(r for r in answer.refused if r.best is None), probes=probes)
-    return ranked_anew(without, ((c.name if c.name in failed else name, c) for name, c in better), failed)
+    without = replace(
+        answer,
+        question=question,
+        refused=tuple(r for r in answer.refused if r.best is None),
+        probes=probes,
+    )
+    return ranked_anew(
+        without, ((c.name if c.name in failed else name, c) for name, c in better), failed
+    )
 
 
-def ranked_anew(answer: Answer, named: Iterable[tuple[str, Candidate]], failed: Mapping[str, str]) -> Answer:
+def ranked_anew(
+    answer: Answer, named: Iterable[tuple[str, Candidate]], failed: Mapping[str, str]
+) -> Answer:
     """The answer with these candidates in the place of its own. One that does not fit, or has `failed` (name → reason), is refused."""
     ranked, refused = list[Candidate](), list(answer.refused)
     for name, candidate in named:
-        reason = failed.get(candidate.name) or (why_not(candidate.estimate) if candidate.estimate.verdict == "no" else "")
+        reason = failed.get(candidate.name) or (
+            why_not(candidate.estimate) if candidate.estimate.verdict == "no" else ""
+        )
         if reason:
             refused.append(Refused(name, reason, candidate))
         else:
@@ -271,8 +315,12 @@ class Factors(Frozen):
     parameters: float = 1.0
     gradients: float = 1.0
     optimizer: float = 1.0
-    live: float = Field(1.0, description="Of all on top of these three at the peak: activations, logits, buffers.")
-    reserved: float = Field(1.0, description="Of the allocator's surplus over what it hands out; on a GPU.")
+    live: float = Field(
+        1.0, description="Of all on top of these three at the peak: activations, logits, buffers."
+    )
+    reserved: float = Field(
+        1.0, description="Of the allocator's surplus over what it hands out; on a GPU."
+    )
     seconds: float = Field(1.0, description="Of a step without its rollout.")
     traffic: float = 1.0
 
@@ -288,18 +336,30 @@ class Probe(Frozen):
 
     @classmethod
     def of(cls, name: str, predicted: Estimate, measured: Measurement) -> Probe:
-        return cls(name=name, predicted=predicted, measured=measured, factors=factors_of(predicted, measured))
+        return cls(
+            name=name,
+            predicted=predicted,
+            measured=measured,
+            factors=factors_of(predicted, measured),
+        )
 
 
 def factors_of(estimate: Estimate, measured: Measurement) -> Factors:
     rows = {row.category: row for row in compare(estimate, measured)}
 
     def ratio(name: str) -> float:
-        return rows[name].measured / rows[name].predicted if name in rows and rows[name].predicted and rows[name].measured else 1.0
+        return (
+            rows[name].measured / rows[name].predicted
+            if name in rows and rows[name].predicted and rows[name].measured
+            else 1.0
+        )
 
     found = {name: ratio(name) for name in (*STATES, "seconds", "traffic")}
     if "peak" in rows:
-        rest = [sum(getattr(rows[name], side) for name in STATES if name in rows) for side in ("predicted", "measured")]
+        rest = [
+            sum(getattr(rows[name], side) for name in STATES if name in rows)
+            for side in ("predicted", "measured")
+        ]
         predicted, measured_ = rows["peak"].predicted - rest[0], rows["peak"].measured - rest[1]
         found["live"] = measured_ / predicted if min(predicted, measured_) > 0 else 1.0
     if "reserved" in rows:
@@ -310,23 +370,38 @@ def factors_of(estimate: Estimate, measured: Measurement) -> Factors:
 def mean(factors: Iterable[Factors]) -> Factors:
     """The geometric mean of each; 1 without any."""
     every = list(factors) or [Factors()]
-    return Factors(**{name: geometric_mean(getattr(f, name) for f in every) for name in Factors.model_fields})
+    return Factors(
+        **{name: geometric_mean(getattr(f, name) for f in every) for name in Factors.model_fields}
+    )
 
 
 def corrected(estimate: Estimate, by: Factors) -> Estimate:
     """The estimate times the factors. Host memory is left as it is."""
     memory, seconds = estimate.memory, estimate.seconds
     states = {name: round(getattr(memory, name) * getattr(by, name)) for name in STATES}
-    live = {name: round(getattr(memory, name) * by.live) for name in ("activations", "logits", "buffers")}
-    peak = sum(states.values()) + round((memory.peak - sum(getattr(memory, name) for name in STATES)) * by.live)
-    kept = (memory.reserved - memory.overhead) * by.reserved * (peak / memory.peak if memory.peak else 1.0)
+    live = {
+        name: round(getattr(memory, name) * by.live)
+        for name in ("activations", "logits", "buffers")
+    }
+    peak = sum(states.values()) + round(
+        (memory.peak - sum(getattr(memory, name) for name in STATES)) * by.live
+    )
+    kept = (
+        (memory.reserved - memory.overhead)
+        * by.reserved
+        * (peak / memory.peak if memory.peak else 1.0)
+    )
     times = {name: value if name == "rollout" else value * by.seconds for name, value in seconds}
     slower = sum(times.values()) / seconds.total
     return estimate.model_copy(
         update={
-            "memory": memory.model_copy(update={**states, **live, "peak": peak, "reserved": round(kept) + memory.overhead}),
+            "memory": memory.model_copy(
+                update={**states, **live, "peak": peak, "reserved": round(kept) + memory.overhead}
+            ),
             "seconds": seconds.model_copy(update=times),
-            "traffic": estimate.traffic.model_copy(update={name: value * by.traffic for name, value in estimate.traffic}),
+            "traffic": estimate.traffic.model_copy(
+                update={name: value * by.traffic for name, value in estimate.traffic}
+            ),
             "tokens_per_s": estimate.tokens_per_s / slower,
             "mfu": None if estimate.mfu is None else estimate.mfu / slower,
             "memory_range": PROBED[0],
@@ -339,4 +414,6 @@ def require_here(cluster: Cluster) -> None:
     """Raises EnvironmentFault where `cluster` is not this machine."""
     if not cluster.found:
         what = f"the cluster to plan for ({cluster.world_size} × {cluster.device.name}) is not this machine, so nothing can be tried on it"
-        raise EnvironmentFault(what, where="--probe", fix="leave --probe out, or run it there without --cluster")
+        raise EnvironmentFault(
+            what, where="--probe", fix="leave --probe out, or run it there without --cluster"
+        )

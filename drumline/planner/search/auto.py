@@ -44,15 +44,27 @@ DDP, FSDP, OFFLOADED = DDPStrategy(), FSDP2Strategy(), FSDP2Strategy(offload="cp
 HEURISTICS: dict[str, tuple[tuple[str, Callable[[Question], bool], StrategySpec], ...]] = {
     "parameters": (
         ("fewer than 1B parameters", lambda question: question.facts.parameters < BILLION, DDP),
-        ("1-7B parameters", lambda question: question.facts.parameters <= 7 * BILLION, Zero2Strategy()),
+        (
+            "1-7B parameters",
+            lambda question: question.facts.parameters <= 7 * BILLION,
+            Zero2Strategy(),
+        ),
         ("more than 7B parameters", lambda _: True, Zero3Strategy()),
     ),
     "devices": (
-        ("up to 4 devices and 8B parameters", lambda q: q.cluster.world_size <= 4 and q.facts.parameters <= 8 * BILLION, DDP),
+        (
+            "up to 4 devices and 8B parameters",
+            lambda q: q.cluster.world_size <= 4 and q.facts.parameters <= 8 * BILLION,
+            DDP,
+        ),
         ("more than 4 devices, or than 8B parameters", lambda _: True, FSDP),
     ),
     "tree": (
-        ("the whole model fits on a device", lambda question: isinstance(look_at(question, DDP), Candidate), DDP),
+        (
+            "the whole model fits on a device",
+            lambda question: isinstance(look_at(question, DDP), Candidate),
+            DDP,
+        ),
         ("its shards do", lambda question: isinstance(look_at(question, FSDP), Candidate), FSDP),
         ("its shards do not", lambda _: True, OFFLOADED),
     ),
@@ -70,8 +82,12 @@ class Disagreement:
 
 def chosen_by(question: Question, heuristic: str) -> tuple[StrategySpec, str]:
     """The strategy of a heuristic (DDP on one device is single), and the condition that holds."""
-    when, strategy = next((when, strategy) for when, holds, strategy in HEURISTICS[heuristic] if holds(question))
-    return (SingleStrategy() if question.cluster.world_size == 1 and strategy is DDP else strategy), when
+    when, strategy = next(
+        (when, strategy) for when, holds, strategy in HEURISTICS[heuristic] if holds(question)
+    )
+    return (
+        SingleStrategy() if question.cluster.world_size == 1 and strategy is DDP else strategy
+    ), when
 
 
 def heuristic_first(answer: Answer) -> tuple[Answer, str]:
@@ -101,12 +117,28 @@ def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
     found, question = list[Disagreement](), answer.question
     for heuristic in HEURISTICS:
         name, when, theirs = _proposed(answer, heuristic)
-        says = f"{name} ({when}: {count(question.facts.parameters)} on {question.cluster.world_size})"
+        says = (
+            f"{name} ({when}: {count(question.facts.parameters)} on {question.cluster.world_size})"
+        )
         if isinstance(theirs, Refused):
             found.append(Disagreement(heuristic, says, theirs.reason))
-        elif answer.ranked and faster(answer.ranked[0].estimate, theirs.estimate) and answer.ranked[0].estimate.verdict == "fits":
-            first, speed, ours = answer.ranked[0].name, answer.ranked[0].estimate.tokens_per_s, theirs.estimate.tokens_per_s
-            found.append(Disagreement(heuristic, says, f"{ours:,.0f} tokens/s, {first} {speed:,.0f} ({speed / ours:.2f} ×)"))
+        elif (
+            answer.ranked
+            and faster(answer.ranked[0].estimate, theirs.estimate)
+            and answer.ranked[0].estimate.verdict == "fits"
+        ):
+            first, speed, ours = (
+                answer.ranked[0].name,
+                answer.ranked[0].estimate.tokens_per_s,
+                theirs.estimate.tokens_per_s,
+            )
+            found.append(
+                Disagreement(
+                    heuristic,
+                    says,
+                    f"{ours:,.0f} tokens/s, {first} {speed:,.0f} ({speed / ours:.2f} ×)",
+                )
+            )
     return tuple(found)
 
 
@@ -129,7 +161,10 @@ def choose(question: Question) -> tuple[Config, str | None]:
     first, layout = answer.ranked[0], answer.ranked[0].layout
     update: dict[str, Any] = {"strategy": layout.strategy}
     # A key that resolves to the same value anyway stays as the user set it.
-    if resolve_batch(config, layout.mesh.data_ranks, in_flight(layout.mesh, layout.strategy)) != layout.batch:
+    if (
+        resolve_batch(config, layout.mesh.data_ranks, in_flight(layout.mesh, layout.strategy))
+        != layout.batch
+    ):
         update["batch"] = first.config.batch
     if layout.config.memory != config.memory:
         update["memory"] = layout.config.memory
@@ -181,7 +216,11 @@ def export_left_out(config: Config, candidate: Candidate) -> str:
     checkpoint = candidate.layout.config.checkpoint
     if checkpoint == config.checkpoint:
         return ""
-    exported = "the adapter alone is exported" if checkpoint.export_adapter else "nothing is exported at the end"
+    exported = (
+        "the adapter alone is exported"
+        if checkpoint.export_adapter
+        else "nothing is exported at the end"
+    )
     reason = "the whole model in fp32 does not fit into the host's memory"
     return f"{exported}, since {reason}: `drumline export` writes it on a larger machine"
 
@@ -207,7 +246,9 @@ def _why(answer: Answer) -> str:
         f"of {answer.looked_at} layouts {_reason(answer)}: {speed}",
     ]
     if second is not None:
-        parts.append(f"second {second.name}, {second.estimate.tokens_per_s:,.0f} tokens/s at {gb(second.estimate.memory.reserved)}")
+        parts.append(
+            f"second {second.name}, {second.estimate.tokens_per_s:,.0f} tokens/s at {gb(second.estimate.memory.reserved)}"
+        )
     if estimated.verdict == "tight":
         parts.append(f"tight: {risk(first)}")
     line = with_little_room(answer)
@@ -218,7 +259,9 @@ def _why(answer: Answer) -> str:
     if without:
         parts.append(without)
     if question.config.compile.enabled is None:
-        compiling = describe_compile(first.layout, question.facts, question.cluster, first.layout.steps)
+        compiling = describe_compile(
+            first.layout, question.facts, question.cluster, first.layout.steps
+        )
         if compiling:
             parts.append(compiling)
     return "; ".join(parts)
@@ -233,7 +276,11 @@ def _reason(answer: Answer) -> str:
         times = first.estimate.tokens_per_s / answer.with_room.estimate.tokens_per_s
         return f"the best, {times:.1f} × as fast as the best that fits with room ({answer.with_room.name})"
     fitting = [candidate for candidate in rest if candidate.estimate.verdict == "fits"]
-    faster_ones = [candidate for candidate in fitting if candidate.estimate.tokens_per_s > first.estimate.tokens_per_s]
+    faster_ones = [
+        candidate
+        for candidate in fitting
+        if candidate.estimate.tokens_per_s > first.estimate.tokens_per_s
+    ]
     if not faster_ones:
         return "the fastest predicted to fit"
     if not any(faster(other.estimate, first.estimate) for other in faster_ones):

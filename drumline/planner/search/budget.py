@@ -23,7 +23,11 @@ L = TypeVar("L", bound=Layout)
 
 def kinds_of(options: MemoryConfig) -> Sequence[str]:
     """The kinds of checkpointing that a config leaves open: all, or the one it sets."""
-    return (options.activation_checkpointing,) if "activation_checkpointing" in options.model_fields_set else CHECKPOINTING
+    return (
+        (options.activation_checkpointing,)
+        if "activation_checkpointing" in options.model_fields_set
+        else CHECKPOINTING
+    )
 
 
 def within_budget(layout: L, facts: ModelFacts, cluster: Cluster, kinds: Sequence[str]) -> L:
@@ -34,7 +38,9 @@ def within_budget(layout: L, facts: ModelFacts, cluster: Cluster, kinds: Sequenc
         return layout
 
     def at(kind: str, blocks: int | None) -> L:
-        options = layout.config.memory.model_copy(update={"activation_checkpointing": kind, "checkpointed_blocks": blocks})
+        options = layout.config.memory.model_copy(
+            update={"activation_checkpointing": kind, "checkpointed_blocks": blocks}
+        )
         config = layout.config.model_copy(update={"memory": options})
         check_rules(Case(config, layout.mesh, layout.device, layout.precision, facts))
         return layout.model_copy(update={"config": config, "activation_checkpointing": kind})
@@ -49,11 +55,20 @@ def within_budget(layout: L, facts: ModelFacts, cluster: Cluster, kinds: Sequenc
             if least[-1][0] <= budget * 1e9:
                 found.append(every)
                 if kind != "none":  # of all blocks it is enough, of none it may be
-                    blocks = 1 + bisect_left(range(1, facts.layers), True, key=lambda number: needs(at(kind, number)) <= budget * 1e9)
+                    blocks = 1 + bisect_left(
+                        range(1, facts.layers),
+                        True,
+                        key=lambda number: needs(at(kind, number)) <= budget * 1e9,
+                    )
                     found.append(at(kind, blocks))
     if not found:
         bytes_, kind = min(least)
-        unit = 10 ** max(0, len(str(bytes_)) - 3)  # rounded up to three digits: with that much it goes
+        # Rounded up to three digits: with that much it goes.
+        unit = 10 ** max(0, len(str(bytes_)) - 3)
         what = f"a step takes {-(-bytes_ // unit) * unit / 1e9:g} GB at least, with activation_checkpointing={kind}"
-        raise PlanError(what, where="memory.budget_gb", fix="give more, or use a smaller micro-batch or memory.activation_offload=true")
+        raise PlanError(
+            what,
+            where="memory.budget_gb",
+            fix="give more, or use a smaller micro-batch or memory.activation_offload=true",
+        )
     return min(found, key=lambda each: estimate(each, facts, cluster).seconds.total)

@@ -46,14 +46,18 @@ def why_adapter(adapted: Sequence[Adapted], choice: Adapted) -> str:
     """Why an adapter is chosen in place of training all weights, as a sentence."""
     full = next((each for each in adapted if each.name == "full"), None)
     if full is None or not full.answer.ranked:
-        return f"Training all weights fits on no layout of these devices: {choice.name} is the choice."
+        return (
+            f"Training all weights fits on no layout of these devices: {choice.name} is the choice."
+        )
     larger = _larger_batch(full.answer, choice)
     times = _times(full.answer, choice, larger)
     sentence = f"Training all weights is slow: {choice.name} is {times}. It is the choice."
     return " ".join([sentence, *_reasons(full.answer)])
 
 
-def slow_lines(answer: Answer, adapted: Sequence[Adapted], tokens: float | None = None) -> list[str]:
+def slow_lines(
+    answer: Answer, adapted: Sequence[Adapted], tokens: float | None = None
+) -> list[str]:
     """Return why row 1 is slow and what to do instead, one line each; an empty list unless an adapter is more than SLOW times as fast.
 
     `tokens`: of the whole run; None: those of row 1's steps, if their number is known.
@@ -61,7 +65,9 @@ def slow_lines(answer: Answer, adapted: Sequence[Adapted], tokens: float | None 
     first = answer.ranked[0]
     if tokens is None and first.layout.steps is not None:
         tokens = first.layout.steps * first.layout.tokens_per_step
-    ahead = [each for each in adapted if each.answer.ranked and _speed(each) > SLOW * _speed_of(first)]
+    ahead = [
+        each for each in adapted if each.answer.ranked and _speed(each) > SLOW * _speed_of(first)
+    ]
     if not ahead:
         return []
     best = max(ahead, key=_speed)
@@ -98,7 +104,9 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
     samples = first.layout.batch.global_samples
     best = first
     while 2 * samples * tokens <= MOST_TOKENS_A_STEP:
-        question = answer.question.with_values("batch", global_tokens=None, global_samples=2 * samples)
+        question = answer.question.with_values(
+            "batch", global_tokens=None, global_samples=2 * samples
+        )
         doubled = look_at(question, first.layout.strategy)
         if isinstance(doubled, Refused) or _speed_of(doubled) < WORTH_DOUBLING * _speed_of(best):
             break
@@ -106,7 +114,9 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
         samples *= 2
     if best is first:
         return None
-    at_larger = other.answer.question.with_values("batch", global_tokens=None, global_samples=samples)
+    at_larger = other.answer.question.with_values(
+        "batch", global_tokens=None, global_samples=samples
+    )
     rival = look_at(at_larger, other.answer.ranked[0].layout.strategy)
     fastest = _speed(other) if isinstance(rival, Refused) else max(_speed(other), _speed_of(rival))
     return LargerBatch(samples, best, fastest / _speed_of(best))
@@ -151,7 +161,9 @@ def _reasons(answer: Answer) -> list[str]:
     too_large = [refused for refused in answer.refused if _is_too_large(refused)]
     bests = [refused.best for refused in too_large if refused.best is not None]
     if fits_on_devices or not bests:
-        return [f"{first.name} waits for copies to and from the devices, and for the optimizer outside of them."]
+        return [
+            f"{first.name} waits for copies to and from the devices, and for the optimizer outside of them."
+        ]
     nearest = min(bests, key=lambda best: best.estimate.memory.reserved)
     needs, limit = gb(nearest.estimate.memory.reserved), gb(nearest.estimate.limit)
     return [

@@ -53,7 +53,17 @@ FEW = 3  # strategies of a family that an answer holds
 SAME_ERROR = 0.01
 MOST_AT_ONCE = 4 * TOKENS_AT_ONCE  # of micro-batches that are tried where nobody has set a batch
 # Keys that candidates choose; whatever else a user sets of a strategy goes over them.
-_CHOSEN = ("tp", "cp", "pp", "ep", "replicate", "reshard_after_forward", "offload", "offload_optimizer", "offload_parameters")
+_CHOSEN = (
+    "tp",
+    "cp",
+    "pp",
+    "ep",
+    "replicate",
+    "reshard_after_forward",
+    "offload",
+    "offload_optimizer",
+    "offload_parameters",
+)
 
 
 def search_space(question: Question) -> Iterator[StrategySpec]:
@@ -67,7 +77,9 @@ def search_space(question: Question) -> Iterator[StrategySpec]:
         question.nvme or getattr(given, "nvme", None),
         question.facts.experts,
     )
-    for strategy in chain(given.variants(), *(spec.candidates(space) for spec in kinds(StrategySpec).values())):
+    for strategy in chain(
+        given.variants(), *(spec.candidates(space) for spec in kinds(StrategySpec).values())
+    ):
         merged = _merge(given, strategy)
         if merged is not None and (name := merged.names(cluster.world_size).name) not in seen:
             seen.add(name)
@@ -84,7 +96,9 @@ def _merge(given: StrategySpec, strategy: StrategySpec) -> StrategySpec | None:
     if strategy is given or strategy.kind != given.kind:
         return strategy
     fixed = {name: getattr(given, name) for name in given.model_fields_set - {"kind"}}
-    if fixed.get("config") or fixed.get("options"):  # a DeepSpeed config of the user's own sets everything
+    if fixed.get("config") or fixed.get(
+        "options"
+    ):  # a DeepSpeed config of the user's own sets everything
         return None
     pipeline = fixed.pop("pipeline", None)
     if fixed.get("reshard_after_forward", False) is None:  # left to each strategy
@@ -109,7 +123,9 @@ class _Family:
     looked_at: int = 0
 
 
-def search(question: Question, among: Iterable[StrategySpec] | None = None, *, with_room: bool = False) -> Answer:
+def search(
+    question: Question, among: Iterable[StrategySpec] | None = None, *, with_room: bool = False
+) -> Answer:
     """The best few of each family, or the reason why none fits. `among`: the strategies to estimate; None: all. `with_room`: tight
     candidates do not count."""
     estimates, families = _Estimates(question), dict[str, _Family]()
@@ -120,37 +136,57 @@ def search(question: Question, among: Iterable[StrategySpec] | None = None, *, w
             family.best = heapq.nlargest(FEW, [*family.best, best], expected_speed)
     if estimates.may_compile:
         for family in families.values():
-            family.best = [estimates.with_compile(candidate, family, with_room) for candidate in family.best]
+            family.best = [
+                estimates.with_compile(candidate, family, with_room) for candidate in family.best
+            ]
     found, refused = list[Candidate](), list[Refused]()
     for name, family in families.items():
         try:
             found += [_complete(candidate, question.facts) for candidate in family.best]
             if not family.best:
                 nearest = family.nearest and _complete(family.nearest, question.facts)
-                refused.append(Refused(name, why_not(nearest.estimate) if nearest else family.reason, nearest))
-        except PlanError as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
+                refused.append(
+                    Refused(name, why_not(nearest.estimate) if nearest else family.reason, nearest)
+                )
+        except (
+            PlanError
+        ) as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
             refused.append(Refused(name, _reason(error)))
     ranked = list(in_order(found))
     if ranked and not with_room:
         faster_one = _faster_and_tight(ranked, families.values(), question.facts)
         if faster_one is not None:
             ranked = list(in_order([*ranked, faster_one]))
-    return Answer(question, tuple(ranked), tuple(refused), sum(family.looked_at for family in families.values()))
+    return Answer(
+        question,
+        tuple(ranked),
+        tuple(refused),
+        sum(family.looked_at for family in families.values()),
+    )
 
 
-def _faster_and_tight(ranked: Sequence[Candidate], families: Iterable[_Family], facts: ModelFacts) -> Candidate | None:
+def _faster_and_tight(
+    ranked: Sequence[Candidate], families: Iterable[_Family], facts: ModelFacts
+) -> Candidate | None:
     """The fastest tight candidate of all, with a name of its own, where it is faster than the first of `ranked` and than each tight one
     among these. None otherwise: the strategy's best candidate is another one, and fits with more room."""
     tight = [family.tight for family in families if family.tight is not None]
     if not tight:
         return None
     fastest = max(tight, key=trusted_speed)
-    rivals = [ranked[0], *(candidate for candidate in ranked if candidate.estimate.verdict == "tight")]
+    rivals = [
+        ranked[0],
+        *(candidate for candidate in ranked if candidate.estimate.verdict == "tight"),
+    ]
     if not all(is_clearly_faster(fastest, rival) for rival in rivals):
         return None
-    same_strategy = next((candidate for candidate in ranked if candidate.name == fastest.name), None)
+    same_strategy = next(
+        (candidate for candidate in ranked if candidate.name == fastest.name), None
+    )
     if same_strategy is not None:
-        fastest = replace(fastest, name=f"{fastest.name}, {_difference(fastest.layout, same_strategy.layout)}")
+        fastest = replace(
+            fastest, name=f"{fastest.name}, {_difference(fastest.layout, same_strategy.layout)}"
+        )
     with suppress(PlanError):  # what only a whole plan looks at
         return _complete(fastest, facts)
     return None
@@ -179,7 +215,10 @@ def fits(question: Question, among: Iterable[StrategySpec] | None = None) -> boo
     for strategy in search_space(estimates.question) if among is None else among:
         for kind in reversed(estimates.checkpointing):
             with suppress(PlanError):
-                if any(candidate.estimate.verdict == "fits" for candidate in estimates.candidates(strategy, kind)):
+                if any(
+                    candidate.estimate.verdict == "fits"
+                    for candidate in estimates.candidates(strategy, kind)
+                ):
                     return True
                 break
     return False
@@ -210,12 +249,27 @@ class _Estimates:
         self.device = device_of(self.config, machine)
         self.precision = precision_of(self.config, machine, self.device, [])
         known = catalog.DEVICES.get(question.cluster.device.name)
-        if self.config.precision.kind == "fp8" and self.device == "cuda" and known is not None and "fp8" not in known.flops:
-            raise PlanError(f"precision fp8 but {known.name} has no fp8", where="precision", fix="use precision=bf16")
+        if (
+            self.config.precision.kind == "fp8"
+            and self.device == "cuda"
+            and known is not None
+            and "fp8" not in known.flops
+        ):
+            raise PlanError(
+                f"precision fp8 but {known.name} has no fp8",
+                where="precision",
+                fix="use precision=bf16",
+            )
         memory = self.config.memory
         is_open = self.config.compile.enabled is None
-        self.may_compile = is_open and not reason_against(self.config, question.facts, question.cluster)
-        self.kinds = kinds_of(memory) if question.facts.block_parameters else (memory.activation_checkpointing,)
+        self.may_compile = is_open and not reason_against(
+            self.config, question.facts, question.cluster
+        )
+        self.kinds = (
+            kinds_of(memory)
+            if question.facts.block_parameters
+            else (memory.activation_checkpointing,)
+        )
         # A budget chooses for each batch by itself.
         self.checkpointing = self.kinds if memory.budget_gb is None else self.kinds[:1]
 
@@ -243,11 +297,18 @@ class _Estimates:
                 for candidate in self.candidates(strategy, kind, compiles):
                     family.looked_at += 1
                     estimated, nearest, tight = candidate.estimate, family.nearest, family.tight
-                    if estimated.verdict == "fits" or (estimated.verdict == "tight" and not with_room):
+                    if estimated.verdict == "fits" or (
+                        estimated.verdict == "tight" and not with_room
+                    ):
                         found.append(candidate)
-                        if estimated.verdict == "tight" and (tight is None or faster(estimated, tight.estimate)):
+                        if estimated.verdict == "tight" and (
+                            tight is None or faster(estimated, tight.estimate)
+                        ):
                             family.tight = candidate
-                    elif nearest is None or estimated.memory.reserved < nearest.estimate.memory.reserved:
+                    elif (
+                        nearest is None
+                        or estimated.memory.reserved < nearest.estimate.memory.reserved
+                    ):
                         family.nearest = candidate
             except PlanError as error:
                 family.reason = family.reason or _reason(error)
@@ -276,10 +337,18 @@ class _Estimates:
         """One for each possible micro-batch, the smallest first, up to the first that does not fit: a larger one needs no less. But without
         accumulation no gradients are added up, so that one is looked at too, where their bytes (with DDP's buckets twice) would do.
         Raises PlanError where rules or numbers refuse all."""
-        question, cluster, names = self.question, self.question.cluster, strategy.names(self.question.cluster.world_size)
+        question, cluster, names = (
+            self.question,
+            self.question.cluster,
+            strategy.names(self.question.cluster.world_size),
+        )
         if strategy.package == "deepspeed" and not question.deepspeed:
             raise PlanError("deepspeed is not installed", fix="pip install deepspeed ninja")
-        if self.device == "cpu" and "cpu" in strategy.offloads() and strategy != self.config.strategy:
+        if (
+            self.device == "cpu"
+            and "cpu" in strategy.offloads()
+            and strategy != self.config.strategy
+        ):
             raise PlanError("the device's memory is the host's: there is nothing to offload to")
         world = _world(question, strategy)
         if question.processes and world != cluster.world_size:
@@ -345,7 +414,9 @@ def _with_export_that_fits(question: Question, layout: Layout) -> tuple[Layout, 
         return layout, estimated
     update = {"export_adapter": True} if config.adapter.kind == "lora" else {"export": "none"}
     checkpoint = config.checkpoint.model_copy(update=update)
-    changed = layout.model_copy(update={"config": config.model_copy(update={"checkpoint": checkpoint})})
+    changed = layout.model_copy(
+        update={"config": config.model_copy(update={"checkpoint": checkpoint})}
+    )
     return changed, _estimate(question, changed)
 
 
@@ -354,8 +425,12 @@ def _complete(candidate: Candidate, facts: ModelFacts) -> Candidate:
     it. Raises PlanError where a DeepSpeed config of the user's own contradicts."""
     layout = candidate.layout
     batch, given = layout.batch, layout.config.batch
-    total = {} if given.global_samples or given.global_tokens else {"accumulation": batch.accumulation}
-    update: dict[str, Any] = {"batch": given.model_copy(update={"micro_batch": batch.micro_batch, **total})}
+    total = (
+        {} if given.global_samples or given.global_tokens else {"accumulation": batch.accumulation}
+    )
+    update: dict[str, Any] = {
+        "batch": given.model_copy(update={"micro_batch": batch.micro_batch, **total})
+    }
     memory = layout.config.memory
     if candidate.estimate.verdict == "tight" and "on_oom" not in memory.model_fields_set:
         update["memory"] = memory.model_copy(update={"on_oom": "replan"})
@@ -381,7 +456,18 @@ def _world(question: Question, strategy: StrategySpec) -> int:
 def _machine(cluster: Cluster) -> Machine:
     """A host of the cluster, as `detect` would describe it."""
     device = cluster.device
-    devices = [Device(device.name, device.memory_bytes)] * cluster.per_node if device.kind == "cuda" else []
+    devices = (
+        [Device(device.name, device.memory_bytes)] * cluster.per_node
+        if device.kind == "cuda"
+        else []
+    )
     memory, bf16 = cluster.host_memory_bytes or 0, "bf16" in device.flops
     # Whether a Mac's GPU is there is known where the run is set up.
-    return Machine(devices, cores=1, memory_bytes=memory, device=device.kind, bf16=bf16, mps=device.kind == "cpu")
+    return Machine(
+        devices,
+        cores=1,
+        memory_bytes=memory,
+        device=device.kind,
+        bf16=bf16,
+        mps=device.kind == "cpu",
+    )

@@ -20,6 +20,7 @@ def describe_stream(layout: Layout, facts: ModelFacts, cluster: Cluster) -> str:
     cut = estimate(layout, facts, cluster)
     whole = estimate(layout.model_copy(update={"stream_parts": 1}), facts, cluster)
     with_cut, with_whole = (
-        f"{gb(each.memory.reserved)} and {number(each.seconds.total)} s a step" for each in (cut, whole)
+        f"{gb(each.memory.reserved)} and {number(each.seconds.total)} s a step"
+        for each in (cut, whole)
     )
     return f"on (experimental on GPUs): {with_cut}; with the whole stream on each rank {with_whole}"

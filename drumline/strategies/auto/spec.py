@@ -20,17 +20,23 @@ class AutoStrategy(StrategySpec):
     planned: ClassVar[bool] = True
     kind: Literal["auto"] = "auto"
     by: Literal["search", "rules"] = Field(
-        "search", description="search: the first row of `drumline plan`. rules: what a guide says, by counts of parameters and devices."
+        "search",
+        description="search: the first row of `drumline plan`. rules: what a guide says, by counts of parameters and devices.",
     )
     guide: Literal["parameters", "devices", "tree"] = Field(
         "parameters",
         description="by rules: parameters: below 1B ddp, 1-7B zero2, above zero3. devices: up to 4 and 8B ddp, else fsdp2. tree: the first"
         " of ddp, fsdp2 and fsdp2 with offload that is predicted to fit.",
     )
-    nvme: PathText | None = Field(None, description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is tried, too.")
+    nvme: PathText | None = Field(
+        None,
+        description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is tried, too.",
+    )
 
     def resolved(self, world: int, why: list[str]) -> StrategySpec:
-        why.append(f"strategy auto: {'single, one process' if world == 1 else f'ddp, {world} processes each hold the whole model'}")
+        why.append(
+            f"strategy auto: {'single, one process' if world == 1 else f'ddp, {world} processes each hold the whole model'}"
+        )
         return SingleStrategy() if world == 1 else DDPStrategy()
 
     def variants(self) -> Iterator[StrategySpec]:

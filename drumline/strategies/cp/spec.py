@@ -16,7 +16,8 @@ class CPStrategy(OneDegree):
     dimension: ClassVar[Dimension] = "cp"
     kind: Literal["cp"] = "cp"
     method: Literal["ulysses", "ring"] = Field(
-        "ulysses", description="How attention sees a whole sequence: all-to-all, or a ring (GPUs; experimental)."
+        "ulysses",
+        description="How attention sees a whole sequence: all-to-all, or a ring (GPUs; experimental).",
     )
 
     def context_method(self) -> Literal["ulysses", "ring"]:

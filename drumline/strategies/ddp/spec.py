@@ -33,15 +33,23 @@ class DDPStrategy(Degrees, CopyOptions):
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
         kind, where = self.compression.kind, "strategy.compression"
-        for degree, what in (("tp", "cut matrices"), ("pp", "a pipeline's stages"), ("ep", "experts on some ranks")):
+        for degree, what in (
+            ("tp", "cut matrices"),
+            ("pp", "a pipeline's stages"),
+            ("ep", "experts on some ranks"),
+        ):
             if kind != "none" and getattr(case.mesh, degree) > 1:
                 reason = f"gradients of {what} are averaged without DDP, whose buckets the compression works on"
                 yield Refusal(f"compression × {degree}", reason, "use compression=none", where)
         if self.shard_optimizer:
             yield from self._sharded(case)
         if case.precision == "fp16" and kind in WITH_MEMORY:
-            reason = "what they keep for the next step would be in units of a loss scale that changes"
-            yield Refusal("powersgd, topk × fp16", reason, "use precision=bf16, or compression=int8", where)
+            reason = (
+                "what they keep for the next step would be in units of a loss scale that changes"
+            )
+            yield Refusal(
+                "powersgd, topk × fp16", reason, "use precision=bf16, or compression=int8", where
+            )
 
     def _sharded(self, case: Case) -> Iterator[Refusal]:
         where, config = "strategy.shard_optimizer", case.config
@@ -52,9 +60,19 @@ class DDPStrategy(Degrees, CopyOptions):
             reason = "the optimizer's step is shared by the ranks of one dimension, and here weights are copied along another one"
             yield Refusal("shard_optimizer × cp, ep", reason, "use strategy=fsdp2", where)
         options = config.optimizer
-        if config.precision.master == "bf16" or options.kind == "schedule_free" or options.in_backward or options.offload:
+        if (
+            config.precision.master == "bf16"
+            or options.kind == "schedule_free"
+            or options.in_backward
+            or options.offload
+        ):
             reason = "these step whole weights, or change them besides the step, and a rank has the states of some rows alone"
-            yield Refusal("shard_optimizer × schedule_free, in_backward, offload, master=bf16", reason, "use strategy=fsdp2", where)
+            yield Refusal(
+                "shard_optimizer × schedule_free, in_backward, offload, master=bf16",
+                reason,
+                "use strategy=fsdp2",
+                where,
+            )
 
     def copies(self) -> CopyOptions:
         return self
@@ -90,12 +108,17 @@ class DDPStrategy(Degrees, CopyOptions):
             yield cls()
         for degrees in mixes(space):
             # Without DDP's overlap sharing out the step costs nothing.
-            shared = degrees["cp"] == degrees["ep"] == 1 and degrees["tp"] * degrees["pp"] < space.world
+            shared = (
+                degrees["cp"] == degrees["ep"] == 1 and degrees["tp"] * degrees["pp"] < space.world
+            )
             yield cls(**degrees, shard_optimizer=shared)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
         if not is_shared or self.compression.kind != "none":
             return []
-        degrees = {name: getattr(self, name) for name in ("tp", "cp", "pp", "ep", "sequence_parallel", "cp_method", "pipeline")}
+        degrees = {
+            name: getattr(self, name)
+            for name in ("tp", "cp", "pp", "ep", "sequence_parallel", "cp_method", "pipeline")
+        }
         sharded = FSDP2Strategy(**degrees)
         return [(2, sharded), *sharded.offloaded(device)]

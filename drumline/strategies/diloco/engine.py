@@ -10,7 +10,14 @@ from torch import nn
 from drumline.core.plan import Plan
 from drumline.strategies.local_sgd.engine import LocalEngine
 from drumline.telemetry.memory_tracker import MemoryStats
-from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_sub_, foreach_zero_
+from drumline.vendor.torch import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul_,
+    foreach_sub,
+    foreach_sub_,
+    foreach_zero_,
+)
 
 if TYPE_CHECKING:
     from drumline.strategies.diloco.spec import DiLoCoStrategy
@@ -38,7 +45,9 @@ class DiLoCoEngine(LocalEngine):
         self.outer_step(self.anchors, self.moments, foreach_sub(self.anchors, self.weights))
         foreach_copy_(self.weights, self.anchors)
 
-    def outer_step(self, anchors: list[torch.Tensor], moments: list[torch.Tensor], deltas: list[torch.Tensor]) -> None:
+    def outer_step(
+        self, anchors: list[torch.Tensor], moments: list[torch.Tensor], deltas: list[torch.Tensor]
+    ) -> None:
         """Of weights, or of parts of them. `deltas`: the mean over the ranks; changed."""
         foreach_mul_(moments, self.outer.outer_momentum)
         foreach_add_(moments, deltas)
@@ -47,7 +56,11 @@ class DiLoCoEngine(LocalEngine):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         slots = {"weight": self.anchors, "momentum": self.moments}
-        outer = {f"outer.{n}.{slot}": t for slot, kept in slots.items() for n, t in zip(self.names, kept, strict=True)}
+        outer = {
+            f"outer.{n}.{slot}": t
+            for slot, kept in slots.items()
+            for n, t in zip(self.names, kept, strict=True)
+        }
         return super().tensors() | outer
 
     def state(self) -> dict[str, Any]:

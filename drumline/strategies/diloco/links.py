@@ -65,7 +65,10 @@ class Link:
             bytes_ = self._connection.recv_bytes(LONGEST) if header["bytes"] else None
         except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        return Message(header, None if bytes_ is None else torch.frombuffer(bytearray(bytes_), dtype=torch.uint8))
+        return Message(
+            header,
+            None if bytes_ is None else torch.frombuffer(bytearray(bytes_), dtype=torch.uint8),
+        )
 
     def no_limit(self) -> None:
         """From now on the next message may take as long as it takes."""
@@ -85,7 +88,11 @@ class Link:
         while (message := self._waiting.get()) is not None:
             header, payload = message
             try:
-                self._connection.send_bytes(json.dumps({**header, "bytes": 0 if payload is None else payload.numel()}).encode())
+                self._connection.send_bytes(
+                    json.dumps(
+                        {**header, "bytes": 0 if payload is None else payload.numel()}
+                    ).encode()
+                )
                 if payload is not None:
                     self._connection.send_bytes(payload.cpu().numpy().data)
             except OSError:
@@ -101,12 +108,20 @@ def greet(connected: socket.socket, secret: bytes, calls: bool) -> Connection:
     for option, value in (("SO_KEEPALIVE", 1), ("TCP_NODELAY", 1), ("TCP_KEEPIDLE", SILENT_SECONDS // 2), ("TCP_KEEPINTVL", 2),
                           ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 1000 * SILENT_SECONDS)):  # fmt: skip
         if hasattr(socket, option):  # some are Linux's
-            connected.setsockopt(socket.SOL_SOCKET if option[:2] == "SO" else socket.IPPROTO_TCP, getattr(socket, option), value)
+            connected.setsockopt(
+                socket.SOL_SOCKET if option[:2] == "SO" else socket.IPPROTO_TCP,
+                getattr(socket, option),
+                value,
+            )
     connected.settimeout(None)
     wait_at_most(connected, ANSWER_SECONDS, READS)
     connection = Connection(connected.detach())
     try:
-        for challenge in (answer_challenge, deliver_challenge) if calls else (deliver_challenge, answer_challenge):
+        for challenge in (
+            (answer_challenge, deliver_challenge)
+            if calls
+            else (deliver_challenge, answer_challenge)
+        ):
             challenge(connection, secret)
     except (AuthenticationError, EOFError, AssertionError, OSError) as error:
         connection.close()
@@ -120,18 +135,30 @@ def listen(peers: list[str]) -> tuple[int, socket.socket]:
     """The number of this host's entry, the first that is its own and free, and what listens there. Raises ConfigError, also where the
     names of this host mean loopback here, as Debian's /etc/hosts has them, and those of others do not."""
     taken = False
-    away = any(not is_loopback(address) for host, _ in map(split, peers) for address in addresses(host)[:1])
+    away = any(
+        not is_loopback(address) for host, _ in map(split, peers) for address in addresses(host)[:1]
+    )
     for number, (host, port) in enumerate(map(split, peers)):
         for address in filter(is_here, addresses(host)):
             if away and is_loopback(address):
                 fix = "name an IP address, or give the host its address in /etc/hosts"
-                raise ConfigError(f"{host} is {address} here, which no other host reaches", where=WHERE, fix=fix)
+                raise ConfigError(
+                    f"{host} is {address} here, which no other host reaches", where=WHERE, fix=fix
+                )
             try:
-                return number, socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+                return number, socket.create_server(
+                    (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+                )
             except OSError:
                 taken = True
-    what = "the ports of this host are taken" if taken else "none of them is an address of this host"
-    raise ConfigError(f"{what}: {', '.join(peers)}", where=WHERE, fix="name each host once, with a free port: [a:29600, b:29600]")
+    what = (
+        "the ports of this host are taken" if taken else "none of them is an address of this host"
+    )
+    raise ConfigError(
+        f"{what}: {', '.join(peers)}",
+        where=WHERE,
+        fix="name each host once, with a free port: [a:29600, b:29600]",
+    )
 
 
 def split(peer: str) -> tuple[str, int]:
@@ -152,14 +179,22 @@ class Peers:
         reply: Callable[[Message], Message | None],
     ) -> None:
         """`settings`: what must be the same on all hosts; and `seed`, which must not."""
-        self.peers, self.secret, self.settings, self.place, self.reply = peers, secret.encode(), settings, place, reply
+        self.peers, self.secret, self.settings, self.place, self.reply = (
+            peers,
+            secret.encode(),
+            settings,
+            place,
+            reply,
+        )
         self.lock, self._looking = threading.RLock(), threading.Lock()
         self.leader: Link | None = None
         self.members: dict[int, Link] = {}
         self.seeds: dict[int, Any] = {}  # of those that follow, or are about to
         self.newcomers: queue.Queue[tuple[int, list[int], Link]] = queue.Queue()  # number, place
         self.inbox: queue.Queue[Message] = queue.Queue()  # of the leader
-        self.gives: dict[int, dict[int, Message]] = {}  # round that is open → what followers came with, by number
+        self.gives: dict[
+            int, dict[int, Message]
+        ] = {}  # round that is open → what followers came with, by number
         self.refused: str | None = None
         self.index, self.listener = listen(peers)
 
@@ -168,7 +203,11 @@ class Peers:
         threading.Thread(target=self._listen, daemon=True, name="drumline-peers").start()
         self._look()
         if self.refused:
-            raise ConfigError(self.refused, where=WHERE, fix="give all hosts one config, and each a run.seed of its own")
+            raise ConfigError(
+                self.refused,
+                where=WHERE,
+                fix="give all hosts one config, and each a run.seed of its own",
+            )
         threading.Thread(target=self._look_again, daemon=True, name="drumline-peers").start()
 
     # ------------------------------------------------------------------------------------------------------ to find a leader
@@ -197,7 +236,13 @@ class Peers:
         self.refused = why
 
     def _ask_to_lead(self, number: int) -> None:
-        link = Link(greet(socket.create_connection(split(self.peers[number]), CONNECT_SECONDS), self.secret, calls=True))
+        link = Link(
+            greet(
+                socket.create_connection(split(self.peers[number]), CONNECT_SECONDS),
+                self.secret,
+                calls=True,
+            )
+        )
         with self.lock:
             place = [-1, 0] if not self.inbox.empty() else list(self.place())
         link.send({"settings": self.settings, "index": self.index, "place": place})
@@ -209,11 +254,16 @@ class Peers:
         link.no_limit()
         with self.lock:
             self.leader = link
-            for gone in [*self.members.values(), *(self.newcomers.get_nowait()[2] for _ in range(self.newcomers.qsize()))]:
+            for gone in [
+                *self.members.values(),
+                *(self.newcomers.get_nowait()[2] for _ in range(self.newcomers.qsize())),
+            ]:
                 gone.close()
             self.members, self.gives, self.seeds = {}, {}, {}
         log.warning("diloco: %s follows %s", self.peers[self.index], self.peers[number])
-        threading.Thread(target=self._follow, args=(link, number), daemon=True, name="drumline-peer").start()
+        threading.Thread(
+            target=self._follow, args=(link, number), daemon=True, name="drumline-peer"
+        ).start()
 
     def _follow(self, link: Link, number: int) -> None:
         while (message := link.receive()) is not None:
@@ -226,7 +276,9 @@ class Peers:
             if self.leader is not link:
                 return
             self.leader = None
-        log.warning("diloco: %s has gone; %s goes on without it", self.peers[number], self.peers[self.index])
+        log.warning(
+            "diloco: %s has gone; %s goes on without it", self.peers[number], self.peers[self.index]
+        )
         self._look()
 
     def leave(self) -> None:
@@ -237,7 +289,11 @@ class Peers:
     # ------------------------------------------------------------------------------------------------------------- to lead
 
     def _listen(self) -> None:
-        each_caller(self.listener, lambda connected: Link(greet(connected, self.secret, calls=False)), self._answer)
+        each_caller(
+            self.listener,
+            lambda connected: Link(greet(connected, self.secret, calls=False)),
+            self._answer,
+        )
 
     def _answer(self, link: Link) -> None:
         greeting = link.receive()
@@ -272,12 +328,17 @@ class Peers:
         while not self.newcomers.empty():
             number, place, link = self.newcomers.get_nowait()
             same = place == list(self.place())
-            link.send({"kind": "same" if same else "state", "round": rounds, "place": place}, None if same else state())
+            link.send(
+                {"kind": "same" if same else "state", "round": rounds, "place": place},
+                None if same else state(),
+            )
             if number in self.members:
                 self.members[number].close()
             self.members[number] = link
             log.warning("diloco: %s has come", self.peers[number])
-            threading.Thread(target=self._hear, args=(link, number), daemon=True, name="drumline-peer").start()
+            threading.Thread(
+                target=self._hear, args=(link, number), daemon=True, name="drumline-peer"
+            ).start()
 
     def _hear(self, link: Link, number: int) -> None:
         while (message := link.receive()) is not None:

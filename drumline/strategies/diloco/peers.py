@@ -51,8 +51,18 @@ class PeersEngine(StreamingEngine):
         self.rounds, self.came, self.pending = 0, dict[int, int](), dict[int, Round]()
         self.used = dict.fromkeys(range(self.outer.fragments), 0)
         self.began, self.hosts = False, dict[str, int]()
-        shapes = zlib.crc32(repr([(name, *weight.shape) for name, weight in zip(self.names, self.weights, strict=True)]).encode())
-        settings = {key: getattr(self.outer, key) for key in ("peers", "period", "fragments", "bits", "outer_lr", "outer_momentum")}
+        shapes = zlib.crc32(
+            repr(
+                [
+                    (name, *weight.shape)
+                    for name, weight in zip(self.names, self.weights, strict=True)
+                ]
+            ).encode()
+        )
+        settings = {
+            key: getattr(self.outer, key)
+            for key in ("peers", "period", "fragments", "bits", "outer_lr", "outer_momentum")
+        }
         settings |= {"the model": shapes, "seed": plan.config.run.seed}
         secret = reveal(self.outer.secret, "strategy.secret")
         self.peers = Peers(self.outer.peers, secret, settings, self._place, self._reply)
@@ -83,7 +93,9 @@ class PeersEngine(StreamingEngine):
                 if self.steps - round_.at >= self.outer.delay:
                     self._close(number)
             fragment = self.outer.sends(self.steps - 1)
-            if fragment is not None and self.steps > self.used[fragment]:  # else it has just been sent the state, by one that has gone
+            if (
+                fragment is not None and self.steps > self.used[fragment]
+            ):  # else it has just been sent the state, by one that has gone
                 number = self.rounds + len(self.pending) + 1
                 self.pending[number] = Round(fragment, self.steps, self._own(number, fragment))
                 peers.gives[number] = {}
@@ -109,12 +121,17 @@ class PeersEngine(StreamingEngine):
             alive()
 
     def _place(self) -> tuple[int, int]:
-        sums = [int(tensor.contiguous().view(torch.int32).sum(dtype=torch.int64)) for tensor in (*self.anchors, *self.moments)]
+        sums = [
+            int(tensor.contiguous().view(torch.int32).sum(dtype=torch.int64))
+            for tensor in (*self.anchors, *self.moments)
+        ]
         return self.rounds, sum(sums)
 
     def _state(self) -> torch.Tensor:
         """The outer weights and their momentum."""
-        return torch.cat([tensor.flatten() for tensor in (*self.anchors, *self.moments)]).view(torch.uint8)
+        return torch.cat([tensor.flatten() for tensor in (*self.anchors, *self.moments)]).view(
+            torch.uint8
+        )
 
     def _own(self, number: int, fragment: int) -> tuple[int, torch.Tensor]:
         """This host's inner steps since the last that were used, and its outer gradient."""
@@ -130,20 +147,30 @@ class PeersEngine(StreamingEngine):
             if fragment in waits:  # the outer step before is not taken yet
                 return None
             steps, own = self._own(number, fragment)
-        return Message({"kind": "give", "round": number, "steps": steps}, packed(own, self.outer.bits)) if steps else None
+        return (
+            Message({"kind": "give", "round": number, "steps": steps}, packed(own, self.outer.bits))
+            if steps
+            else None
+        )
 
     def _close(self, number: int) -> None:
         """On the leader: the outer step of those who have come."""
         round_, gives = self.pending.pop(number), self.peers.gives.pop(number)
         parts = {self.peers.index: round_.own}
         for host, message in gives.items():
-            parts[host] = message.header["steps"], unpacked(message.payload, round_.own[1].device, self.outer.bits)
+            parts[host] = (
+                message.header["steps"],
+                unpacked(message.payload, round_.own[1].device, self.outer.bits),
+            )
         whole = sum(steps for steps, _ in parts.values())
         mean = torch.zeros_like(round_.own[1])
         for host in sorted(parts):
             mean.add_(parts[host][1], alpha=parts[host][0] / whole)
         hosts = {str(host): parts[host][0] for host in sorted(parts)}
-        message = Message({"kind": "mean", "round": number, "fragment": round_.fragment, "hosts": hosts}, packed(mean, self.outer.bits))
+        message = Message(
+            {"kind": "mean", "round": number, "fragment": round_.fragment, "hosts": hosts},
+            packed(mean, self.outer.bits),
+        )
         self.peers.to_all(*message)
         self._hear(message)
 
@@ -159,13 +186,17 @@ class PeersEngine(StreamingEngine):
                 self.used[fragment] = came
             hosts = {self.outer.peers[int(host)]: steps for host, steps in header["hosts"].items()}
             if hosts.keys() != self.hosts.keys():
-                log.warning("diloco: from outer step %d on the mean of %s", self.rounds, ", ".join(hosts))
+                log.warning(
+                    "diloco: from outer step %d on the mean of %s", self.rounds, ", ".join(hosts)
+                )
             self.hosts = hosts
         elif header["kind"] == "state" and payload is not None:
             kept = [*self.anchors, *self.moments]
             flat = payload.view(torch.float32).to(kept[0].device)
             parts = flat.split([tensor.numel() for tensor in kept])
-            foreach_copy_(kept, [part.view_as(tensor) for part, tensor in zip(parts, kept, strict=True)])
+            foreach_copy_(
+                kept, [part.view_as(tensor) for part, tensor in zip(parts, kept, strict=True)]
+            )
             foreach_copy_(self.weights, self.anchors)
             self.rounds, self.used = header["round"], dict.fromkeys(self.used, self.steps)
             self.came.clear()
@@ -182,4 +213,6 @@ def unpacked(payload: torch.Tensor | None, device: torch.device, bits: int) -> t
     """fp32[N] of its own."""
     assert payload is not None
     payload = payload.to(device)
-    return payload.view(torch.float32).clone() if bits == 32 else decode(payload.view(1, -1)).flatten()
+    return (
+        payload.view(torch.float32).clone() if bits == 32 else decode(payload.view(1, -1)).flatten()
+    )

@@ -36,9 +36,13 @@ class StreamingEngine(DiLoCoEngine):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        each = (cut(tensors, self.outer.fragments) for tensors in (self.weights, self.anchors, self.moments))
+        each = (
+            cut(tensors, self.outer.fragments)
+            for tensors in (self.weights, self.anchors, self.moments)
+        )
         self.fragments = list(zip(*each, strict=True))
-        self.whole = self.ranks * BLOCK if self.outer.bits == 8 else 1  # what is sent is of a multiple of so many entries
+        # What is sent is of a multiple of so many entries.
+        self.whole = self.ranks * BLOCK if self.outer.bits == 8 else 1
         self.under_way: dict[int, tuple[int, Mean]] = {}
         self.shares_norm = True
 
@@ -62,7 +66,10 @@ class StreamingEngine(DiLoCoEngine):
                 self._take(number)
         if (due := self.outer.sends(self.steps - 1)) is not None:
             weights, anchors, _ = self.fragments[due]
-            self.under_way[due] = self.steps, Mean(difference(anchors, weights, self.whole), self.outer.bits, self.ranks)
+            self.under_way[due] = (
+                self.steps,
+                Mean(difference(anchors, weights, self.whole), self.outer.bits, self.ranks),
+            )
             if not self.outer.delay:
                 self._take(due)
         self.waited += time.perf_counter() - began
@@ -133,7 +140,11 @@ class Mean:
 
     def _begin(self, collective: Any, *tensors: torch.Tensor) -> Any:
         # In a group of its own: what the loop sums up in each step does not queue behind it.
-        return collective(*tensors, group=side_group(dist.group.WORLD), async_op=True) if self.ranks > 1 else None
+        return (
+            collective(*tensors, group=side_group(dist.group.WORLD), async_op=True)
+            if self.ranks > 1
+            else None
+        )
 
 
 def difference(anchors: Parts, weights: Parts, whole: int) -> torch.Tensor:
@@ -151,7 +162,9 @@ def cut(tensors: Parts, number: int) -> list[Parts]:
     total = sum(tensor.numel() for tensor in tensors)
     if total < number:
         what = f"{number} fragments of {total} trained weights"
-        raise ConfigError(what, where="strategy.fragments", fix="take as many as there are weights at most")
+        raise ConfigError(
+            what, where="strategy.fragments", fix="take as many as there are weights at most"
+        )
     stops = [total * (part + 1) // number for part in range(number)]
     parts, at, part = [Parts() for _ in range(number)], 0, 0
     for tensor in tensors:

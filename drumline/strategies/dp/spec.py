@@ -32,7 +32,12 @@ class DPStrategy(OneProcess):
             yield Refusal("dp × a mean over the global batch", reason, "use strategy=ddp")
         if case.config.compile.enabled:
             reason = "nn.DataParallel copies modules at each step, and a compiled block goes on with the weights it was compiled for"
-            yield Refusal("dp × compile", reason, "use strategy=ddp, or compile.enabled=false", "compile.enabled")
+            yield Refusal(
+                "dp × compile",
+                reason,
+                "use strategy=ddp, or compile.enabled=false",
+                "compile.enabled",
+            )
 
     def data_parallel(self, mesh: Mesh) -> DataParallel:
         return "dp"
@@ -48,9 +53,15 @@ class DPStrategy(OneProcess):
         if devices == 1:
             return [*lines, "strategy dp: there is one device, so it is the same as single"]
         share = f"strategy dp: each micro-batch of {micro_batch} samples is cut over {devices} GPUs"
-        return [*lines, share + (f", of which {devices - micro_batch} get none" if micro_batch < devices else "")]
+        return [
+            *lines,
+            share
+            + (f", of which {devices - micro_batch} get none" if micro_batch < devices else ""),
+        ]
 
-    def spread(self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any) -> Any:
+    def spread(
+        self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
+    ) -> Any:
         from drumline.strategies.dp.transform import spread
 
         return spread(plan, model, roots[0][0], values)

@@ -24,7 +24,9 @@ def spread(plan: Plan, model: nn.Module, module: nn.Module, values: Values) -> U
     values.fill(model)
     if isinstance(module, Plain):
         if plan.device == "cuda":
-            logger.warning("strategy dp with a module of your own is experimental on GPUs: no test has run it there")
+            logger.warning(
+                "strategy dp with a module of your own is experimental on GPUs: no test has run it there"
+            )
             module.over_devices = OverDevices(model)
         return Unreplicated(module)
     return Unreplicated(Scattered(module, plan.device), reads=module)
@@ -55,11 +57,17 @@ class Scattered(nn.Module):
         self.over_devices = nn.DataParallel(rows) if device == "cuda" else rows
 
     def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        is_cut = isinstance(self.over_devices, nn.DataParallel) and len(self.over_devices.device_ids) > 1
+        is_cut = (
+            isinstance(self.over_devices, nn.DataParallel) and len(self.over_devices.device_ids) > 1
+        )
         if is_cut and hasattr(batch, "learned_M"):
             # They are of all rows. The host tells each device which targets are its own: a device would have to be asked, and waited for.
             batch = replace(batch, bounds_N=None, learned_M=None)
-        tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
+        tensors = {
+            f.name: getattr(batch, f.name)
+            for f in fields(batch)
+            if isinstance(getattr(batch, f.name), torch.Tensor)
+        }
         loss_sums, sums = self.over_devices(tensors, batch, objective)
         return loss_sums.sum(), {name: values.sum() for name, values in sums.items()}
 
@@ -71,7 +79,9 @@ class _Rows(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, tensors: dict[str, torch.Tensor], batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(
+        self, tensors: dict[str, torch.Tensor], batch: Any, objective: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         part = replace(batch, **tensors)
         if _is_cut(batch):
             rows, width = batch.targets_BT.shape
@@ -94,7 +104,9 @@ def rows_of_part(rows: int, part: int, parts: int) -> slice:
     return slice(part * part_rows, (part + 1) * part_rows)
 
 
-def learned_of_rows(places_M: npt.NDArray[np.int64], rows: slice, width: int) -> npt.NDArray[np.int64]:
+def learned_of_rows(
+    places_M: npt.NDArray[np.int64], rows: slice, width: int
+) -> npt.NDArray[np.int64]:
     """Return those of some places in [B, `width`] that lie in `rows`, as places in these rows."""
     is_here_M = (places_M >= rows.start * width) & (places_M < rows.stop * width)
     return places_M[is_here_M] - rows.start * width

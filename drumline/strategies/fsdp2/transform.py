@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from drumline.core.plan import Plan
 from drumline.dist.mesh import data_mesh, expert_mesh
@@ -26,7 +32,12 @@ if TYPE_CHECKING:
 
 
 def spread(
-    options: FSDP2Strategy, plan: Plan, whole: DeviceMesh, model: nn.Module, roots: list[tuple[nn.Module, nn.Module]], values: Values
+    options: FSDP2Strategy,
+    plan: Plan,
+    whole: DeviceMesh,
+    model: nn.Module,
+    roots: list[tuple[nn.Module, nn.Module]],
+    values: Values,
 ) -> Sharded:
     """`roots`: modules that run, each with the model in it. A model without weights is sharded first, then its parts are filled."""
     is_own_module = isinstance(roots[0][0], Plain)
@@ -34,7 +45,9 @@ def spread(
     experts = expert_mesh(whole) if plan.mesh.ep > 1 else None
     mesh = data_mesh(whole)
     ends_apart = options.gathers_ends_apart(plan.mesh, is_own_module)
-    first, *more_roots = [apply_fsdp2(root, inner, options, mesh, dtype, experts, ends_apart) for root, inner in roots]
+    first, *more_roots = [
+        apply_fsdp2(root, inner, options, mesh, dtype, experts, ends_apart) for root, inner in roots
+    ]
     values.fill(model, offloaded=plan.offload == "cpu")
     # torch's stages hold the reduction back until the last micro-batch, and then start it themselves.
     sync = options.sync_each_micro_batch and plan.engine != "pipeline"
@@ -59,12 +72,25 @@ def apply_fsdp2(
     `options.reduce_dtype`. The parameters may be on the meta device. `experts`: the mesh of experts that are cut by their
     number; each layer's are a unit.
     """
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[options.reduce_dtype], cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload == "cpu" else OffloadPolicy()
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype,
+        reduce_dtype=DTYPES[options.reduce_dtype],
+        cast_forward_inputs=False,
+    )
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if options.offload == "cpu"
+        else OffloadPolicy()
+    )
     shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    units = blocks(model) if options.wrap is None else [m for m in model.modules() if type(m).__name__ in options.wrap]
+    units = (
+        blocks(model)
+        if options.wrap is None
+        else [m for m in model.modules() if type(m).__name__ in options.wrap]
+    )
     embedding, head = _ends(model) if ends_apart else ([], [])
-    units = [unit for unit in units if unit not in (*embedding, *head)]  # which `wrap` may name, too
+    # Which `wrap` may name, too.
+    units = [unit for unit in units if unit not in (*embedding, *head)]
     alone = _without_shared([*embedding, *units, *head], module)
     embedding = [unit for unit in embedding if unit in alone]
     units = [unit for unit in units if unit in alone]
@@ -72,7 +98,11 @@ def apply_fsdp2(
     for unit in (*alone, module):
         # Before `fully_shard`, whose own hook then finds tensors that are no views.
         unit.register_forward_hook(_return_no_views, with_kwargs=True)
-    for unit in [m for m in model.modules() if any(map(of_experts, m._parameters.values()))] if experts is not None else ():
+    for unit in (
+        [m for m in model.modules() if any(map(of_experts, m._parameters.values()))]
+        if experts is not None
+        else ()
+    ):
         fully_shard(unit, reshard_after_forward=options.reshards, **{**shared, "mesh": experts})
     for unit in reversed(units):  # inner ones first: what they take is no part of the outer
         fully_shard(unit, reshard_after_forward=options.reshards, **shared)
@@ -164,7 +194,13 @@ def _without_shared(units: list[nn.Module], root: nn.Module) -> list[nn.Module]:
     """Those units all of whose weights are theirs alone: one that is tied to another module's is gathered with what belongs to the root."""
 
     def counted(module: nn.Module) -> Counter[int]:
-        return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+        return Counter(
+            id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)
+        )
 
     everywhere = counted(root)
-    return [unit for unit in units if all(number == everywhere[weight] for weight, number in counted(unit).items())]
+    return [
+        unit
+        for unit in units
+        if all(number == everywhere[weight] for weight, number in counted(unit).items())
+    ]

@@ -44,10 +44,16 @@ class LocalEngine(NativeEngine):
         self.strategy = cast("Apart", plan.config.strategy)
         self.ranks = plan.mesh.data_ranks
         # What differs between ranks: trainable weights, and statistics that a forward updates.
-        self.apart = {name: tensor for name, tensor in canonical_tensors(model).items() if tensor.is_floating_point()}
+        self.apart = {
+            name: tensor
+            for name, tensor in canonical_tensors(model).items()
+            if tensor.is_floating_point()
+        }
         self.steps = 0
         self.own_norm = self.shared_norm = torch.zeros((), dtype=torch.float64)
-        self.own: list[torch.Tensor] | None = None  # this rank's copy, while the mean stands in for it
+        self.own: list[torch.Tensor] | None = (
+            None  # this rank's copy, while the mean stands in for it
+        )
         self.together = True
         self.waited = 0.0
 
@@ -67,7 +73,11 @@ class LocalEngine(NativeEngine):
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         require_none_late(self.model, self.learned)
         # A norm over more gradients than these (of a composite engine) raises each rank's own in proportion.
-        super().step(lr, self.own_norm * torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm), finite)
+        super().step(
+            lr,
+            self.own_norm * torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm),
+            finite,
+        )
         self.together = False
         self.steps += 1  # a step that was passed over counts like any other
         self.after_step()
@@ -89,7 +99,11 @@ class LocalEngine(NativeEngine):
         self.own = None
         self._at_mean(True)
         kept = self._kept()
-        averaged = {n: t for n, t in kept.items() if n in self.apart or (n.startswith("optim.") and t.is_floating_point())}
+        averaged = {
+            n: t
+            for n, t in kept.items()
+            if n in self.apart or (n.startswith("optim.") and t.is_floating_point())
+        }
         average([tensor for tensor in averaged.values() if not quantised(tensor)], self.ranks)
         self.together = True
         saved = super().tensors()

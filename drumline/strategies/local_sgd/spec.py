@@ -23,9 +23,21 @@ class Apart(StrategySpec):
     """The base of strategies whose ranks train copies of their own, and come together every `period` steps."""
 
     lacks = (
-        *no_option("tp cp pp replicate", "each rank trains a whole model by itself between two exchanges", "fsdp2 with tp, cp or pp"),
-        *no_option("compression", "it sends weights once a period, not gradients each step", "a longer period"),
-        *no_option("offload_cpu offload_nvme", "each rank keeps a whole optimizer by itself", "zero2 with offload_optimizer"),
+        *no_option(
+            "tp cp pp replicate",
+            "each rank trains a whole model by itself between two exchanges",
+            "fsdp2 with tp, cp or pp",
+        ),
+        *no_option(
+            "compression",
+            "it sends weights once a period, not gradients each step",
+            "a longer period",
+        ),
+        *no_option(
+            "offload_cpu offload_nvme",
+            "each rank keeps a whole optimizer by itself",
+            "zero2 with offload_optimizer",
+        ),
     )
     exchange: ClassVar[Literal["all_reduce", "p2p"]] = "all_reduce"
     period: Steps = Field(8, description="Steps between two averagings.")
@@ -42,7 +54,11 @@ class Apart(StrategySpec):
             f"{self.kind}: each rank clips by its own gradient norm; grad_norm is the root mean square over ranks",
             f"{self.kind}: evaluation and checkpoints see the mean of the ranks' weights; a checkpoint gives it to all, with moments",
         ]
-        return lines if plan_world > 1 else [*lines, f"{self.kind}: one process, so the mean is its own weights"]
+        return (
+            lines
+            if plan_world > 1
+            else [*lines, f"{self.kind}: one process, so the mean is its own weights"]
+        )
 
     def step_kind(self, step: int) -> str:
         return "together" if self.averages(step) else "apart"
@@ -51,10 +67,21 @@ class Apart(StrategySpec):
         often = 1 / self.period
         return {"together": often, **({"apart": 1 - often} if often < 1 else {})}
 
-    def send(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
+    def send(
+        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+    ) -> None:
         """All trainable weights, where they are exchanged; a number for the norm at each step."""
-        ranks, share = layout.mesh.data_ranks, self.step_shares()["together"] if step is None else float(self.averages(step))
-        volume.add(self.exchange, share * 4 * facts.trainable, ranks, "gradients", share * math.ceil(facts.trainable / CHUNK))
+        ranks, share = (
+            layout.mesh.data_ranks,
+            self.step_shares()["together"] if step is None else float(self.averages(step)),
+        )
+        volume.add(
+            self.exchange,
+            share * 4 * facts.trainable,
+            ranks,
+            "gradients",
+            share * math.ceil(facts.trainable / CHUNK),
+        )
         volume.add("all_reduce", NUMBER, ranks, "gradients")
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
@@ -69,7 +96,9 @@ class LocalSGDStrategy(Apart):
 
     position: ClassVar[int] = 4
     kind: Literal["local_sgd"] = "local_sgd"
-    start_step: int = Field(0, ge=0, le=MOST_STEPS, description="Average at each step before this one.")
+    start_step: int = Field(
+        0, ge=0, le=MOST_STEPS, description="Average at each step before this one."
+    )
 
     def averages(self, step: int) -> bool:
         return step < self.start_step or super().averages(step)

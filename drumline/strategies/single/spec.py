@@ -14,7 +14,11 @@ class OneProcess(StrategySpec):
     lacks = (
         *no_option("tp cp pp replicate", "it is one process", "strategy={kind: ddp, …} or fsdp2"),
         *no_option("compression", "one process sends no gradients", "strategy=ddp"),
-        *no_option("offload_cpu offload_nvme", "its state stays where it computes", "zero2 or zero3 with one process, which offload"),
+        *no_option(
+            "offload_cpu offload_nvme",
+            "its state stays where it computes",
+            "zero2 or zero3 with one process, which offload",
+        ),
     )
 
 

@@ -40,7 +40,13 @@ ZEROPP = {
 # were gathered, those gathered ahead, those that may be whole at once and how far apart two uses of one may be; those that ZeRO-3 steps
 # at once.
 MOST_IN_A_BUCKET, MOST_IN_A_BUFFER = 500_000_000, 100_000_000
-PERSISTENT, PREFETCHED, LIVE, REUSE, STEPPED = 100_000, 50_000_000, 1_000_000_000, 1_000_000_000, 1_000_000_000
+PERSISTENT, PREFETCHED, LIVE, REUSE, STEPPED = (
+    100_000,
+    50_000_000,
+    1_000_000_000,
+    1_000_000_000,
+    1_000_000_000,
+)
 # DeepSpeed's features that would change what a step computes, or that Drumline does itself: path → the only value that goes.
 NEUTRAL: dict[str, Any] = {
     "amp.enabled": False,
@@ -78,7 +84,9 @@ STAGE_3_ONLY: dict[str, Any] = {
 
 
 class Offload(Section):
-    kind: Literal["none", "cpu", "nvme"] = Field("none", description="Where it lives while it is not used.")
+    kind: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="Where it lives while it is not used."
+    )
     path: PathText | None = Field(None, description="nvme: a folder on the disk.")
     pin_memory: bool = Field(False, description="Page-locked host memory: faster copies.")
 
@@ -97,7 +105,9 @@ class ZeroPlusPlus(Section):
 
     quantized_weights: bool = Field(False, description="Gather weights as 8-bit blocks.")
     quantized_gradients: bool = Field(False, description="Reduce gradients as 4-bit blocks.")
-    hierarchical_partition: Ranks = Field(1, description="Ranks of a second copy of the weights' partition; 1: none.")
+    hierarchical_partition: Ranks = Field(
+        1, description="Ranks of a second copy of the weights' partition; 1: none."
+    )
 
 
 class Ruled(NamedTuple):
@@ -111,24 +121,49 @@ def adopt(config: Config, strategy: Zero) -> Config:
     """The config with what only the user's DeepSpeed config sets: batch sizes, precision, offloading, ZeRO++."""
     own, update = _own(strategy), dict[str, Any]()
     if config.batch == BatchConfig():
-        update["batch"] = BatchConfig(**{ours: own[theirs] for theirs, ours in BATCH.items() if isinstance(own.get(theirs), int)})
+        update["batch"] = BatchConfig(
+            **{
+                ours: own[theirs]
+                for theirs, ours in BATCH.items()
+                if isinstance(own.get(theirs), int)
+            }
+        )
     kinds = [kind for kind in ("bf16", "fp16") if own.get(f"{kind}.enabled") is True]
     if config.precision.kind == AUTO and kinds:
         update["precision"] = config.precision.model_copy(update={"kind": kinds[0]})
     changes: dict[str, Any] = {}
     for part, name in OFFLOADS.items():
-        theirs = {key: own.get(f"zero_optimization.{part}.{key}") for key in ("device", "nvme_path", "pin_memory")}
-        if hasattr(strategy, name) and getattr(strategy, name).kind == "none" and theirs["device"] in ("cpu", "nvme"):
+        theirs = {
+            key: own.get(f"zero_optimization.{part}.{key}")
+            for key in ("device", "nvme_path", "pin_memory")
+        }
+        if (
+            hasattr(strategy, name)
+            and getattr(strategy, name).kind == "none"
+            and theirs["device"] in ("cpu", "nvme")
+        ):
             pin = theirs["pin_memory"] is True
-            changes[name] = Offload(kind=theirs["device"], path=theirs["nvme_path"] or ".", pin_memory=pin)
+            changes[name] = Offload(
+                kind=theirs["device"], path=theirs["nvme_path"] or ".", pin_memory=pin
+            )
     if getattr(strategy, "zeropp", None) == ZeroPlusPlus():
-        plus = {name: own[f"zero_optimization.{key}"] for name, key in ZEROPP.items() if f"zero_optimization.{key}" in own}
+        plus = {
+            name: own[f"zero_optimization.{key}"]
+            for name, key in ZEROPP.items()
+            if f"zero_optimization.{key}" in own
+        }
         changes["zeropp"] = ZeroPlusPlus(**plus)
     return config.model_copy(update=update | {"strategy": strategy.model_copy(update=changes)})
 
 
 def deepspeed_config(
-    config: Config, strategy: Zero, batch: BatchPlan, precision: Precision, steps: int | None, run_dir: str, facts: ModelFacts | None
+    config: Config,
+    strategy: Zero,
+    batch: BatchPlan,
+    precision: Precision,
+    steps: int | None,
+    run_dir: str,
+    facts: ModelFacts | None,
 ) -> dict[str, Any]:
     """What DeepSpeed is given: the user's file, `options` over it, then the plan's values.
 
@@ -141,19 +176,45 @@ def deepspeed_config(
     for path, value in own.items():
         if path in rules:
             rule = rules[path]
-            if value != AUTO and value != rule.value and not (rule.value is False and value is None):
+            if (
+                value != AUTO
+                and value != rule.value
+                and not (rule.value is False and value is None)
+            ):
                 what = f"{path} is {json.dumps(value)} in the DeepSpeed config, but the YAML says {json.dumps(rule.value)}"
-                raise PlanError(what, where=rule.where, fix=f"make the two agree, or write `{path.rpartition('.')[2]}: auto` there")
-        elif value == AUTO and path not in sizes and not path.startswith(("optimizer.", "scheduler.")):
-            raise PlanError(f"{path}: the plan has no value for auto", where="strategy.config", fix="write a value, or leave the key out")
+                raise PlanError(
+                    what,
+                    where=rule.where,
+                    fix=f"make the two agree, or write `{path.rpartition('.')[2]}: auto` there",
+                )
+        elif (
+            value == AUTO
+            and path not in sizes
+            and not path.startswith(("optimizer.", "scheduler."))
+        ):
+            raise PlanError(
+                f"{path}: the plan has no value for auto",
+                where="strategy.config",
+                fix="write a value, or leave the key out",
+            )
         elif value != AUTO and path.startswith(("optimizer.params.", "scheduler.params.")):
-            fix = "leave it out" if path.startswith("optimizer") else "leave it out: `schedule` sets each step's rate"
+            fix = (
+                "leave it out"
+                if path.startswith("optimizer")
+                else "leave it out: `schedule` sets each step's rate"
+            )
             raise PlanError(f"{path} has no place here", where="strategy.config", fix=fix)
         elif path in STAGE_3_ONLY and strategy.stage != 3 and value != STAGE_3_ONLY[path]:
-            raise PlanError(f"{path} is for stage 3", where="strategy.config", fix="use strategy.kind: zero3")
+            raise PlanError(
+                f"{path} is for stage 3", where="strategy.config", fix="use strategy.kind: zero3"
+            )
         elif path in NEUTRAL and value != NEUTRAL[path]:
             what = f"{path} {json.dumps(value)} does not go with Drumline's training step"
-            raise PlanError(what, where="strategy.config", fix=f"set it to {json.dumps(NEUTRAL[path])}, or leave it out")
+            raise PlanError(
+                what,
+                where="strategy.config",
+                fix=f"set it to {json.dumps(NEUTRAL[path])}, or leave it out",
+            )
     values = user_config(strategy, facts) | {path: rule.value for path, rule in ruled.items()}
     for path, value in _defaults(strategy, precision, steps, facts).items():
         values.setdefault(path, value)
@@ -166,7 +227,9 @@ def deepspeed_config(
 
 def _own(strategy: Zero) -> dict[str, Any]:
     """Dotted path → value of the user's own DeepSpeed config, `options` over the file."""
-    assert not isinstance(strategy.config, str), "Zero.with_files puts the file in the place of its path"
+    assert not isinstance(strategy.config, str), (
+        "Zero.with_files puts the file in the place of its path"
+    )
     own = _merge(strategy.config or {}, strategy.options)
     return flat(own) if own else {}
 
@@ -174,33 +237,55 @@ def _own(strategy: Zero) -> dict[str, Any]:
 def user_config(strategy: Zero, facts: ModelFacts | None) -> dict[str, Any]:
     """The same, `auto` filled in where it is a size that follows from the model, and left out elsewhere."""
     own = _own(strategy)
-    filled = {path: value for path, value in _sizes(facts).items() if own.get(path) == AUTO and value is not None}
+    filled = {
+        path: value
+        for path, value in _sizes(facts).items()
+        if own.get(path) == AUTO and value is not None
+    }
     return {path: value for path, value in own.items() if value != AUTO} | filled
 
 
-def _ruled(config: Config, strategy: Zero, batch: BatchPlan, precision: Precision, run_dir: str) -> dict[str, Ruled]:
+def _ruled(
+    config: Config, strategy: Zero, batch: BatchPlan, precision: Precision, run_dir: str
+) -> dict[str, Ruled]:
     """What the YAML sets, by DeepSpeed's names. Where it sets no offloading and no ZeRO++, the user's file decides."""
     ruled = {
         "train_batch_size": Ruled(batch.global_samples, "batch.global_samples"),
         "train_micro_batch_size_per_gpu": Ruled(batch.micro_batch, "batch.micro_batch"),
         "gradient_accumulation_steps": Ruled(batch.accumulation, "batch.accumulation"),
-        "gradient_clipping": Ruled(config.optimizer.max_grad_norm or 0.0, "optimizer.max_grad_norm"),
+        "gradient_clipping": Ruled(
+            config.optimizer.max_grad_norm or 0.0, "optimizer.max_grad_norm"
+        ),
         "bf16.enabled": Ruled(precision == "bf16", "precision"),
         "fp16.enabled": Ruled(precision == "fp16", "precision"),
         "zero_optimization.stage": Ruled(strategy.stage, "strategy.kind"),
     }
     if precision == "fp16":
-        ruled["fp16.initial_scale_power"] = Ruled(round(math.log2(config.precision.initial_scale)), "precision.initial_scale")
+        ruled["fp16.initial_scale_power"] = Ruled(
+            round(math.log2(config.precision.initial_scale)), "precision.initial_scale"
+        )
     for part, name in OFFLOADS.items():
         option = getattr(strategy, name, Offload())
-        values = {"device": option.kind, "pin_memory": option.pin_memory} if option.kind != "none" else {}
+        values = (
+            {"device": option.kind, "pin_memory": option.pin_memory}
+            if option.kind != "none"
+            else {}
+        )
         values |= {"nvme_path": option.path} if option.kind == "nvme" else {}
-        ruled |= {f"zero_optimization.{part}.{key}": Ruled(value, f"strategy.{name}") for key, value in values.items()}
+        ruled |= {
+            f"zero_optimization.{part}.{key}": Ruled(value, f"strategy.{name}")
+            for key, value in values.items()
+        }
     if (zeropp := getattr(strategy, "zeropp", ZeroPlusPlus())) != ZeroPlusPlus():
-        ruled |= {f"zero_optimization.{key}": Ruled(getattr(zeropp, name), f"strategy.zeropp.{name}") for name, key in ZEROPP.items()}
+        ruled |= {
+            f"zero_optimization.{key}": Ruled(getattr(zeropp, name), f"strategy.zeropp.{name}")
+            for name, key in ZEROPP.items()
+        }
     if strategy.flops_profiler:
         ruled["flops_profiler.enabled"] = Ruled(True, "strategy.flops_profiler")
-        ruled["flops_profiler.output_file"] = Ruled(str(Path(run_dir) / "flops_profile.txt"), "strategy.flops_profiler")
+        ruled["flops_profiler.output_file"] = Ruled(
+            str(Path(run_dir) / "flops_profile.txt"), "strategy.flops_profiler"
+        )
     return ruled
 
 
@@ -211,15 +296,28 @@ def _agreed(own: dict[str, Any], config: Config, steps: int | None) -> dict[str,
     params = {
         "lr": Ruled(options.lr, "optimizer.lr"),
         "weight_decay": Ruled(options.weight_decay, "optimizer.weight_decay"),
-        "torch_adam": Ruled(own.get("optimizer.params.torch_adam"), "optimizer"),  # which code runs AdamW is ours to choose
+        "torch_adam": Ruled(
+            own.get("optimizer.params.torch_adam"), "optimizer"
+        ),  # which code runs AdamW is ours to choose
     }
     if options.kind == "adamw":
-        params |= {"betas": Ruled(list(options.betas), "optimizer.betas"), "eps": Ruled(options.eps, "optimizer.eps")}
-        params |= {name: Ruled(True, "optimizer.kind") for name in ("adam_w_mode", "bias_correction", "fp32_optimizer_states")}
+        params |= {
+            "betas": Ruled(list(options.betas), "optimizer.betas"),
+            "eps": Ruled(options.eps, "optimizer.eps"),
+        }
+        params |= {
+            name: Ruled(True, "optimizer.kind")
+            for name in ("adam_w_mode", "bias_correction", "fp32_optimizer_states")
+        }
     else:
-        params |= {"momentum": Ruled(options.momentum, "optimizer.momentum"), "nesterov": Ruled(False, "optimizer.kind")}
+        params |= {
+            "momentum": Ruled(options.momentum, "optimizer.momentum"),
+            "nesterov": Ruled(False, "optimizer.kind"),
+        }
     return {f"optimizer.params.{name}": rule for name, rule in params.items()} | {
-        "optimizer.type": Ruled(kind if str(kind).lower() in map(str.lower, names) else names[0], "optimizer.kind"),
+        "optimizer.type": Ruled(
+            kind if str(kind).lower() in map(str.lower, names) else names[0], "optimizer.kind"
+        ),
         "scheduler.type": Ruled(SCHEDULERS.get(schedule.kind, schedule.kind), "schedule.kind"),
         "scheduler.params.warmup_max_lr": Ruled(options.lr, "optimizer.lr"),
         "scheduler.params.warmup_min_lr": Ruled(0, "schedule"),
@@ -228,14 +326,23 @@ def _agreed(own: dict[str, Any], config: Config, steps: int | None) -> dict[str,
     }
 
 
-def _defaults(strategy: Zero, precision: Precision, steps: int | None, facts: ModelFacts | None) -> dict[str, Any]:
+def _defaults(
+    strategy: Zero, precision: Precision, steps: int | None, facts: ModelFacts | None
+) -> dict[str, Any]:
     """What holds where neither the user nor the plan sets a value."""
-    made: dict[str, Any] = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    made: dict[str, Any] = {
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
     if facts is not None:
         # A bucket is memory that is taken at once: no larger than all gradients together.
-        made["zero_optimization.reduce_bucket_size"] = min(MOST_IN_A_BUCKET, max(2, facts.trainable))
+        made["zero_optimization.reduce_bucket_size"] = min(
+            MOST_IN_A_BUCKET, max(2, facts.trainable)
+        )
         if strategy.offloads()[1] == "nvme":
-            made["zero_optimization.offload_param.buffer_size"] = min(MOST_IN_A_BUFFER, facts.parameters)
+            made["zero_optimization.offload_param.buffer_size"] = min(
+                MOST_IN_A_BUFFER, facts.parameters
+            )
     if precision != "fp32":
         # Gradients are added and averaged in fp32, as the native engine does it.
         made |= {"communication_data_type": "fp32", "data_types.grad_accum_dtype": "fp32"}
@@ -243,7 +350,10 @@ def _defaults(strategy: Zero, precision: Precision, steps: int | None, facts: Mo
         made |= {"fp16.hysteresis": 1, "fp16.loss_scale_window": 2000}  # GradScaler's
     if strategy.flops_profiler:
         # The second step: the first one makes what is made once.
-        made |= {"flops_profiler.profile_step": 0 if steps == 1 else 1, "flops_profiler.detailed": True}
+        made |= {
+            "flops_profiler.profile_step": 0 if steps == 1 else 1,
+            "flops_profiler.detailed": True,
+        }
     return made
 
 
@@ -260,7 +370,11 @@ def _sizes(facts: ModelFacts | None) -> dict[str, int | None]:
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
-        merged[key] = _merge(merged[key], value) if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+        merged[key] = (
+            _merge(merged[key], value)
+            if isinstance(value, dict) and isinstance(merged.get(key), dict)
+            else value
+        )
     return merged
 
 
@@ -271,6 +385,10 @@ def _put(nested: dict[str, Any], path: str, value: Any) -> None:
         nested[key] = nested.get(key) or {}
         if not isinstance(nested[key], dict):
             what = f"{key} is {json.dumps(nested[key])} in the DeepSpeed config, and not a section"
-            raise PlanError(what, where="strategy.config", fix=f"write keys and values under {key}, or leave it out")
+            raise PlanError(
+                what,
+                where="strategy.config",
+                fix=f"write keys and values under {key}, or leave it out",
+            )
         nested = nested[key]
     nested[last] = value

@@ -37,20 +37,41 @@ from drumline.models.freeze import require_none_late
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.packed import scales_of
 from drumline.models.scores import score_head
-from drumline.models.shards import Values, all_tensors, canonical_tensors, extra_states, set_extra_states, tied_names
+from drumline.models.shards import (
+    Values,
+    all_tensors,
+    canonical_tensors,
+    extra_states,
+    set_extra_states,
+    tied_names,
+)
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, added
 from drumline.parallel.native import ForwardEngine
 from drumline.parallel.optimizer import MakeOptimizer, make_state, new_optimizer
 from drumline.parallel.plain import Plain, modes_kept
-from drumline.parallel.transforms import agree_on_statistics, apply_compile, apply_memory, apply_sync_batchnorm
+from drumline.parallel.transforms import (
+    agree_on_statistics,
+    apply_compile,
+    apply_memory,
+    apply_sync_batchnorm,
+)
 from drumline.strategies.zero.clock import clock
 from drumline.strategies.zero.fill import InTurn, filled, part, require_slots
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
-from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors, release_groups
+from drumline.vendor.deepspeed import (
+    CPU_Accelerator,
+    combine_grad_norm_groups,
+    get_global_norm_of_tensors,
+    release_groups,
+)
 
 _joined: list[dist.ProcessGroup | None] = []  # what DeepSpeed made groups in last
-ADAM, SGD = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)  # what their optimizers keep of a parameter
+# What their optimizers keep of a parameter.
+ADAM, SGD = (
+    ("exp_avg", "exp_avg_sq"),
+    ("momentum_buffer",),
+)
 # What DeepSpeed's optimizers call the first half of measuring the norm in their step: ZeRO 1 and 2, ZeRO 3, and ZeRO 1 in bf16.
 MEASURES = ("scaled_global_norm", "_get_norm_groups", "get_grads_for_norm")
 # Where they keep gradients, besides at parameters: ZeRO 1 and 2 (the second with offloading), ZeRO 3, ZeRO 1 in bf16.
@@ -64,7 +85,11 @@ GRADIENTS = (
 
 
 def prepare(
-    plan: Plan, model: nn.Module, values: Values, plain: bool = False, make_optimizer: MakeOptimizer | None = None
+    plan: Plan,
+    model: nn.Module,
+    values: Values,
+    plain: bool = False,
+    make_optimizer: MakeOptimizer | None = None,
 ) -> DeepSpeedEngine:
     """Spread a model. `values` puts its weights into host memory in fp32, block by block, before they are cut (stage 3) or moved to the
     device (stage 1 and 2). `plain`: any module, not a Hugging Face model. `make_optimizer`: in place of the plan's. Collective."""
@@ -79,18 +104,27 @@ def prepare(
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Before anything is cut: shapes decide which weights decay.
     # torch's own on the host too: DeepSpeedCPUAdam is as fast, rounds 1 − β₂ (second moments 1.3e-5 off) and has to be compiled.
-    optimizer = make_optimizer(model) if make_optimizer else new_optimizer(trainable, plan.config.optimizer)
+    optimizer = (
+        make_optimizer(model) if make_optimizer else new_optimizer(trainable, plan.config.optimizer)
+    )
     require_slots(optimizer)
     masters: dict[str, torch.Tensor] = {}
     if plan.deepspeed["zero_optimization"]["stage"] == 3:
         ranks, dtype = dist.get_world_size(), LOW_PRECISION.get(plan.precision, torch.float32)
-        in_turn = InTurn(module, filled(plan, model, values, masters, lambda full: part(full, dist.get_rank(), ranks)))
+        in_turn = InTurn(
+            module,
+            filled(plan, model, values, masters, lambda full: part(full, dist.get_rank(), ranks)),
+        )
         deepspeed.zero.Init(module=in_turn, config_dict_or_path=options, dtype=dtype)
     else:
         device = torch.device(get_accelerator().current_device_name())
         list(filled(plan, model, values, masters, lambda full: full, device))
     engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=list(trainable.values()), optimizer=optimizer, config=options, dist_init_required=False
+        model=module,
+        model_parameters=list(trainable.values()),
+        optimizer=optimizer,
+        config=options,
+        dist_init_required=False,
     )
     made = DeepSpeedEngine(plan, model, trainable, engine)
     for name, value in masters.items():  # the weights before rounding
@@ -107,13 +141,26 @@ def join(device: str) -> None:
         set_accelerator(CPU_Accelerator())  # GPUs that the plan does not use
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+        )
     # It calls torch's collectives by names that newer releases have others for.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
     # It would spend a minute to compile an all-reduce over shared memory that only its inference uses.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False, verbose=False)
-    if _joined != [dist.group.WORLD]:  # a process may train more than once, each time in groups of its own, and it keeps what it has made
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        dist_init_required=False,
+        verbose=False,
+    )
+    if (
+        _joined != [dist.group.WORLD]
+    ):  # a process may train more than once, each time in groups of its own, and it keeps what it has made
         release_groups()
         _joined[:] = [dist.group.WORLD]
 
@@ -126,7 +173,9 @@ class DeepSpeedEngine(ForwardEngine):
 
     trains = True
 
-    def __init__(self, plan: Plan, model: nn.Module, trainable: dict[str, nn.Parameter], engine: Any) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, trainable: dict[str, nn.Parameter], engine: Any
+    ) -> None:
         super().__init__(plan, model, Spread(engine, inner=engine.module))
         self.autocast_dtype = None  # its weights lie in the type that they compute in
         self.named, self.learned, self.engine = trainable, {*trainable}, engine
@@ -137,9 +186,13 @@ class DeepSpeedEngine(ForwardEngine):
         self.sharded = engine.zero_optimization_partition_weights()
         self.optimizer = engine.basic_optimizer
         self.counts_steps = not isinstance(self.optimizer, torch.optim.SGD)
-        self.slots = ADAM if self.counts_steps else SGD if self.optimizer.defaults["momentum"] else ()
+        self.slots = (
+            ADAM if self.counts_steps else SGD if self.optimizer.defaults["momentum"] else ()
+        )
         self.rank = dist.get_rank()
-        self.owner = share({name: _shape(p).numel() for name, p in trainable.items()}, dist.get_world_size())
+        self.owner = share(
+            {name: _shape(p).numel() for name, p in trainable.items()}, dist.get_world_size()
+        )
         self.measure = next(name for name in MEASURES if hasattr(self.zero, name))
         self.norms: Any = None
         self.own_norm, self.max_grad_norm = 0.0, plan.config.optimizer.max_grad_norm
@@ -148,11 +201,19 @@ class DeepSpeedEngine(ForwardEngine):
         plain = isinstance(engine.module, Plain)
         # Weights are in the type of a low precision, and nothing casts what they meet; texts are embedded in it.
         if (plain or plan.config.images_alone) and plan.precision != "fp32":
-            model.register_forward_pre_hook(lambda _, args, named: lowered((args, named), plan.precision), with_kwargs=True)
+            model.register_forward_pre_hook(
+                lambda _, args, named: lowered((args, named), plan.precision), with_kwargs=True
+            )
         if plain and plan.precision != "fp32":
             model.register_forward_hook(lambda _module, _given, out: precise(out))
         parts = split(model) if engine.module.splits else None
-        heads = nn.ModuleList([head for head in (parts and parts[1], None if plain else score_head(model)) if head is not None])
+        heads = nn.ModuleList(
+            [
+                head
+                for head in (parts and parts[1], None if plain else score_head(model))
+                if head is not None
+            ]
+        )
         for parameter in heads.parameters() if self.sharded else ():
             # The objective uses their weights outside of the heads' forward.
             deepspeed.zero.register_external_parameter(engine.module, parameter)
@@ -160,10 +221,14 @@ class DeepSpeedEngine(ForwardEngine):
             deepspeed.zero.register_external_parameter(layer, parameter)
         if self.rescales():
             self.zero.loss_scale = plan.config.precision.initial_scale
-            self.zero.loss_scaler.raise_error_at_min_scale = False  # the loop stops a run that never comes right
+            self.zero.loss_scaler.raise_error_at_min_scale = (
+                False  # the loop stops a run that never comes right
+            )
         self.is_whole = not self.sharded
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
+    def forward_backward(
+        self, micro_batches: list[Any], objective: Any, denominator: float
+    ) -> DeviceSums:
         outs = []
         for index, batch in enumerate(micro_batches):
             with self.micro_batch(last=index == len(micro_batches) - 1):
@@ -187,7 +252,11 @@ class DeepSpeedEngine(ForwardEngine):
         return self.clock.take() if self.clock else None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        return precise((self.engine if torch.is_grad_enabled() else self.engine.module)(lowered((args, kwargs), self.precision)))
+        return precise(
+            (self.engine if torch.is_grad_enabled() else self.engine.module)(
+                lowered((args, kwargs), self.precision)
+            )
+        )
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
         # DeepSpeed averages over ranks and, with this option, divides by nothing else.
@@ -220,9 +289,14 @@ class DeepSpeedEngine(ForwardEngine):
         if self.measure == "get_grads_for_norm":
             norm = get_global_norm_of_tensors(input_tensors=self.norms[0])
         else:
-            norm = combine_grad_norm_groups(self.norms) if isinstance(self.norms, list) else self.norms
-        value = float(norm) / (self.divisor * (float(self.zero.loss_scale) if self.rescales() else 1.0))
-        self.own_norm = value if value >= 0 else float("inf")  # DeepSpeed gives a negative one for inf and NaN
+            norm = (
+                combine_grad_norm_groups(self.norms) if isinstance(self.norms, list) else self.norms
+            )
+        value = float(norm) / (
+            self.divisor * (float(self.zero.loss_scale) if self.rescales() else 1.0)
+        )
+        # DeepSpeed gives a negative one for inf and NaN.
+        self.own_norm = value if value >= 0 else float("inf")
         return torch.full((), self.own_norm, dtype=torch.float64, device=self.engine.device)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
@@ -234,8 +308,16 @@ class DeepSpeedEngine(ForwardEngine):
         self.divisor = 1.0
         # At an infinite norm DeepSpeed leaves the weights, lowers its loss scale and drops the gradients.
         infinite = torch.full((1,), float("inf"), device=self.engine.device)
-        infinite_norm = {"scaled_global_norm": infinite[0], "_get_norm_groups": [infinite[0]], "get_grads_for_norm": ([infinite], {})}
-        kept = dict(vars(self.zero.loss_scaler)) if self.rescales() and torch.isfinite(grad_norm) else {}
+        infinite_norm = {
+            "scaled_global_norm": infinite[0],
+            "_get_norm_groups": [infinite[0]],
+            "get_grads_for_norm": ([infinite], {}),
+        }
+        kept = (
+            dict(vars(self.zero.loss_scaler))
+            if self.rescales() and torch.isfinite(grad_norm)
+            else {}
+        )
         with self._with_norms(infinite_norm[self.measure]):
             self.engine.step()
         if kept:  # no overflow: the loss jumped
@@ -248,7 +330,10 @@ class DeepSpeedEngine(ForwardEngine):
         for group in self.zero.param_groups if lr is not None else ():
             group["lr"] = lr
         if self.divisor != 1.0:
-            self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, float(self.zero.loss_scale) * self.divisor
+            self.zero.custom_loss_scaler, self.zero.external_loss_scale = (
+                True,
+                float(self.zero.loss_scale) * self.divisor,
+            )
         with self._with_norms(self.norms), self._timed():
             self.engine.step()
         self.zero.custom_loss_scaler, self.divisor = False, 1.0
@@ -270,11 +355,19 @@ class DeepSpeedEngine(ForwardEngine):
             self.steps, self.engine.global_steps, self.statistics.before = 0, steps, None
             self._set_steps(0)
         agree_on_statistics(self.batch_norms)
-        named = {n: tensor for n, tensor in canonical_tensors(self.model).items() if n.removeprefix("model.") not in self.named}
+        named = {
+            n: tensor
+            for n, tensor in canonical_tensors(self.model).items()
+            if n.removeprefix("model.") not in self.named
+        }
         for name, parameter in self.named.items():
             mine = self.owner[name] == self.rank
             for key, slot in self._keys(name):
-                full = safe_get_full_fp32_param(parameter) if slot is None else safe_get_full_optimizer_state(parameter, slot)
+                full = (
+                    safe_get_full_fp32_param(parameter)
+                    if slot is None
+                    else safe_get_full_optimizer_state(parameter, slot)
+                )
                 if mine:
                     named[key] = full.to("cpu", torch.float32, copy=True)
             if mine and self.counts_steps:
@@ -287,7 +380,12 @@ class DeepSpeedEngine(ForwardEngine):
             return kept
         scaler = self.zero.loss_scaler
         # In the form of LossScale, for the other engines.
-        return kept | {"scaler": {"scale": float(self.zero.loss_scale), "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}}
+        return kept | {
+            "scaler": {
+                "scale": float(self.zero.loss_scale),
+                "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1,
+            }
+        }
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         set_extra_states(self.model, state.get("modules", {}))
@@ -296,30 +394,59 @@ class DeepSpeedEngine(ForwardEngine):
                 for key, slot in self._keys(name):
                     self._set(parameter, self._from_owner(name, tensors.get(key)), slot)
             if self.counts_steps:
-                self.steps = int(self._from_owner(name, tensors.get(f"optim.{name}.step"), torch.Size(())))
+                self.steps = int(
+                    self._from_owner(name, tensors.get(f"optim.{name}.step"), torch.Size(()))
+                )
         self._set_steps(self.steps)
         if not self.sharded:  # the weights that forward uses, from the fp32 ones
             self.zero.update_lp_params()
         saved = state.get("scaler", {})
         if self.rescales() and "good_steps" in saved:
             self.zero.loss_scale = saved["scale"]
-            self.zero.loss_scaler.cur_iter, self.zero.loss_scaler.last_overflow_iter = saved["good_steps"], -1
+            self.zero.loss_scaler.cur_iter, self.zero.loss_scaler.last_overflow_iter = (
+                saved["good_steps"],
+                -1,
+            )
 
     def memory_stats(self) -> MemoryStats:
         """ZeRO 3 counts what it has cut, not what it has gathered."""
-        weights = [*(getattr(p, "ds_tensor", p) for p in self.model.parameters()), *scales_of(self.model)]
+        weights = [
+            *(getattr(p, "ds_tensor", p) for p in self.model.parameters()),
+            *scales_of(self.model),
+        ]
         # Outside of its step, ZeRO 3 hides its masters from the optimizer; in fp32 they are the weights themselves.
-        masters = tensors_in(getattr(self.zero, "fp32_partitioned_groups_flat", None) or [g["params"] for g in self.zero.param_groups])
-        own = tensors_in(*((p.grad, getattr(p, "grad_accum", None)) for p in (*self.model.parameters(), *masters)))
+        masters = tensors_in(
+            getattr(self.zero, "fp32_partitioned_groups_flat", None)
+            or [g["params"] for g in self.zero.param_groups]
+        )
+        own = tensors_in(
+            *(
+                (p.grad, getattr(p, "grad_accum", None))
+                for p in (*self.model.parameters(), *masters)
+            )
+        )
         lists = (getattr(self.zero, name, None) for name in GRADIENTS)
         # Dicts of lists of a class of DeepSpeed's own, whose insides torch does not look into, as lists.
-        kept = tensors_in(*([[*g] if isinstance(g, list) else g for g in k.values()] if isinstance(k, dict) else k for k in lists))
-        return MemoryStats.of(weights, [*own, *kept], [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())])
+        kept = tensors_in(
+            *(
+                [[*g] if isinstance(g, list) else g for g in k.values()]
+                if isinstance(k, dict)
+                else k
+                for k in lists
+            )
+        )
+        return MemoryStats.of(
+            weights,
+            [*own, *kept],
+            [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())],
+        )
 
     @contextlib.contextmanager
     def _with_norms(self, norms: Any) -> Iterator[None]:
         """Within, DeepSpeed's step takes `norms` for what it would measure."""
-        if self.measure == "get_grads_for_norm" and norms is self.norms:  # it also takes from this what to clip
+        if (
+            self.measure == "get_grads_for_norm" and norms is self.norms
+        ):  # it also takes from this what to clip
             yield
             return
         setattr(self.zero, self.measure, lambda *_, **__: norms)
@@ -337,12 +464,22 @@ class DeepSpeedEngine(ForwardEngine):
             self.engine.eval()  # no statistics are taken of it
             if isinstance(self.engine.module, Plain):  # what it takes is not known
                 trainable = [*self.named.values()]
-                with deepspeed.zero.GatheredParameters(trainable) if self.sharded else contextlib.nullcontext():
+                with (
+                    deepspeed.zero.GatheredParameters(trainable)
+                    if self.sharded
+                    else contextlib.nullcontext()
+                ):
                     touched = torch.stack([parameter.sum() for parameter in trainable]).sum()
-                    self.forward_backward([None], lambda *_: SimpleNamespace(loss_sum=touched * 0, sums={}), 1.0)
+                    self.forward_backward(
+                        [None], lambda *_: SimpleNamespace(loss_sum=touched * 0, sums={}), 1.0
+                    )
             else:
                 batch = any_batch(self.model, self.engine.device, self.image_side)
-                self.forward_backward([batch], lambda out, _: SimpleNamespace(loss_sum=out.touched() * 0, sums={}), 1.0)
+                self.forward_backward(
+                    [batch],
+                    lambda out, _: SimpleNamespace(loss_sum=out.touched() * 0, sums={}),
+                    1.0,
+                )
         self.grad_norm()
         self._step(0.0, 0.0)
         self.exposed_communication()  # the time of this step does not count
@@ -354,9 +491,13 @@ class DeepSpeedEngine(ForwardEngine):
             elif "step" in state:
                 state["step"] = steps
 
-    def _from_owner(self, name: str, mine: torch.Tensor | None, shape: torch.Size | None = None) -> torch.Tensor:
+    def _from_owner(
+        self, name: str, mine: torch.Tensor | None, shape: torch.Size | None = None
+    ) -> torch.Tensor:
         """A tensor that `name`'s owner holds in host memory, on every rank's device. Collective."""
-        full = torch.empty(_shape(self.named[name]) if shape is None else shape, device=self.engine.device)
+        full = torch.empty(
+            _shape(self.named[name]) if shape is None else shape, device=self.engine.device
+        )
         if self.owner[name] == self.rank:
             assert mine is not None
             full.copy_(mine)
@@ -365,12 +506,18 @@ class DeepSpeedEngine(ForwardEngine):
 
     def _whole(self, tensor: Any, **options: int) -> contextlib.AbstractContextManager[Any]:
         """Within, what ZeRO 3 has cut is whole. `modifier_rank`: it may be written, and that rank's is taken."""
-        return deepspeed.zero.GatheredParameters([tensor], **options) if hasattr(tensor, "ds_id") else contextlib.nullcontext()
+        return (
+            deepspeed.zero.GatheredParameters([tensor], **options)
+            if hasattr(tensor, "ds_id")
+            else contextlib.nullcontext()
+        )
 
     def _set(self, parameter: Any, full: torch.Tensor, slot: str | None) -> None:
         """Put a whole fp32 tensor, the same on all ranks, into what this rank holds of it."""
         if not self.sharded:
-            safe_set_full_fp32_param(parameter, full) if slot is None else safe_set_full_optimizer_state(parameter, full, slot)
+            safe_set_full_fp32_param(
+                parameter, full
+            ) if slot is None else safe_set_full_optimizer_state(parameter, full, slot)
             return
         # By the local call: the one for whole tensors requires sizes that the ranks divide.
         own = part(full, self.rank, dist.get_world_size())

@@ -44,7 +44,9 @@ def filled(
     for piece in (*blocks(model), model):
         owners = [left.pop(id(module)) for module in piece.modules() if id(module) in left]
         values.fill(model, owners=owners)
-        for parameter in [p for owner in owners for p in owner._parameters.values() if p is not None]:
+        for parameter in [
+            p for owner in owners for p in owner._parameters.values() if p is not None
+        ]:
             name = names.pop(id(parameter), None)
             if name is None:  # tied to one that has been
                 continue
@@ -65,5 +67,7 @@ def part(full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 def require_slots(optimizer: torch.optim.Optimizer) -> None:
     """Raises PlanError for an optimizer whose state is not known here."""
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
-        what = f"ZeRO keeps the states of Adam, AdamW and SGD, not those of {type(optimizer).__name__}"
+        what = (
+            f"ZeRO keeps the states of Adam, AdamW and SGD, not those of {type(optimizer).__name__}"
+        )
         raise PlanError(what, where="optimizer", fix="use one of these, or strategy=fsdp2")

@@ -15,12 +15,27 @@ from drumline.core.plan import BatchPlan, Plan
 from drumline.core.redact import withhold
 from drumline.core.rule import Case, Refusal, no_option, recomputes_some
 from drumline.core.section import PathText
-from drumline.core.strategy import OFFLOADED, DataParallel, Engine, Names, Precision, Space, StrategySpec
+from drumline.core.strategy import (
+    OFFLOADED,
+    DataParallel,
+    Engine,
+    Names,
+    Precision,
+    Space,
+    StrategySpec,
+)
 from drumline.errors import ConfigError
 from drumline.foreign import read_object
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
 from drumline.strategies.single.spec import SingleStrategy
-from drumline.strategies.zero.config import OFFLOADS, Offload, OffloadField, ZeroPlusPlus, adopt, deepspeed_config
+from drumline.strategies.zero.config import (
+    OFFLOADS,
+    Offload,
+    OffloadField,
+    ZeroPlusPlus,
+    adopt,
+    deepspeed_config,
+)
 from drumline.strategies.zero.cost import ZeroCosts
 from drumline.strategies.zero.machine import require
 
@@ -39,20 +54,32 @@ class Zero(ZeroCosts):
         *no_option("compression", "DeepSpeed reduces gradients itself, without hooks", "zero3 with zeropp: {quantized_gradients: true}"),
     )  # fmt: skip
     config: PathText | dict[str, Any] | None = Field(
-        None, description="A DeepSpeed config of your own: a JSON, relative to the YAML, or its keys. `auto` values are filled in."
+        None,
+        description="A DeepSpeed config of your own: a JSON, relative to the YAML, or its keys. `auto` values are filled in.",
     )
-    offload_optimizer: OffloadField = Field(default_factory=Offload, description="Where moments and fp32 weights live, and the step runs.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Any other keys of a DeepSpeed config, passed through.")
-    flops_profiler: bool = Field(False, description="DeepSpeed's profile of one step, into RUN/flops_profile.txt.")
+    offload_optimizer: OffloadField = Field(
+        default_factory=Offload,
+        description="Where moments and fp32 weights live, and the step runs.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Any other keys of a DeepSpeed config, passed through."
+    )
+    flops_profiler: bool = Field(
+        False, description="DeepSpeed's profile of one step, into RUN/flops_profile.txt."
+    )
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
         if case.device == "cpu" and case.precision == "fp16":
             instead = "use precision=bf16 or fp32, or strategy=fsdp2"
-            yield Refusal("ZeRO × fp16 × CPU", "DeepSpeed takes fp16 on GPUs only", instead, "precision")
+            yield Refusal(
+                "ZeRO × fp16 × CPU", "DeepSpeed takes fp16 on GPUs only", instead, "precision"
+            )
         if self.stage < 3 and self.offloads()[0] == "nvme":
             reason = "DeepSpeed has NVMe offload in ZeRO-3 only, and would quietly use host memory"
             instead = "use strategy=zero3, or offload_optimizer=cpu"
-            yield Refusal("zero1, zero2 × NVMe offload", reason, instead, "strategy.offload_optimizer")
+            yield Refusal(
+                "zero1, zero2 × NVMe offload", reason, instead, "strategy.offload_optimizer"
+            )
 
     @classmethod
     def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -64,8 +91,15 @@ class Zero(ZeroCosts):
         if not isinstance(self.config, str):
             return self
         file = base_dir / self.config
-        values = read_object(file, ConfigError, "strategy.config is the path of one JSON object, relative to the YAML", once=True)
-        own = withhold(values, lambda place: f"{file}: {'.'.join(place[2:])}", ("strategy", "config"))
+        values = read_object(
+            file,
+            ConfigError,
+            "strategy.config is the path of one JSON object, relative to the YAML",
+            once=True,
+        )
+        own = withhold(
+            values, lambda place: f"{file}: {'.'.join(place[2:])}", ("strategy", "config")
+        )
         return self.model_copy(update={"config": own})
 
     def adopted(self, config: Config) -> Config:
@@ -84,7 +118,13 @@ class Zero(ZeroCosts):
         return self.offload_optimizer.kind, "none"
 
     def engine_options(
-        self, config: Config, batch: BatchPlan, precision: Precision, steps: int | None, run_dir: str, facts: ModelFacts | None
+        self,
+        config: Config,
+        batch: BatchPlan,
+        precision: Precision,
+        steps: int | None,
+        run_dir: str,
+        facts: ModelFacts | None,
     ) -> dict[str, Any] | None:
         return deepspeed_config(config, self, batch, precision, steps, run_dir, facts)
 
@@ -92,7 +132,14 @@ class Zero(ZeroCosts):
         return SingleStrategy()
 
     def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
-        require({f"strategy.{name}": getattr(self, name) for name in OFFLOADS.values() if hasattr(self, name)}, on_progress)
+        require(
+            {
+                f"strategy.{name}": getattr(self, name)
+                for name in OFFLOADS.values()
+                if hasattr(self, name)
+            },
+            on_progress,
+        )
 
     def names(self, world: int) -> Names:
         name = " ".join([self.kind, *self.places()])
@@ -118,18 +165,27 @@ class Zero(ZeroCosts):
             return []
         more: list[type[Zero]] = [Zero2Strategy, Zero3Strategy]
         host = self.offload_optimizer
-        found: list[tuple[int, StrategySpec]] = [(2, each(offload_optimizer=host)) for each in more if each.stage > self.stage]
+        found: list[tuple[int, StrategySpec]] = [
+            (2, each(offload_optimizer=host)) for each in more if each.stage > self.stage
+        ]
         if host.kind == "none" and device == "cuda":
             found.append((3, self.model_copy(update={"offload_optimizer": CPU})))
         return found
 
-    def prepare(self, plan: Plan, model: Any, values: Any, *, overlaps: bool = True, **options: Any) -> Any:
+    def prepare(
+        self, plan: Plan, model: Any, values: Any, *, overlaps: bool = True, **options: Any
+    ) -> Any:
         from drumline.strategies.zero.engine import prepare
 
         return prepare(plan, model, values, **options)
 
 
-NO_COPIES = (*Zero.lacks, *no_option("replicate", "DeepSpeed has a second partition for ZeRO-3 only", "fsdp2 with replicate"))
+NO_COPIES = (
+    *Zero.lacks,
+    *no_option(
+        "replicate", "DeepSpeed has a second partition for ZeRO-3 only", "fsdp2 with replicate"
+    ),
+)
 
 
 class Zero1Strategy(Zero):
@@ -153,10 +209,16 @@ class Zero3Strategy(Zero):
     hooked: ClassVar[bool] = True
     lacks = (
         *Zero.lacks,
-        *no_option("replicate", "DeepSpeed has its own key for it", "zeropp: {hierarchical_partition: N}, or fsdp2 with replicate"),
+        *no_option(
+            "replicate",
+            "DeepSpeed has its own key for it",
+            "zeropp: {hierarchical_partition: N}, or fsdp2 with replicate",
+        ),
     )
     kind: Literal["zero3"] = "zero3"
-    offload_parameters: OffloadField = Field(default_factory=Offload, description="Where weights live while they are not used.")
+    offload_parameters: OffloadField = Field(
+        default_factory=Offload, description="Where weights live while they are not used."
+    )
     zeropp: ZeroPlusPlus = Field(default_factory=ZeroPlusPlus, description="ZeRO++ switches.")
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
@@ -167,23 +229,48 @@ class Zero3Strategy(Zero):
                 " and DeepSpeed gathers weights within a block in another order then"
             )
             instead = "use memory.activation_checkpointing=full, or strategy=fsdp2"
-            yield Refusal("selective checkpointing × zero3", reason, instead, "memory.activation_checkpointing")
+            yield Refusal(
+                "selective checkpointing × zero3",
+                reason,
+                instead,
+                "memory.activation_checkpointing",
+            )
         if case.config.compile.enabled:
             reason = "its hooks gather weights between the calls of layers, which torch.compile cannot trace"
-            yield Refusal("zero3 × compile", reason, "use strategy=zero2 or fsdp2", "compile.enabled")
+            yield Refusal(
+                "zero3 × compile", reason, "use strategy=zero2 or fsdp2", "compile.enabled"
+            )
         if self.offloads() == ("none", "nvme"):
             name = "zero3 with its optimizer on the device × parameters on NVMe"
-            reason, instead = "the step would bring all weights back to the device", "set offload_optimizer to cpu or nvme as well"
+            reason, instead = (
+                "the step would bring all weights back to the device",
+                "set offload_optimizer to cpu or nvme as well",
+            )
             yield Refusal(name, reason, instead, "strategy.offload_parameters")
         if self.offload_optimizer.kind == "nvme" and case.config.optimizer.kind == "sgd":
-            reason, instead = "DeepSpeed swaps the moments of Adam only", "use optimizer.kind=adamw, or offload_optimizer=cpu"
+            reason, instead = (
+                "DeepSpeed swaps the moments of Adam only",
+                "use optimizer.kind=adamw, or offload_optimizer=cpu",
+            )
             yield Refusal("zero3 on NVMe × SGD", reason, instead, "strategy.offload_optimizer")
-        if case.device == "cpu" and (self.zeropp.quantized_weights or self.zeropp.quantized_gradients):
+        if case.device == "cpu" and (
+            self.zeropp.quantized_weights or self.zeropp.quantized_gradients
+        ):
             instead = "leave quantized_weights and quantized_gradients out"
-            yield Refusal("ZeRO++ quantisation × CPU", "its kernels are for GPUs", instead, "strategy.zeropp")
+            yield Refusal(
+                "ZeRO++ quantisation × CPU", "its kernels are for GPUs", instead, "strategy.zeropp"
+            )
         if case.mesh.world_size % self.zeropp.hierarchical_partition:
-            name, where = "ZeRO++ hierarchical_partition × number of processes", "strategy.zeropp.hierarchical_partition"
-            yield Refusal(name, "the ranks of a second copy must divide all ranks", "use the number of GPUs of one host", where)
+            name, where = (
+                "ZeRO++ hierarchical_partition × number of processes",
+                "strategy.zeropp.hierarchical_partition",
+            )
+            yield Refusal(
+                name,
+                "the ranks of a second copy must divide all ranks",
+                "use the number of GPUs of one host",
+                where,
+            )
 
     def offloads(self) -> tuple[str, str]:
         return self.offload_optimizer.kind, self.offload_parameters.kind

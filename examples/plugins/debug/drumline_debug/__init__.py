@@ -14,7 +14,15 @@ class Inline(LauncherSpec):
     def processes(self) -> int:
         return 1
 
-    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: Replans, early: Any) -> int:
+    def start(
+        self,
+        plan: Plan,
+        plan_path: Path,
+        resume: str | None,
+        on_event: Callable[[Any], None],
+        on_oom: Replans,
+        early: Any,
+    ) -> int:
         from drumline.train.entry import run
 
         run(plan, resume, on_event)

@@ -38,10 +38,15 @@ def tracker(run: Run) -> Tracker:
     """RUN/metrics.db with a table metrics (step, name, value)."""
     file = run.folder / "metrics.db"
     database = sqlite3.connect(file)
-    database.execute("CREATE TABLE IF NOT EXISTS metrics (step INTEGER, name TEXT, value REAL, PRIMARY KEY (step, name))")
+    database.execute(
+        "CREATE TABLE IF NOT EXISTS metrics (step INTEGER, name TEXT, value REAL, PRIMARY KEY (step, name))"
+    )
 
     def write(group: str, numbers: dict[str, float], step: int) -> None:
-        database.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", [(step, name, value) for name, value in numbers.items()])
+        database.executemany(
+            "INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)",
+            [(step, name, value) for name, value in numbers.items()],
+        )
         database.commit()
 
     def rewind(step: int) -> None:

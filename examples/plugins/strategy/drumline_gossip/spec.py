@@ -14,7 +14,9 @@ from drumline.strategies.local_sgd.spec import Apart
 class Gossip(Apart):
     """Each rank trains by itself; every `period` steps it averages its weights with a ring neighbour's (Lian et al. 2017)."""
 
-    exchange: ClassVar[Literal["all_reduce", "p2p"]] = "p2p"  # with one neighbour, where local SGD has an all-reduce
+    exchange: ClassVar[Literal["all_reduce", "p2p"]] = (
+        "p2p"  # with one neighbour, where local SGD has an all-reduce
+    )
     kind: Literal["gossip"] = "gossip"
     period: Steps = Field(1, description="Steps between two averagings with the neighbour.")
 
