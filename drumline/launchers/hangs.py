@@ -69,6 +69,16 @@ class Hang:
         place = f"at step {self.of.step + 1}" if self.of.step >= 0 else "before the first step"
         return f"hangs in {self.of.phase} {place}, for {self.of.seconds:.0f} s (limit {self.of.limit:.0f} s): {self.why}"
 
+    def samples(self) -> list[int] | None:
+        """Return the samples of the culprit's step; None where no rank could give them.
+
+        A rank that is suspended cannot. Another one's are not of that step if it has begun the next.
+        """
+        for each in self.seen:
+            if each.samples and each.position == self.of.position:
+                return each.samples
+        return None
+
     def waits(self) -> list[str]:
         """A line for each rank that waits."""
         lines = []
@@ -84,7 +94,7 @@ class Hang:
         """Who waits, then the culprit's stack, in few lines."""
         lines = [*self.waits()[:8]]
         if self.of.phase in STEP_PHASES and self.of.step >= 0:
-            known = next((s.samples for s in self.seen if s.samples), None)
+            known = self.samples()
             named = (
                 f": {', '.join(map(str, known[:16]))}{' …' * (len(known) > 16)}" if known else ""
             )
@@ -96,7 +106,7 @@ class Hang:
     def error(self) -> dict[str, Any]:
         """As `train.failure` notes an error, with what else the launcher needs."""
         of, entry = self.of, next((s.waiting for s in self.seen if s.waiting), None)
-        known = next((s.samples for s in self.seen if s.samples), None)
+        known = self.samples()
         event = {
             "step": of.step,
             "rank": of.rank,

@@ -39,7 +39,13 @@ class Break:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failure", [FOREIGN_FILE, KILLED], ids=["fails", "is killed"])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        pytest.param(FOREIGN_FILE, id="fails", marks=pytest.mark.full),
+        pytest.param(KILLED, id="is killed"),
+    ],
+)
 def test_a_run_whose_export_breaks_is_finished(tmp_path: Path, failure: str) -> None:
     run = tmp_path / "run"
     (tmp_path / "mine.py").write_text(CALLBACK + failure)

@@ -61,6 +61,7 @@ def test_a_dictionary_trains_as_the_command_line_does(
     )
 
 
+@pytest.mark.full
 def test_a_script_under_torchrun_trains_twice(
     config: Path, tmp_path: Path, expected: dict[int, float]
 ) -> None:

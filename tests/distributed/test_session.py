@@ -108,6 +108,7 @@ def test_gone_on_with_by_one_process_and_another_strategy(tmp_path: Path) -> Non
         ) <= 1e-5 * torch.linalg.vector_norm(expected[name]), name
 
 
+@pytest.mark.full
 def test_under_torchrun(tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["--standalone", "--nproc-per-node=2", "-m", "tests.distributed.session_loop"]

@@ -168,6 +168,7 @@ def by_hand(folders: list[Path], *arguments: object) -> list[tuple[int, str]]:
     return [end(process) for process in started]
 
 
+@pytest.mark.full
 def test_hosts_that_do_not_share_the_run_folder_do_not_train(config: Path, tmp_path: Path) -> None:
     ends = by_hand([tmp_path / "a", tmp_path / "b"], config, "run.dir=run")
     assert [code for code, _ in ends] == [2, 2], ends

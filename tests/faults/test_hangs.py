@@ -76,7 +76,8 @@ def test_a_suspended_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     hang = the_hang(run, said)
     assert (hang["rank"], hang["why"], hang["stack"]) == (1, "it is suspended (SIGSTOP)", [])
     assert "rank 0 waits in all_reduce Float" in said and "hanging_worker.py:" in hang["collective"]
-    assert hang["sample_ids"] == [2 * hang["step"], 2 * hang["step"] + 1]
+    # It may have been suspended between two steps, and rank 0 have begun the next: none knows them then.
+    assert hang["sample_ids"] in ([2 * hang["step"], 2 * hang["step"] + 1], None)
     log = (run / "logs" / "attempt-0" / "rank-0.log").read_text()
     assert "stacks of rank 0 when the run hung" in log and "hanging_worker.py" in log
     assert events(run, "eval")[-1]["step"] == 60

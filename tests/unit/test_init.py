@@ -195,6 +195,7 @@ def test_init_for_another_machine(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_init_offers_adapters_where_training_all_weights_is_slow(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ def _plan(run: Run, model: str, cluster: str, *more: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_larger_batch_is_advised_where_each_step_waits_for_the_optimizer(run: Run) -> None:
     """An update on the host takes as long for 8 samples as for 256, so the comparison with LoRA is made at both."""
     question = ("plan", "--model", "llama-3.1-70b", "--cluster", "8xh100-80g", "--length", "4096")
@@ -54,6 +55,7 @@ def test_frozen_weights_are_not_held_by_the_host_of_each_rank(run: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_plan_exports_what_the_memory_of_its_host_allows(run: Run) -> None:
     """The merged model of 70B takes 282 GB, and four 3090 are assumed to have 275 GB; what a user sets stays."""
     question = ("plan", "--model", "llama-3-70b", "--cluster", "4x3090", "--adapter", "qlora")

@@ -75,8 +75,8 @@ def train(path: Path, resume: str | None, *overrides: str) -> tuple[Loop, list[S
     ("length", "size", "steps"),
     [
         ({"steps": 6}, 8, 6),
-        ({"steps": 6}, 2, 6),
-        ({"steps": None, "epochs": 0.6}, 8, 4),
+        pytest.param({"steps": 6}, 2, 6, marks=pytest.mark.full),
+        pytest.param({"steps": None, "epochs": 0.6}, 8, 4, marks=pytest.mark.full),
         ({"steps": None, "epochs": 0.6}, 2, 10),
     ],
 )

@@ -98,7 +98,7 @@ def waited_of_copies(compression: Compression) -> float:
     return spread.exposed_communication()
 
 
-@pytest.mark.parametrize("kind", ["none", "bf16"])
+@pytest.mark.parametrize("kind", ["none", pytest.param("bf16", marks=pytest.mark.full)])
 def test_copies_take_what_a_rank_waits_for_a_slower_one(kind: str) -> None:
     """After its backward has computed, in DDP's own callback; with a compressor within it."""
     first, second = run(2, waited_of_copies, Compression(kind=kind))
