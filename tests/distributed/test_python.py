@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from drumline import Run
+from tests.distributed.callbacks_of_mine import Raising
 from tests.forks import Forked
 from tests.harness import ENV, drumline, events, losses, same_weights, write_config
 from tests.tiny import tiny_model_dir
@@ -130,5 +131,6 @@ def test_callbacks_are_told_and_change_no_number(
     ]
     assert steps == [1, 2, 3, 4]
     log = "".join(path.read_text() for path in (tmp_path / "run" / "logs").rglob("*.log"))
-    told = "raised ValueError in callbacks_of_mine.py:47: no plot of step 1 at all"
+    raised_at = Raising.on_step.__code__.co_firstlineno + 1
+    told = f"raised ValueError in callbacks_of_mine.py:{raised_at}: no plot of step 1 at all"
     assert log.count(f"Raising.on_step {told}; it is not called again, the run goes on") == 1
