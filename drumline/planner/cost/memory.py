@@ -38,7 +38,7 @@ from drumline.hardware.cluster import Cluster
 from drumline.planner.cost import fitted
 from drumline.planner.cost.activations import block_of, formula, head_bytes, tower_bytes
 
-CONTEXT = 2**29  # bytes of CUDA's context and its kernels (docs/planning.md, "Constants")
+CONTEXT = 2**29  # bytes of CUDA's context and its kernels (docs/planner.md, "Constants")
 GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
 # Parts of a step that an estimate calls backward: its begin, its way through the blocks, its end, and averaging behind it.
 BACKWARD = ("head", "blocks", "end", "average")

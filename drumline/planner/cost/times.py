@@ -27,7 +27,7 @@ from drumline.planner.cost.compute import STARTS, computing, forward_flops
 from drumline.planner.cost.memory import as_kept, host_memory, memory, offloaded, samples_copy
 from drumline.planner.cost.traffic import flows
 
-CONTENTION = 1.2  # docs/planning.md, "Constants": 1.1 to 1.3
+CONTENTION = 1.2  # docs/planner.md, "Constants": 1.1 to 1.3
 CLIPPED = 4 + 8  # the norm reads gradients, clipping reads and writes them
 # Bytes of an entry that AdamW's step reads and writes there: what cost.fitted's seconds are of.
 HOST_MOVED = 28 + CLIPPED
