@@ -1,4 +1,4 @@
-"""The answer as JSON with every number (docs/plan_reference.md says what each is), the YAML and the command that train by a candidate, and the
+"""The answer as JSON with every number (explained in docs/plan_reference.md), the YAML and the command that train by a candidate, and the
 whole file of `drumline init`. Pure."""
 
 from __future__ import annotations
