@@ -180,7 +180,7 @@ class Session:
             what = (
                 "prepare takes build and make_optimizer, or {name: (build, make_optimizer)}, once"
             )
-            raise UserError(what, where="session.prepare", fix="see docs/session.md")
+            raise UserError(what, where="session.prepare", fix="see docs/session_reference.md")
         pairs = own.makers(pairs)
         require_one_model(self.plan, len(pairs))
         found, memory = None, memory_of(self.plan, self.resume is True)
