@@ -344,7 +344,9 @@ def _sources(sheet: Sheet, old: Old, algorithm: str) -> list[dict[str, Any]]:
         for key in (
             entry.keys() - KNOWN - {k for k in entry if entry[k].value in (None, "", [], False)}
         ):
-            sheet.note(entry[key], "unknown here: rows are read by their format (docs/data_reference.md)")
+            sheet.note(
+                entry[key], "unknown here: rows are read by their format (docs/data_reference.md)"
+            )
     return made
 
 
