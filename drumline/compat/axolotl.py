@@ -156,7 +156,7 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         "dataset_processes": to("data.workers", whole),
         "dataset_prepared_path dataset_keep_in_memory skip_prepare_dataset dataset_shard_idx": gone("the cache is data.cache_dir"),
         "shuffle_merged_datasets": to("data.order", lambda old: "shuffle" if flag(old) else "sequential"),
-        "dataset_exact_deduplication curriculum_sampling min_sample_len": only(why=NEUTRAL, fix="see docs/data.md"),
+        "dataset_exact_deduplication curriculum_sampling min_sample_len": only(why=NEUTRAL, fix="see docs/data_reference.md"),
         "early_stopping_patience": later("patience"),
         "fsdp_version fsdp_final_state_dict_type ddp trainer_cls": gone("strategy says it"),
         "strict": gone("every key is checked"),
@@ -344,7 +344,9 @@ def _sources(sheet: Sheet, old: Old, algorithm: str) -> list[dict[str, Any]]:
         for key in (
             entry.keys() - KNOWN - {k for k in entry if entry[k].value in (None, "", [], False)}
         ):
-            sheet.note(entry[key], "unknown here: rows are read by their format (docs/data.md)")
+            sheet.note(
+                entry[key], "unknown here: rows are read by their format (docs/data_reference.md)"
+            )
     return made
 
 
@@ -416,7 +418,7 @@ def _columns(sheet: Sheet, entry: dict[str, Old], algorithm: str) -> dict[str, s
     ):
         sheet.note(
             entry["type"],
-            "unknown here: the columns tell the format, or data.train[N].columns (docs/data.md)",
+            "unknown here: the columns tell the format, or data.train[N].columns (docs/data_reference.md)",
         )
     sides = {
         part: given[f"field_{part}"]
