@@ -201,6 +201,7 @@ def test_facts_count_what_learns(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_merged_export_is_the_model_that_was_trained(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -217,6 +218,7 @@ def test_merged_export_is_the_model_that_was_trained(folder: Path, tmp_path: Pat
     assert not torch.allclose(base(input_ids=IDS).logits, expected, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_adapter_export_is_what_peft_reads(folder: Path, tmp_path: Path) -> None:
     from peft import AutoPeftModelForCausalLM, PeftModel
     from transformers import AutoTokenizer
@@ -248,6 +250,7 @@ def test_adapter_export_is_what_peft_reads(folder: Path, tmp_path: Path) -> None
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) > 300
 
 
+@pytest.mark.slow
 def test_the_adapter_of_a_classifier_names_its_classes(folder: Path, tmp_path: Path) -> None:
     labels = ("no", "y*s", "perhaps")
     model = build_model(str(folder), ModelConfig(id=str(folder)), 0, head="text", labels=labels)
@@ -355,6 +358,7 @@ AGAIN = ("dora", "pissa")  # with --full: another has both
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.full if kind in AGAIN else []) for kind in KINDS]
 )
+@pytest.mark.slow
 def test_kinds_change_nothing_at_first_and_are_exported_as_they_were_trained(
     folder: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -392,6 +396,7 @@ def test_kinds_change_nothing_at_first_and_are_exported_as_they_were_trained(
         assert not torch.allclose(again(input_ids=IDS).logits, expected, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_shared_experts_of_a_mixture_are_adapted_and_experts_are_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

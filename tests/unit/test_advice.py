@@ -37,6 +37,7 @@ BATCH = {"global_samples": 64}
 
 @pytest.mark.parametrize("adapter", ["lora", "4bit", "8bit"])
 @pytest.mark.parametrize("model", ["0.1b", "8b"])
+@pytest.mark.slow
 def test_an_adapter_without_building_it(model: str, adapter: str) -> None:
     built, lora = facts(model, adapter=adapter), laid(adapter)
     assert isinstance(lora, LoRAConfig)

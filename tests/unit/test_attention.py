@@ -346,6 +346,7 @@ CHECKPOINTING = [
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.slow
 def test_a_compiled_block_is_one_graph(checkpointing: Any) -> None:
     """The same numbers, and after a second batch no other lengths are compiled anew."""
     batches = [batch_of((3, 7, 5), (9, 2)), batch_of((3, 7), (9, 2)), batch_of((16,), (1, 2, 3, 3))]
@@ -374,6 +375,7 @@ def test_a_compiled_block_is_one_graph(checkpointing: Any) -> None:
     "kernel",
     ["varlen", pytest.param("flash_attention_2", marks=pytest.mark.full), "flex_attention"],
 )
+@pytest.mark.slow
 def test_a_kernel_is_a_part_of_the_graph(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced for a CPU, for which varlen has no form, and of flash_attn there is a stand-in."""
     model = build("llama")

@@ -52,6 +52,7 @@ SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
 
 
 @pytest.mark.parametrize("positions", [48, 400])
+@pytest.mark.slow
 def test_an_answer_has_the_room_behind_its_own_prompt(
     loaded: Model, monkeypatch: pytest.MonkeyPatch, positions: int
 ) -> None:
@@ -321,6 +322,7 @@ def test_an_adapter_is_laid_over_its_model(folder: Path, tmp_path: Path) -> None
     assert not torch.equal(loaded.module.model.layers[0].self_attn.q_proj.weight, before[1])
 
 
+@pytest.mark.slow
 def test_an_adapter_over_tied_ends_is_merged_as_it_was_trained(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -308,6 +308,7 @@ WHOLE: list[tuple[dict[str, Any], list[str], Any]] = [
 @pytest.mark.parametrize(
     ("rest", "place", "table"), WHOLE, ids=lambda v: "/".join(v) if isinstance(v, list) else ""
 )
+@pytest.mark.slow
 def test_junk_in_any_key_is_one_line_or_nothing(
     rest: dict[str, Any], place: list[str], table: dict[str, Any]
 ) -> None:

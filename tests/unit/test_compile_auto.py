@@ -77,6 +77,7 @@ def test_both_numbers_are_told(long_run: Plans) -> None:
     assert "it pays from step" in told(None)
 
 
+@pytest.mark.slow
 def test_plan_tells_them(run: Run) -> None:
     flags = [
         "--model",

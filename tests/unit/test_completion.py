@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from drumline.core.complete import keys
 from drumline.core.load import load_values
 from tests.harness import ENV
@@ -22,6 +24,7 @@ ask drumline train mi
 """
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
     (tmp_path / "drumline").write_text(SCRIPT)
     (tmp_path / "drumline").chmod(0o755)
@@ -44,6 +47,7 @@ def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
     assert found["mi"] == []  # names of files are bash's own
 
 
+@pytest.mark.slow
 def test_keys_are_those_of_the_schema() -> None:
     every = keys("")
     assert len(every) > 250 and {

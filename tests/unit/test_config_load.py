@@ -230,6 +230,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     MISTAKES,
     ids=[f"{i}: {says[-1][:40]}" for i, (_, _, says) in enumerate(MISTAKES)],
 )
+@pytest.mark.slow
 def test_a_mistake_is_one_line(text: str, overrides: list[str], says: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_text(text, overrides, "c.yaml")

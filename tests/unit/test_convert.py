@@ -92,6 +92,7 @@ NEUTRAL = {
 
 
 @pytest.mark.parametrize("name", [name for name in MEANINGS if name.endswith(".yaml")])
+@pytest.mark.slow
 def test_no_key_is_dropped_silently(name: str, tmp_path: Path) -> None:
     """Without any one key the result is another one, or its line is missing."""
     old = yaml.safe_load((FILES / name).read_text())

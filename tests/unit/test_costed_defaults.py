@@ -43,6 +43,7 @@ def test_tensor_parallelism_with_a_stream_in_parts_holds_less() -> None:
     assert in_parts.traffic.reduce_scatter > whole.traffic.reduce_scatter
 
 
+@pytest.mark.slow
 def test_ends_of_their_own_are_gone_while_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = estimated("fsdp2")
     tied = estimated("fsdp2", "llama-3.2-1b")

@@ -93,6 +93,7 @@ def streamed(tmp_path: Path) -> Iterator[Streamed]:
         blocks.close()
 
 
+@pytest.mark.slow
 def test_positions_are_the_same_wherever_reading_begins(streamed: Streamed) -> None:
     assert streamed.plan.stream and streamed.plan.train_samples == 16 and streamed.plan.epoch == 0
     first = streamed.blocks()
@@ -261,6 +262,7 @@ def rows():
 """
 
 
+@pytest.mark.slow
 def test_a_source_that_stalls_is_no_sign_of_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

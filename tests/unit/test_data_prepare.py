@@ -313,6 +313,7 @@ def test_a_bad_row_in_a_worker_gives_its_line(
     assert folders(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_progress_knows_the_total_of_tasks(tmp_path: Path, tokenizer_dir: str) -> None:
     seen: list[tuple[str, int, int | None]] = []
     sources = [

@@ -40,6 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "build" / "site"
 
 
+@pytest.mark.slow
 def test_every_page_is_there_and_in_the_menu(site: Path) -> None:
     menu = (ROOT / "zensical.toml").read_text()
     for page in (ROOT / "docs").glob("*.md"):

@@ -120,6 +120,7 @@ def test_greedy_decoding_draws_no_lots_among_equal_logits() -> None:
     torch.testing.assert_close(log_probs, logits.log_softmax(-1)[:, 1])
 
 
+@pytest.mark.slow
 def test_a_sample_hangs_on_neither_batch_nor_order_nor_company(model: Any) -> None:
     whole = hf(model, batch=6).generate(prompts(), step=3)
     for batch in (1, 4):

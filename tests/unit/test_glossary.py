@@ -93,6 +93,7 @@ def texts() -> dict[str, str]:
     return pages | {"drumline schema": "\n".join(descriptions(schema()))}
 
 
+@pytest.mark.slow
 def test_the_table_is_read() -> None:
     assert banned("names") and banned("parts") and banned("prose")
     assert len(names()) > 3000 and len(texts()["drumline schema"]) > 5000

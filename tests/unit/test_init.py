@@ -58,6 +58,7 @@ def test_init_by_flags(run: Run, model: Path, tmp_path: Path) -> None:
     assert code == 2 and "not overwritten" in err
 
 
+@pytest.mark.slow
 def test_init_replaces_no_schema_but_its_own(run: Run, model: Path, tmp_path: Path) -> None:
     schema = tmp_path / "drumline.schema.json"
     said = {
@@ -234,6 +235,7 @@ def test_init_writes_nothing_where_nothing_fits(run: Run, tmp_path: Path) -> Non
     assert code == 2 and "nothing fits" in err and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_init_asks_five_questions_on_stdin(
     run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

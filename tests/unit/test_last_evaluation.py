@@ -32,6 +32,7 @@ def metric_of_the_newest(folder: Path) -> float | None:
     return read_manifest(path).metric
 
 
+@pytest.mark.slow
 def test_the_last_weights_are_rated_though_they_were_saved_before(tmp_path: Path) -> None:
     """Step 6 is one of `checkpoint.every`, and is evaluated as the last."""
     built, said = loop(tmp_path, checkpoint={"every": 2}, eval={"every": 4}, schedule="constant")
@@ -101,6 +102,7 @@ def test_a_metric_that_cannot_be_written_loses_no_weights(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
 
 
+@pytest.mark.slow
 def test_a_metric_that_there_is_not_loses_no_weights(tmp_path: Path) -> None:
     built, said = loop(tmp_path, eval={"metric": "reward/typo", "at_start": False})
     with pytest.raises(ConfigError, match="no metric 'reward/typo'"):
@@ -108,6 +110,7 @@ def test_a_metric_that_there_is_not_loses_no_weights(tmp_path: Path) -> None:
     assert [e["step"] for e in of(said, "save")] == [6] and metric_of_the_newest(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_tasks_that_break_lose_no_weights(tmp_path: Path) -> None:
     class Broken:
         def due(self, before: int, step: int) -> bool:
@@ -146,6 +149,7 @@ class Scored(Tasks):
         return {"tasks/a/acc": 0.5}
 
 
+@pytest.mark.slow
 def test_tasks_are_scored_where_a_rollout_passes_over_their_step(tmp_path: Path) -> None:
     """Rollouts of three steps, evaluated after each; a multiple of 4 lies in the second."""
     built, said = loop(tmp_path, eval={"every": 2, "tasks": ["a"], "tasks_every": 4})
@@ -162,6 +166,7 @@ def test_tasks_are_scored_where_a_rollout_passes_over_their_step(tmp_path: Path)
     ]
 
 
+@pytest.mark.slow
 def test_the_last_weights_of_a_run_that_ends_early_are_scored(tmp_path: Path) -> None:
     built, said = loop(
         tmp_path,
@@ -198,6 +203,7 @@ def test_what_nothing_is_held_out_for(tmp_path: Path, options: dict[str, Any], l
     assert line in refused.value.line()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_named_is_the_newest(tmp_path: Path) -> None:
     """What was saved after it is left: a restart goes on from it."""
     built, _ = loop(tmp_path, checkpoint={"every": 2}, eval={"every": None, "at_start": False})

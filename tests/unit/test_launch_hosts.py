@@ -97,6 +97,7 @@ def rank_1(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     yield monkeypatch
 
 
+@pytest.mark.slow
 def test_a_stranger_at_the_port_of_rank_0_is_one_line(rank_1: pytest.MonkeyPatch) -> None:
     rank_1.setattr(start, "ANSWER_SECONDS", 1.0)
     with listen(None) as mute:

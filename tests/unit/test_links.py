@@ -74,6 +74,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
         thread.join(10)
 
 
+@pytest.mark.slow
 def test_a_follower_finds_the_next_leader_once(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:

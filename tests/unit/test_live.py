@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats
@@ -10,6 +11,7 @@ from drumline.telemetry.traffic import CommunicatedBytes
 KB = 1000 * 4  # bytes of a vector of 1000
 
 
+@pytest.mark.slow
 def test_a_peak_known_by_hand() -> None:
     x, w = torch.zeros(1000), torch.zeros(1000, requires_grad=True)
     live = LiveBytes()

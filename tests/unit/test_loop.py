@@ -107,6 +107,7 @@ def of(said: list[dict], kind: str) -> list[dict]:
     return [e for e in said if e["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     built, said = loop(tmp_path, checkpoint={"every": 2}, eval={"every": 3}, schedule="constant")
     built.run()
@@ -165,6 +166,7 @@ def test_all_ranks_collect_garbage_after_the_same_steps(
     assert during == {False} and gc.isenabled() == began
 
 
+@pytest.mark.slow
 def test_patience(tmp_path: Path) -> None:
     """The second evaluation is the mark; none after it is better by that much, so the fourth ends the run, and it goes no further."""
     built, said = loop(
@@ -193,6 +195,7 @@ def test_patience(tmp_path: Path) -> None:
     assert built.run() == why and len(of(said, "step")) == 3
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_signal_broke_off_is_made_after_the_resume(tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "eval": {"every": 3, "patience": 5},
@@ -256,6 +259,7 @@ def test_sets_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("log_every", [1, 100])
+@pytest.mark.slow
 def test_skip_leaves_the_weights_and_names_the_samples(tmp_path: Path, log_every: int) -> None:
     engine = FakeEngine(fail_at={2: math.nan})
     built, said = loop(
@@ -276,6 +280,7 @@ def test_skip_leaves_the_weights_and_names_the_samples(tmp_path: Path, log_every
 @pytest.mark.parametrize(
     ("health", "events"), [({"on_nan": "stop"}, 1), ({"on_nan": "skip", "max_skips": 2}, 3)]
 )
+@pytest.mark.slow
 def test_stop_by_policy(
     tmp_path: Path, health: dict[str, Any], events: int, log_every: int
 ) -> None:
@@ -310,6 +315,7 @@ def test_what_is_saved_between_logged_steps_knows_of_its_skips(tmp_path: Path) -
     ] == [1, 0]
 
 
+@pytest.mark.slow
 def test_asked_to_stop_saves_first(tmp_path: Path) -> None:
     built, said = loop(tmp_path, held_out=False)
     step = built._train_step
@@ -327,6 +333,7 @@ def test_asked_to_stop_saves_first(tmp_path: Path) -> None:
     assert found.path and read_state(found.path)["trainer"]["position"] == 8
 
 
+@pytest.mark.slow
 def test_saves_evaluates_and_stops_only_between_rollouts(tmp_path: Path) -> None:
     """Rollouts of two steps: what falls due within one waits for its end, and the stream's state is saved with it."""
     built, said = loop(tmp_path, checkpoint={"every": 3}, eval={"every": 3}, schedule="constant")

@@ -101,6 +101,7 @@ def left_over(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("which", "step"), [("last", 3), ("best", 2), (1, 1)])
+@pytest.mark.slow
 def test_the_checkpoint_that_was_asked_for(
     run: Path, tmp_path: Path, which: Any, step: int
 ) -> None:
@@ -191,6 +192,7 @@ def test_texts_end_where_a_template_ends_answers(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(out).chat_template == read_template("chatml")
 
 
+@pytest.mark.slow
 def test_the_padding_of_a_reward_model_ends_no_text(tmp_path: Path) -> None:
     """transformers finds the last token before the padding: with one token for both it would read the score one place too early."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -268,6 +270,7 @@ def test_files_have_the_mode_of_the_umask(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.slow
 def test_half_the_bytes_on_request(
     run: Path, tmp_path: Path, dtype: str, kind: torch.dtype
 ) -> None:
@@ -282,6 +285,7 @@ def test_half_the_bytes_on_request(
         export(run, tmp_path / "other", "last", dtype="int3")
 
 
+@pytest.mark.slow
 def test_a_model_written_out_by_its_config(tmp_path: Path) -> None:
     """Untied weights, the tokenizer from elsewhere, and an attention that this machine has not."""
     tokenizer = tiny_model_dir(tmp_path / "model")

@@ -88,6 +88,7 @@ def test_kinds_of_layers_follow_their_number(tmp_path: Path) -> None:
         ({"model_type": "vit"}, "no causal language model: transformers has none for ViTConfig"),
     ],
 )
+@pytest.mark.slow
 def test_configs_that_are_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError) as error:
         build_model(None, model_of(config=config), seed=0)

@@ -201,6 +201,7 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
 @pytest.mark.parametrize(
     "seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
 )
+@pytest.mark.slow
 def test_in_pure_bf16_small_steps_are_not_lost(seed: int) -> None:
     """A network of two layers learns another one in 400 steps: with stochastic rounding and Kahan sums the loss ends within 2% of that of
     fp32 weights (0.00121 to 0.00134), with rounding to the nearest 1.65 to 1.72 times above."""

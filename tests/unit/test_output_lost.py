@@ -111,6 +111,7 @@ def test_the_exit_code_does_not_hang_on_a_reader(code: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.slow
 def test_a_command_ends_as_if_it_were_read(place: str, tmp_path: Path) -> None:
     runs = [str(write_run(tmp_path / name, lr=lr)) for name, lr in (("a", 1e-3), ("b", 2e-3))]
     assert run_unread(place, "-m", "drumline", "compare", *runs) == 0

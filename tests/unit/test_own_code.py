@@ -120,6 +120,7 @@ def other_sums() -> str:
     return sums_of(dist.get_rank())
 
 
+@pytest.mark.slow
 def test_sums_whose_names_differ_between_ranks() -> None:
     one, other = run(2, other_sums)
     assert (

@@ -46,6 +46,7 @@ def test_offloading_goes_first_only_where_it_is_much_faster(run: Run) -> None:
     )
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_not_held_by_the_host_of_each_rank(run: Run) -> None:
     """ZeRO 1 and 2 move each block to the device: what stays is less than one copy of the weights in 16 bits."""
     plans = _plan(run, "llama-3-8b", "4x4090", "--adapter", "lora")["ranked"]

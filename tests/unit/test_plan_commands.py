@@ -161,6 +161,7 @@ def test_the_memory_of_a_host_of_processors_is_said(gb: int, each: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_copies_to_the_host_share_its_links() -> None:
     for devices, times in ((4, 1), (8, 2)):
         asked = question("0.1b", f"{devices}xh100-80g")

@@ -79,6 +79,7 @@ def simulated(made: Campaign, training: float, seed: int) -> float:
 
 @pytest.mark.parametrize("hours", [1, 12])
 @pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.slow
 def test_the_formula_is_the_campaign(hours: float, in_memory: bool) -> None:
     """Within 5%, and no other interval does better than the one that is called best."""
     mtbf = hours * 3600

@@ -62,6 +62,7 @@ def test_the_table_fits_the_terminal_and_cuts_no_word(run: Run, columns: int) ->
     )
 
 
+@pytest.mark.slow
 def test_long_names_take_two_lines_and_a_strategy_that_is_out_is_said_first(run: Run) -> None:
     args = [
         "plan",
@@ -185,6 +186,7 @@ def test_a_row_without_room_for_a_prompt_is_no_plan(run: Run) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_tight_plan_400_times_as_fast_is_row_1_with_its_risk(run: Run) -> None:
     """A mixture whose weights, gradients and moments leave little room on 8 devices; what fits with room runs in host memory."""
     code, out, _ = run(

@@ -46,6 +46,7 @@ def test_hours_and_cost_of_a_run(run: Run) -> None:
     assert best["cost"] == pytest.approx(best["hours"] * 4 * 0.5)
 
 
+@pytest.mark.slow
 def test_what_is_printed_can_be_acted_on(run: Run, model: Path, tmp_path: Path) -> None:
     """The YAML of a plan by flags is read back to the plan's own strategy and batch, for the same cluster."""
     _, out, _ = run("plan", *EIGHT_B)
@@ -100,6 +101,7 @@ def test_the_command_says_what_was_said_beside_the_yaml(
     assert [word for word in words if word.startswith("strategy")] == ["strategy=ddp"]
 
 
+@pytest.mark.slow
 def test_the_yaml_keeps_what_no_plan_decides(run: Run) -> None:
     _, out, _ = run("plan", *LORA, "compile.enabled=true", "memory.on_oom=replan")
     said = yaml.safe_load(out.partition("writes it):\n")[2])
@@ -348,6 +350,7 @@ def test_a_mistake_in_the_cluster_flag_has_the_form_of_the_flag(
     ],
     ids=["hosts", "said", "one host", "what if", "what if of hosts"],
 )
+@pytest.mark.slow
 def test_a_network_that_was_assumed_is_told_once(run: Run, flags: list[str], told: bool) -> None:
     code, _, err = run("plan", SMALL, *flags)
     assert (

@@ -264,6 +264,7 @@ ODD = (
 )
 
 
+@pytest.mark.slow
 def test_any_value_in_a_record_is_read_or_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

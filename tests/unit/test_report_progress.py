@@ -170,6 +170,7 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
     assert "step 1/40  loss 1.0000" in out.getvalue()
 
 
+@pytest.mark.slow
 def test_events_come_from_another_thread() -> None:
     progress, _ = told(START, step(1))
     done = threading.Event()

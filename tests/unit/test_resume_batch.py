@@ -80,6 +80,7 @@ def train(path: Path, resume: str | None, *overrides: str) -> tuple[Loop, list[S
         ({"steps": None, "epochs": 0.6}, 2, 10),
     ],
 )
+@pytest.mark.slow
 def test_a_run_ends_as_it_was_to_with_batches_of_another_size(
     tmp_path: Path, length: dict[str, Any], size: int, steps: int
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_run_ends_as_it_was_to_with_batches_of_another_size(
     assert built.state.position == 8 + size * (steps - 2) and made[-1].samples == size
 
 
+@pytest.mark.slow
 def test_the_learning_rate_stays_on_more_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +138,7 @@ FREEZE = {"model": {"freeze": ["model.embed_tokens"]}}
 @pytest.mark.parametrize(
     "sections", [{"adapter": "lora"}, FREEZE, {}], ids=["lora", "freeze", "all"]
 )
+@pytest.mark.slow
 def test_what_stays_frozen_is_what_it_was_trained_on_top_of(
     tmp_path: Path, sections: dict[str, Any]
 ) -> None:
@@ -183,6 +186,7 @@ def test_there_has_to_be_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:
         built.rewind()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_named_is_gone_on_with_from_its_newest_whole_checkpoint(
     tmp_path: Path,
 ) -> None:

@@ -72,6 +72,7 @@ def cancelling(folder: Path) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_what_rounding_explains_is_exported(folder: Path, tmp_path: Path) -> None:
     """By the old limit this right merge failed the run that had trained it."""
     model = cancelling(folder)
@@ -141,6 +142,7 @@ def test_a_merge_into_a_weight_that_two_layers_share_is_found(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_narrower_type_is_refused_for_its_range_alone(folder: Path, tmp_path: Path) -> None:
     """What its bits do to the logits is no fault; weights that fp16 makes infinite, or zero, are."""
     whole = build_model(str(folder), ModelConfig(id=str(folder)), seed=0)

@@ -63,6 +63,7 @@ def load(folder: Path, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
 )
+@pytest.mark.slow
 def test_a_stale_head_is_stopped_and_an_honest_server_is_not(
     tmp_path: Path, precision: str, dtype: torch.dtype
 ) -> None:

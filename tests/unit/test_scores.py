@@ -178,6 +178,7 @@ def test_the_plan_counts_what_is_built(folder: Path, head: Head, lora: bool) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_exported_for_transformers(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 

@@ -71,6 +71,7 @@ TABLE: dict[str, tuple[Callable[[], Question], set[str], set[str], set[str]]] = 
 
 
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.slow
 def test_what_is_taken_and_what_is_refused(name: str) -> None:
     asked, first, out, there = TABLE[name]
     answer = search(asked())
@@ -99,6 +100,7 @@ def test_experts_are_laid_on_ranks_of_a_host() -> None:
     assert not [way for way in search_space(asked) if isinstance(way, Degrees) and way.ep > 1]
 
 
+@pytest.mark.slow
 def test_the_order_is_that_of_expected_speed_up_to_the_planners_error() -> None:
     answer = search(question("1b", "8xh100-80g", batch=BATCH))
     assert {candidate.estimate.verdict for candidate in answer.ranked} <= {"fits", "tight"}
@@ -236,6 +238,7 @@ def test_what_is_tight_and_faster_is_a_row_with_its_risk() -> None:
         {"accumulation": 6},
     ],
 )
+@pytest.mark.slow
 def test_the_global_batch_is_the_same_in_all(batch: dict[str, int]) -> None:
     answer = search(question("1b", "8xa100-80g", batch=batch))
     assert answer.ranked and {c.layout.batch.global_samples for c in answer.ranked} == {48}

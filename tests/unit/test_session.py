@@ -391,6 +391,7 @@ def test_optimizers_whose_state_does_not_begin_at_zero(tmp_path: Path) -> None:
             assert optimizer.param_groups[0]["lr"] == 0.1 and len(optimizer.state) == 2
 
 
+@pytest.mark.slow
 def test_what_is_frozen_has_no_moments_until_it_learns(tmp_path: Path) -> None:
     """Also where a checkpoint holds them, as older ones do, and where it begins to learn just before one."""
 
@@ -433,6 +434,7 @@ def test_what_is_frozen_has_no_moments_until_it_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("learns", [True, False], ids=["freezes", "unfreezes"])
+@pytest.mark.slow
 def test_a_run_goes_on_with_what_its_loop_freezes_or_unfreezes(
     tmp_path: Path, learns: bool
 ) -> None:

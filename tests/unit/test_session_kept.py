@@ -24,6 +24,7 @@ def halved(optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.slow
 def test_rates_go_on_as_they_were(tmp_path: Path, tensor: bool) -> None:
     def train(folder: Path, steps: int, **options: Any) -> list[float]:
         made, rates = list[Any](), []

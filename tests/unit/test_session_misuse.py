@@ -25,6 +25,7 @@ class Unending(torch.utils.data.IterableDataset[int]):
         return iter(range(10))
 
 
+@pytest.mark.slow
 def test_loops_that_would_count_twice(tmp_path: Path) -> None:
     with session(tmp_path, micro_batch=2) as s:
         model, _ = s.prepare(build, sgd)
@@ -53,6 +54,7 @@ def test_loops_that_would_count_twice(tmp_path: Path) -> None:
     ],
     ids=["loader", "dictionary", "nothing", "path"],
 )
+@pytest.mark.slow
 def test_what_is_no_dataset(tmp_path: Path, dataset: Any, what: str) -> None:
     with session(tmp_path) as s:
         model, _ = s.prepare(build, sgd)
@@ -65,6 +67,7 @@ def test_what_is_no_dataset(tmp_path: Path, dataset: Any, what: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_parameters_that_come_after_prepare(tmp_path: Path) -> None:
     with session(tmp_path) as s:
         model, optimizer = s.prepare(build, lambda model: torch.optim.SGD([model.weight], lr=0.1))
@@ -75,6 +78,7 @@ def test_parameters_that_come_after_prepare(tmp_path: Path) -> None:
             optimizer.add_param_group({"params": [model.bias]})
 
 
+@pytest.mark.slow
 def test_one_number_is_a_number_whatever_holds_it(tmp_path: Path) -> None:
     found = []
     for shape, weight in (((), 4), ((1,), np.int64(4)), ((1, 1), torch.full((1,), 4))):
@@ -92,6 +96,7 @@ def test_one_number_is_a_number_whatever_holds_it(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait_for_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +132,7 @@ def test_the_user_s_own_hook_and_an_open_prompt_stay(
     assert seen == [error]
 
 
+@pytest.mark.slow
 def test_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with session(tmp_path) as s:
         for call in (
@@ -145,6 +151,7 @@ def test_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
 
 
+@pytest.mark.slow
 def test_a_name_of_the_user_s_takes_no_field_s_place(tmp_path: Path) -> None:
     with session(tmp_path) as s:
         stepped(s)
@@ -153,6 +160,7 @@ def test_a_name_of_the_user_s_takes_no_field_s_place(tmp_path: Path) -> None:
     assert (step["step"], step["margin"], step["tokens"]) == (1, 0.5, 4)
 
 
+@pytest.mark.slow
 def test_what_gives_no_samples(tmp_path: Path) -> None:
     with session(tmp_path) as s:
         model, _ = s.prepare(build, sgd)
@@ -167,6 +175,7 @@ def test_what_gives_no_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.slow
 def test_a_state_that_json_does_not_have(
     tmp_path: Path, at_the_end: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +195,7 @@ def test_a_state_that_json_does_not_have(
 
 
 @pytest.mark.parametrize("mark", [".tmp-", ".trash-"])
+@pytest.mark.slow
 def test_a_checkpoint_without_its_name_is_gone_on_from(tmp_path: Path, mark: str) -> None:
     """A kill came while it took the name of one of the same step."""
     with session(tmp_path) as s:
@@ -197,6 +207,7 @@ def test_a_checkpoint_without_its_name_is_gone_on_from(tmp_path: Path, mark: str
         assert s.steps == 1
 
 
+@pytest.mark.slow
 def test_a_run_is_gone_on_with_by_its_folder(tmp_path: Path) -> None:
     with session(tmp_path) as s:
         stepped(s)
@@ -212,6 +223,7 @@ def test_a_run_is_gone_on_with_by_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [0, -1, 0.5])
+@pytest.mark.slow
 def test_a_number_of_steps_that_is_none(tmp_path: Path, every: Any) -> None:
     with session(tmp_path) as s:
         stepped(s)
@@ -228,6 +240,7 @@ def test_each_session_of_a_process_says_its_mistake(
     assert capsys.readouterr().err.count("build is a Linear that is made already") == 2
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on_from_what_was_saved_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ class Net(nn.Module):
         return self.layer(inputs)
 
 
+@pytest.mark.slow
 def test_modules_stay_in_their_mode(tmp_path: Path) -> None:
     with session(tmp_path) as s:
         model, _ = s.prepare(Net, sgd)
@@ -121,6 +122,7 @@ def test_modules_stay_in_their_mode(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_model_is_read_set_and_copied_as_the_module_is(tmp_path: Path) -> None:
     with session(tmp_path) as s:
         model, _ = s.prepare(Net, sgd)
@@ -215,6 +217,7 @@ class Remembering(nn.Linear):
         return super().forward(inputs) / self.calls
 
 
+@pytest.mark.slow
 def test_numbers_of_optimizers_and_states_of_modules_are_saved(tmp_path: Path) -> None:
     def train(folder: Path, steps: int, **options: Any) -> list[float]:
         with session(folder, **options) as s:
@@ -361,6 +364,7 @@ def built_before(folder: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_module_that_was_made_before_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     said = "build: weight is not the same on all ranks — make the module inside of build, which draws from the run's seed"
     assert run(2, built_before, tmp_path) == [said, said]
@@ -384,11 +388,13 @@ def preempted(folder: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_one_rank_may_read_what_all_have_done(tmp_path: Path) -> None:
     assert all("stopped and saved at step" in line for line in run(2, preempted, tmp_path))
     assert len(events(tmp_path / "run", "save")) == 1
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_read_before_it_stops(tmp_path: Path) -> None:
     with session(tmp_path, on_nan="skip") as s:
         model = stepped(s)

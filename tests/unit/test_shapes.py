@@ -108,6 +108,7 @@ def test_sizes_come_with_the_package_for_the_version_that_is_pinned() -> None:
         {"adapter": LoRAConfig(dora=True)},
     ],
 )
+@pytest.mark.slow
 def test_any_other_model_than_a_known_one_is_counted(
     changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

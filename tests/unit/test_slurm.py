@@ -356,6 +356,7 @@ def test_slurm_that_is_busy_does_not_make_a_job_go_away(
     assert [each.state for each in runs.states(run)] == ["queued"]
 
 
+@pytest.mark.slow
 def test_the_note_of_an_end_may_come_late(
     tmp_path: Path, squeue: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

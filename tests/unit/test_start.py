@@ -30,6 +30,7 @@ print(faults)
     reason="another C library gives freed memory back as it likes",
 )
 @pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("meta", False)])
+@pytest.mark.slow
 def test_memory_that_a_step_frees_is_there_for_the_next(device: str, kept: bool) -> None:
     """A rank that computes on the host keeps it; nobody else is changed."""
     done = subprocess.run(

@@ -144,6 +144,7 @@ def test_names_of_folders_are_names(tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_what_is_wrong_is_a_line_before_anything_starts(
     config: Path, given: list[str], says: str, tmp_path: Path
 ) -> None:

@@ -170,6 +170,7 @@ def test_notes_say_what_is_missing() -> None:
 # ------------------------------------------------------------------------------------------------------------- the loop
 
 
+@pytest.mark.slow
 def test_a_loop_tells_twice_and_the_display_once(tmp_path: Path) -> None:
     built, said = loop(tmp_path)
     built.run()
@@ -188,6 +189,7 @@ def test_a_loop_tells_twice_and_the_display_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "words"), [(2, "too short to be measured"), (3, "too short to be timed")]
 )
+@pytest.mark.slow
 def test_a_short_run_says_that_it_is(tmp_path: Path, steps: int, words: str) -> None:
     built, said = loop(tmp_path, steps=range(steps))
     built.run()
@@ -199,6 +201,7 @@ def test_a_short_run_says_that_it_is(tmp_path: Path, steps: int, words: str) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_wrong_plan_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     built, said = loop(tmp_path)
     built.measure.plan = built.plan.model_copy(update={"predicted": Predicted(estimate=ESTIMATE)})

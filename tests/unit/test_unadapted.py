@@ -65,6 +65,7 @@ def test_a_dense_model_has_no_line() -> None:
     )
 
 
+@pytest.mark.slow
 def test_linear_layers_that_cannot_be_packed_and_the_vision_tower() -> None:
     (line,) = lines("qwen2", {"quantize": "4bit"}, hidden_size=36, intermediate_size=60)
     assert line.startswith("QLoRA does not pack the linear layers (self_attn.q_proj, ")

@@ -34,6 +34,7 @@ def test_the_name_is_there(library: str, name: str) -> None:
     assert getattr(vendor, name) is not None
 
 
+@pytest.mark.slow
 def test_every_name_is_used() -> None:
     used = {
         f"{node.module.removeprefix('drumline.vendor.')}.{alias.name}"
@@ -106,6 +107,7 @@ def test_the_member_is_there(library: str, place: str, member: str) -> None:
         ), f"no {member}"
 
 
+@pytest.mark.slow
 def test_every_member_that_is_used_is_listed() -> None:
     """Read or set on anything but our own objects, by a name that no class of ours makes."""
     ours, used = set(), set()

@@ -70,6 +70,7 @@ def same(made: list[Any], expected: list[Any]) -> bool:
 @pytest.mark.parametrize(
     "options", [{}, {"stop": ("e",)}, {"temperature": 0.6}, {"top_p": 0.8, "top_k": 30}], ids=str
 )
+@pytest.mark.slow
 def test_completions_are_what_the_seeds_say_in_the_order_of_the_requests(
     server: StubServer, folder: Path, options: dict[str, Any]
 ) -> None:
@@ -211,6 +212,7 @@ def test_the_key_comes_from_the_environment(
     assert client(server).model == "tiny"
 
 
+@pytest.mark.slow
 def test_new_weights_reach_the_server_through_a_folder(
     server: StubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def test_ranks_of_another_launcher_are_watched(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="heartbeats lie in /dev/shm")
+@pytest.mark.slow
 def test_it_ends_with_its_ranks(tmp_path: Path) -> None:
     processes = begin(tmp_path, 15)
     assert [process.wait(60) for process in processes] == [0, 0]
