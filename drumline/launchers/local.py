@@ -16,7 +16,7 @@ from drumline.core.plan import Plan
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.core.urls import FETCHED, is_url
-from drumline.errors import NotSaved, Preempted
+from drumline.errors import NotSaved, Preempted, TrainingStopped, UserError
 from drumline.hardware.detect import free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.hangs import write_stacks
@@ -119,6 +119,7 @@ def launch(
                 return Preempted.exit_code
             if code is not None:
                 _report_end(ends, code, signals.number, plan)
+                _note_mistake(ends, code, attempt, events_path)
                 if code == 0:
                     _report_failed_export(events_path, past)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
@@ -289,6 +290,30 @@ def _report_end(ends: list[RankEnd], code: int, stop_signal: int, plan: Plan) ->
     elif code:
         cause = root_cause(ends)
         say(f"error: {cause.name} {cause.message}; see {cause.log}")
+
+
+def _note_mistake(ends: list[RankEnd], code: int, attempt: int, events_path: Path) -> None:
+    """Write the event of an error that ended a run for good, where rank 0 did not meet it itself.
+
+    Rank 0 saw a lost connection only, and ended the run with that.
+    """
+    reports = [end for end in ends if end.error and end.error.get("exit_code") == code]
+    is_mistake = code in (UserError.exit_code, TrainingStopped.exit_code)
+    if not is_mistake or not reports or reports[0].rank == 0:
+        return
+    of = reports[0]
+    fault = Fault(
+        attempt=attempt,
+        rank=of.rank,
+        host=of.host or None,
+        signal=of.signal,
+        exitcode=of.exitcode,
+        error=of.message,
+        log=str(of.log),
+        step=max(0, furthest_step(events_path.parent)),
+        action=f"stop: exit code {code}, another attempt would meet it again",
+    )
+    EventLog(events_path).emit(fault)
 
 
 def report_failure(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from drumline.cli import main
-from tests.harness import drumline, write_config, write_rows
+from tests.harness import drumline, events, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 
@@ -239,3 +239,53 @@ def test_too_little_space(
     monkeypatch.setattr("drumline.train.setup.free_bytes", lambda path: 1000)
     line = said("train", bare(tmp_path, model))
     assert "1000 B are free" in line and "needs about" in line
+
+
+BROKEN_ROW = """
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 1)
+
+    def forward(self, x):
+        return super().forward(x)
+
+def loss(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().sum()
+
+class Rows:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 41:
+            raise ValueError("no picture")
+        return {"x": torch.ones(2), "y": torch.ones(1)}
+
+def rows():
+    return Rows()
+"""
+
+
+def test_a_row_that_one_rank_cannot_read_is_named_afterwards_too(tmp_path: Path) -> None:
+    """Rank 0 sees a lost connection: the event, the page and the doctor name the row all the same."""
+    (tmp_path / "own.py").write_text(BROKEN_ROW)
+    config = {
+        "model": {"kind": "python", "path": "own.py:Net"},
+        "algorithm": {"kind": "python", "path": "own.py:loss"},
+        "data": {"train": [{"kind": "python", "path": "own.py:rows"}], "order": "sequential"},
+        "batch": {"global_samples": 4},
+        "run": {"dir": "run"},
+        "launch": {"nproc": 2},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(config))
+    done = drumline("train", path, cwd=tmp_path)
+    line = "data.train: row 41 cannot be read"
+    assert (done.code, f"error: {line}" in done.err) == (2, True), done.err
+    ended = events(tmp_path / "run", "fault") or events(tmp_path / "run", "run_end")
+    assert line in json.dumps(ended[-1])
+    causes = drumline("doctor", tmp_path / "run")
+    assert line in causes.out.splitlines()[0], causes.out

@@ -30,7 +30,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, default_collate
 
+from drumline.errors import DataError
+
 SOON = timedelta(seconds=0.5)
+
+
+def own_line() -> str:
+    """What a rank prints of an error that the project names in one line."""
+    error = DataError("row 177 cannot be read", where="data.train", fix="take the row out")
+    return f"error: {error.line()}\n"
 
 
 def said(function: Callable[[], Any], raises: bool = True) -> str:
@@ -390,6 +398,7 @@ PROVOKED: dict[str, Callable[[], str]] = {
     "hub-access": hub_access,
     "hub-unreachable": hub_unreachable,
     "remote-code": remote_code,
+    "own-line": own_line,
     "python-error": lambda: said(lambda: int("x")),
 }
 # What takes half a second and more: time-outs, and what imports transformers or torch's compiler.
