@@ -275,7 +275,10 @@ def copies_buffers(
         average = (
             min(gradients, bucket) * (1 + 1 / steps) if steps > 1 else min(gradients, 2 * bucket)
         )
-    forward, through = (copies, 0) if recomputes else (0, copies)
+    forward, through = 0, copies
+    if recomputes:
+        # A weight that tp cuts is a view there, which autocast does not keep: its copy goes with its block.
+        forward, through = one if mesh.tp > 1 else copies, 0
     if kept is not None and kept.copies is not None:
         blocks = mine.blocks if layout.pipeline else facts.layers
         made, through = (
