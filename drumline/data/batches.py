@@ -60,19 +60,15 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Self:
         """The batch on `device`; copies to a GPU do not block the host."""
-        return self.each(lambda tensor: copied_to(device, tensor))
+        on_gpu = torch.device(device).type == "cuda"
+        return self.each(
+            lambda tensor: (pinned(tensor) if on_gpu else tensor).to(device, non_blocking=on_gpu)
+        )
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the host in page-locked memory, from which a copy to a GPU does not block the host."""
     return tensor if tensor.is_cuda else tensor.pin_memory()
-
-
-def copied_to(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on a device; a copy from the host to a GPU does not block the host."""
-    if torch.device(device).type != "cuda":
-        return tensor.to(device)
-    return pinned(tensor).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

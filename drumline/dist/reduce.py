@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from drumline.dist.copies import copied_to
 from drumline.errors import UserError
 
 T = TypeVar("T")
@@ -43,28 +44,6 @@ def from_all(mine: T) -> list[T]:
     return everyone
 
 
-class LateNumber:
-    """A number of a device, on its way to the host, which can go on in the meantime and read it later."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        """`value`: a scalar. What the device is given from here on does not delay it."""
-        self.value = value
-        self.arrived: torch.cuda.Event | None = None
-        if value.is_cuda:
-            self.value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(
-                value, non_blocking=True
-            )
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
-
-    def read(self) -> bool | float:
-        """Return the number; the host waits until it is there."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        number: bool | float = self.value.item()
-        return number
-
-
 class Gather:
     """Names for the slots of one summed vector, so that a step needs one small collective."""
 
@@ -89,8 +68,7 @@ class Gather:
         names, largest = list(sums), [key for key in sums if key.startswith("max_")]
         slots = torch.zeros(len(largest) + len(per_rank), self.world_size, dtype=torch.float64)
         slots[len(largest) :, self.rank] = torch.tensor(per_rank, dtype=torch.float64)
-        on_gpu = self.exact_on != "cpu"
-        slots = (slots.pin_memory() if on_gpu else slots).to(self.exact_on, non_blocking=True)
+        slots = copied_to(self.exact_on, slots)
         values = torch.stack([*sums.values()]) if sums else slots.new_zeros(0)
         if largest:
             slots[: len(largest), self.rank] = torch.stack([sums[key] for key in largest])

@@ -268,9 +268,14 @@ def exit_code(ends: list[RankEnd], stop_signal: int) -> int | None:
     return 1 if stop_signal and codes <= {0} else None
 
 
+def _with_exit_code(ends: list[RankEnd], code: int) -> list[RankEnd]:
+    """Return the ranks whose error ends a run with an exit code."""
+    return [end for end in ends if end.error and end.error.get("exit_code") == code]
+
+
 def _report_end(ends: list[RankEnd], code: int, stop_signal: int, plan: Plan) -> None:
     """The line of an end on purpose, once for all ranks."""
-    reports = [end for end in ends if end.error and end.error.get("exit_code") == code]
+    reports = _with_exit_code(ends, code)
     if reports:
         say(f"{'stopped' if code == 75 else 'error'}: {reports[0].message}")
     elif code == 75:
@@ -297,7 +302,7 @@ def _note_mistake(ends: list[RankEnd], code: int, attempt: int, events_path: Pat
 
     Rank 0 saw a lost connection only, and ended the run with that.
     """
-    reports = [end for end in ends if end.error and end.error.get("exit_code") == code]
+    reports = _with_exit_code(ends, code)
     is_mistake = code in (UserError.exit_code, TrainingStopped.exit_code)
     if not is_mistake or not reports or reports[0].rank == 0:
         return

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from drumline.dist.copies import copied_to
+
 
 class SequencePart:
     """This rank's part of every sequence: part `index` of `parts`. A part is one contiguous stretch, or with `folded` two, one from either
@@ -67,10 +69,7 @@ class SequencePart:
         is_chosen = np.zeros(rows * width, bool)
         is_chosen[places_M] = True
         of_part = is_chosen.reshape(rows, number, -1)[:, self.stretches[self.index]]
-        places = torch.from_numpy(np.flatnonzero(of_part))
-        if like_BT.is_cuda:
-            places = places.pin_memory()
-        return places.to(like_BT.device, non_blocking=like_BT.is_cuda)
+        return copied_to(like_BT.device, torch.from_numpy(np.flatnonzero(of_part)))
 
     def gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
         """[B, T] on every rank from each rank's [B, t]. Each rank gets the gradient of its own part (see `_Total`). Collective."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.dist.reduce import LateNumber
+from drumline.dist.copies import LateCopy
 from drumline.parallel.muon import Joined
 from drumline.parallel.norms import Squares, add_squares, cut_alike, local
 from drumline.parallel.optimizer import take_step
@@ -85,7 +85,7 @@ class OnHost(Joined):
 
     @torch.no_grad()
     def step(self) -> None:
-        passed_over = None if self.found_inf is None else LateNumber(self.found_inf)
+        passed_over = None if self.found_inf is None else LateCopy(self.found_inf)
         arrived = []
         for parameter, (host, optimizer) in self.own.items():
             if parameter.grad is not None:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from drumline.core.heartbeat import alive, beat
 from drumline.core.plan import Plan
 from drumline.core.rule import plain as plain_mesh
+from drumline.dist.copies import LateCopy
 from drumline.dist.mesh import device_mesh, gradient_group
-from drumline.dist.reduce import LateNumber
 from drumline.dist.seeds import derive
 from drumline.errors import ModelError, PlanError
 from drumline.models import adapters
@@ -363,7 +363,7 @@ class NativeEngine(ForwardEngine):
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         self.statistics.settle(finite)
         # Where the host has to know, it asks before it clips: the device is clipping while the answer comes.
-        late_finite = None if self.masks else LateNumber(finite)
+        late_finite = None if self.masks else LateCopy(finite)
         gradients = [local(g) for g in self._gradients()]
         if (
             self.max_grad_norm is not None and gradients

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from drumline.dist.copies import copied_to
 from drumline.dist.reduce import exact, exact_on
 from drumline.vendor.torch import foreach_mul_, foreach_norm
 
@@ -60,9 +61,7 @@ def total_norm(
     """The norm that squares make over all ranks, which have the same places; see global_norm."""
     total = torch.zeros((), device=exact_on(device), dtype=torch.float64)
     for groups, here in found.items():
-        if total.is_cuda and not here.is_cuda:  # gradients on the host; the host does not wait
-            here = here.pin_memory()
-        squares = here.to(total.device, non_blocking=total.is_cuda)
+        squares = copied_to(total.device, here)  # gradients may be on the host
         for over in groups:
             dist.all_reduce(squares, group=over)
         total += squares

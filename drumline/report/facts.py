@@ -104,10 +104,9 @@ def named(event: dict[str, Any]) -> dict[str, float | None]:
 
 
 def speed_unit(step: Mapping[str, Any]) -> str:
-    """Return what a step's speed is counted in: of a module of one's own a sample may be all there is to count."""
-    tokens = step.get("tokens")
-    is_one_a_sample = tokens is not None and tokens == step.get("samples")
-    return SAMPLES_PER_S if is_one_a_sample else RATES["tokens_per_s"]
+    """Return what a step's speed is counted in."""
+    has_tokens = events.has_tokens(step.get("tokens"), step.get("samples"))
+    return RATES["tokens_per_s"] if has_tokens else SAMPLES_PER_S
 
 
 def _step_curves(values: dict[str, float | None]) -> dict[str, float | None]:

@@ -434,7 +434,11 @@ class Progress:
                 "held out", _text(f"{_metrics(self.evals[-1])} (step {self.evals[-1].step})")
             )
         mfu = f" · MFU {now.mfu:.1%}" if now.mfu else ""
-        samples = f" · {now.samples_per_s:.2f} samples/s" if now.tokens != now.samples else ""
+        samples = (
+            f" · {now.samples_per_s:.2f} samples/s"
+            if events.has_tokens(now.tokens, now.samples)
+            else ""
+        )
         table.add_row("speed", f"{_speed(now)}{samples}{mfu}")
         computed = "compute" if now.comm_s is not None else "compute and waiting for others"
         waited = f" · waiting for others {now.comm_s:.2f} s" if now.comm_s is not None else ""
@@ -540,8 +544,6 @@ def _number(value: Any, form: str = ".4g") -> str:
 
 
 def _speed(step: events.Step) -> str:
-    """Of a module of the user's own a sample may be all there is to count."""
-    one_each = step.tokens == step.samples
-    return (
-        f"{step.samples_per_s:.4g} samples/s" if one_each else f"{step.tokens_per_s:,.0f} tokens/s"
-    )
+    if events.has_tokens(step.tokens, step.samples):
+        return f"{step.tokens_per_s:,.0f} tokens/s"
+    return f"{step.samples_per_s:.4g} samples/s"

@@ -16,7 +16,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
 from drumline.core.attention import as_before
-from drumline.data.batches import copied_to
+from drumline.dist.copies import copied_to
 from drumline.errors import DrumlineError
 from drumline.rl.generate import (
     WHERE,

@@ -36,8 +36,8 @@ from drumline.core import rollouts as c
 from drumline.core.attention import known_padding
 from drumline.core.heartbeat import alive
 from drumline.core.threads import on_this_gpu
-from drumline.data.batches import copied_to
 from drumline.data.templates import end_ids
+from drumline.dist.copies import LateCopy, copied_to
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, PlanError
@@ -103,7 +103,8 @@ class Sampler:
     noise, so of equal logits the first is taken."""
 
     def __init__(self, temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
-        self.temperature, self.greedy = temperature, top_k == 1
+        self.temperature = temperature
+        self.greedy = top_k == 1
         self.warpers: list[Any] = [TopKLogitsWarper(top_k)] if top_k else []
         self.warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
 
@@ -148,7 +149,9 @@ class Endings:
     """What ends a completion: any of `token_ids`, or a text of `stop` in what was generated (it may begin and end within a token)."""
 
     def __init__(self, token_ids: frozenset[int], stop: tuple[str, ...], tokenizer: Any) -> None:
-        self.token_ids, self.stop, self.tokenizer = token_ids, stop, tokenizer
+        self.token_ids = token_ids
+        self.stop = stop
+        self.tokenizer = tokenizer
         # A token holds a byte at least; the rest covers one cut letter at the start, and decoders that drop a leading space.
         self.tail = max((len(text.encode()) for text in stop), default=0) + 8
 
@@ -175,24 +178,22 @@ class AtEndings(StoppingCriteria):
         self, endings: Endings, rows: int, prompt_width: int, most: int, is_late: bool
     ) -> None:
         """`most`: tokens that a completion may have."""
-        self.endings, self.prompt_width, self.most, self.is_late = (
-            endings,
-            prompt_width,
-            most,
-            is_late,
-        )
+        self.endings = endings
+        self.prompt_width = prompt_width
+        self.most = most
+        self.is_late = is_late
         self.lengths: list[int | None] = [None] * rows
         self.made = 0
         self.seen = 0
         self.have_ended = torch.zeros(
             rows, dtype=torch.bool, pin_memory=is_late and torch.cuda.is_available()
         )
-        self.on_their_way: list[TokensOnTheirWay] = []
+        self.on_their_way: list[LateCopy] = []
         self.tails: list[list[int]] = [[] for _ in range(rows)]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.made = input_ids.shape[1] - self.prompt_width
-        self.on_their_way.append(TokensOnTheirWay(input_ids[:, -1]))
+        self.on_their_way.append(LateCopy(input_ids[:, -1]))
         while len(self.on_their_way) > int(self.is_late):
             self._read()
         return self.have_ended.to(input_ids.device, non_blocking=True)
@@ -207,7 +208,7 @@ class AtEndings(StoppingCriteria):
             self._read()
 
     def _read(self) -> None:
-        tokens = self.on_their_way.pop(0).read()
+        tokens = self.on_their_way.pop(0).read().tolist()
         self.seen += 1
         for row, token in enumerate(tokens):
             if self.lengths[row] is not None:
@@ -216,25 +217,6 @@ class AtEndings(StoppingCriteria):
             if self.endings.after(self.tails[row]):
                 self.lengths[row] = self.seen
                 self.have_ended[row] = True
-
-
-class TokensOnTheirWay:
-    """A token of each row, copied to the host without waiting for the device."""
-
-    def __init__(self, tokens_B: torch.Tensor) -> None:
-        self.arrived: torch.cuda.Event | None = None
-        self.tokens_B = tokens_B
-        if tokens_B.is_cuda:
-            self.tokens_B = torch.empty(tokens_B.shape, dtype=tokens_B.dtype, pin_memory=True)
-            self.tokens_B.copy_(tokens_B, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
-
-    def read(self) -> list[int]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        tokens: list[int] = self.tokens_B.tolist()
-        return tokens
 
 
 class Generator(Protocol):
@@ -292,7 +274,8 @@ class HFGenerator:
         mask_BT = copied_to(device, torch.tensor(mask))
         seeds_B = copied_to(device, torch.tensor(seeds))
         noise = NoisyLogits(self.sampler, seeds_B, width)
-        most, is_late = self.config.max_new_tokens, device.type == "cuda"
+        most = self.config.max_new_tokens
+        is_late = device.type == "cuda"
         ends = AtEndings(self.endings, len(requests), width, most, is_late)
         is_padded = any(len(request.tokens) < width for request in requests)
         with (

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from drumline.core.plan import Plan
-from drumline.data.batches import EpisodeBatch, Episodes, Tokens, collate_episodes, copied_to
+from drumline.data.batches import EpisodeBatch, Episodes, Tokens, collate_episodes
 from drumline.data.stream import assign
+from drumline.dist.copies import copied_to
 from drumline.dist.reduce import add_up
 from drumline.parallel.engine import Engine
 
@@ -77,10 +78,8 @@ class Reading:
                 values_KBT = on_device_KBT.float().cpu()
                 for row, pick in enumerate(rows):
                     if pick >= 0:
-                        start, size = (
-                            len(episodes.prompts[pick]) - 1,
-                            len(episodes.completions[pick]),
-                        )
+                        start = len(episodes.prompts[pick]) - 1
+                        size = len(episodes.completions[pick])
                         whole[:, pick, :size] = values_KBT[:, row, start : start + size]
         return add_up(copied_to(self.device, whole)).cpu()
 

@@ -183,6 +183,13 @@ class Eval(Event, kind="eval"):
     )
 
 
+def has_tokens(tokens: float | None, samples: float | None) -> bool:
+    """Whether a step's samples have several tokens: of a module of the user's own a sample may be all there is to count."""
+    if tokens is None:  # an event of another version
+        return True
+    return tokens != samples
+
+
 def has_groups(prompts: float | None, episodes: float | None) -> bool:
     """Whether a rollout has several completions of a prompt, whose rewards are compared."""
     return (episodes or 0) > (prompts or 0)

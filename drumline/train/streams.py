@@ -17,12 +17,13 @@ from drumline.algorithms.base import Algorithm
 from drumline.core import heartbeat
 from drumline.core.plan import BatchPlan, Plan
 from drumline.core.resolve import total_samples
-from drumline.data.batches import First, copied_to, pinned
+from drumline.data.batches import First, pinned
 from drumline.data.blocks import Blocks, Maker, hold, remove_older_blocks
 from drumline.data.cache import TokenCache
 from drumline.data.make import Task
 from drumline.data.samples import read_samples
 from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, MixedOrder, Order
+from drumline.dist.copies import copied_to
 from drumline.dist.reduce import add_up
 from drumline.dist.seeds import Draws, derive
 from drumline.models.load import load_config

@@ -311,9 +311,9 @@ def _stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) ->
         weight.trainable for weight in facts.end_weights if weight.place in ("before", "both")
     )
     gathers = of["enter"] * (1 + recomputed) + of["rows"] * (1 + recomputed) + of["outputs"]
-    if (
-        not recomputed and not layout.config.compile.enabled
-    ):  # a compiled region keeps all that it has gathered
+    # A compiled region keeps all that it has gathered.
+    keeps_parts = not recomputed and not layout.config.compile.enabled
+    if keeps_parts:
         gathers += of["kept"]
     reduces = (
         of["enter"]

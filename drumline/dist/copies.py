@@ -1,0 +1,32 @@
+"""Copies between the host and a GPU for which the host does not wait."""
+
+from __future__ import annotations
+
+import torch
+
+
+def copied_to(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on a device; a copy from the host to a GPU does not block the host."""
+    if torch.device(device).type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class LateCopy:
+    """A tensor of a device on its way to the host, which can go on in the meantime and read it later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """`tensor`: what its device is given from here on does not delay the copy."""
+        self.on_host = tensor
+        self.arrived: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self.on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.on_host.copy_(tensor, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor on the host, which waits until it is there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.on_host
