@@ -39,22 +39,20 @@ DRUMLINE: Any = typer.main.get_command(app)
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of its bash blocks, and of its indented code those that begin with a program; without comments, parts of a line joined."""
+    """Return the commands of a page: the lines of its bash blocks, what follows "$ " in its console blocks, and the lines of
+    its indented code that begin with a program. Comments are left out and the parts of a long line are joined."""
     text = page.read_text().replace("\\\n", " ")
-    fenced = [
-        line
-        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-        for line in block.splitlines()
-    ]
-    indented = re.findall(
-        r"^    (\S.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE
-    )
-    lines = [*fenced, *(line for line in indented if line.split()[0] in PROGRAMS)]
-    return [
-        line
-        for line in (re.sub(r"\s+#.*", "", line).strip() for line in lines)
-        if line and not line.startswith("#")
-    ]
+    bash = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    console = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    without_blocks = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    indented = re.findall(r"^    (\S.*)$", without_blocks, re.MULTILINE)
+
+    lines = "\n".join(bash).splitlines()
+    lines += re.findall(r"^\$ (.*)$", "\n".join(console), re.MULTILINE)
+    lines += [line for line in indented if line.split()[0] in PROGRAMS]
+
+    without_comments = [re.sub(r"\s+#.*", "", line).strip() for line in lines]
+    return [line for line in without_comments if line and not line.startswith("#")]
 
 
 def parsed(line: str) -> list[tuple[str, dict[str, Any]]]:
