@@ -35,9 +35,10 @@ $(FAKE_GPU)/.done: constraints.txt tests/fake_gpu/install.py tests/fake_gpu/buil
 fake-gpu: setup-dev $(FAKE_GPU)/.done
 	$(BIN)/python -m pytest --full --durations=30 tests/fake_gpu
 
-# Three workers on two cores: while one waits for its processes, the others compute.
+# Three workers on two cores: while one waits for its processes, the others compute. CI is killed after 90 minutes: before that, the
+# tests that failed or hung are named.
 test: setup-dev lint
-	$(BIN)/python -m pytest --durations=30 -n 3 --dist loadfile
+	$(BIN)/python -m pytest --durations=30 -n 3 --dist loadfile --session-timeout 4200
 
 test-fast: setup-dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit

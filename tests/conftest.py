@@ -99,4 +99,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                     self.workqueue.move_to_end(scope, last=False)
             super()._assign_work_unit(node)
 
+        def _reschedule(self, node: Any) -> None:
+            # A worker that replaces a crashed one may not have found its tests yet. It gets work when it has.
+            if node in self.registered_collections:
+                super()._reschedule(node)
+
+        def remove_node(self, node: Any) -> str | None:
+            """Return the test that ended its worker, if one did. xdist would try it again, worker after worker."""
+            units = self.assigned_work.pop(node)
+            left = [
+                test for unit in units.values() for test, is_done in unit.items() if not is_done
+            ]
+            if not left:
+                return None
+            for scope, unit in units.items():
+                if left[0] in unit:
+                    unit[left[0]] = True
+                if not all(unit.values()):
+                    self.workqueue[scope] = unit
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return left[0]
+
     return Files(config, log) if config.getoption("dist") == "loadfile" else None
