@@ -165,7 +165,8 @@ class Heart:
             self.floats[self.at + LIMIT + number] = limits[name]
         self.ints[self.at + STEP], self.ints[self.at + FREE] = -1, 1
         self.floats[self.at + SINCE] = time.monotonic()
-        # In C, on any thread, whatever Python is doing.
+        # In C, on any thread: the watcher asks a rank in this way that has not answered, since it holds Python's lock. If it ran Python
+        # meanwhile, reading its frames without the lock might crash it.
         faulthandler.register(DUMP, self.stacks, all_threads=True, chain=False)
         threading.Thread(target=self._answer, daemon=True, name="drumline-answers").start()
         self.ints[self.at + PID] = os.getpid()  # from now on it is watched
@@ -222,7 +223,7 @@ class Heart:
         return None if late else self.ints[self.at + STEP]
 
     def _answer(self) -> None:
-        """Write what the watcher asks for: in a thread, since the others wait."""
+        """Write the stacks of all threads and what else the watcher asks for: in a thread, since the others wait."""
         heard = time.monotonic()
         while True:
             time.sleep(LOOK_SECONDS)
@@ -239,6 +240,8 @@ class Heart:
                     self.listen = None
             if (request := self.ints[self.at + REQUEST]) == self.ints[self.at + REPLY]:
                 continue
+            # This thread holds Python's lock, so no other one changes the frames that are read.
+            faulthandler.dump_traceback(self.stacks, all_threads=True)
             found = {}
             for name, answer in list(self.answers.items()):  # this rank may add one
                 try:

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ ELSEWHERE_SECONDS = (
 )
 DOUBT_SECONDS = 1.0  # between two looks until then
 ANSWER_SECONDS = 3.0  # for stacks and collectives
+SIGNAL_SECONDS = 1.0  # for the stacks of a rank that has not answered
 
 
 @dataclass
@@ -176,17 +177,19 @@ class Watch:
         offsets = {
             place: self.files["stacks", place].seek(0, os.SEEK_END) for place in beating.values()
         }
-        for rank, place in beating.items():
-            assert self.board is not None
+        assert self.board is not None
+        for place in beating.values():
             self.board.ints[place * beats.SLOT + beats.REQUEST] += 1
-            if states[rank][0] != "T":
-                _signal(running[rank])
-        until = time.monotonic() + ANSWER_SECONDS
-        waiting = [place for rank, place in beating.items() if states[rank][0] != "T"]
-        while time.monotonic() < until and any(
-            self._int(place, beats.REPLY) < self._int(place, beats.REQUEST) for place in waiting
-        ):
-            time.sleep(0.05)
+        awake = {rank: place for rank, place in beating.items() if states[rank][0] != "T"}
+        self._wait_for(ANSWER_SECONDS, self._has_answered, awake.values())
+        silent = {rank: place for rank, place in awake.items() if not self._has_answered(place)}
+        for rank in silent:
+            _signal(running[rank])
+        self._wait_for(
+            SIGNAL_SECONDS,
+            lambda place: self.files["stacks", place].seek(0, os.SEEK_END) > offsets[place],
+            silent.values(),
+        )
         for rank in beating:  # reading a disk for a moment is no standstill
             states[rank] = states[rank] if states[rank][0] != "D" else state_of(running[rank])
         limit, waited = max(each.limit for each in seen.values()), time.monotonic() - self.began
@@ -199,6 +202,16 @@ class Watch:
             self._answered(seen[rank], place, states[rank], offsets[place])
             for rank, place in beating.items()
         ]
+
+    def _has_answered(self, place: int) -> bool:
+        return self._int(place, beats.REPLY) == self._int(place, beats.REQUEST)
+
+    @staticmethod
+    def _wait_for(seconds: float, is_there: Callable[[int], bool], places: Iterable[int]) -> None:
+        """Wait until it is there of all places, and for at most so many seconds."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not all(is_there(place) for place in places):
+            time.sleep(0.05)
 
     def _one(self, rank: int, place: int) -> Seen:
         return Seen(
@@ -214,7 +227,7 @@ class Watch:
         self.files["stacks", place].seek(offset)
         stacks = self.files["stacks", place].read().decode(errors="replace")
         answer: dict[str, Any] = {}
-        if self._int(place, beats.REPLY) == self._int(place, beats.REQUEST):
+        if self._has_answered(place):
             self.files["answer", place].seek(0)
             with suppress(ValueError):
                 answer = json.loads(self.files["answer", place].read().partition(b"\n")[0])
@@ -271,7 +284,8 @@ def _state(folder: Path) -> str:
 
 
 def _signal(pid: int) -> None:
-    """Have a process write its stacks: by a thread that can, since one that sleeps in the kernel takes no signal."""
+    """Have a process write its stacks without Python's lock: by a thread that can, since one that sleeps in the kernel takes no
+    signal."""
     able = [thread for thread, state in sorted(_threads(pid).items()) if state in "RS"]
     with suppress(ProcessLookupError):
         if able and sys.platform == "linux":

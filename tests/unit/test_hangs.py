@@ -371,6 +371,18 @@ def test_a_rank_that_has_done_its_part_is_not_waited_for(watch: Watch) -> None:
     assert late(watch, 500.0) is None
 
 
+def test_a_rank_that_answers_is_sent_no_signal(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In C its frames would be read while another thread of it changes them: one in a thousand such reads is a crash."""
+    signalled: list[int] = []
+    monkeypatch.setattr("drumline.launchers.watch._signal", signalled.append)
+    hearts(watch)
+    hang = late(watch, 500.0)
+    assert hang is not None and not signalled
+    assert any("in late" in line for line in main_lines(hang.of.stacks)), hang.of.stacks
+
+
 def test_a_sign_of_life_is_enough(watch: Watch) -> None:
     one, two = hearts(watch)
     assert late(watch, 90.0) is None

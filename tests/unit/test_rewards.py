@@ -152,7 +152,7 @@ def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
         "fine",
     ]
     with Rewards(
-        [mine("naughty", timeout_seconds=3.0), mine("length", weight=0.5)], folder, workers=2
+        [mine("naughty", timeout_seconds=9.0), mine("length", weight=0.5)], folder, workers=2
     ) as rewards:
         scored = rewards.score(items(*completions))
         again = rewards.score(items("ok"))
@@ -160,7 +160,7 @@ def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
     assert failures == {
         "ok": None,
         "raise": "raised ValueError in mine.py:14: not today",
-        "hang": "timed out after 3 s",
+        "hang": "timed out after 9 s",
         "exit": "ended its process (exit code 3)",
         "leave": "raised SystemExit in mine.py:17: 4",
         "crash": "crashed its process (SIGSEGV)",

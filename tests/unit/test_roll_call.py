@@ -22,6 +22,8 @@ def test_a_rank_at_work_answers_one_that_waits(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(heartbeat, "_heart", heart)
         hearts.append(heart)
         others.append(RollCall(store))
+        # The test asks and answers itself. This one's thread would go on after the store has gone.
+        heart.listen = None
     waits, works = others
     hearts[0].step(3, 0, free=False)
     hearts[1].step(3, 0, free=False)
