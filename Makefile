@@ -35,10 +35,11 @@ $(FAKE_GPU)/.done: constraints.txt tests/fake_gpu/install.py tests/fake_gpu/buil
 fake-gpu: setup-dev $(FAKE_GPU)/.done
 	$(BIN)/python -m pytest --full --durations=30 tests/fake_gpu
 
-# Three workers on two cores: while one waits for its processes, the others compute. CI is killed after 90 minutes: before that, the
-# tests that failed or hung are named.
+# Three workers on two cores: while one waits for its processes, the others compute. CI is killed after 90 minutes: before that, what hangs
+# is named. Python cannot interrupt a test that hangs within C (a collective, say): its worker ends a minute after pytest's own limit.
+HANGS := -o faulthandler_timeout=660 -o faulthandler_exit_on_timeout=true --session-timeout 4200
 test: setup-dev lint
-	$(BIN)/python -m pytest --durations=30 -n 3 --dist loadfile --session-timeout 4200
+	$(BIN)/python -m pytest --durations=30 -n 3 --dist loadfile $(HANGS)
 
 test-fast: setup-dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit
