@@ -356,12 +356,14 @@ def whole_stream(model: Any) -> str:
 
 
 def vocabulary(model: Any) -> tuple[Any, Any]:
-    """Embedding and head of a Hugging Face model; None for any other module."""
-    return (
-        (model.get_input_embeddings(), model.get_output_embeddings())
-        if hasattr(model, "get_input_embeddings")
-        else (None, None)
-    )
+    """Return embedding and head of a Hugging Face model; None for what it lacks, and for any other module."""
+    if not hasattr(model, "get_input_embeddings"):
+        return None, None
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:  # transformers' answer for models of images and sounds
+        return None, None
+    return embedding, model.get_output_embeddings()
 
 
 def is_head_tied(model: Any) -> bool:

@@ -91,6 +91,10 @@ def apply_fsdp2(
     embedding, head = _ends(model) if ends_apart else ([], [])
     # Which `wrap` may name, too.
     units = [unit for unit in units if unit not in (*embedding, *head)]
+    # BERT's embeddings are a unit: a layer inside of one is no unit of its own.
+    inside = {layer for unit in units for layer in unit.modules()}
+    embedding = [unit for unit in embedding if unit not in inside]
+    head = [unit for unit in head if unit not in inside]
     alone = _without_shared([*embedding, *units, *head], module)
     embedding = [unit for unit in embedding if unit in alone]
     units = [unit for unit in units if unit in alone]
