@@ -231,7 +231,7 @@ def test_init_offers_adapters_where_training_all_weights_is_slow(
 @pytest.mark.full
 def test_init_writes_nothing_where_nothing_fits(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
-    code, _, err = run("init", path, *TOO_LARGE, "--yes")
+    code, _, err = run("init", path, *TOO_LARGE, "--adapter", "full", "--yes")
     assert code == 2 and "nothing fits" in err and not list(tmp_path.iterdir())
 
 
