@@ -20,7 +20,7 @@ from drumline.foreign import first_line, judged
 from drumline.models import adapters
 from drumline.models.attention import caps_and_drops
 from drumline.models.blocks import (
-    counted,
+    common_facts,
     expert_modules,
     is_head_tied,
     needs_mask,
@@ -247,7 +247,7 @@ def _judged(config: Any) -> AbstractContextManager[None]:
 
 
 def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
-    config, text, counts = model.config, model.config.get_text_config(), counted(model)
+    config, text, counts = model.config, model.config.get_text_config(), common_facts(model)
     for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if getattr(text, key, None) is None:
             what = f"the shapes of {type(model).__name__} are not known: its config has no {key}"
@@ -374,7 +374,7 @@ def _facts_of_images(model: Any, side: int) -> ModelFacts:
         raise ModelError(
             what, where="algorithm.image_size", fix="use the size that the model was made for"
         ) from None
-    counts = counted(model)
+    counts = common_facts(model)
     sizes = getattr(model.config, "hidden_sizes", None)
     return ModelFacts(
         **counts,
