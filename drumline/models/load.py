@@ -18,7 +18,7 @@ from drumline.core.registry import nearest
 from drumline.errors import ModelError
 from drumline.foreign import first_line, judged
 from drumline.models import adapters
-from drumline.models.attention import caps_and_drops
+from drumline.models.attention import has_score_dropout, has_soft_caps
 from drumline.models.blocks import (
     common_facts,
     expert_modules,
@@ -295,7 +295,6 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
     all_layers = [
         "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
     ]
-    caps, drops = caps_and_drops(text)
     return ModelFacts(
         **counts,
         **_cuts(model),
@@ -322,8 +321,8 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         changes_logits=any(getattr(text, key, None) not in (None, 1.0) for key in LOGIT_KEYS)
         or (output_head is not None and whole_layer(output_head) is not output_head),
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
-        caps_scores=caps,
-        drops_scores=drops,
+        caps_scores=has_soft_caps(text),
+        drops_scores=has_score_dropout(text),
         experts=experts if expert_modules(model) else 0,
         experts_per_token=chosen if expert_modules(model) else 0,
         windows=bool(
