@@ -692,13 +692,13 @@ def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
         warnings.filterwarnings("ignore", message=TIED)
         model: Any = PeftModel.from_pretrained(base, str(folder))
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-        further_folders: list[Path] = []
+        extra_folders: list[Path] = []
         if all_of_them:
-            further_folders = sorted(path.parent for path in folder.glob(f"*/{FILE}"))
-        for further_folder in further_folders:
-            model.load_adapter(str(further_folder), adapter_name=further_folder.name)
-        if further_folders:
-            names = [further_folder.name for further_folder in further_folders]
+            extra_folders = sorted(path.parent for path in folder.glob(f"*/{FILE}"))
+        for extra_folder in extra_folders:
+            model.load_adapter(str(extra_folder), adapter_name=extra_folder.name)
+        if extra_folders:
+            names = [extra_folder.name for extra_folder in extra_folders]
             model.base_model.set_adapter([NAME, *names])
     return model.eval()
 

@@ -138,8 +138,8 @@ def blame(
     begun = "; ".join(f"rank {rank}: {describe(entry)}" for rank, entry in sorted(found.items()))
     what = f"the ranks begin different collectives: {begun}"
     for rank, entry in found.items():
-        for other, others_entry in found.items():
-            if _has_left_out(entry, others_entry, by_rank[other]):
+        for other, peer_entry in found.items():
+            if _has_left_out(entry, peer_entry, by_rank[other]):
                 return [rank], f"rank {rank} {LEFT_OUT}; {what}"
     ranks_per_form = Counter(_signature_and_line(entry) for entry in found.values())
     (most_common, count), *rest = ranks_per_form.most_common()
@@ -151,16 +151,16 @@ def blame(
     return sorted(blamed), what
 
 
-def _has_left_out(entry: Entry, others_entry: Entry, others_entries: Iterable[Entry]) -> bool:
+def _has_left_out(entry: Entry, peer_entry: Entry, peer_entries: Iterable[Entry]) -> bool:
     """Return whether a rank has left out a collective: its entry is the one that another rank has next.
 
-    `others_entry`: of the other rank, with the same number. `others_entries`: all of that rank's.
+    `peer_entry`: of the other rank, with the same number. `peer_entries`: all of that rank's.
     """
     form = _signature_and_line(entry)
-    if form == _signature_and_line(others_entry):
+    if form == _signature_and_line(peer_entry):
         return False
-    for candidate in others_entries:
-        is_same_group = candidate["group"] == others_entry["group"]
-        if is_same_group and candidate["number"] == others_entry["number"] + 1:
+    for candidate in peer_entries:
+        is_same_group = candidate["group"] == peer_entry["group"]
+        if is_same_group and candidate["number"] == peer_entry["number"] + 1:
             return form == _signature_and_line(candidate)
     return False
