@@ -29,9 +29,9 @@ def warn_if(is_doubtful: bool) -> Verdict:
     return "warn" if is_doubtful else "ok"
 
 
-def fail_if(is_wrong: bool) -> Verdict:
-    """Return the verdict of a check that fails if something is wrong."""
-    return "fail" if is_wrong else "ok"
+def fail_if(is_faulty: bool) -> Verdict:
+    """Return the verdict of a check that fails if something is faulty."""
+    return "fail" if is_faulty else "ok"
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def table(hosts: Sequence[Host]) -> Table:
     """Return a table with a row for each check; below what is not ok stands how to mend it."""
     from rich.markup import escape
 
-    has_several = len({host.name for host in hosts}) > 1
+    has_many_hosts = len({host.name for host in hosts}) > 1
     headers = ["", "check", "found"]
-    if has_several:
+    if has_many_hosts:
         headers.insert(0, "host")
     rows = Table(*headers, box=box.SIMPLE)
     for host in hosts:
@@ -74,7 +74,7 @@ def table(hosts: Sequence[Host]) -> Table:
             if check.mend and check.verdict != "ok":
                 found += f"\n[dim]mend:[/] {escape(check.mend)}"
             cells = [MARKS[check.verdict], check.name, found]
-            if has_several:
+            if has_many_hosts:
                 cells.insert(0, host.name)
             rows.add_row(*cells)
     return rows

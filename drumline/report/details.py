@@ -376,7 +376,7 @@ def samples(run: RunFacts, drawings: Drawings) -> Html | None:
     first_step, first_samples = written[0]
     last_step, last_samples = written[-1]
     # Matched by their texts, since a resumed run may show more of them.
-    first_by_prompt = {}
+    first_by_prompt: dict[tuple[str, str], dict[str, Any]] = {}
     if len(written) > 1:
         first_by_prompt = {_prompt_key(sample): sample for sample in first_samples}
     cards = []

@@ -400,12 +400,12 @@ def _resolved(run: RunFacts) -> Html:
         ("mesh", " × ".join(f"{name} {size}" for name, size in mesh.items())),
     ]
     for name in RESOLVED:
-        pairs.append((_words(name), plan.get(name)))
+        pairs.append((_spaced(name), plan.get(name)))
     batch = as_mapping(plan.get("batch"))
-    pairs.append(("batch", ", ".join(f"{_words(name)} {value}" for name, value in batch.items())))
+    pairs.append(("batch", ", ".join(f"{_spaced(name)} {value}" for name, value in batch.items())))
     for name, value in as_numbers(plan.get("data")).items():
         if value:
-            pairs.append((f"data: {_words(name)}", value))
+            pairs.append((f"data: {_spaced(name)}", value))
     parts = [tag("summary", "What was resolved, and why"), facts(pairs)]
     why = plan.get("why")
     if isinstance(why, list) and why:
@@ -413,6 +413,6 @@ def _resolved(run: RunFacts) -> Html:
     return tag("details", *parts, open=True)
 
 
-def _words(name: str) -> str:
-    """Return the name of a field as words."""
+def _spaced(name: str) -> str:
+    """Return the name of a field with spaces in place of its underscores."""
     return name.replace("_", " ")
