@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from drumline.core.data import PAIR_FORMS, Forms
-from drumline.data.formats import judges_answers, shaped
+from drumline.data.formats import convert_row, judges_answers
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 
@@ -29,8 +29,8 @@ def is_pair_to_split(values: dict[str, Any], known: Forms, wanted: str, origin: 
         return True
     if names & JUDGEMENTS:
         return False
-    _, made = shaped(dict(values), PAIR_FORMS, wanted, origin)
-    return made.keys() >= set(SIDES)
+    _, columns = convert_row(dict(values), PAIR_FORMS, wanted, origin)
+    return columns.keys() >= set(SIDES)
 
 
 def split_pair(values: dict[str, Any], origin: str) -> list[dict[str, Any]]:
