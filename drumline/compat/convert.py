@@ -83,8 +83,8 @@ def _comments(draft: Draft, name: str) -> str:
     """Return the notes of a draft as lines of comments, with the short name of the old file."""
     lines = ""
     for note in draft.notes:
-        words = note.replace(draft.name, name).split()
-        lines += f"# {' '.join(words)}\n"
+        tokens = note.replace(draft.name, name).split()
+        lines += f"# {' '.join(tokens)}\n"
     return lines
 
 

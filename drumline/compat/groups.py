@@ -587,11 +587,11 @@ def _fsdp_words(switch: OldKey) -> list[OldKey]:
     Raises ConfigError for an unknown word.
     """
     if isinstance(switch.value, list):
-        words = read_names(switch)
+        tokens = read_names(switch)
     else:
-        words = switch.value.replace(",", " ").split()
+        tokens = switch.value.replace(",", " ").split()
     olds = []
-    for word in words:
+    for word in tokens:
         low = word.lower()
         if low in acc.SHARDING:
             olds.append(replace(switch, key="sharding_strategy", value=low))

@@ -106,9 +106,9 @@ def read_mixer(sheet: Sheet) -> None:
     _put_splits(sheet, mixer, "eval", _splits_with(splits, ("test", "valid", "eval")), configs)
 
 
-def _splits_with(splits: list[str], words: tuple[str, ...]) -> list[str]:
+def _splits_with(splits: list[str], tokens: tuple[str, ...]) -> list[str]:
     """Return the splits whose names contain one of the words."""
-    return [split for split in splits if any(word in split for word in words)]
+    return [split for split in splits if any(word in split for word in tokens)]
 
 
 def _put_splits(

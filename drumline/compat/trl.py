@@ -249,8 +249,8 @@ def _guess_trainer(olds: list[OldKey]) -> str | None:
     if "beta" not in keys or "loss_type" in keys:
         return None
     # Only trainers of pairs have beta; recipes name theirs in the path of the file.
-    words = re.split(r"[\W_]+", olds[0].source.name.lower())
-    for word in reversed(words):
+    tokens = re.split(r"[\W_]+", olds[0].source.name.lower())
+    for word in reversed(tokens):
         if word in ("dpo", "orpo", "kto"):
             return word
     return "dpo"
@@ -431,14 +431,14 @@ def command_in(text: str) -> Command | None:
         if match is None:
             continue
         try:
-            words = shlex.split(line[match.end() :], comments=True)
+            tokens = shlex.split(line[match.end() :], comments=True)
         except ValueError as error:
             raise ConfigError(
                 f"not readable as a command: {error}",
                 where=line.strip()[:40],
                 fix="close its quotes",
             ) from None
-        return Command(match[2], _words_of_command(words), line[: match.start()].strip())
+        return Command(match[2], _words_of_command(tokens), line[: match.start()].strip())
     return None
 
 
@@ -450,12 +450,12 @@ def _match_command(line: str) -> re.Match[str] | None:
     return None
 
 
-def _words_of_command(words: list[str]) -> list[str]:
+def _words_of_command(tokens: list[str]) -> list[str]:
     """Return the words before the first pipe, redirection or other sign of the shell."""
-    for index, word in enumerate(words):
+    for index, word in enumerate(tokens):
         if re.match(r"[|&;<>]|\d>", word):
-            return words[:index]
-    return words
+            return tokens[:index]
+    return tokens
 
 
 def trl_command(sheet: Sheet, command: Command, name: str) -> None:
@@ -483,12 +483,12 @@ def trl_command(sheet: Sheet, command: Command, name: str) -> None:
     trl_arguments(sheet, list(given.values()), command.trainer)
 
 
-def _parse_arguments(words: list[str], name: str) -> dict[str, OldKey]:
+def _parse_arguments(tokens: list[str], name: str) -> dict[str, OldKey]:
     """Return the arguments of a command by key. Raises ConfigError for a value without a key."""
     given: dict[str, OldKey] = {}
     source = Source(name)
     key = ""
-    for word in words:
+    for word in tokens:
         if word.startswith("--") and len(word) > 2:
             key, equals, text = word[2:].partition("=")
             is_off = key.startswith("no_")
