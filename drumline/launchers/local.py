@@ -123,7 +123,7 @@ def launch(
             logs = launched.run_dir / "logs" / f"attempt-{attempt}"
             ends = ranks.attempt(rank, logs, signals)
             signals.raise_swallowed()
-            code = launched.finish(ends, attempt, signals.number)
+            code = launched.finish(ends, attempt, signals)
             if code is not None:
                 return code
             resume = newest_or(
@@ -143,15 +143,18 @@ class _Launch:
         self.before = len(read(events_path))  # number of events before this launch
         self.past = self.before  # number of events before this attempt
 
-    def finish(self, ends: list[RankEnd], attempt: int, stop_signal: int) -> int | None:
-        """Report how an attempt ended. Return the exit code of the launch; None to start again."""
+    def finish(self, ends: list[RankEnd], attempt: int, signals: LauncherSignals) -> int | None:
+        """Report how an attempt ended. Return the exit code of the launch; None to start again.
+
+        A signal may come at any time, so `signals` are looked at where each decision is made.
+        """
         plan = self.plan
-        code = exit_code(ends, stop_signal)
-        if stop_signal and code != 0 and _was_exporting(self.events_path, self.past):
-            _report_stopped_export(stop_signal, plan, self.events_path)
+        code = exit_code(ends, signals.number)
+        if signals.number and code != 0 and _was_exporting(self.events_path, self.past):
+            _report_stopped_export(signals.number, plan, self.events_path)
             return Preempted.exit_code
         if code is not None:
-            _report_end(ends, code, stop_signal, plan)
+            _report_end(ends, code, signals.number, plan)
             _note_mistake(ends, code, attempt, self.events_path)
             if code == 0:
                 _report_failed_export(self.events_path, self.past)
@@ -162,12 +165,14 @@ class _Launch:
         if cause.rank == 0 and _was_exporting(self.events_path, self.past):
             _report_lost_export(cause, plan, self.events_path)
             return 0
-        may_start_again = self._decide(cause, ends, attempt, stop_signal)
+        may_start_again = self._decide(cause, ends, attempt, signals)
         if may_start_again:
             return None
         return 1
 
-    def _decide(self, cause: RankEnd, ends: list[RankEnd], attempt: int, stop_signal: int) -> bool:
+    def _decide(
+        self, cause: RankEnd, ends: list[RankEnd], attempt: int, signals: LauncherSignals
+    ) -> bool:
         """Report a failure, and return whether to start again."""
         reached, failed_at = progress_since(self.events_path, self.past)
         step = max(failed_at, 0)
@@ -175,7 +180,7 @@ class _Launch:
         memory_line = None
         again = ""
         reason: str | None
-        if stop_signal:
+        if signals.number:
             reason = "asked to stop"
         elif hang_of(cause) and self.plan.config.health.on_hang == "stop":
             reason = "health.on_hang is stop"
