@@ -492,7 +492,7 @@ def _check_message(message: Any, label: str, origin: str, number: int) -> None:
             keys = ", ".join(map(str, message)) or "none"
             what = f"row {number}: {label} has no text under {key!r}; its keys are: {keys}"
             raise DataError(what, where=origin)
-    if is_list:
+    if isinstance(content, list):
         for index, part in enumerate(content):
             _check_part(part, f"{label}.content[{index}]", origin, number)
     elif isinstance(content, str):

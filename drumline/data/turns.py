@@ -317,7 +317,7 @@ def _parse_json_object(text: str) -> Any:
 
 def read_weight(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with another tool's key for whether it is learned as our `weight`."""
-    marks = {}
+    marks: dict[str, Any] = {}
     for name in MARKS:
         mark = message.get(name)
         is_number = isinstance(mark, bool | int | float)

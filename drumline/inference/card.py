@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +257,7 @@ def _source(source: Any) -> str:
     return f"`{_code(str(public(str(name))))}`"
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
     """Return a table in Markdown; the first row is its head."""
     head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
     rule = "|" + "---|" * len(rows[0])

@@ -316,7 +316,7 @@ def _is_here(address: str) -> bool:
     """Return whether an address is one of this host."""
     import psutil
 
-    own = set()
+    own: set[str] = set()
     for addresses in psutil.net_if_addrs().values():
         own.update(each.address for each in addresses)
     return address in own
