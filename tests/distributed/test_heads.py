@@ -23,6 +23,7 @@ from tests.tiny import tiny_model_dir
 Told = Callable[[Row, Case], list[dict[str, Any]]]
 pytestmark = pytest.mark.timeout(900)
 TOLERANCE = 1e-5
+LAYERS = 4
 ONE = Row("one process", 1, {"batch": {"global_samples": 8, "micro_batch": 8}})
 ROWS = [
     Row("ddp 2", 2, {"strategy": "ddp"}),
@@ -68,7 +69,7 @@ def scaled(path: Path, like: Path) -> Path:
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=4,
+        num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
@@ -84,7 +85,7 @@ def scaled(path: Path, like: Path) -> Path:
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each rank said: of the chosen pairs, one process group for each world size and engine."""
     root = tmp_path_factory.mktemp("heads")
-    llama = tiny_model_dir(root / "model", layers=4)
+    llama = tiny_model_dir(root / "model", layers=LAYERS)
     granite = scaled(root / "scaled", llama)
     params = [
         getattr(getattr(item, "callspec", None), "params", None) for item in request.session.items
@@ -159,7 +160,9 @@ def test_as_one_process(told: Told, row: Row, case: Case) -> None:
     got, wanted = (
         torch.tensor([answers[tokens] for tokens in one["read"]]) for answers in (said, one["read"])
     )
-    assert float((got - wanted).norm()) <= TOLERANCE * float(wanted.norm())
+    # Of every layer and the head, the weights that make a score may each differ by the tolerance.
+    tolerance = (LAYERS + 1) * TOLERANCE
+    assert float((got - wanted).norm()) <= tolerance * float(wanted.norm())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
