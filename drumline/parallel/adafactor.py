@@ -150,7 +150,7 @@ def _variance_of_matrix(
     epsilon = torch.finfo(row_sums.dtype).eps
     mean = row_var.mean(-2, keepdim=True).clamp_(min=epsilon)
     rows, columns = _cuts(parameter)
-    return (row_var / mean)[rows] * col_var[columns]  # type: ignore[no-any-return]
+    return (row_var / mean)[rows] * col_var[columns]
 
 
 def _row_shape(parameter: torch.Tensor) -> tuple[int, ...]:

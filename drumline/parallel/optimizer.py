@@ -457,7 +457,7 @@ def as_saved(tensor: torch.Tensor) -> torch.Tensor:
     else:
         return tensor
     if not isinstance(tensor, DTensor):
-        return whole.cpu()  # type: ignore[no-any-return]
+        return whole.cpu()
     return DTensor.from_local(
         whole,
         tensor.device_mesh,
