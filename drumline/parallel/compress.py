@@ -74,7 +74,9 @@ class Compressor:
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket of DDP; the future that DDP waits for is set on return."""
         flat = bucket.buffer()
-        devices = [flat.device] if flat.is_cuda else []
+        devices: list[int | str | torch.device] = []
+        if flat.is_cuda:
+            devices.append(flat.device)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         with self._own_stream(flat), torch.no_grad():
             if self.options.compresses(self.step):

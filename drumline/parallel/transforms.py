@@ -211,8 +211,8 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         normal_CM, scale_C, weight_C, count_C = ctx.saved_tensors
         grad_CM = grad.transpose(0, 1).flatten(1).to(normal_CM.dtype)
-        grad_bias_C: torch.Tensor | None = grad_CM.sum(1)
-        grad_weight_C: torch.Tensor | None = (grad_CM * normal_CM).sum(1)
+        grad_bias_C = grad_CM.sum(1)
+        grad_weight_C = (grad_CM * normal_CM).sum(1)
         # The weights' gradients are this rank's, summed later like all others. What flows back
         # through the statistics is the group's.
         through = torch.stack([grad_bias_C, grad_weight_C])
@@ -224,11 +224,13 @@ class _Normalise(torch.autograd.Function):
         grad_input_CM = (grad_CM - mean_CM - normal_CM * slope_CM) * factor_C[:, None]
         grad_input = _back(grad_input_CM, grad)
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        if weight_C is None or not needs_weight:
-            grad_weight_C = None
-        if weight_C is None or not needs_bias:
-            grad_bias_C = None
-        return grad_input, grad_weight_C, grad_bias_C, None, None
+        grad_weight: torch.Tensor | None = None
+        if needs_weight and weight_C is not None:
+            grad_weight = grad_weight_C
+        grad_bias: torch.Tensor | None = None
+        if needs_bias and weight_C is not None:
+            grad_bias = grad_bias_C
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 def _back(x_CM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
