@@ -121,8 +121,8 @@ class Statistics:
         if self.before is not None:
             for buffers, before in zip(self._buffers(), self.before, strict=True):
                 now = _end_to_end(buffers)
-                settled = torch.where(finite.to(before.device), now, before)
-                parts = settled.split([buffer.numel() for buffer in buffers])
+                after = torch.where(finite.to(before.device), now, before)
+                parts = after.split([buffer.numel() for buffer in buffers])
                 shaped = [part.view_as(b) for part, b in zip(parts, buffers, strict=True)]
                 foreach_copy_(buffers, shaped)
         self.before = None
