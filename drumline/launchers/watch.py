@@ -168,8 +168,10 @@ class Watch:
         busy = [each for each in beating if self._phase(each.place) != "done"]
         if not busy:
             return False
-        first_step = min(self._int(each.place, beats.STEP) for each in busy)
-        behind = [each for each in busy if self._int(each.place, beats.STEP) == first_step]
+        # Read once: ranks go on meanwhile.
+        steps = [self._int(each.place, beats.STEP) for each in busy]
+        first_step = min(steps)
+        behind = [each for each, step in zip(busy, steps, strict=True) if step == first_step]
         if min(self._late(each) for each in behind) > 0:
             return True
         return any(self._suspended(each) for each in behind)
