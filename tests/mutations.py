@@ -123,7 +123,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a crash loop goes on", "launchers/postmortem.py",
-        "if self.last == this:", "if False:",
+        "if self.last == failure:", "if False:",
         ("tests/unit/test_launch_decisions.py::test_crash_loop_is_the_same_step_rank_and_words",),
     ),
     Mutation(

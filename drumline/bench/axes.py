@@ -1,4 +1,4 @@
-"""`key=a,b,c` of a sweep: the values of a key, or a range, and the points that they make. No torch here."""
+"""`key=a,b,c` of a sweep: the values of a key, or a range, and the points that they make. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from drumline.core.yaml_lines import read_yaml
 from drumline.errors import ConfigError, UserError
 
 SEED = "run.seed"
+# Keys that a sweep sets itself, and what the user can do instead.
 OWN = {
     "run.dir": "each trial has a folder below the sweep's: --to names that",
     "launch.kind": "--on slurm makes each trial a job",
 }
 MOST_TRIALS = 10_000
+MOST_MISSES = 1000  # draws of known points in a row after which there are taken to be no more
+MOST_NAME = 100  # characters of a folder's name; a longer one is cut and gets a hash
+CUT_NAME = 90
+HASH_LENGTH = 8
 RANGE = re.compile(r"(log:)?([^,:\[{\"']+?)\.\.([^,:\[{\"']+)")
 Point = tuple[tuple[str, str], ...]  # (key, value as YAML) of each axis, in their order
 CLOSES = {"[": "]", "{": "}", "(": ")"}
@@ -28,8 +33,11 @@ CLOSES = {"[": "]", "{": "}", "(": ")"}
 
 @dataclass(frozen=True)
 class Axis:
-    """A key and what it is tried with: `values` as they are written, or all numbers of a range (`low`, `high`, `log`; whole numbers where
-    both ends are)."""
+    """A key and what it is tried with: `values` as they are written, or the numbers of a range.
+
+    A range is from `low` to `high`. `log`: it is drawn from by the logarithm. `whole`: it has whole
+    numbers alone, as its ends are.
+    """
 
     key: str
     values: tuple[str, ...] = ()
@@ -39,34 +47,47 @@ class Axis:
     whole: bool = False
 
     def draw(self, source: random.Random) -> str:
+        """Return a random value as YAML."""
         if self.values:
             return source.choice(self.values)
         if self.whole and not self.log:
             return str(source.randint(int(self.low), int(self.high)))
-        drawn = (
-            math.exp(source.uniform(math.log(self.low), math.log(self.high)))
-            if self.log
-            else source.uniform(self.low, self.high)
-        )
+        if self.log:
+            drawn = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
+        else:
+            drawn = source.uniform(self.low, self.high)
         if self.whole:
             return str(round(drawn))
-        # Four digits of what tells the values of the range apart: of 0.999 to 0.9999 three more.
-        digits = 4 + max(
-            0, math.floor(math.log10(max(abs(self.low), abs(self.high)) / (self.high - self.low)))
-        )
-        rounded = f"{drawn:.{digits}g}"
-        return rounded if self.low <= float(rounded) <= self.high else repr(drawn)
+        rounded = f"{drawn:.{self._digits()}g}"
+        if self.low <= float(rounded) <= self.high:
+            return rounded
+        return repr(drawn)
+
+    def _digits(self) -> int:
+        """Return how many digits a drawn number has.
+
+        Four are of the part that differs inside of the range; the values of 0.999 to 0.9999 begin
+        with three equal digits, so they have three more.
+        """
+        largest = max(abs(self.low), abs(self.high))
+        equal_digits = math.floor(math.log10(largest / (self.high - self.low)))
+        return 4 + max(0, equal_digits)
 
 
 def axes_of(given: Sequence[str]) -> tuple[Axis, ...]:
-    """The axes of a command line. Raises ConfigError for one that cannot be read, UserError for a key that stands twice or is not free."""
-    axes = tuple(_axis(each) for each in given)
+    """Return the axes of a command line.
+
+    Raises ConfigError for one that cannot be read, UserError for a key that stands twice or that a
+    sweep sets itself.
+    """
+    axes = tuple(_axis(argument) for argument in given)
+    keys = [axis.key for axis in axes]
     for axis in axes:
         if axis.key in OWN:
             raise UserError(
                 f"{axis.key} cannot be swept", where="drumline sweep", fix=OWN[axis.key]
             )
-        if sum(other.key == axis.key for other in axes) > 1:
+        if keys.count(axis.key) > 1:
             raise UserError(
                 f"{axis.key} stands twice",
                 where="drumline sweep",
@@ -76,6 +97,7 @@ def axes_of(given: Sequence[str]) -> tuple[Axis, ...]:
 
 
 def _axis(given: str) -> Axis:
+    """Return the axis of an argument `key=…`. Raises ConfigError."""
     key, equals, text = given.partition("=")
     where = f"override {given}"
     if not equals or not key:
@@ -84,21 +106,9 @@ def _axis(given: str) -> Axis:
             where="drumline sweep",
             fix="write key=a,b such as optimizer.lr=1e-5,3e-5",
         )
-    if match := RANGE.fullmatch(text):
-        ends = [read_yaml(end, where)[0] for end in match.groups()[1:]]
-        if all(
-            isinstance(end, int | float) and not isinstance(end, bool) and math.isfinite(end)
-            for end in ends
-        ):
-            low, high, log = *ends, bool(match[1])
-            if not low < high or (log and low <= 0):
-                fix = (
-                    "write the smaller end first"
-                    if low > high
-                    else "a range has two ends, of log: both above 0"
-                )
-                raise ConfigError(f"{text!r} is no range", where=where, fix=fix)
-            return Axis(key, (), low, high, log, whole=all(isinstance(end, int) for end in ends))
+    range_ = _range(key, text, where)
+    if range_ is not None:
+        return range_
     values = split(text)
     for value in values:
         if not value:
@@ -106,24 +116,59 @@ def _axis(given: str) -> Axis:
                 "a value is empty", where=where, fix="take the comma out, or write null"
             )
         read_yaml(value, where)
-    if twice := [value for value in values if values.count(value) > 1]:
-        raise ConfigError(f"{twice[0]!r} stands twice", where=where, fix="take one of them out")
+    for value in values:
+        if values.count(value) > 1:
+            raise ConfigError(f"{value!r} stands twice", where=where, fix="take one of them out")
     return Axis(key, tuple(values))
 
 
+def _range(key: str, text: str, where: str) -> Axis | None:
+    """Return the axis of a range `low..high` or `log:low..high`; None if the text is no range.
+
+    `where`: for errors. Raises ConfigError for a range without numbers in it.
+    """
+    match = RANGE.fullmatch(text)
+    if match is None:
+        return None
+    is_log = bool(match[1])
+    low, _ = read_yaml(match[2], where)
+    high, _ = read_yaml(match[3], where)
+    if not _is_finite_number(low) or not _is_finite_number(high):
+        return None
+    if not low < high or (is_log and low <= 0):
+        if low > high:
+            fix = "write the smaller end first"
+        else:
+            fix = "a range has two ends, of log: both above 0"
+        raise ConfigError(f"{text!r} is no range", where=where, fix=fix)
+    is_whole = isinstance(low, int) and isinstance(high, int)
+    return Axis(key, (), low, high, is_log, is_whole)
+
+
+def _is_finite_number(value: object) -> bool:
+    """Return whether a value of YAML is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
+
+
 def split(text: str) -> list[str]:
-    """A text at its commas, but those within brackets and quotes."""
-    parts, open_, quote = [""], list[str](), ""
+    """Return the parts of a text between its commas, except commas within brackets and quotes."""
+    parts = [""]
+    closing: list[str] = []  # brackets that are still to come, the innermost last
+    quote = ""  # the quote that the text is within
     for char in text:
         if quote:
-            quote = "" if char == quote else quote
+            if char == quote:
+                quote = ""
         elif char in "\"'" and not parts[-1].strip():
+            # Inside of a plain value a quote is a letter like any other.
             quote = char
         elif char in CLOSES:
-            open_.append(CLOSES[char])
-        elif open_ and char == open_[-1]:
-            open_.pop()
-        if char == "," and not open_ and not quote:
+            closing.append(CLOSES[char])
+        elif closing and char == closing[-1]:
+            closing.pop()
+        if char == "," and not closing and not quote:
             parts.append("")
         else:
             parts[-1] += char
@@ -131,22 +176,21 @@ def split(text: str) -> list[str]:
 
 
 def points(axes: Sequence[Axis], number: int | None, seed: int, seeds: int = 1) -> Iterator[Point]:
-    """All combinations of all values, or `number` different ones that are drawn: the same for the same seed, and the first of more. Raises
-    UserError for a range without a number, and for too many."""
+    """Give all combinations of all values, or `number` different ones that are drawn.
+
+    For a seed the draws are always the same, and fewer are the first of more. `seeds`: trials of a
+    point. Raises UserError for a range without a number, and for too many trials.
+    """
     if number is not None:
-        source, seen, misses = random.Random(seed), set[Point](), 0
-        while len(seen) < number and misses < 1000:  # there may be fewer
-            point = tuple((axis.key, axis.draw(source)) for axis in axes)
-            misses = misses + 1 if point in seen else 0
-            if point not in seen:
-                seen.add(point)
-                yield point
+        yield from _draw_points(axes, number, seed)
         return
-    if ranges := [axis.key for axis in axes if not axis.values]:
-        fix = "give the number of draws with --random N or --optuna N, or values with commas"
-        raise UserError(
-            f"{ranges[0]} has a range, and a grid needs values", where="drumline sweep", fix=fix
-        )
+    for axis in axes:
+        if not axis.values:
+            raise UserError(
+                f"{axis.key} has a range, and a grid needs values",
+                where="drumline sweep",
+                fix="give the number of draws with --random N or --optuna N, or values with commas",
+            )
     count = seeds * math.prod(len(axis.values) for axis in axes)
     if count > MOST_TRIALS:
         raise UserError(
@@ -154,43 +198,73 @@ def points(axes: Sequence[Axis], number: int | None, seed: int, seeds: int = 1) 
             where="drumline sweep",
             fix="draw some of them with --random N",
         )
-    yield from itertools.product(*([(axis.key, value) for value in axis.values] for axis in axes))
+    choices = []
+    for axis in axes:
+        choices.append([(axis.key, value) for value in axis.values])
+    yield from itertools.product(*choices)
+
+
+def _draw_points(axes: Sequence[Axis], number: int, seed: int) -> Iterator[Point]:
+    """Give `number` different points, or fewer if there are no more."""
+    source = random.Random(seed)
+    seen: set[Point] = set()
+    misses = 0
+    while len(seen) < number and misses < MOST_MISSES:
+        point = tuple((axis.key, axis.draw(source)) for axis in axes)
+        if point in seen:
+            misses += 1
+            continue
+        misses = 0
+        seen.add(point)
+        yield point
 
 
 def overrides_of(point: Point) -> list[str]:
+    """Return the overrides of a config that make it the trial of a point."""
     return [f"{key}={value}" for key, value in point]
 
 
 def check(config: str, common: list[str], axes: Sequence[Axis]) -> Loaded:
-    """The config that all trials share. Raises ConfigError for a key that is none, with the nearest, and for a value that it refuses."""
-    read, base = reader(config), reader(config)(common)
+    """Load the config that all trials share, and check that it takes each value of the axes.
+
+    `common`: overrides of all trials. Raises ConfigError for a key that does not exist, with the
+    nearest one, and for a value that is refused.
+    """
+    read = reader(config)
+    base = read(common)
     for axis in axes:
-        ends = (f"{axis.low:g}", f"{axis.high:g}") if not axis.values else axis.values
-        for value in ends:
+        values = axis.values or (f"{axis.low:g}", f"{axis.high:g}")
+        for value in values:
             read([*common, f"{axis.key}={value}"])
     return base
 
 
 def short_names(axes: Sequence[Axis]) -> dict[str, str]:
-    """Key → its last part, where no other key has that."""
-    last = [axis.key.rpartition(".")[2] for axis in axes]
-    return {
-        axis.key: name if last.count(name) == 1 else axis.key
-        for axis, name in zip(axes, last, strict=True)
-    }
+    """Return a name for each key: its last part, or the whole key if another ends with that, too."""
+    last_parts = [axis.key.rpartition(".")[2] for axis in axes]
+    names = {}
+    for axis, last_part in zip(axes, last_parts, strict=True):
+        is_unique = last_parts.count(last_part) == 1
+        names[axis.key] = last_part if is_unique else axis.key
+    return names
 
 
 def folder_name(point: Point, names: dict[str, str]) -> str:
-    """A folder for a trial: `lr=1e-5,seed=0`; with a hash where that is no name, or a long one."""
-    return (
-        as_name(",".join(f"{names[key]}={value}" for key, value in point), json.dumps(point))
-        or "trial"
-    )
+    """Return the name of a trial's folder: `lr=1e-5,seed=0`.
+
+    It gets a hash if that is no name of a file, or a long one. `names`: as `short_names` returns.
+    """
+    text = ",".join(f"{names[key]}={value}" for key, value in point)
+    return as_name(text, json.dumps(point)) or "trial"
 
 
 def as_name(text: str, whole: str = "") -> str:
-    """A text as the name of a file; with a hash, of `whole` or of the text, where it is no name, or a long one."""
+    """Return a text as the name of a file.
+
+    It gets a hash, of `whole` or else of the text, if it is no name of a file, or a long one.
+    """
     name = re.sub(r"[^\w.=+,-]+", "_", text, flags=re.ASCII)
-    if name == text and len(name) <= 100:
+    if name == text and len(name) <= MOST_NAME:
         return name
-    return f"{name[:90]}-{hashlib.sha256((whole or text).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256((whole or text).encode()).hexdigest()
+    return f"{name[:CUT_NAME]}-{digest[:HASH_LENGTH]}"

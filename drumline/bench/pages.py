@@ -20,7 +20,8 @@ from drumline.foreign import disk_errors
 from drumline.report.bars import notes
 from drumline.report.markup import Html, table, tag, text
 
-Rows = Sequence[Sequence[str]]
+Rows = Sequence[Sequence[str]]  # of a table; the first is its head
+COLUMN_GAP = 2  # characters between columns
 STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.3em .8em;border-bottom:1px solid #8886;"
@@ -30,8 +31,11 @@ STYLE = (
 
 
 def claim(folder: Path, mark: str, thing: str) -> bool:
-    """Make a folder; whether it is an earlier one of this kind already, which has a file `mark`. Raises EnvironmentFault for one that holds
-    something else, or cannot be made."""
+    """Make a folder, or take an earlier one of the same kind; return whether it is an earlier one.
+
+    `mark`: the file that such a folder has. `thing`: what it is a folder of, for the error. Raises
+    EnvironmentFault for a folder that holds something else, or cannot be made.
+    """
     fix = "name another folder with --to"
     if (folder / mark).exists():
         return True
@@ -44,21 +48,18 @@ def claim(folder: Path, mark: str, thing: str) -> bool:
 
 
 def show(console: Console, title: str, rows: Rows, left: Sequence[str]) -> None:
-    """Print a table; the columns in `left` are texts. One that is too wide has the last word of each number on a line of its own: a column
-    that is folded cuts numbers in two."""
-    if (
-        wide := sum(max(map(cell_len, column)) + 2 for column in zip(*rows, strict=True))
-        > console.width
-    ):
-        numbers = [name not in left for name in rows[0]]
-        rows = [
-            [
-                "\n".join(cell.rsplit(" ", 1)) if number else cell
-                for number, cell in zip(numbers, row, strict=True)
-            ]
-            for row in rows
-        ]
-    padding = (0, 0 if wide else 1, 0, 0)
+    """Print a table. The first row is its head; the columns named in `left` are texts.
+
+    In a table that is too wide the last word of each number has a line of its own, since a column
+    that is folded would cut numbers in two.
+    """
+    width = 0
+    for column in zip(*rows, strict=True):
+        width += max(map(cell_len, column)) + COLUMN_GAP
+    is_wide = width > console.width
+    if is_wide:
+        rows = [_break_numbers(row, rows[0], left) for row in rows]
+    padding = (0, 0, 0, 0) if is_wide else (0, 1, 0, 0)
     shown = Table(
         title=title,
         title_justify="left",
@@ -74,13 +75,30 @@ def show(console: Console, title: str, rows: Rows, left: Sequence[str]) -> None:
     console.print(shown)
 
 
+def _break_numbers(row: Sequence[str], head: Sequence[str], left: Sequence[str]) -> list[str]:
+    """Return a row with the last word of each number on a line of its own."""
+    cells = []
+    for name, cell in zip(head, row, strict=True):
+        if name in left:
+            cells.append(cell)
+        else:
+            cells.append("\n".join(cell.rsplit(" ", 1)))
+    return cells
+
+
 def markdown(rows: Rows) -> str:
-    """A table; the first row is its head."""
-    lines = [
-        "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) + " |"
-        for row in rows
-    ]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+    """Return a table as Markdown. The first row is its head."""
+    lines = []
+    for row in rows:
+        cells = [_one_line(cell.replace("|", "\\|")) for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    rule = "|" + "---|" * len(rows[0])
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _one_line(text: str) -> str:
+    """Return a text with single spaces between its words."""
+    return " ".join(text.split())
 
 
 def write_pages(
@@ -91,40 +109,41 @@ def write_pages(
     lines: Sequence[str],
     draw: Callable[[Any], None],
 ) -> str:
-    """NAME.md, NAME.html and NAME.png in `folder`; returns their names. `tables`: heading and rows; `lines`: lines below them; `draw`
-    gets a matplotlib Figure. Without matplotlib there is no figure, and a note says so."""
-    parts = [
-        f"# {title}",
-        *(f"## {head}\n\n{markdown(rows)}" if head else markdown(rows) for head, rows in tables),
-    ]
-    bullets = "\n".join(f"- {' '.join(line.split())}" for line in lines)
+    """Write NAME.md, NAME.html and NAME.png into `folder`, and return their names.
+
+    `tables`: heading, which may be empty, and rows. `lines`: texts below them. `draw`: draws into a
+    matplotlib Figure. Without matplotlib there is no figure, and a note says so.
+    """
     png = _png(draw)
-    picture = [f"![{title}]({name}.png)"] if png else []
-    write_whole(
-        folder / f"{name}.md",
-        "\n\n".join([*parts, *([bullets] if bullets else []), *picture]) + "\n",
-    )
+    parts = [f"# {title}"]
+    body = [tag("h1", title)]
+    for heading, rows in tables:
+        markdown_table = markdown(rows)
+        if heading:
+            parts.append(f"## {heading}\n\n{markdown_table}")
+            body.append(tag("h2", heading))
+        else:
+            parts.append(markdown_table)
+        body.append(table(rows[0], rows[1:]))
+    if lines:
+        parts.append("\n".join(f"- {_one_line(line)}" for line in lines))
+    body += [tag("p", line) for line in lines]
+    names = [f"{name}.md", f"{name}.html"]
+    if png:
+        parts.append(f"![{title}]({name}.png)")
+        source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        body.append(Html(f'<img alt="{text(title)}" src="{source}">'))
+        names.append(f"{name}.png")
+    write_whole(folder / f"{name}.md", "\n\n".join(parts) + "\n")
     if png:
         (folder / f"{name}.png").write_bytes(png)
-    body = [tag("h1", title)]
-    for head, rows in tables:
-        body += [*[tag("h2", head)] * bool(head), table(rows[0], rows[1:])]
-    body += [tag("p", line) for line in lines]
-    body += (
-        [
-            Html(
-                f'<img alt="{text(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-            )
-        ]
-        if png
-        else []
-    )
     head = f'<!doctype html><html lang="en"><meta charset="utf-8">{tag("title", title)}<style>{STYLE}</style>'
     write_whole(folder / f"{name}.html", head + "\n".join(body) + "</html>\n")
-    return ", ".join(f"{name}.{end}" for end in ("md", "html", *(["png"] if png else [])))
+    return ", ".join(names)
 
 
 def _png(draw: Callable[[Any], None]) -> bytes | None:
+    """Return the figure that `draw` draws as a PNG; None, and a note, without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

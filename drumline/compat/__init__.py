@@ -1,6 +1,10 @@
-"""Configs of other tools: accelerate's, DeepSpeed's, Hugging Face-style training arguments, LLaMA-Factory's, Axolotl's, TRL's → the same in
-Drumline's words. Tables have a rule for each key, and `groups` combines several keys. Nothing is dropped silently: a key without a meaning
-gets a note, one whose effect Drumline lacks is an error, or on a lenient sheet a note as well."""
+"""Configs of other tools → the same in Drumline's words.
+
+They are accelerate's, DeepSpeed's, Hugging Face-style training arguments, LLaMA-Factory's, Axolotl's
+and TRL's. Tables have a rule for each key, and `groups` combines several keys. Nothing is dropped
+silently: a key without a meaning gets a note. One whose effect Drumline lacks is an error, or on a
+lenient sheet a note.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +18,62 @@ from drumline.compat.arguments import SECTIONS, TABLE
 from drumline.compat.axolotl import axolotl
 from drumline.compat.deepspeed import deepspeed_file
 from drumline.compat.llama_factory import llama_factory
-from drumline.compat.sheet import Sheet, Source, listed
+from drumline.compat.sheet import Sheet, Source, section_keys
 from drumline.compat.trl import trl_arguments
 from drumline.core.config import Config
 from drumline.core.data import is_own
 from drumline.core.yaml_lines import Place
 
 Kind = Literal["accelerate", "deepspeed", "training", "llama_factory", "axolotl"]
-READERS = {"accelerate": accelerate_file, "deepspeed": deepspeed_file, "training": trl_arguments, "llama_factory": llama_factory,
-           "axolotl": axolotl}  # fmt: skip
+READERS = {
+    "accelerate": accelerate_file,
+    "deepspeed": deepspeed_file,
+    "training": trl_arguments,
+    "llama_factory": llama_factory,
+    "axolotl": axolotl,
+}
+
+
+# Keys that only Axolotl's configs have beside base_model.
+AXOLOTL_KEYS = {
+    "sequence_len",
+    "sample_packing",
+    "datasets",
+    "pretraining_dataset",
+    "val_set_size",
+}
 
 
 def recognise(values: Mapping[Any, Any]) -> Kind | None:
-    """The tool whose config this is; None for Drumline's own, which any with `data.train` in Drumline's form is, and for any other."""
+    """Return the tool whose config this is; None for Drumline's own, and for any other.
+
+    A config with `data.train` in Drumline's form is always its own.
+    """
     if is_own(values):
         return None
     keys = {str(key) for key in values}
     if {"stage", "finetuning_type"} & keys or {"dataset", "template"} <= keys:
         return "llama_factory"
-    if (
-        "base_model" in keys
-        and {"sequence_len", "sample_packing", "datasets", "pretraining_dataset", "val_set_size"}
-        & keys
-    ):
+    if "base_model" in keys and AXOLOTL_KEYS & keys:
         return "axolotl"
-    if {"zero_optimization", "train_micro_batch_size_per_gpu"} & keys and not (
-        keys & TABLE.keys()
-    ) - DEEPSPEED_TOO:
+    has_engine_keys = bool({"zero_optimization", "train_micro_batch_size_per_gpu"} & keys)
+    if has_engine_keys and not (keys & TABLE.keys()) - DEEPSPEED_TOO:
         return "deepspeed"
-    arguments = {
-        key
-        for key in keys
-        if key in TABLE and key not in ACCELERATE and key not in Config.model_fields
-    }
-    sections = {key for key in keys & SECTIONS.keys() if _holds_arguments(key, values[key])}
+    arguments = (keys & TABLE.keys()) - ACCELERATE.keys() - Config.model_fields.keys()
     if {"compute_environment", "distributed_type"} & keys and not arguments - {"deepspeed", "fsdp"}:
         return "accelerate"
-    if sections and not arguments and any(_is_own(key, values[key]) for key in keys - sections):
-        return None  # Drumline's own, with a mistake in a section
-    return "training" if arguments or sections else None
+    if arguments:
+        return "training"
+    sections = {key for key in keys & SECTIONS.keys() if _holds_arguments(key, values[key])}
+    if not sections:
+        return None
+    if any(_is_own(key, values[key]) for key in keys - sections):
+        # It is Drumline's own, with a mistake in a section.
+        return None
+    return "training"
 
 
-# Words of DeepSpeed configs that training arguments have, too.
+# Keys of DeepSpeed configs that training arguments have, too.
 DEEPSPEED_TOO = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -67,23 +85,30 @@ DEEPSPEED_TOO = {
 
 
 def _own_keys(name: str) -> set[str]:
-    """The keys of Drumline's own section of that name."""
+    """Return the keys of Drumline's own section of that name; none if there is no such section."""
     field = Config.model_fields.get(name)
-    return set(getattr(field.annotation, "model_fields", ())) if field else set()
+    if field is None:
+        return set()
+    return set(getattr(field.annotation, "model_fields", ()))
 
 
 def _is_own(name: str, section: Any) -> bool:
-    """Whether a section has keys of Drumline's own, and no others."""
-    own = _own_keys(name) - {*TABLE, *SECTIONS.get(name, ())}
-    return isinstance(section, dict) and bool(section) and {str(key) for key in section} <= own
+    """Return True if a section has keys of Drumline's own, and no others."""
+    if not isinstance(section, dict) or not section:
+        return False
+    own = _own_keys(name) - TABLE.keys() - set(SECTIONS.get(name, ()))
+    return {str(key) for key in section} <= own
 
 
 def _holds_arguments(name: str, section: Any) -> bool:
-    """Whether a section has training arguments: under a name that Drumline does not have, or with keys that its section does not have."""
+    """Return True if a section has training arguments.
+
+    Its name is none of Drumline's, or it has keys that Drumline's section of that name lacks.
+    """
     if not isinstance(section, dict):
         return False
     keys = {str(key) for key in section}
-    known = {*TABLE, *SECTIONS[name]} & keys
+    known = keys & {*TABLE, *SECTIONS[name]}
     if name not in Config.model_fields:
         return bool(known)
     own = _own_keys(name)
@@ -98,11 +123,22 @@ def translate(
     folder: Path,
     lenient: bool,
 ) -> Sheet | None:
-    """A sheet with the values of an old file under Drumline's keys; None for any other file. Files that it names are relative to `base` or
-    to the current folder, new paths to `folder`. `lenient`: as the sheet's. Raises ConfigError with the old file's line."""
+    """Return a sheet with the values of an old file under Drumline's keys; None for any other file.
+
+    Args:
+        values: the keys and values of the file.
+        lines: the line of each key.
+        name: names the file in messages.
+        base: the folder that files are named from; the current one is the second.
+        folder: the folder that new paths are relative to.
+        lenient: notes in the place of errors, as the sheet's.
+
+    Raises ConfigError with the old file's line.
+    """
     kind = recognise(values)
     if kind is None:
         return None
-    sheet, olds = Sheet(base, folder, lenient=lenient), listed(dict(values), Source(name, lines))
+    sheet = Sheet(base, folder, lenient=lenient)
+    olds = section_keys(dict(values), Source(name, lines))
     READERS[kind](sheet, olds)
     return sheet

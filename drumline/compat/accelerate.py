@@ -1,32 +1,38 @@
-"""An accelerate config file → strategy, processes, precision. Keys by accelerate 1.15 (`commands/config/config_args.py`,
-`commands/launch.py`)."""
+"""An accelerate config file → strategy, processes, precision.
+
+Keys by accelerate 1.15 (`commands/config/config_args.py`, `commands/launch.py`).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from drumline.compat.deepspeed import (
     EXPORT,
     STAGES,
-    clip,
     low_precision,
     own_deepspeed_file,
     put_offload,
+    read_clip,
 )
 from drumline.compat.rules import (
     Rule,
-    flag,
-    gone,
-    if_on,
-    later,
-    name_list,
-    nothing,
-    one_of,
-    only,
-    read,
-    switch,
-    to,
-    whole,
+    apply_if_on,
+    apply_rules,
+    choose_by_flag,
+    do_nothing,
+    drop,
+    postpone,
+    read_choice,
+    read_flag,
+    read_integer,
+    read_names,
+    reject,
+    set_if_on,
+    set_key,
 )
-from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse
+from drumline.compat.sheet import AUTO, OldKey, Sheet, take_waiting, translation_error
 from drumline.core.mistakes import by_word
 
 WHAT = "an accelerate config"
@@ -40,119 +46,156 @@ TYPES = {
     "megatron_lm": "ddp",
     "tp": "tp",
 }
-SHARDING = {  # FSDP1's names and their numbers → (kind, reshard_after_forward, hybrid)
-    "full_shard": ("fsdp2", True, False),
-    "shard_grad_op": ("fsdp2", False, False),
-    "no_shard": ("ddp", None, False),
-    "hybrid_shard": ("fsdp2", True, True),
-    "hybrid_shard_zero2": ("fsdp2", False, True),
+
+
+class Sharding(NamedTuple):
+    """What a sharding strategy of FSDP means here.
+
+    Args:
+        kind: the kind of strategy.
+        reshard: strategy.reshard_after_forward; None for DDP, which shards nothing.
+        is_hybrid: each machine has a copy of the model, and shards it among its own devices.
+    """
+
+    kind: str
+    reshard: bool | None
+    is_hybrid: bool
+
+
+# The names of FSDP1 and their numbers, which are used in the same way.
+SHARDING = {
+    "full_shard": Sharding("fsdp2", reshard=True, is_hybrid=False),
+    "shard_grad_op": Sharding("fsdp2", reshard=False, is_hybrid=False),
+    "no_shard": Sharding("ddp", reshard=None, is_hybrid=False),
+    "hybrid_shard": Sharding("fsdp2", reshard=True, is_hybrid=True),
+    "hybrid_shard_zero2": Sharding("fsdp2", reshard=False, is_hybrid=True),
 }
 SHARDING |= {str(index): SHARDING[name] for index, name in enumerate(list(SHARDING), start=1)}
 
 
-def accelerate_file(sheet: Sheet, olds: list[Old]) -> None:
-    """Put a whole accelerate config on the sheet. Raises ConfigError by the old file's line."""
-    read(TABLE, sheet, olds, WHAT)
+def accelerate_file(sheet: Sheet, olds: list[OldKey]) -> None:
+    """Put a whole accelerate config on the sheet. Raises ConfigError with the old file's line."""
+    apply_rules(TABLE, sheet, olds, WHAT)
     combine(sheet)
 
 
 def combine(sheet: Sheet) -> None:
     """Set strategy, processes and precision by the keys that wait."""
-    waiting = sheet.waiting
-    type_ = waiting.get("distributed_type")
-    kind = one_of(TYPES, dict.fromkeys(OTHER_DEVICES, DEVICES))(type_) if type_ else None
-    type_name = str(type_.value).lower() if type_ else None
-    for name, translate in (
-        ("fsdp_config", read_fsdp),
-        ("deepspeed_config", read_deepspeed),
-        ("megatron_lm_config", read_megatron),
-    ):
-        old = waiting.pop(name, None)
-        if old is None or not old.inside():
-            continue
-        if name == f"{type_name}_config" or (type_ is None and name != "megatron_lm_config"):
-            translate(sheet, old, old.inside())
-        else:
-            sheet.note(
-                old,
-                f"without effect: distributed_type is {type_.value}" if type_ else "without effect",
-            )
-    if type_ and kind and sheet.get("strategy.kind") is None:
+    type_ = sheet.waiting.get("distributed_type")
+    kind = None
+    if type_ is not None:
+        kind = read_choice(TYPES, dict.fromkeys(OTHER_DEVICES, DEVICES))(type_)
+    _read_section(sheet, "fsdp_config", type_, read_fsdp)
+    _read_section(sheet, "deepspeed_config", type_, read_deepspeed)
+    _read_section(sheet, "megatron_lm_config", type_, read_megatron)
+    if type_ is not None and sheet.get("strategy.kind") is None:
         sheet.put("strategy.kind", kind, type_)
-    if type_ and type_name == "multi_cpu":
+    if type_ is not None and str(type_.value).lower() == "multi_cpu":
         sheet.put("run.device", "cpu", type_)
-    if (old := waiting.pop("parallelism_config", None)) is not None:
-        read(PARALLELISM, sheet, old.inside(), "parallelism_config", "parallelism_config_")
-    processes(sheet)
+    parallelism = sheet.waiting.pop("parallelism_config", None)
+    if parallelism is not None:
+        apply_rules(
+            PARALLELISM,
+            sheet,
+            parallelism.inside(),
+            "parallelism_config",
+            "parallelism_config_",
+        )
+    set_processes(sheet)
     low_precision(sheet)
 
 
-def processes(sheet: Sheet) -> None:
-    """Processes of this machine. Several machines need one launcher each, as under other launchers."""
-    waiting, machines = sheet.waiting, machine_count(sheet)
-    if (old := waiting.get("num_processes")) is not None and whole(old) > 0:
-        if whole(old) % machines:
-            raise refuse(
-                old,
-                f"{old.value} processes do not divide over {machines} machines",
+SectionReader = Callable[[Sheet, OldKey, list[OldKey]], None]
+
+
+def _read_section(sheet: Sheet, name: str, type_: OldKey | None, reader: SectionReader) -> None:
+    """Read the section of a strategy, if distributed_type selects it, else note it.
+
+    Without distributed_type the sections of FSDP and DeepSpeed select themselves. `reader` puts the
+    keys of the section on the sheet.
+    """
+    section = sheet.waiting.pop(name, None)
+    if section is None:
+        return
+    keys = section.inside()
+    if not keys:
+        return
+    if type_ is None:
+        is_selected = name != "megatron_lm_config"
+        reason = "without effect"
+    else:
+        is_selected = name == f"{str(type_.value).lower()}_config"
+        reason = f"without effect: distributed_type is {type_.value}"
+    if is_selected:
+        reader(sheet, section, keys)
+    else:
+        sheet.note(section, reason)
+
+
+def set_processes(sheet: Sheet) -> None:
+    """Set the processes of this machine. Each of several machines needs a launcher of its own.
+
+    Raises ConfigError if the processes do not divide over the machines.
+    """
+    waiting = sheet.waiting
+    machines = machine_count(sheet)
+    total = waiting.get("num_processes")
+    if total is not None and read_integer(total) > 0:
+        if read_integer(total) % machines:
+            raise translation_error(
+                total,
+                f"{total.value} processes do not divide over {machines} machines",
                 "make it a multiple of num_machines",
             )
-        sheet.put("launch.nproc", whole(old) // machines, old)
+        sheet.put("launch.nproc", read_integer(total) // machines, total)
     if machines > 1:
-        address = waiting["main_process_ip"].value if "main_process_ip" in waiting else "HOST"
-        port = waiting["main_process_port"].value if "main_process_port" in waiting else 29500
-        sheet.note(
-            waiting["num_machines"],
-            f"start it on each machine: torchrun --nnodes {machines} --node-rank R --nproc-per-node N --master-addr {address}"
-            f" --master-port {port} -m drumline train CONFIG.yaml",
-        )
+        _note_machines(sheet, machines)
         return
-    if (old := waiting.get("main_process_port")) is not None and whole(old):
-        sheet.put("launch.port", whole(old), old)
+    port = waiting.get("main_process_port")
+    if port is not None and read_integer(port):
+        sheet.put("launch.port", read_integer(port), port)
     for name in ("main_process_ip", "machine_rank"):
-        if (old := waiting.get(name)) is not None and old.value not in (
-            0,
-            "0",
-            "127.0.0.1",
-            "localhost",
-        ):
+        old = waiting.get(name)
+        if old is not None and old.value not in (0, "0", "127.0.0.1", "localhost"):
             sheet.note(old, "one machine needs none")
 
 
+def _note_machines(sheet: Sheet, machines: int) -> None:
+    """Note the command that each of several machines runs."""
+    waiting = sheet.waiting
+    address = waiting["main_process_ip"].value if "main_process_ip" in waiting else "HOST"
+    port = waiting["main_process_port"].value if "main_process_port" in waiting else 29500
+    sheet.note(
+        waiting["num_machines"],
+        f"start it on each machine: torchrun --nnodes {machines} --node-rank R --nproc-per-node N"
+        f" --master-addr {address} --master-port {port} -m drumline train CONFIG.yaml",
+    )
+
+
 def machine_count(sheet: Sheet) -> int:
-    """num_machines; 1 where it is not set or 0."""
-    return max(1, whole(sheet.waiting["num_machines"])) if "num_machines" in sheet.waiting else 1
+    """Return num_machines; 1 if it is not set or 0."""
+    if "num_machines" not in sheet.waiting:
+        return 1
+    return max(1, read_integer(sheet.waiting["num_machines"]))
 
 
-def read_fsdp(sheet: Sheet, section: Old, olds: list[Old]) -> None:
-    """Keys of fsdp_config, of accelerate or of Hugging Face's Trainer. Two of them set how far to shard: FSDP1's sharding_strategy, and
-    reshard_after_forward, which has the same names in FSDP1."""
-    read(FSDP, sheet, olds, "fsdp_config", "fsdp_")
-    found: list[tuple[Old, tuple[str, bool | None, bool]]] = []
+def read_fsdp(sheet: Sheet, section: OldKey, olds: list[OldKey]) -> None:
+    """Put the keys of an fsdp_config, of accelerate or of Hugging Face's Trainer, on the sheet.
+
+    Two of them set how far to shard: FSDP1's sharding_strategy and reshard_after_forward, which may
+    have the same names. Raises ConfigError if they differ.
+    """
+    apply_rules(FSDP, sheet, olds, "fsdp_config", "fsdp_")
     version = sheet.waiting.pop("version", None)
-    for name, old in pop(sheet, "sharding_strategy", "reshard_after_forward").items():
-        plain = name == "reshard_after_forward" and str(old.value).lower() in ("true", "false")
-        found.append((old, ("fsdp2", flag(old), False) if plain else one_of(SHARDING)(old)))
-    first, *rest = found or [(section, ("fsdp2", True, False))]
-    for other, means in rest:
-        # FSDP2 reads reshard_after_forward, FSDP1 sharding_strategy; the one that is not read may keep its default.
-        if means[:2] != first[1][:2] and not (
-            version and str(version.value) == "1" and means[1] is True
-        ):
-            raise refuse(
-                other,
-                f"{other.value!r}, but {first[0].where} is {first[0].value!r}",
-                "keep one of them",
-            )
-    old, (kind, reshard, hybrid) = first
-    sheet.put("strategy.kind", kind, old)
-    if kind == "ddp":
+    old, sharding = _read_sharding(sheet, section, version)
+    sheet.put("strategy.kind", sharding.kind, old)
+    if sharding.kind == "ddp":
         sheet.note(old, "no shards: that is DDP")
-        for name in [name for name in sheet.values["strategy"] if name != "kind"]:
-            del sheet.values["strategy"][name]
+        # The options of FSDP that are set so far have no effect.
+        sheet.values["strategy"] = {"kind": "ddp"}
         return
-    sheet.put("strategy.reshard_after_forward", reshard, old)
-    if hybrid:
+    sheet.put("strategy.reshard_after_forward", sharding.reshard, old)
+    if sharding.is_hybrid:
         machines = machine_count(sheet)
         sheet.put("strategy.replicate", machines, old)
         sheet.note(
@@ -160,184 +203,249 @@ def read_fsdp(sheet: Sheet, section: Old, olds: list[Old]) -> None:
         )
 
 
+def _read_sharding(
+    sheet: Sheet, section: OldKey, version: OldKey | None
+) -> tuple[OldKey, Sharding]:
+    """Return how far to shard, with the key that sets it: by default FULL_SHARD.
+
+    `version` is the key of FSDP's version. Raises ConfigError for two keys that differ.
+    """
+    given: list[tuple[OldKey, Sharding]] = []
+    for name, old in take_waiting(sheet, "sharding_strategy", "reshard_after_forward").items():
+        is_flag = str(old.value).lower() in ("true", "false")
+        if name == "reshard_after_forward" and is_flag:
+            given.append((old, Sharding("fsdp2", read_flag(old), is_hybrid=False)))
+        else:
+            given.append((old, read_choice(SHARDING)(old)))
+    if not given:
+        return section, Sharding("fsdp2", reshard=True, is_hybrid=False)
+    first, sharding = given[0]
+    is_version_1 = version is not None and str(version.value) == "1"
+    for other, other_sharding in given[1:]:
+        # FSDP2 reads reshard_after_forward, FSDP1 sharding_strategy. The key that is not read may
+        # keep its default.
+        is_default = is_version_1 and other_sharding.reshard is True
+        is_same = other_sharding[:2] == sharding[:2]
+        if not is_same and not is_default:
+            raise translation_error(
+                other,
+                f"{other.value!r}, but {first.where} is {first.value!r}",
+                "keep one of them",
+            )
+    return first, sharding
+
+
+def _set_wrap(sheet: Sheet, old: OldKey) -> None:
+    """Set the classes of blocks that FSDP wraps, if any are named."""
+    names = read_names(old)
+    if names:
+        sheet.put("strategy.wrap", names, old)
+
+
+def _set_full_checkpointing(sheet: Sheet, old: OldKey) -> None:
+    """Set activation checkpointing, also over `none`.
+
+    Hugging Face's Trainer requires gradient_checkpointing to be off beside FSDP's own switch.
+    """
+    sheet.put("memory.activation_checkpointing", "full", old, over="none")
+
+
+def _set_sequence_parallel(sheet: Sheet, old: OldKey) -> None:
+    """Set the degree of context parallelism by sp_size, if it is above 1."""
+    degree = read_integer(old)
+    if degree > 1:
+        sheet.put("strategy.cp", degree, old)
+
+
 PREFETCH = {"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, "no": 0, "1": 1, "2": 0}
 FSDP: dict[str, Rule] = by_word(
     {
-        "version sharding_strategy reshard_after_forward mixed_precision": later(),
-        "cpu_offload offload_params": to(
-            "strategy.offload", lambda old: "cpu" if flag(old) else "none"
-        ),
-        "transformer_layer_cls_to_wrap transformer_cls_names_to_wrap": lambda sheet, old: (
-            sheet.put("strategy.wrap", name_list(old), old) if name_list(old) else None
-        ),
-        "auto_wrap_policy min_num_params": gone(
+        "version sharding_strategy reshard_after_forward mixed_precision": postpone(),
+        "cpu_offload offload_params": set_key("strategy.offload", choose_by_flag("cpu", "none")),
+        "transformer_layer_cls_to_wrap transformer_cls_names_to_wrap": _set_wrap,
+        "auto_wrap_policy min_num_params": drop(
             "units are the model's own block classes; strategy.wrap names others"
         ),
-        "backward_prefetch": to("strategy.backward_prefetch", one_of(PREFETCH)),
-        "forward_prefetch": to("strategy.prefetch", lambda old: int(flag(old))),
-        # Trainer requires gradient_checkpointing to be off beside it.
-        "activation_checkpointing": if_on(
-            lambda sheet, old: sheet.put(
-                "memory.activation_checkpointing", "full", old, over="none"
-            )
-        ),
-        "activation_checkpointing_offload": only(
+        "backward_prefetch": set_key("strategy.backward_prefetch", read_choice(PREFETCH)),
+        "forward_prefetch": set_key("strategy.prefetch", choose_by_flag(1, 0)),
+        "activation_checkpointing": apply_if_on(_set_full_checkpointing),
+        "activation_checkpointing_offload": reject(
             why="inputs of blocks stay on the device", fix="set it to false"
         ),
-        "ignored_modules": only(why="every parameter is sharded", fix="remove it"),
-        "state_dict_type": gone(
+        "ignored_modules": reject(why="every parameter is sharded", fix="remove it"),
+        "state_dict_type": drop(
             "checkpoints are sharded, and any strategy reads them; the Hugging Face folder is whole"
         ),
-        "use_orig_params": gone("FSDP2 always keeps the original parameters"),
-        "cpu_ram_efficient_loading": gone("each rank reads its own part of the weights"),
-        "sync_module_states": gone("all ranks begin with the same weights"),
-        "limit_all_gathers": gone("FSDP2 needs no rate limit"),
-        "mixed_precision_policy": only(
+        "use_orig_params": drop("FSDP2 always keeps the original parameters"),
+        "cpu_ram_efficient_loading": drop("each rank reads its own part of the weights"),
+        "sync_module_states": drop("all ranks begin with the same weights"),
+        "limit_all_gathers": drop("FSDP2 needs no rate limit"),
+        "mixed_precision_policy": reject(
             why="each type has a key",
             fix="set precision, strategy.param_dtype and strategy.reduce_dtype",
         ),
-        "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt": only(why=DEVICES, fix="remove it"),
+        "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt": reject(
+            why=DEVICES, fix="remove it"
+        ),
     }
 )
 
 PARALLELISM: dict[str, Rule] = by_word(
     {
-        "dp_replicate_size": to("strategy.replicate", whole),
-        "dp_shard_size": gone("shards go over all processes that tp, cp and replicate leave"),
-        "tp_size": to("strategy.tp", whole),
-        "cp_size": to("strategy.cp", whole),
-        "cp_backend sp_backend": gone("strategy.cp_method sets it"),
-        "cp_comm_strategy": gone("strategy.cp_method sets it: ulysses, or ring on GPUs"),
-        "sp_size": lambda sheet, old: (
-            sheet.put("strategy.cp", whole(old), old) if whole(old) > 1 else None
-        ),
-        "sp_seq_length": gone("data.max_length sets it"),
-        "sp_seq_length_is_variable": gone("sequences may differ in length"),
-        "sp_attn_implementation": gone("model.attention sets it"),
+        "dp_replicate_size": set_key("strategy.replicate", read_integer),
+        "dp_shard_size": drop("shards go over all processes that tp, cp and replicate leave"),
+        "tp_size": set_key("strategy.tp", read_integer),
+        "cp_size": set_key("strategy.cp", read_integer),
+        "cp_backend sp_backend": drop("strategy.cp_method sets it"),
+        "cp_comm_strategy": drop("strategy.cp_method sets it: ulysses, or ring on GPUs"),
+        "sp_size": _set_sequence_parallel,
+        "sp_seq_length": drop("data.max_length sets it"),
+        "sp_seq_length_is_variable": drop("sequences may differ in length"),
+        "sp_attn_implementation": drop("model.attention sets it"),
     }
 )
 
 
-def read_deepspeed(sheet: Sheet, section: Old, olds: list[Old]) -> None:
-    """Keys of deepspeed_config, wherever they come from: a stage and a few switches, or the path of a DeepSpeed JSON."""
+def read_deepspeed(sheet: Sheet, section: OldKey, olds: list[OldKey]) -> None:
+    """Put the keys of a deepspeed_config on the sheet.
+
+    They are a stage and a few switches, or the path of a DeepSpeed JSON.
+    """
     for file in olds:
         if file.key == "deepspeed_config_file" and str(file.value).lower() not in ("none", ""):
             own_deepspeed_file(sheet, file)
             olds = [old for old in olds if old.key != "zero_stage"]
-    read(DEEPSPEED, sheet, olds, "deepspeed_config")
+    apply_rules(DEEPSPEED, sheet, olds, "deepspeed_config")
     stage = sheet.waiting.pop("zero_stage", None)
     if sheet.get("strategy.kind") is None:
-        sheet.put("strategy.kind", one_of(STAGES)(stage) if stage else "zero2", stage or section)
+        if stage is None:
+            sheet.put("strategy.kind", "zero2", section)
+        else:
+            sheet.put("strategy.kind", read_choice(STAGES)(stage), stage)
     kind = sheet.get("strategy.kind")
-    for name, part in (("offload_optimizer", "optimizer"), ("offload_parameters", "param")):
-        given = pop(sheet, f"offload_{part}_device", f"offload_{part}_nvme_path")
-        inner = {
-            key.removeprefix(f"offload_{part}_"): each
-            for key, each in given.items()
-            if str(each.value).lower() != "none"
-        }
-        if "device" in inner and inner["device"].value != "":
-            put_offload(sheet, kind, name, inner["device"], inner)
+    _set_offload(sheet, kind, "offload_optimizer", "offload_optimizer_")
+    _set_offload(sheet, kind, "offload_parameters", "offload_param_")
+
+
+def _set_offload(sheet: Sheet, kind: str, name: str, prefix: str) -> None:
+    """Set strategy.`name` by the waiting keys `PREFIXdevice` and `PREFIXnvme_path`."""
+    inner = {}
+    for key, old in take_waiting(sheet, f"{prefix}device", f"{prefix}nvme_path").items():
+        if str(old.value).lower() != "none":
+            inner[key.removeprefix(prefix)] = old
+    if "device" in inner and inner["device"].value != "":
+        put_offload(sheet, kind, name, inner["device"], inner)
 
 
 DEEPSPEED: dict[str, Rule] = by_word(
     {
-        "zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path": later(),
-        "deepspeed_config_file": nothing,  # read first
-        "gradient_accumulation_steps": to("batch.accumulation", whole),
-        "gradient_clipping": to("optimizer.max_grad_norm", clip),
-        "zero3_init_flag": gone("the model is built sharded wherever the strategy can"),
-        "zero3_save_16bit_model": gone(EXPORT),
-        "deepspeed_moe_layer_cls_names": to(
-            "strategy.options.zero_optimization.leaf_module.classes", name_list
+        "zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path": postpone(),
+        "deepspeed_config_file": do_nothing,  # read first
+        "gradient_accumulation_steps": set_key("batch.accumulation", read_integer),
+        "gradient_clipping": set_key("optimizer.max_grad_norm", read_clip),
+        "zero3_init_flag": drop("the model is built sharded wherever the strategy can"),
+        "zero3_save_16bit_model": drop(EXPORT),
+        "deepspeed_moe_layer_cls_names": set_key(
+            "strategy.options.zero_optimization.leaf_module.classes", read_names
         ),
-        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter": gone(
+        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter": drop(
             "one launcher a machine starts the ranks; nothing goes over ssh"
         ),
     }
 )
 
 
-def read_megatron(sheet: Sheet, section: Old, olds: list[Old]) -> None:
-    """Keys of megatron_lm_config. Megatron's degrees are those of ddp with tp, pp and cp."""
+def read_megatron(sheet: Sheet, section: OldKey, olds: list[OldKey]) -> None:
+    """Put the keys of a megatron_lm_config on the sheet.
+
+    Megatron's degrees are those of ddp with tp, pp and cp.
+    """
     sheet.put("strategy.kind", "ddp", section)
-    read(MEGATRON, sheet, olds, "megatron_lm_config", "megatron_lm_")
+    apply_rules(MEGATRON, sheet, olds, "megatron_lm_config", "megatron_lm_")
 
 
-def _recompute(sheet: Sheet, old: Old) -> None:
-    kinds = {
-        "full": "full",
-        "selective": "selective",
-        "true": "selective",
-        "false": "none",
-        "no": "none",
-    }
-    if (kind := one_of(kinds)(old)) != "none":
+RECOMPUTATION = {
+    "full": "full",
+    "selective": "selective",
+    "true": "selective",
+    "false": "none",
+    "no": "none",
+}
+
+
+def _set_recomputation(sheet: Sheet, old: OldKey) -> None:
+    """Set activation checkpointing by Megatron's recomputation, if it is on."""
+    kind = read_choice(RECOMPUTATION)(old)
+    if kind != "none":
         sheet.put("memory.activation_checkpointing", kind, old)
 
 
-NOT_MEGATRON = gone("the model is transformers' own, not Megatron's")
+NOT_MEGATRON = drop("the model is transformers' own, not Megatron's")
 MEGATRON: dict[str, Rule] = by_word(
     {
-        "tp_degree": to("strategy.tp", whole),
-        "pp_degree": to("strategy.pp", whole),
-        "context_parallel_size": to("strategy.cp", whole),
-        "num_micro_batches": to("batch.accumulation", whole),
-        "gradient_clipping": to("optimizer.max_grad_norm", clip),
-        "recompute_activations recompute_granularity": _recompute,
-        "recompute_method recompute_num_layers": gone("each block is one unit"),
-        "sequence_parallelism": gone(
+        "tp_degree": set_key("strategy.tp", read_integer),
+        "pp_degree": set_key("strategy.pp", read_integer),
+        "context_parallel_size": set_key("strategy.cp", read_integer),
+        "num_micro_batches": set_key("batch.accumulation", read_integer),
+        "gradient_clipping": set_key("optimizer.max_grad_norm", read_clip),
+        "recompute_activations recompute_granularity": _set_recomputation,
+        "recompute_method recompute_num_layers": drop("each block is one unit"),
+        "sequence_parallelism": drop(
             "tensor parallelism does what it can with the sequence by itself"
         ),
-        "use_distributed_optimizer": gone("strategy fsdp2 shards the optimizer's state"),
-        "use_custom_fsdp": only(
+        "use_distributed_optimizer": drop("strategy fsdp2 shards the optimizer's state"),
+        "use_custom_fsdp": reject(
             why="that is another strategy", fix="set strategy: {kind: fsdp2, tp: N}"
         ),
-        "expert_model_parallel_size expert_tensor_parallel_size": only(
+        "expert_model_parallel_size expert_tensor_parallel_size": reject(
             1, why="experts are not spread", fix="set it to 1"
         ),
-        "attention_dropout hidden_dropout": gone("model.config sets it, by the model's own name"),
-        "eod_mask_loss": gone("what carries loss is data.learn_on"),
-        "calculate_per_token_loss": gone("losses are always sums over tokens"),
+        "attention_dropout hidden_dropout": drop("model.config sets it, by the model's own name"),
+        "eod_mask_loss": drop("what carries loss is data.learn_on"),
+        "calculate_per_token_loss": drop("losses are always sums over tokens"),
         "no_load_optim no_save_optim optimizer_cpu_offload use_precision_aware_optimizer overlap_cpu_optimizer_d2h_h2d": NOT_MEGATRON,
         "decoder_last_pipeline_num_layers attention_backend attention_softmax_in_fp32 use_rotary_position_embeddings": NOT_MEGATRON,
     }
 )
 
 
-def _machine(sheet: Sheet, old: Old) -> None:
+def _check_machine(sheet: Sheet, old: OldKey) -> None:
+    """Raise ConfigError if compute_environment is not this machine."""
     if str(old.value).upper() != "LOCAL_MACHINE":
-        raise refuse(
+        raise translation_error(
             old,
             f"{old.value!r} is not this machine",
             "use LOCAL_MACHINE, and start Drumline where the devices are",
         )
 
 
-def _gpus(sheet: Sheet, old: Old) -> None:
+def _note_gpus(sheet: Sheet, old: OldKey) -> None:
+    """Note how to choose GPUs, if the file names some."""
     if old.value not in (*AUTO, "all"):
         sheet.note(
-            old, f"choose GPUs from outside: CUDA_VISIBLE_DEVICES={','.join(name_list(old))}"
+            old, f"choose GPUs from outside: CUDA_VISIBLE_DEVICES={','.join(read_names(old))}"
         )
 
 
-def dynamo(sheet: Sheet, old: Old) -> None:
-    """dynamo_config, or the older dynamo_backend."""
-    inner = (
-        {each.key.removeprefix("dynamo_"): each for each in old.inside()}
-        if isinstance(old.value, dict)
-        else {"backend": old}
-    )
+def read_dynamo(sheet: Sheet, old: OldKey) -> None:
+    """Read dynamo_config, or the older dynamo_backend."""
+    if isinstance(old.value, dict):
+        inner = {each.key.removeprefix("dynamo_"): each for each in old.inside()}
+    else:
+        inner = {"backend": old}
     compile_blocks(sheet, inner)
 
 
-def compile_blocks(sheet: Sheet, inner: dict[str, Old]) -> None:
-    """dynamo's keys without their prefix → compile."""
+def compile_blocks(sheet: Sheet, inner: dict[str, OldKey]) -> None:
+    """Set `compile` by the keys of a dynamo_config without their prefix.
+
+    Raises ConfigError for a backend that Drumline lacks.
+    """
     backend = inner.pop("backend", None)
     if backend is None or str(backend.value).lower() in ("no", "false", "none", ""):
         return
     if str(backend.value).lower() != "inductor":
-        raise refuse(
+        raise translation_error(
             backend,
             f"no backend {backend.value!r} here",
             "use INDUCTOR, torch.compile's own, or NO",
@@ -365,32 +473,37 @@ OTHER_DEVICES = (
 )
 
 
-def _fp8(sheet: Sheet, old: Old) -> None:
+def _note_fp8(sheet: Sheet, old: OldKey) -> None:
+    """Note that fp8_config has no effect, if it has keys."""
     if old.inside():
         sheet.note(old, "fp8 is torchao's: precision.scaling sets it, with mixed_precision: fp8")
 
 
+def _note_mpirun(sheet: Sheet, old: OldKey) -> None:
+    """Note how to start under mpirun, if the section has keys."""
+    if old.inside():
+        sheet.note(old, "under mpirun, start one launcher a machine")
+
+
 TABLE: dict[str, Rule] = by_word(
     {
-        "compute_environment": _machine,
-        "distributed_type num_processes num_machines machine_rank main_process_ip main_process_port": later(),
-        "mixed_precision fp16 fsdp_config deepspeed_config megatron_lm_config parallelism_config": later(),
-        "dynamo_config dynamo_backend": dynamo,
-        "gpu_ids": _gpus,
-        "use_cpu": switch("run.device", "cpu"),
-        "debug": gone("NCCL's own TORCH_DISTRIBUTED_DEBUG=DETAIL does it"),
-        "rdzv_backend same_network": gone("one launcher a machine, and a store that rank 0 holds"),
-        "main_training_function": gone("there is no training script"),
-        "enable_cpu_affinity": gone("bind from outside: numactl or taskset"),
-        "downcast_bf16": only(why=DEVICES, fix="set it to 'no'"),
-        "fp8_config": _fp8,
-        "ipex_config": gone(
+        "compute_environment": _check_machine,
+        "distributed_type num_processes num_machines machine_rank main_process_ip main_process_port": postpone(),
+        "mixed_precision fp16 fsdp_config deepspeed_config megatron_lm_config parallelism_config": postpone(),
+        "dynamo_config dynamo_backend": read_dynamo,
+        "gpu_ids": _note_gpus,
+        "use_cpu": set_if_on("run.device", "cpu"),
+        "debug": drop("NCCL's own TORCH_DISTRIBUTED_DEBUG=DETAIL does it"),
+        "rdzv_backend same_network": drop("one launcher a machine, and a store that rank 0 holds"),
+        "main_training_function": drop("there is no training script"),
+        "enable_cpu_affinity": drop("bind from outside: numactl or taskset"),
+        "downcast_bf16": reject(why=DEVICES, fix="set it to 'no'"),
+        "fp8_config": _note_fp8,
+        "ipex_config": drop(
             "for Intel CPUs; accelerate has dropped it"
         ),  # accelerate 1.10 writes it
-        "mpirun_config": lambda sheet, old: (
-            sheet.note(old, "under mpirun, start one launcher a machine") if old.inside() else None
-        ),
-        "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands": gone(
+        "mpirun_config": _note_mpirun,
+        "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands": drop(
             "TPUs are not used"
         ),
     }

@@ -18,47 +18,54 @@ TOOLS = "accelerate, DeepSpeed, transformers, TRL, LLaMA-Factory or Axolotl"
 
 
 def convert(old: Path | list[str], new: Path | None = None) -> tuple[str, list[str]]:
-    """The text of the new YAML of `old` (a file, or the words of a command), for a config at `new` (None: beside it), and a line for each
-    key that has no meaning any more, which stands in the text, too. Raises ConfigError, also where the result would not load."""
+    """Return the text of a Drumline YAML for another tool's config or command, and its notes.
+
+    The text has the notes as comments: a line for each key that has no meaning any more.
+
+    Args:
+        old: a file, or the words of a command.
+        new: the path of the new config, which its paths are relative to; None puts it beside `old`.
+
+    Raises ConfigError, also if the new config would not load.
+    """
     if isinstance(old, list):
-        name, draft = "command", _of_command(shlex.join(old), "command", Path(), new)
+        name = "command"
+        draft = _draft_of_command(shlex.join(old), "command", Path(), new)
     else:
-        name, text = old.name, read_text(old)
-        script = old.suffix not in (".yaml", ".yml", ".json")
-        draft = _of_command(text, str(old), old.parent, new) if script else drafted(
-            text, str(old), old.parent, folder=new.parent if new else old.parent, lenient=True
-        )  # fmt: skip
+        name = old.name
+        draft = _draft_of_file(old, new)
     if not draft.old:
         raise ConfigError(
             f"is no config of {TOOLS}", where=str(old), fix="Drumline's own need no conversion"
         )
-    given, other = has_data(draft.values), draft.values.get("data", {})
-    if not given:
-        draft.values["data"] = {**ROWS, **other}
+    names_data = has_data(draft.values)
+    data = draft.values.get("data", {})
+    if not names_data:
+        data = {**ROWS, **data}
+        draft.values["data"] = data
     validated(draft, [])
-    sections = {
-        name: _short(draft.values[name])
-        for name in Config.model_fields
-        if name in draft.values and (given or name != "data")
-    }
-    comments = "".join(
-        f"# {' '.join(note.replace(draft.name, name).split())}\n" for note in draft.notes
-    )
-    text = f"# {name}, by `drumline convert`\n{comments}{write_yaml(sections) if sections else ''}"
-    if given:
-        return text, draft.notes
-    commented = "".join(
-        f"# {line}\n" for line in write_yaml({"data": {**ROWS, **other}}).splitlines()
-    )
-    note = f"{draft.name}: says nothing of data: fill the `data` section in"
-    return f"{text}# What to train on; `drumline schema` has all kinds of sources.\n{commented}", [
-        *draft.notes,
-        note,
-    ]
+    text = f"# {name}, by `drumline convert`\n" + _comments(draft, name)
+    text += _sections(draft, with_data=names_data)
+    notes = draft.notes
+    if not names_data:
+        text += "# What to train on; `drumline schema` has all kinds of sources.\n"
+        for line in write_yaml({"data": data}).splitlines():
+            text += f"# {line}\n"
+        notes = [*notes, f"{draft.name}: says nothing of data: fill the `data` section in"]
+    return text, notes
 
 
-def _of_command(text: str, name: str, base: Path, new: Path | None) -> Draft:
-    """Of a command of TRL. Raises ConfigError for a text without one."""
+def _draft_of_file(old: Path, new: Path | None) -> Draft:
+    """Return the draft of a config in YAML or JSON, or of a script with a command of TRL."""
+    text = read_text(old)
+    if old.suffix not in (".yaml", ".yml", ".json"):
+        return _draft_of_command(text, str(old), old.parent, new)
+    folder = new.parent if new else old.parent
+    return drafted(text, str(old), old.parent, folder=folder, lenient=True)
+
+
+def _draft_of_command(text: str, name: str, base: Path, new: Path | None) -> Draft:
+    """Return the draft of a command of TRL. Raises ConfigError for a text without one."""
     command = command_in(text)
     if command is None:
         fix = (
@@ -66,14 +73,36 @@ def _of_command(text: str, name: str, base: Path, new: Path | None) -> Draft:
         )
         raise ConfigError("there is no command of TRL in it", where=name, fix=fix)
     sheet = Sheet(base, new.parent if new else base, lenient=True)
-    trl_command(sheet, *command, name)
+    trl_command(sheet, command, name)
     return Draft(
         name, sheet.values, {}, sheet.set_at, notes=sheet.notes, resume=sheet.resume, old=True
     )
 
 
-def _short(section: Any) -> Any:
-    """`{kind: ddp}` as `ddp`, and the kind first."""
+def _comments(draft: Draft, name: str) -> str:
+    """Return the notes of a draft as lines of comments, with the short name of the old file."""
+    lines = ""
+    for note in draft.notes:
+        tokens = note.replace(draft.name, name).split()
+        lines += f"# {' '.join(tokens)}\n"
+    return lines
+
+
+def _sections(draft: Draft, with_data: bool) -> str:
+    """Return the sections of a draft as YAML, in the order of the config."""
+    sections = {}
+    for name in Config.model_fields:
+        if name in draft.values and (with_data or name != "data"):
+            sections[name] = _shorten(draft.values[name])
+    if not sections:
+        return ""
+    return write_yaml(sections)
+
+
+def _shorten(section: Any) -> Any:
+    """Return `{kind: ddp}` as `ddp`, and any other section with its kind first."""
     if not isinstance(section, dict) or "kind" not in section:
         return section
-    return section["kind"] if len(section) == 1 else {"kind": section["kind"], **section}
+    if len(section) == 1:
+        return section["kind"]
+    return {"kind": section["kind"], **section}

@@ -1,5 +1,8 @@
-"""A DeepSpeed config, in a file of its own or inside another one → strategy zeroN, batch, rate and precision. Keys by DeepSpeed 0.19
-(`deepspeed/runtime/constants.py`, `deepspeed/runtime/zero/config.py`), which is not imported here."""
+"""A DeepSpeed config, in a file of its own or inside another one → strategy zeroN, batch, rate and precision.
+
+Keys by DeepSpeed 0.19 (`deepspeed/runtime/constants.py`, `deepspeed/runtime/zero/config.py`), which
+is not imported here.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,27 @@ from typing import Any
 
 from drumline.compat.rules import (
     Rule,
-    flag,
-    gone,
-    later,
-    nothing,
-    number,
-    one_of,
-    only,
-    read,
-    to,
-    whole,
+    apply_rules,
+    do_nothing,
+    drop,
+    postpone,
+    read_choice,
+    read_flag,
+    read_integer,
+    read_number,
+    reject,
+    set_key,
 )
 from drumline.compat.sheet import (
     AUTO,
-    Old,
+    OldKey,
     Sheet,
     Source,
     contradiction,
-    listed,
-    pop,
-    refuse,
-    shown,
+    format_value,
+    section_keys,
+    take_waiting,
+    translation_error,
 )
 from drumline.core.mistakes import by_word
 from drumline.core.yaml_lines import read_yaml
@@ -40,187 +43,256 @@ STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 WHAT = "a DeepSpeed config"
 
 
-def deepspeed_config(sheet: Sheet, olds: list[Old], own_file: str | None = None) -> None:
-    """Put a whole DeepSpeed config on the sheet. `own_file`: its path if Drumline's engine reads it; then only what the plan requires is
-    taken out of it. Without one, keys that Drumline does not have go to strategy.options."""
-    aside = Sheet(sheet.base, sheet.folder, lenient=sheet.lenient) if own_file else sheet
-    zero = next((old for old in olds if old.key == "zero_optimization"), None)
-    inside = zero.inside() if zero else []
-    read(ZERO, aside, inside, f"{WHAT}'s zero_optimization")
-    kind = next((one_of(STAGES)(old) for old in inside if old.key == "stage"), "ddp")
-    stated = zero or Old("zero_optimization", {}, olds[0].source, ("zero_optimization",))
-    sheet.put("strategy.kind", kind, stated)
+def deepspeed_config(sheet: Sheet, olds: list[OldKey], own_file: str | None = None) -> None:
+    """Put a whole DeepSpeed config on the sheet.
+
+    `own_file` is the path of the config if Drumline's engine reads it. Then only what the plan
+    requires is taken out of it. Without one, keys that Drumline does not have go to
+    strategy.options.
+    """
+    # What the engine reads by itself is checked, and then thrown away with this sheet.
+    engine_sheet = sheet
+    if own_file:
+        engine_sheet = Sheet(sheet.base, sheet.folder, lenient=sheet.lenient)
+    zero = _find_zero(olds)
+    apply_rules(ZERO, engine_sheet, zero.inside(), f"{WHAT}'s zero_optimization")
+    kind = _zero_kind(zero)
+    sheet.put("strategy.kind", kind, zero)
     if own_file and kind != "ddp":
-        sheet.put("strategy.config", own_file, stated)
+        sheet.put("strategy.config", own_file, zero)
     for old in olds:
-        target = aside if own_file and old.key not in PLANNED else sheet
+        target = sheet if old.key in PLANNED else engine_sheet
         if kind == "ddp" and old.key in ENGINE_ONLY:
             target.note(old, "only DeepSpeed's engine knows it, and ZeRO stage 0 is plain DDP")
         else:
-            read({**TABLE, **ENGINE_ONLY}, target, [old], WHAT)
-    for name, old in pop(sheet, "offload_optimizer", "offload_parameters").items():
-        cpu = (
-            {"device": replace(old, value="cpu" if flag(old) else "none")}
-            if old.key.startswith("cpu_offload")
-            else None
-        )
-        put_offload(sheet, kind, name, old, cpu or old.by_key())
+            apply_rules({**TABLE, **ENGINE_ONLY}, target, [old], WHAT)
+    for name, old in take_waiting(sheet, "offload_optimizer", "offload_parameters").items():
+        if old.key.startswith("cpu_offload"):
+            # The older switch: true or false.
+            device = "cpu" if read_flag(old) else "none"
+            put_offload(sheet, kind, name, old, {"device": replace(old, value=device)})
+        else:
+            put_offload(sheet, kind, name, old, old.by_key())
 
 
-def option(section: str = "") -> Rule:
-    """The value goes on to DeepSpeed as it is."""
-    return lambda sheet, old: to(f"strategy.options{section}.{old.key}")(sheet, old)
+def _find_zero(olds: list[OldKey]) -> OldKey:
+    """Return the key zero_optimization, an empty section if there is none."""
+    for old in olds:
+        if old.key == "zero_optimization":
+            return old
+    return OldKey("zero_optimization", {}, olds[0].source, ("zero_optimization",))
 
 
-def power_of_two(old: Old) -> float:
-    """The loss scale by its power. Raises ConfigError for one that fp64 cannot hold."""
-    if number(old) > 1000:
-        raise refuse(
-            old, f"{shown(old.value)} given, a power of two is wanted", "write a number such as 16"
-        )
-    return 2.0 ** number(old)
+def _zero_kind(zero: OldKey) -> str:
+    """Return the kind of strategy for the stage of zero_optimization; ddp without a stage."""
+    for old in zero.inside():
+        if old.key == "stage":
+            kind: str = read_choice(STAGES)(old)
+            return kind
+    return "ddp"
 
 
-def _low(precision: str) -> Rule:
-    """fp16: {enabled: true, …}: `enabled` waits for the other keys of precision."""
-    translations = {
-        "initial_scale_power": to("precision.initial_scale", power_of_two),
-        "loss_scale": only(
-            0,
-            why="Drumline's loss scale is dynamic",
-            fix="set it to 0, and initial_scale_power to begin elsewhere",
-        ),
-    }
-    silent = gone("Drumline's loss scaler has no such setting")
+def keep_as_option(section: str = "") -> Rule:
+    """Return a rule that hands the value on to DeepSpeed as it is.
 
-    def rule(sheet: Sheet, old: Old) -> None:
-        inner = old.by_key()
-        if (on := inner.pop("enabled", None)) and on.value not in AUTO:
-            later(precision)(sheet, on)
-        if on and on.value not in AUTO and flag(on):
-            for each in inner.values():
-                translations.get(each.key, silent)(sheet, each)
+    `section` is the dotted section of DeepSpeed's config, with a dot before it.
+    """
+
+    def rule(sheet: Sheet, old: OldKey) -> None:
+        set_key(f"strategy.options{section}.{old.key}")(sheet, old)
 
     return rule
 
 
-def put_offload(sheet: Sheet, kind: str, name: str, old: Old, inner: dict[str, Old]) -> None:
-    """Set the place of optimizer states or parameters by the keys of section `old`: {device: cpu | nvme, nvme_path: …, pin_memory: …}.
-    DeepSpeed offloads parameters under ZeRO-3 only."""
-    kinds = {"no": "none", "none": "none", "cpu": "cpu", "nvme": "nvme"}
-    made: dict[str, Any] = {"kind": one_of(kinds)(inner["device"]) if "device" in inner else "none"}
-    if made["kind"] == "none":
-        return
-    if made["kind"] == "nvme":
-        if "nvme_path" not in inner or inner["nvme_path"].value in AUTO:
-            raise refuse(old, "nvme without nvme_path", "add nvme_path: a folder on the disk")
-        made["path"] = str(inner["nvme_path"].value)
-    if "pin_memory" in inner and flag(inner["pin_memory"]):
-        made["pin_memory"] = True
-    if kind == "ddp" or (name == "offload_parameters" and kind != "zero3"):
-        sheet.note(
+# The largest power of two in fp64 is 2 to the 1023.
+MOST_POWER = 1000
+
+
+def read_power_of_two(old: OldKey) -> float:
+    """Return a loss scale by its power of two. Raises ConfigError for one that fp64 cannot hold."""
+    power = read_number(old)
+    if power > MOST_POWER:
+        raise translation_error(
             old,
-            f"without effect: DeepSpeed offloads {'nothing at stage 0' if kind == 'ddp' else 'parameters at stage 3 only'}",
+            f"{format_value(old.value)} given, a power of two is wanted",
+            "write a number such as 16",
         )
+    return 2.0**power
+
+
+LOSS_SCALE: dict[str, Rule] = {
+    "initial_scale_power": set_key("precision.initial_scale", read_power_of_two),
+    "loss_scale": reject(
+        0,
+        why="Drumline's loss scale is dynamic",
+        fix="set it to 0, and initial_scale_power to begin elsewhere",
+    ),
+}
+
+
+NO_SUCH_SETTING = drop("Drumline's loss scaler has no such setting")
+
+
+def _precision_section(precision: str) -> Rule:
+    """Return the rule for the section fp16 or bf16: {enabled: true, …}.
+
+    `enabled` waits for the other keys of the precision.
+    """
+
+    def rule(sheet: Sheet, old: OldKey) -> None:
+        inner = old.by_key()
+        enabled = inner.pop("enabled", None)
+        if enabled is None or enabled.value in AUTO:
+            return
+        postpone(precision)(sheet, enabled)
+        if read_flag(enabled):
+            for each in inner.values():
+                apply_rule = LOSS_SCALE.get(each.key, NO_SUCH_SETTING)
+                apply_rule(sheet, each)
+
+    return rule
+
+
+DEVICES = {"no": "none", "none": "none", "cpu": "cpu", "nvme": "nvme"}
+
+
+def put_offload(sheet: Sheet, kind: str, name: str, old: OldKey, inner: dict[str, OldKey]) -> None:
+    """Set where optimizer states or parameters are kept.
+
+    DeepSpeed offloads parameters under ZeRO-3 only, and nothing at stage 0.
+
+    Args:
+        kind: the kind of strategy.
+        name: offload_optimizer or offload_parameters.
+        old: the section, for errors and notes.
+        inner: its keys {device: cpu | nvme, nvme_path: …, pin_memory: …}.
+    """
+    if "device" not in inner:
+        return
+    device = read_choice(DEVICES)(inner["device"])
+    if device == "none":
+        return
+    offload: dict[str, Any] = {"kind": device}
+    if device == "nvme":
+        if "nvme_path" not in inner or inner["nvme_path"].value in AUTO:
+            raise translation_error(
+                old, "nvme without nvme_path", "add nvme_path: a folder on the disk"
+            )
+        offload["path"] = str(inner["nvme_path"].value)
+    if "pin_memory" in inner and read_flag(inner["pin_memory"]):
+        offload["pin_memory"] = True
+    if kind == "ddp":
+        sheet.note(old, "without effect: DeepSpeed offloads nothing at stage 0")
+    elif name == "offload_parameters" and kind != "zero3":
+        sheet.note(old, "without effect: DeepSpeed offloads parameters at stage 3 only")
     else:
-        sheet.put(f"strategy.{name}", made, old)
+        sheet.put(f"strategy.{name}", offload, old)
 
 
-def _typed(section: str, kinds: dict[str, str], params: dict[str, Rule]) -> Rule:
-    """{type: one of `kinds`, params: {…}}: both go to a section of the new config."""
+def _typed_section(section: str, kinds: dict[str, str], params: dict[str, Rule]) -> Rule:
+    """Return the rule for {type: one of `kinds`, params: {…}}: both go to a section here."""
 
-    def rule(sheet: Sheet, old: Old) -> None:
+    def rule(sheet: Sheet, old: OldKey) -> None:
         inner = old.by_key()
         if "type" in inner:
-            sheet.put(f"{section}.kind", one_of(kinds)(inner["type"]), inner["type"])
+            sheet.put(f"{section}.kind", read_choice(kinds)(inner["type"]), inner["type"])
         if "params" in inner:
-            read(params, sheet, inner["params"].inside(), f"{WHAT}'s {old.key}")
+            apply_rules(params, sheet, inner["params"].inside(), f"{WHAT}'s {old.key}")
 
     return rule
 
 
-def _enabled(then: Rule) -> Rule:
-    """A rule for a section {enabled: true, …}, applied where it is on."""
+def _apply_if_enabled(rule: Rule) -> Rule:
+    """Return a rule that applies another one to a section with `enabled: true`."""
 
-    def rule(sheet: Sheet, old: Old) -> None:
-        if any(
-            inner.key == "enabled" and inner.value not in AUTO and flag(inner)
-            for inner in old.inside()
-        ):
-            then(sheet, old)
+    def apply(sheet: Sheet, old: OldKey) -> None:
+        for inner in old.inside():
+            if inner.key == "enabled" and inner.value not in AUTO and read_flag(inner):
+                rule(sheet, old)
 
-    return rule
+    return apply
 
 
-def tracker(name: str) -> Rule:
-    """The tracker `name` is one more."""
+def add_tracker(name: str) -> Rule:
+    """Return a rule that adds a tracker to run.report_to."""
 
-    def rule(sheet: Sheet, old: Old) -> None:
+    def rule(sheet: Sheet, old: OldKey) -> None:
         before = sheet.get("run.report_to", [])
-        sheet.put("run.report_to", [*before, *[name] * (name not in before)], old, over=before)
+        trackers = list(before)
+        if name not in before:
+            trackers.append(name)
+        sheet.put("run.report_to", trackers, old, over=before)
 
     return rule
 
 
-def clip(old: Old) -> float | None:
-    """The limit of the gradient's norm; None for 0, with which DeepSpeed and Hugging Face never clip."""
-    return number(old) or None
+def read_clip(old: OldKey) -> float | None:
+    """Return the limit of the gradient's norm.
+
+    It is None for 0, with which DeepSpeed and Hugging Face never clip.
+    """
+    return read_number(old) or None
+
+
+def _set_profiler(sheet: Sheet, old: OldKey) -> None:
+    """Set DeepSpeed's profiler of operations."""
+    sheet.put("strategy.flops_profiler", True, old)
 
 
 OPTIMIZER: dict[str, Rule] = by_word(
     {
-        "lr": to("optimizer.lr", number),
-        "betas": to("optimizer.betas"),
-        "eps": to("optimizer.eps", number),
-        "weight_decay": to("optimizer.weight_decay", number),
-        "momentum": to("optimizer.momentum", number),
-        "torch_adam fused": gone("the engine picks the kernel"),
-        "adam_w_mode": only(
+        "lr": set_key("optimizer.lr", read_number),
+        "betas": set_key("optimizer.betas"),
+        "eps": set_key("optimizer.eps", read_number),
+        "weight_decay": set_key("optimizer.weight_decay", read_number),
+        "momentum": set_key("optimizer.momentum", read_number),
+        "torch_adam fused": drop("the engine picks the kernel"),
+        "adam_w_mode": reject(
             True,
             why="plain Adam adds decay to the gradient; Drumline's AdamW does not",
             fix="set it to true",
         ),
-        "bias_correction": only(
+        "bias_correction": reject(
             True, why="AdamW without bias correction is not supported", fix="set it to true"
         ),
-        "amsgrad": only(why="AMSGrad is not supported", fix="set it to false"),
-        "adamw_mode": gone("the optimizer is AdamW"),
+        "amsgrad": reject(why="AMSGrad is not supported", fix="set it to false"),
+        "adamw_mode": drop("the optimizer is AdamW"),
     }
 )
 
 SCHEDULER: dict[str, Rule] = by_word(
     {
-        "warmup_min_lr warmup_min_ratio": only(
+        "warmup_min_lr warmup_min_ratio": reject(
             0, 0.0, why="warm-up begins at 0", fix="set it to 0"
         ),
-        "warmup_max_lr": to("optimizer.lr", number),
-        "warmup_num_steps": to("schedule.warmup_steps", whole),
-        "total_num_steps": to("run.steps", whole),
-        "cos_min_ratio": to("schedule.min_ratio", number),
-        "warmup_type": gone("warm-up is linear"),
-        "last_batch_iteration": gone("a resumed run knows its step"),
+        "warmup_max_lr": set_key("optimizer.lr", read_number),
+        "warmup_num_steps": set_key("schedule.warmup_steps", read_integer),
+        "total_num_steps": set_key("run.steps", read_integer),
+        "cos_min_ratio": set_key("schedule.min_ratio", read_number),
+        "warmup_type": drop("warm-up is linear"),
+        "last_batch_iteration": drop("a resumed run knows its step"),
     }
 )
 
 EXPORT = "`drumline export --dtype bf16` writes 16-bit weights from any checkpoint"
-ZERO_OPTION = option(".zero_optimization")
+ZERO_OPTION = keep_as_option(".zero_optimization")
 ZERO: dict[str, Rule] = by_word(
     {
-        "stage": nothing,  # read before the others: it decides what they mean
-        "offload_optimizer cpu_offload": later("offload_optimizer"),
-        "offload_param cpu_offload_params cpu_offload_param": later("offload_parameters"),
-        "cpu_offload_use_pin_memory": gone("set pin_memory in the offload section"),
-        "zero_quantized_weights": to("strategy.zeropp.quantized_weights", flag),
-        "zero_quantized_gradients": to("strategy.zeropp.quantized_gradients", flag),
-        "zero_hpz_partition_size": to("strategy.zeropp.hierarchical_partition", whole),
-        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save": gone(
+        "stage": do_nothing,  # read before the others: it decides what they mean
+        "offload_optimizer cpu_offload": postpone("offload_optimizer"),
+        "offload_param cpu_offload_params cpu_offload_param": postpone("offload_parameters"),
+        "cpu_offload_use_pin_memory": drop("set pin_memory in the offload section"),
+        "zero_quantized_weights": set_key("strategy.zeropp.quantized_weights", read_flag),
+        "zero_quantized_gradients": set_key("strategy.zeropp.quantized_gradients", read_flag),
+        "zero_hpz_partition_size": set_key("strategy.zeropp.hierarchical_partition", read_integer),
+        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save": drop(
             EXPORT
         ),
-        "stage3_gather_fp16_weights_on_model_save": gone(
+        "stage3_gather_fp16_weights_on_model_save": drop(
             "`drumline export --dtype fp16` writes 16-bit weights from any checkpoint"
         ),
-        "elastic_checkpoint": gone("every checkpoint is read on any number of devices"),
-        "load_from_fp32_weights": gone("checkpoints always hold fp32 weights"),
+        "elastic_checkpoint": drop("every checkpoint is read on any number of devices"),
+        "load_from_fp32_weights": drop("checkpoints always hold fp32 weights"),
         "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions": ZERO_OPTION,
         "allgather_bucket_size overlap_comm sub_group_size round_robin_gradients legacy_stage1 ignore_unused_parameters": ZERO_OPTION,
         "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters": ZERO_OPTION,
@@ -234,57 +306,65 @@ ZERO: dict[str, Rule] = by_word(
     }
 )
 
-# Keys that the plan requires (`PLANNED`), and other keys with a meaning.
+# The keys of the top level that have a meaning here.
 TABLE: dict[str, Rule] = by_word(
     {
-        "train_batch_size": to("batch.global_samples", whole),
-        "train_micro_batch_size_per_gpu": to("batch.micro_batch", whole),
-        "gradient_accumulation_steps": to("batch.accumulation", whole),
-        "gradient_clipping": to("optimizer.max_grad_norm", clip),
-        "fp16": _low("fp16"),
-        "bf16 bfloat16": _low("bf16"),
-        "optimizer": _typed(
+        "train_batch_size": set_key("batch.global_samples", read_integer),
+        "train_micro_batch_size_per_gpu": set_key("batch.micro_batch", read_integer),
+        "gradient_accumulation_steps": set_key("batch.accumulation", read_integer),
+        "gradient_clipping": set_key("optimizer.max_grad_norm", read_clip),
+        "fp16": _precision_section("fp16"),
+        "bf16 bfloat16": _precision_section("bf16"),
+        "optimizer": _typed_section(
             "optimizer", {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}, OPTIMIZER
         ),
-        "scheduler": _typed(
+        "scheduler": _typed_section(
             "schedule",
             {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"},
             SCHEDULER,
         ),
-        "zero_optimization": nothing,  # read before the others
-        "activation_checkpointing": gone(
+        "zero_optimization": do_nothing,  # read before the others
+        "activation_checkpointing": drop(
             "memory.activation_checkpointing sets it; this section is for models that call DeepSpeed's own"
         ),
-        "steps_per_print": gone("figures come each run.log_every steps"),
-        "wall_clock_breakdown": gone("events.jsonl has the times of each step"),
-        "memory_breakdown": gone("events.jsonl has each rank's memory"),
-        "dump_state": gone("--dry-run shows every value"),
-        "log_level": gone("Drumline says what matters on one line"),
-        "flops_profiler": _enabled(
-            lambda sheet, old: sheet.put("strategy.flops_profiler", True, old)
+        "steps_per_print": drop("figures come each run.log_every steps"),
+        "wall_clock_breakdown": drop("events.jsonl has the times of each step"),
+        "memory_breakdown": drop("events.jsonl has each rank's memory"),
+        "dump_state": drop("--dry-run shows every value"),
+        "log_level": drop("Drumline says what matters on one line"),
+        "flops_profiler": _apply_if_enabled(_set_profiler),
+        "tensorboard": _apply_if_enabled(add_tracker("tensorboard")),
+        "wandb": _apply_if_enabled(add_tracker("wandb")),
+        "csv_monitor": _apply_if_enabled(drop("events.jsonl has the figures")),
+        "comet": _apply_if_enabled(
+            drop("trackers are tensorboard, wandb, mlflow and trackio: run.report_to")
         ),
-        "tensorboard": _enabled(tracker("tensorboard")),
-        "wandb": _enabled(tracker("wandb")),
-        "csv_monitor": _enabled(gone("events.jsonl has the figures")),
-        "comet": _enabled(
-            gone("trackers are tensorboard, wandb, mlflow and trackio: run.report_to")
-        ),
-        "dataloader_drop_last": gone("the last batch is filled up with rows that carry no weight"),
-        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": gone(
+        "dataloader_drop_last": drop("the last batch is filled up with rows that carry no weight"),
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": drop(
             "Drumline's engine chooses the optimizer"
         ),
-        "amp": _enabled(only(why="NVIDIA Apex is not used", fix="set bf16 or fp16")),
-        "pipeline": gone("strategy pp is Drumline's pipeline"),
-        "autotuning": gone("only the deepspeed launcher tunes"),
-        "elasticity": gone("any number of devices resumes any checkpoint"),
-        "curriculum_learning data_efficiency": _enabled(
-            only(why="there is no curriculum", fix="remove it")
+        "amp": _apply_if_enabled(reject(why="NVIDIA Apex is not used", fix="set bf16 or fp16")),
+        "pipeline": drop("strategy pp is Drumline's pipeline"),
+        "autotuning": drop("only the deepspeed launcher tunes"),
+        "elasticity": drop("any number of devices resumes any checkpoint"),
+        "curriculum_learning data_efficiency": _apply_if_enabled(
+            reject(why="there is no curriculum", fix="remove it")
         ),
     }
 )
-PLANNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16",
-           "bfloat16", "optimizer", "scheduler"}  # fmt: skip
-ENGINE_OPTION = option()
+# The keys of TABLE that the plan requires.
+PLANNED = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "fp16",
+    "bf16",
+    "bfloat16",
+    "optimizer",
+    "scheduler",
+}
+ENGINE_OPTION = keep_as_option()
 ENGINE_ONLY: dict[str, Rule] = by_word(
     {
         "communication_data_type seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor": ENGINE_OPTION,
@@ -295,62 +375,96 @@ ENGINE_ONLY: dict[str, Rule] = by_word(
 )
 
 
-PRECISIONS = {"no": "fp32", "none": "fp32", "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16",
-              "bfloat16": "bf16", "bf16_mixed": "bf16", "fp16_mixed": "fp16", "fp8": "fp8"}  # fmt: skip
+PRECISIONS = {
+    "no": "fp32",
+    "none": "fp32",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "bf16_mixed": "bf16",
+    "fp16_mixed": "fp16",
+    "fp8": "fp8",
+}
 
 
 def low_precision(sheet: Sheet) -> None:
-    """The precision by fp8, bf16, fp16 and mixed_precision together. Raises ConfigError with both places where two are on."""
-    kinds = [
-        (name if flag(old) else "fp32", old)
-        for name, old in pop(sheet, "fp8", "bf16", "fp16").items()
-    ]
-    if (old := sheet.waiting.pop("mixed_precision", None)) is not None:
-        kinds.append((one_of(PRECISIONS)(old), old))
-    # accelerate writes `mixed_precision: no` by default, also beside a DeepSpeed JSON that has bf16 on.
-    on = [(kind, old) for kind, old in kinds if kind != "fp32"]
-    if any(kind == "fp8" for kind, _ in on):
-        on = [(kind, old) for kind, old in on if kind != "bf16"]  # the rest of the model is in bf16
-    for kind, old in on:
-        if kind != on[0][0]:
-            raise contradiction(old, on[0][1])
-    if kinds:
-        sheet.put("precision.kind", *(on or kinds)[0])
+    """Set the precision by fp8, bf16, fp16 and mixed_precision together.
+
+    Raises ConfigError with both places if two are on.
+    """
+    given: list[tuple[str, OldKey]] = []
+    for name, old in take_waiting(sheet, "fp8", "bf16", "fp16").items():
+        given.append((name if read_flag(old) else "fp32", old))
+    mixed = sheet.waiting.pop("mixed_precision", None)
+    if mixed is not None:
+        given.append((read_choice(PRECISIONS)(mixed), mixed))
+    if not given:
+        return
+    # accelerate writes `mixed_precision: no` by default, also beside a DeepSpeed JSON that has bf16
+    # on: an fp32 counts only if nothing else is on.
+    low = [(kind, old) for kind, old in given if kind != "fp32"]
+    if any(kind == "fp8" for kind, _ in low):
+        # The rest of the model is in bf16.
+        low = [(kind, old) for kind, old in low if kind != "bf16"]
+    first_kind, first = (low or given)[0]
+    for kind, old in low:
+        if kind != first_kind:
+            raise contradiction(old, first)
+    sheet.put("precision.kind", first_kind, first)
 
 
-def deepspeed_file(sheet: Sheet, olds: list[Old], own_file: str | None = None) -> None:
-    """A DeepSpeed config that is a file by itself. Raises ConfigError by its line."""
+def deepspeed_file(sheet: Sheet, olds: list[OldKey], own_file: str | None = None) -> None:
+    """Put a DeepSpeed config that is a file by itself on the sheet. Raises ConfigError with its line."""
     deepspeed_config(sheet, olds, own_file)
     low_precision(sheet)
 
 
-def own_deepspeed_file(sheet: Sheet, old: Old) -> None:
-    """A DeepSpeed JSON that an old file names: its stage is the strategy, and Drumline's engine reads the file itself."""
-    path = found(sheet.base, str(old.value))
+def own_deepspeed_file(sheet: Sheet, old: OldKey) -> None:
+    """Put a DeepSpeed JSON that an old file names on the sheet.
+
+    Its stage is the strategy, and Drumline's engine reads the file itself.
+    """
+    path = locate_file(sheet.base, str(old.value))
     deepspeed_config(sheet, load_file(path, old), own_file=new_path(sheet, path))
 
 
-def found(base: Path, name: str) -> Path:
-    """A file that an old one names: beside it, or from the current folder, as accelerate and transformers look for it."""
-    beside = base / expanded(name)
+def locate_file(base: Path, name: str) -> Path:
+    """Return the path of a file that an old file names.
+
+    It lies beside the old file or in the current folder, as accelerate and transformers look for it.
+    """
     here = expanded(name)
-    return here if not beside.exists() and here.exists() else beside
+    beside = base / here
+    if not beside.exists() and here.exists():
+        return here
+    return beside
 
 
 def new_path(sheet: Sheet, path: Path) -> str:
-    """A path as the new config writes it: relative to its folder, or absolute for what lies elsewhere."""
-    whole, folder = path.absolute(), sheet.folder and sheet.folder.absolute()
-    return str(whole.relative_to(folder)) if folder and whole.is_relative_to(folder) else str(whole)
+    """Return a path as the new config writes it.
+
+    It is relative to the folder of the new config, or absolute if the file lies elsewhere.
+    """
+    absolute = path.absolute()
+    if sheet.folder is None:
+        return str(absolute)
+    folder = sheet.folder.absolute()
+    if not absolute.is_relative_to(folder):
+        return str(absolute)
+    return str(absolute.relative_to(folder))
 
 
-def load_file(path: Path, old: Old) -> list[Old]:
-    """The keys of a JSON or YAML file that an old one names."""
+def load_file(path: Path, old: OldKey) -> list[OldKey]:
+    """Return the keys of a JSON or YAML file that an old key names. Raises ConfigError."""
     try:
         # JSON may be indented with tabs, and YAML may not.
         text = read_text(path, ConfigError).replace("\t", "  ")
     except ConfigError as error:
         reason = error.what.removeprefix("cannot be read: ")
-        raise refuse(
+        raise translation_error(
             old,
             f"{str(path)!r} cannot be read: {reason}",
             "give the path of a YAML or JSON file, relative to this one",
@@ -358,4 +472,4 @@ def load_file(path: Path, old: Old) -> list[Old]:
     values, lines = read_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError("holds no keys and values", where=str(path), fix='write {"key": value}')
-    return listed(values, Source(str(path), lines))
+    return section_keys(values, Source(str(path), lines))

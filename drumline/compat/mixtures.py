@@ -1,60 +1,70 @@
-"""Mixtures of datasets: TRL's `datasets`, and dataset_mixture and dataset_mixer of the alignment handbook → data.train, data.eval."""
+"""Mixtures of datasets → data.train and data.eval.
+
+They are TRL's `datasets`, and dataset_mixture and dataset_mixer of the alignment handbook.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from drumline.compat.rules import name_list, number
-from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse, shown
+from drumline.compat.rules import read_names, read_number
+from drumline.compat.sheet import AUTO, OldKey, Sheet, format_value, take_waiting, translation_error
 
+# The keys of an entry there → the keys of a source here.
 NAMES = {"id": "id", "path": "id", "name": "name", "config": "name", "split": "split"}
 
 
-def mixture(sheet: Sheet, old: Old) -> None:
-    """A list of datasets, or a section that has one, and rows to hold out."""
+def read_mixture(sheet: Sheet, old: OldKey) -> None:
+    """Put a list of datasets on the sheet, or a section with such a list and rows to hold out.
+
+    Raises ConfigError if there is no list of sections.
+    """
     section = old.by_key() if isinstance(old.value, dict) else {"datasets": old}
-    listed = section.get("datasets", old)
-    if not isinstance(listed.value, list) or not all(
-        isinstance(each, dict) for each in listed.value
-    ):
-        raise refuse(
-            listed,
-            f"{shown(listed.value)} given, a list of datasets is wanted",
+    datasets = section.get("datasets", old)
+    is_list = isinstance(datasets.value, list)
+    if not is_list or not all(isinstance(each, dict) for each in datasets.value):
+        raise translation_error(
+            datasets,
+            f"{format_value(datasets.value)} given, a list of datasets is wanted",
             "begin each with `- id: …`",
         )
-    sources = [
-        _entry(sheet, replace(listed, value=each, place=(*listed.place, str(at))))
-        for at, each in enumerate(listed.value)
-    ]
-    sheet.put("data.train", sources, listed)
+    sources = []
+    for index, entry in enumerate(datasets.value):
+        place = (*datasets.place, str(index))
+        sources.append(_entry(sheet, replace(datasets, value=entry, place=place)))
+    sheet.put("data.train", sources, datasets)
     hold_out(sheet, section.get("test_split_size"))
 
 
-def hold_out(sheet: Sheet, old: Old | None) -> None:
-    """Hold out a number of rows, or a part of them, where a key says so."""
-    if old is not None and old.value not in AUTO and (size := number(old)):
-        sheet.put("data.holdout", size if size < 1 else int(size), old)
+def hold_out(sheet: Sheet, old: OldKey | None) -> None:
+    """Hold out a number of rows (1 or more) or a fraction of them (below 1), if a key sets it."""
+    if old is None or old.value in AUTO:
+        return
+    size = read_number(old)
+    if not size:
+        return
+    if size < 1:
+        sheet.put("data.holdout", size, old)
+    else:
+        sheet.put("data.holdout", int(size), old)
 
 
-def _entry(sheet: Sheet, old: Old) -> dict[str, Any]:
+def _entry(sheet: Sheet, old: OldKey) -> dict[str, Any]:
+    """Return the source for one dataset of a mixture. Raises ConfigError if it has no id."""
     entry = old.by_key()
-    source = {
-        "kind": "hub",
-        **{
-            key: str(entry[name].value)
-            for name, key in NAMES.items()
-            if name in entry and entry[name].value
-        },
-    }
+    source: dict[str, Any] = {"kind": "hub"}
+    for name, key in NAMES.items():
+        if name in entry and entry[name].value:
+            source[key] = str(entry[name].value)
     if "id" not in source:
-        raise refuse(old, "names no dataset", "write `id: org/name`")
+        raise translation_error(old, "names no dataset", "write `id: org/name`")
     if source.get("name") == "default":
         del source["name"]
     if "weight" in entry:
-        _take(source, entry["weight"])
+        _cut_split(source, entry["weight"])
     elif "fraction" in entry:
-        sheet.lacks(
+        sheet.report_unsupported(
             entry["fraction"],
             "sources are not cut to shares of a mixture",
             "set weight of each source",
@@ -62,40 +72,61 @@ def _entry(sheet: Sheet, old: Old) -> dict[str, Any]:
     return source
 
 
-def _take(source: dict[str, Any], old: Old) -> None:
-    """The first rows of a split, in whole percents, as datasets cuts it."""
-    if (part := number(old)) >= 1:
+def _cut_split(source: dict[str, Any], old: OldKey) -> None:
+    """Cut a source to the first rows of its split, in whole percents, as datasets does it.
+
+    `old` has the fraction of the rows. Raises ConfigError if it is below half a percent.
+    """
+    fraction = read_number(old)
+    if fraction >= 1:
         return
-    if (percent := round(part * 100)) < 1:
-        raise refuse(
+    percent = round(fraction * 100)
+    if percent < 1:
+        raise translation_error(
             old,
-            f"{shown(old.value)} given, a split is cut to whole percents",
+            f"{format_value(old.value)} given, a split is cut to whole percents",
             "set it to 0.01 or more, or leave the dataset out",
         )
     source["split"] = f"{source.get('split', 'train')}[:{percent}%]"
 
 
-def mixer(sheet: Sheet) -> None:
-    """dataset_mixer: {id: part of its rows}, with dataset_splits and dataset_configs."""
-    old = pop(sheet, "dataset_mixer", "dataset_splits", "dataset_configs")
-    mixed = old.get("dataset_mixer")
-    if mixed is None:
+def read_mixer(sheet: Sheet) -> None:
+    """Put dataset_mixer on the sheet: {id: fraction of its rows}.
+
+    dataset_splits and dataset_configs belong to it. Splits of training are cut to the fraction,
+    splits of evaluation are not.
+    """
+    old = take_waiting(sheet, "dataset_mixer", "dataset_splits", "dataset_configs")
+    mixer = old.get("dataset_mixer")
+    if mixer is None:
         return
-    splits = name_list(old["dataset_splits"]) if "dataset_splits" in old else ["train"]
-    configs = name_list(old["dataset_configs"]) if "dataset_configs" in old else []
-    for key, parts in (("train", ("train",)), ("eval", ("test", "valid", "eval"))):
-        sources: list[dict[str, Any]] = []
-        for split in (split for split in splits if any(part in split for part in parts)):
-            for at, each in enumerate(mixed.inside()):
-                sources.append(
-                    {
-                        "kind": "hub",
-                        "id": each.key,
-                        **({"name": configs[at]} if at < len(configs) else {}),
-                        "split": split,
-                    }
-                )
-                if key == "train":
-                    _take(sources[-1], each)
-        if sources:
-            sheet.put(f"data.{key}", sources, mixed)
+    splits = read_names(old["dataset_splits"]) if "dataset_splits" in old else ["train"]
+    configs = read_names(old["dataset_configs"]) if "dataset_configs" in old else []
+    _put_splits(sheet, mixer, "train", _splits_with(splits, ("train",)), configs)
+    _put_splits(sheet, mixer, "eval", _splits_with(splits, ("test", "valid", "eval")), configs)
+
+
+def _splits_with(splits: list[str], tokens: tuple[str, ...]) -> list[str]:
+    """Return the splits whose names contain one of the words."""
+    return [split for split in splits if any(word in split for word in tokens)]
+
+
+def _put_splits(
+    sheet: Sheet, mixer: OldKey, part: str, splits: list[str], configs: list[str]
+) -> None:
+    """Set data.train or data.eval to these splits of each dataset of the mixer, if there are any.
+
+    `configs` has the configuration of each dataset, in the order of the mixer.
+    """
+    sources: list[dict[str, Any]] = []
+    for split in splits:
+        for index, dataset in enumerate(mixer.inside()):
+            source: dict[str, Any] = {"kind": "hub", "id": dataset.key}
+            if index < len(configs):
+                source["name"] = configs[index]
+            source["split"] = split
+            if part == "train":
+                _cut_split(source, dataset)
+            sources.append(source)
+    if sources:
+        sheet.put(f"data.{part}", sources, mixer)

@@ -1,4 +1,4 @@
-"""A launcher's or an accelerate file's strategy, laid over a config that does not set it."""
+"""The strategy of a launcher or of an accelerate file, laid over a config that does not set it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from typing import Any
 from drumline.compat import accelerate as acc
 from drumline.compat import recognise
 from drumline.compat.deepspeed import deepspeed_file, load_file, low_precision
-from drumline.compat.rules import read
-from drumline.compat.sheet import AUTO, Old, Sheet, Source, shown
+from drumline.compat.rules import apply_rules
+from drumline.compat.sheet import AUTO, OldKey, Sheet, Source, format_value
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
 
 def from_file(path: Path) -> Sheet:
-    """An accelerate config or a DeepSpeed JSON. Raises ConfigError for any other file."""
-    olds = load_file(
-        path, Old("accelerate_config", str(path), Source("command line"), ("--accelerate-config",))
+    """Return the sheet of an accelerate config or a DeepSpeed JSON.
+
+    Raises ConfigError for any other file.
+    """
+    option = OldKey(
+        "accelerate_config", str(path), Source("command line"), ("--accelerate-config",)
     )
+    olds = load_file(path, option)
     kind = recognise({old.key: old.value for old in olds})
     sheet = Sheet(path.parent, None)
     if kind == "accelerate":
@@ -35,118 +39,194 @@ def from_file(path: Path) -> Sheet:
     return sheet
 
 
-# `accelerate launch` exports the keys of its config file and its flags as variables: prefix, keys. Names by accelerate 1.15,
-# `utils/launch.py`. It exports most of them with their defaults, so a default has no meaning here.
+# `accelerate launch` exports the keys of its config file and its flags as variables. Each name has a
+# prefix and a key. Names by accelerate 1.15, `utils/launch.py`. It exports most of them with their
+# defaults, so a default has no meaning here.
 LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # every way to launch sets it
-FSDP = "offload_params backward_prefetch forward_prefetch ignored_modules activation_checkpointing activation_checkpointing_offload"
-DEEPSPEED = "zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path"
-DEEPSPEED_TOP = "deepspeed_config_file deepspeed_moe_layer_cls_names gradient_accumulation_steps gradient_clipping"
-MEGATRON = "tp_degree pp_degree context_parallel_size num_micro_batches recompute_activations recompute_granularity"
+FSDP = (
+    "offload_params",
+    "backward_prefetch",
+    "forward_prefetch",
+    "ignored_modules",
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+)
+DEEPSPEED = (
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+)
+DEEPSPEED_TOP = (
+    "deepspeed_config_file",
+    "deepspeed_moe_layer_cls_names",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+MEGATRON = (
+    "tp_degree",
+    "pp_degree",
+    "context_parallel_size",
+    "num_micro_batches",
+    "recompute_activations",
+    "recompute_granularity",
+)
+
+
+PARALLELISM = ("dp_replicate_size", "tp_size", "cp_size", "sp_size")
+
+
+class _Variables:
+    """The environment variables of `accelerate launch`, as old keys."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.source = Source("accelerate launch")
+
+    def keys(self, prefix: str, names: tuple[str, ...]) -> list[OldKey]:
+        """Return the keys whose variables `PREFIX_NAME` are set."""
+        olds = []
+        for name in names:
+            variable = f"{prefix}_{name.upper()}"
+            value = self.environ.get(variable, "None")
+            if value != "None":
+                olds.append(OldKey(name, value, self.source, (variable,)))
+        return olds
+
+    def switch(self, variable: str) -> OldKey | None:
+        """Return the key of a switch that is on; None if it is off."""
+        if self.environ.get(variable, "").lower() not in ("true", "1"):
+            return None
+        return OldKey(variable, True, self.source, (variable,))
+
+    def fsdp_keys(self) -> list[OldKey]:
+        """Return the keys of FSDP.
+
+        The launcher exports reshard_after_forward and sharding_strategy, one of them with its
+        default. Only the one that this version of FSDP reads is used.
+        """
+        reshard = self.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
+        is_version_2 = self.environ.get("FSDP_VERSION") == "2"
+        # FSDP1 may have the name of a sharding strategy in reshard_after_forward.
+        is_default_strategy = self.environ.get("FSDP_SHARDING_STRATEGY") == "FULL_SHARD"
+        if is_version_2 or (reshard not in ("true", "false") and is_default_strategy):
+            sharding = "reshard_after_forward"
+        else:
+            sharding = "sharding_strategy"
+        olds = []
+        for old in self.keys("FSDP", ("transformer_cls_to_wrap",)):
+            olds.append(replace(old, key="transformer_layer_cls_to_wrap"))
+        return olds + self.keys("FSDP", (*FSDP, sharding))
 
 
 def from_environment(environ: Mapping[str, str]) -> Sheet | None:
-    """The strategy of `accelerate launch`; None where it has not started this process. Raises ConfigError by the variable."""
+    """Return the sheet of the strategy of `accelerate launch`.
+
+    None if it has not started this process. Raises ConfigError with the variable.
+    """
     if LAUNCHED not in environ:
         return None
-    source, sheet = Source("accelerate launch"), Sheet(Path(), None)
-
-    def given(prefix: str, keys: str) -> list[Old]:
-        names = {key: f"{prefix}_{key.upper()}" for key in keys.split()}
-        return [
-            Old(key, environ[name], source, (name,))
-            for key, name in names.items()
-            if environ.get(name, "None") != "None"
-        ]
-
-    def on(name: str) -> Old | None:
-        return (
-            Old(name, True, source, (name,))
-            if environ.get(name, "").lower() in ("true", "1")
-            else None
-        )
-
-    if switch := on("ACCELERATE_USE_FSDP"):
-        # The one of the two keys that this version of FSDP reads: the launcher exports both, the other one with its default.
-        by_name = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() not in ("true", "false")
-        second = environ.get("FSDP_VERSION") == "2" or (
-            by_name and environ.get("FSDP_SHARDING_STRATEGY") == "FULL_SHARD"
-        )
-        layers = [
-            replace(old, key="transformer_layer_cls_to_wrap")
-            for old in given("FSDP", "transformer_cls_to_wrap")
-        ]
-        acc.read_fsdp(
-            sheet,
-            switch,
-            [
-                *layers,
-                *given(
-                    "FSDP", f"{FSDP} {'reshard_after_forward' if second else 'sharding_strategy'}"
-                ),
-            ],
-        )
-    elif switch := on("ACCELERATE_USE_DEEPSPEED"):
-        acc.read_deepspeed(
-            sheet,
-            switch,
-            [*given("ACCELERATE", DEEPSPEED_TOP), *given("ACCELERATE_DEEPSPEED", DEEPSPEED)],
-        )
-    elif switch := on("ACCELERATE_USE_MEGATRON_LM"):
-        acc.read_megatron(sheet, switch, given("MEGATRON_LM", MEGATRON))
-    if on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        degrees = given("PARALLELISM_CONFIG", "dp_replicate_size tp_size cp_size sp_size")
-        read(
-            acc.PARALLELISM,
-            sheet,
-            [old for old in degrees if old.value != "1"],
-            "parallelism_config",
-        )
-    acc.compile_blocks(sheet, {old.key: old for old in given("ACCELERATE_DYNAMO", "backend mode")})
-    sheet.waiting |= {old.key: old for old in given("ACCELERATE", "mixed_precision")}
+    variables = _Variables(environ)
+    sheet = Sheet(Path(), None)
+    _read_strategy(sheet, variables)
+    if variables.switch("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        degrees = variables.keys("PARALLELISM_CONFIG", PARALLELISM)
+        degrees = [old for old in degrees if old.value != "1"]
+        apply_rules(acc.PARALLELISM, sheet, degrees, "parallelism_config")
+    dynamo = variables.keys("ACCELERATE_DYNAMO", ("backend", "mode"))
+    acc.compile_blocks(sheet, {old.key: old for old in dynamo})
+    for old in variables.keys("ACCELERATE", ("mixed_precision",)):
+        sheet.waiting[old.key] = old
     low_precision(sheet)
-    if environ[LAUNCHED] == "no":  # its default; a config's own precision is used instead
+    if environ[LAUNCHED] == "no":
+        # That is the launcher's default; a config's own precision is used instead.
         sheet.weak.add(("precision", "kind"))
     return sheet
 
 
+def _read_strategy(sheet: Sheet, variables: _Variables) -> None:
+    """Put the strategy that is on on the sheet: FSDP, DeepSpeed or Megatron."""
+    fsdp = variables.switch("ACCELERATE_USE_FSDP")
+    if fsdp is not None:
+        acc.read_fsdp(sheet, fsdp, variables.fsdp_keys())
+        return
+    deepspeed = variables.switch("ACCELERATE_USE_DEEPSPEED")
+    if deepspeed is not None:
+        olds = variables.keys("ACCELERATE", DEEPSPEED_TOP)
+        olds += variables.keys("ACCELERATE_DEEPSPEED", DEEPSPEED)
+        acc.read_deepspeed(sheet, deepspeed, olds)
+        return
+    megatron = variables.switch("ACCELERATE_USE_MEGATRON_LM")
+    if megatron is not None:
+        acc.read_megatron(sheet, megatron, variables.keys("MEGATRON_LM", MEGATRON))
+
+
 def lay(values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]) -> dict[Place, str]:
-    """Set what the config leaves open. Returns the origin of each value that it sets. Raises ConfigError where both set a key differently.
-    Options of the same strategy are no contradiction: the config's stay, since launchers pass on their defaults as if the user had set
-    them."""
+    """Set what the config leaves open, and return the origin of each value that it sets.
+
+    Options of the same strategy are no contradiction: the config's stay, since launchers pass on
+    their defaults as if the user had set them.
+
+    Args:
+        values: the sections of the config, which change.
+        overlay: the sheet of the launcher or of the accelerate file.
+        where: the file and line of a position in the config.
+
+    Raises ConfigError if both set a key to different values.
+    """
     for name in ("strategy", "precision"):
         if isinstance(values.get(name), str):
             values[name] = {"kind": values[name]}
-    mine = values.get("strategy")
-    same = isinstance(mine, dict) and mine.get("kind") == overlay.values.get("strategy", {}).get(
-        "kind"
-    )
-    placed: dict[Place, str] = {}
+    merge = _Merge(values, overlay, where)
+    merge.visit(values, overlay.values, ())
+    return merge.placed
 
-    def origin_of(place: Place) -> str:
-        while place not in overlay.origins:
-            place = place[:-1]
-        return overlay.origins[place].where
 
-    def visit(inside: dict[str, Any], theirs: dict[str, Any], place: Place) -> None:
+class _Merge:
+    """A config while an overlay is laid over it. `placed`: the origin of each value that it sets."""
+
+    def __init__(
+        self, values: dict[str, Any], overlay: Sheet, where: Callable[[Place], str]
+    ) -> None:
+        self.overlay = overlay
+        self.where = where
+        self.placed: dict[Place, str] = {}
+        strategy = values.get("strategy")
+        kind = overlay.values.get("strategy", {}).get("kind")
+        self.has_same_strategy = isinstance(strategy, dict) and strategy.get("kind") == kind
+
+    def visit(self, inside: dict[str, Any], theirs: dict[str, Any], place: Place) -> None:
+        """Lay the section `theirs` of the overlay over the section `inside` at a position."""
         for key, value in theirs.items():
-            here, current = (*place, key), inside.get(key)
-            if isinstance(value, dict) and (current is None or isinstance(current, dict)):
-                if current is None:
-                    inside[key], placed[here] = {}, origin_of(here)
-                visit(inside[key], value, here)
+            here = (*place, key)
+            current = inside.get(key)
+            if isinstance(value, dict) and current is None:
+                inside[key] = {}
+                self.placed[here] = self._origin(here)
+                self.visit(inside[key], value, here)
+            elif isinstance(value, dict) and isinstance(current, dict):
+                self.visit(current, value, here)
             elif current in AUTO:
-                inside[key], placed[here] = value, origin_of(here)
-            elif (
-                current != value
-                and here not in overlay.weak
-                and not (same and here[0] == "strategy")
-            ):
-                what = f"{shown(current)}, but {origin_of(here)} makes it {shown(value)}"
-                raise ConfigError(
-                    what,
-                    where=where(here),
-                    fix=f"leave {'.'.join(here)} out of the config, or change the launcher's",
-                )
+                inside[key] = value
+                self.placed[here] = self._origin(here)
+            elif current != value and not self._yields(here):
+                raise self._contradiction(here, current, value)
 
-    visit(values, overlay.values, ())
-    return placed
+    def _origin(self, place: Place) -> str:
+        """Return where the overlay's value at a position comes from, or the section around it."""
+        while place not in self.overlay.origins:
+            place = place[:-1]
+        return self.overlay.origins[place].where
+
+    def _yields(self, place: Place) -> bool:
+        """Return True if the overlay's value yields to the config's without an error."""
+        if place in self.overlay.weak:
+            return True
+        return self.has_same_strategy and place[0] == "strategy"
+
+    def _contradiction(self, place: Place, current: Any, value: Any) -> ConfigError:
+        """Return the error for a key that both set to different values."""
+        what = f"{format_value(current)}, but {self._origin(place)} makes it {format_value(value)}"
+        fix = f"leave {'.'.join(place)} out of the config, or change the launcher's"
+        return ConfigError(what, where=self.where(place), fix=fix)

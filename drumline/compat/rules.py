@@ -1,4 +1,4 @@
-"""The rules of tables of old keys: a table has one for each key. A rule writes on the sheet what the key means for the new config."""
+"""The rules in the tables of old keys: each rule writes on the sheet what its key means for the new config."""
 
 from __future__ import annotations
 
@@ -7,112 +7,188 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from drumline.compat.sheet import AUTO, Lacking, Old, Sheet, contradiction, refuse, shown
+from drumline.compat.sheet import (
+    AUTO,
+    OldKey,
+    Sheet,
+    Unsupported,
+    contradiction,
+    format_value,
+    translation_error,
+)
 from drumline.core.registry import nearest
 
-Rule = Callable[[Sheet, Old], None]
-Convert = Callable[[Old], Any]
-Defaults = dict[str, tuple[Any, str]]  # dotted key → value, and the name in the old file
+Rule = Callable[[Sheet, OldKey], None]
+Converter = Callable[[OldKey], Any]
+# `section.key` of the new config → its value, and the key's name in the old file.
+Defaults = dict[str, tuple[Any, str]]
 
 
-def flag(old: Old) -> bool:
-    """true or false, also as text: accelerate's own files have 'no' and "true"."""
+def read_flag(old: OldKey) -> bool:
+    """Return a value that is true or false, also written as text.
+
+    accelerate's own files have 'no' and "true". Raises ConfigError for any other value.
+    """
     word = str(old.value).lower()
     if word in ("true", "yes", "1", "on"):
         return True
     if word in ("false", "no", "0", "off", "none", ""):
         return False
-    raise refuse(old, f"{shown(old.value)} given, true or false is wanted", "write true or false")
-
-
-def number(old: Old, whole: bool = False) -> float:
-    """A number, also as text: PyYAML reads 1e-5 as text, so old files may have put it in quotes."""
-    try:
-        found = float(old.value)
-        if (
-            isinstance(old.value, bool)
-            or not math.isfinite(found)
-            or (whole and not found.is_integer())
-        ):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        wanted, example = ("a whole number", "2") if whole else ("a number", "1.0e-5")
-        raise refuse(
-            old,
-            f"{shown(old.value)} given, {wanted} is wanted",
-            f"write a number such as {example}",
-        ) from None
-    return found
-
-
-def whole(old: Old) -> int:
-    """A whole number, also as text."""
-    return int(number(old, whole=True))
-
-
-def name_list(old: Old) -> list[str]:
-    """A list of names, also as one text with commas."""
-    parts = (
-        old.value.split(",")
-        if isinstance(old.value, str)
-        else old.value
-        if isinstance(old.value, list)
-        else [old.value]
+    raise translation_error(
+        old, f"{format_value(old.value)} given, true or false is wanted", "write true or false"
     )
-    return [str(part).strip() for part in parts if str(part).strip()]
 
 
-def one_of(table: Mapping[str, Any], why_not: Mapping[str, str] | None = None) -> Convert:
-    """One word of a table, in any case; `why_not`: words that other tools know, with the reason and the fix."""
+def _finite_float(value: Any) -> float | None:
+    """Return a number or a number's text as a float; None if it is neither, or not finite."""
+    if isinstance(value, bool):
+        return None
+    try:
+        result = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if not math.isfinite(result):
+        return None
+    return result
 
-    def convert(old: Old) -> Any:
-        word = "no" if old.value is False or old.value is None else str(old.value).lower()
+
+def read_number(old: OldKey) -> float:
+    """Return a number, also written as text. Raises ConfigError for any other value.
+
+    PyYAML reads 1e-5 as text, so old files may have put it in quotes.
+    """
+    value = _finite_float(old.value)
+    if value is None:
+        raise translation_error(
+            old,
+            f"{format_value(old.value)} given, a number is wanted",
+            "write a number such as 1.0e-5",
+        )
+    return value
+
+
+def read_integer(old: OldKey) -> int:
+    """Return a whole number, also written as text. Raises ConfigError for any other value."""
+    value = _finite_float(old.value)
+    if value is None or not value.is_integer():
+        raise translation_error(
+            old,
+            f"{format_value(old.value)} given, a whole number is wanted",
+            "write a number such as 2",
+        )
+    return int(value)
+
+
+def read_names(old: OldKey) -> list[str]:
+    """Return a list of names, also written as one text with commas."""
+    parts: list[Any]
+    if isinstance(old.value, str):
+        parts = old.value.split(",")
+    elif isinstance(old.value, list):
+        parts = old.value
+    else:
+        parts = [old.value]
+    stripped = [str(part).strip() for part in parts]
+    return [part for part in stripped if part]
+
+
+def read_choice(table: Mapping[str, Any], why_not: Mapping[str, str] | None = None) -> Converter:
+    """Return a converter of one word, in upper or lower case, to its value in `table`.
+
+    `why_not` has words that other tools accept, each with the fix. The converter raises Unsupported
+    for them, and for words that are in neither.
+    """
+
+    def convert(old: OldKey) -> Any:
+        if old.value is False or old.value is None:
+            word = "no"
+        else:
+            word = str(old.value).lower()
         if word in table:
             return table[word]
         if why_not and word in why_not:
-            raise Lacking(
-                f"{shown(old.value)} cannot be translated", where=old.where, fix=why_not[word]
+            raise Unsupported(
+                f"{format_value(old.value)} cannot be translated",
+                where=old.where,
+                fix=why_not[word],
             )
         guess = nearest(word, list(table))
-        there = f"there are {', '.join(table)}"
-        raise Lacking(
-            f"no {shown(old.value)} here",
-            where=old.where,
-            fix=f"did you mean {guess!r}? {there}" if guess else there,
-        )
+        fix = f"there are {', '.join(table)}"
+        if guess:
+            fix = f"did you mean {guess!r}? {fix}"
+        raise Unsupported(f"no {format_value(old.value)} here", where=old.where, fix=fix)
 
     return convert
 
 
-def to(dotted: str, convert: Convert = lambda old: old.value, skip: tuple[Any, ...] = AUTO) -> Rule:
-    """The value goes to a key of the new config; values in `skip` set nothing."""
-    return lambda sheet, old: None if old.value in skip else sheet.put(dotted, convert(old), old)
+def unchanged(old: OldKey) -> Any:
+    """Return the value of an old key as it is."""
+    return old.value
 
 
-def if_on(rule: Rule) -> Rule:
-    """The rule applies where the old key is true."""
-    return lambda sheet, old: rule(sheet, old) if flag(old) else None
+def read_as_text(old: OldKey) -> str:
+    """Return the value of an old key as text."""
+    return str(old.value)
 
 
-def switch(dotted: str, value: Any) -> Rule:
-    """A key of the new config gets this value where the old one is true."""
-    return if_on(to(dotted, lambda _: value))
+def choose_by_flag(on: Any, off: Any) -> Converter:
+    """Return a converter of true to `on` and of false to `off`."""
+
+    def convert(old: OldKey) -> Any:
+        if read_flag(old):
+            return on
+        return off
+
+    return convert
 
 
-def nothing(sheet: Sheet, old: Old) -> None:
-    """The key needs no translation and no note."""
+def set_key(dotted: str, convert: Converter = unchanged, skip: tuple[Any, ...] = AUTO) -> Rule:
+    """Return a rule that sets `section.key` of the new config; values in `skip` set nothing."""
+
+    def rule(sheet: Sheet, old: OldKey) -> None:
+        if old.value not in skip:
+            sheet.put(dotted, convert(old), old)
+
+    return rule
 
 
-def later(name: str | None = None) -> Rule:
-    """The value waits on the sheet, under the old key's name or `name`, until a group combines it with other keys."""
+def apply_if_on(rule: Rule) -> Rule:
+    """Return a rule that applies another one if the old key is true."""
 
-    def rule(sheet: Sheet, old: Old) -> None:
+    def apply(sheet: Sheet, old: OldKey) -> None:
+        if read_flag(old):
+            rule(sheet, old)
+
+    return apply
+
+
+def set_if_on(dotted: str, value: Any) -> Rule:
+    """Return a rule that sets `section.key` of the new config to `value` if the old key is true."""
+    return apply_if_on(set_key(dotted, lambda _: value))
+
+
+def do_nothing(sheet: Sheet, old: OldKey) -> None:
+    """Accept a key that needs no translation and no note."""
+
+
+def postpone(name: str | None = None) -> Rule:
+    """Return a rule that lets the value wait on the sheet until a group combines it with others.
+
+    It waits under `name`, or under the old key's own name. The rule raises ConfigError if another
+    key waits under that name with a different value.
+    """
+
+    def rule(sheet: Sheet, old: OldKey) -> None:
         if old.value in AUTO:
             return
-        other = sheet.waiting.setdefault(key := name or old.key, old)
-        if other.place != old.place and False in (other.value, old.value):
+        key = name or old.key
+        other = sheet.waiting.get(key)
+        if other is None:
+            sheet.waiting[key] = old
+        elif other.place != old.place and False in (other.value, old.value):
             # Two switches of one thing: the one that is on counts.
-            sheet.waiting[key] = old if other.value is False else other
+            if other.value is False:
+                sheet.waiting[key] = old
         elif str(other.value).lower() != str(old.value).lower():
             raise contradiction(old, other)
         else:
@@ -121,71 +197,105 @@ def later(name: str | None = None) -> Rule:
     return rule
 
 
-def gone(why: str, *silent: Any) -> Rule:
-    """The key has no meaning any more, and the run loses nothing: a note gives the reason, except for values in `silent`."""
-    return lambda sheet, old: None if old.value in silent else sheet.note(old, why)
+def drop(why: str, *silent: Any) -> Rule:
+    """Return a rule for a key without a meaning here, which the run does not miss.
 
+    It adds a note with the reason, except for values in `silent`.
+    """
 
-def only(*neutral: Any, why: str, fix: str) -> Rule:
-    """A key whose effect Drumline does not have: an error, unless its value turns the effect off."""
-
-    def rule(sheet: Sheet, old: Old) -> None:
-        if old.value in (*AUTO, False, "", *neutral) or str(old.value).lower() in (
-            "no",
-            "none",
-            "false",
-        ):
-            return
-        sheet.lacks(old, why, fix)
+    def rule(sheet: Sheet, old: OldKey) -> None:
+        if old.value not in silent:
+            sheet.note(old, why)
 
     return rule
 
 
-def read(
-    table: Mapping[str, Rule], sheet: Sheet, olds: list[Old], what: str, prefix: str = ""
+def reject(*neutral: Any, why: str, fix: str) -> Rule:
+    """Return a rule for a key whose effect Drumline lacks.
+
+    It reports an error, unless the value turns the effect off or is in `neutral`.
+    """
+    off_values = (*AUTO, False, "", *neutral)
+    off_words = ("no", "none", "false")
+
+    def rule(sheet: Sheet, old: OldKey) -> None:
+        if old.value not in off_values and str(old.value).lower() not in off_words:
+            sheet.report_unsupported(old, why, fix)
+
+    return rule
+
+
+def apply_rules(
+    table: Mapping[str, Rule], sheet: Sheet, olds: list[OldKey], what: str, prefix: str = ""
 ) -> None:
-    """Apply the table's rule to each old key, with or without `prefix`. Raises ConfigError for one that it lacks, with the nearest; on a
-    lenient sheet such keys, and values without a counterpart, are notes."""
+    """Apply the table's rule to each old key, with or without `prefix`.
+
+    Raises ConfigError for a key that the table lacks, and suggests the nearest one; `what` names the
+    file in the message. On a lenient sheet unknown keys and unsupported values become notes.
+    """
     for old in olds:
         key = old.key.removeprefix(prefix)
         rule = table.get(key)
         if rule is None:
-            guess = nearest(key, list(table))
-            if sheet.lenient:
-                sheet.note(
-                    old,
-                    f"unknown key of {what}"
-                    + (f": did you mean {prefix + guess!r}?" if guess else ""),
-                )
-                continue
-            own = "remove it, or write it as a key of Drumline: `drumline schema` has them"
-            raise refuse(
-                old,
-                f"unknown key {old.key!r} of {what}",
-                f"did you mean {prefix + guess!r}?" if guess else own,
-            )
+            _report_unknown(sheet, old, what, _suggestion(key, table, prefix))
+            continue
         try:
             rule(sheet, replace(old, key=key))
-        except Lacking as error:
+        except Unsupported as error:
             if not sheet.lenient:
                 raise
             sheet.note(old, f"left out: {error.what} — {error.fix}")
 
 
-def fill(sheet: Sheet, old: Old, defaults: Defaults, whose: str) -> None:
-    """Set a tool's own defaults, with one note. `old`: any key of the file."""
+def _suggestion(key: str, table: Mapping[str, Rule], prefix: str) -> str:
+    """Return "did you mean …?" with the table's nearest key, or an empty text."""
+    guess = nearest(key, list(table))
+    if not guess:
+        return ""
+    return f"did you mean {prefix + guess!r}?"
+
+
+def _report_unknown(sheet: Sheet, old: OldKey, what: str, suggestion: str) -> None:
+    """Report a key that no table has: a note on a lenient sheet, else ConfigError."""
+    if sheet.lenient:
+        note = f"unknown key of {what}"
+        if suggestion:
+            note += f": {suggestion}"
+        sheet.note(old, note)
+        return
+    fix = suggestion or "remove it, or write it as a key of Drumline: `drumline schema` has them"
+    raise translation_error(old, f"unknown key {old.key!r} of {what}", fix)
+
+
+def fill_defaults(sheet: Sheet, old: OldKey, defaults: Defaults, whose: str) -> None:
+    """Set a tool's own defaults where the old file sets nothing, with one note for all.
+
+    `old` is any key of the file. `whose` names the tool in the note.
+    """
     filled = []
     for dotted, (value, name) in defaults.items():
-        section = dotted.partition(".")[0]
-        if sheet.get(dotted) is not None or (dotted == "run.epochs" and sheet.get("run.steps")):
-            continue
-        if (section == "batch" and sheet.get("batch.global_samples")) or (
-            section == "adapter" and section not in sheet.values
-        ):
+        if not _needs_default(sheet, dotted):
             continue
         sheet.put(dotted, value, replace(old, key=name, value=value, place=(name,)))
-        filled.append(f"{dotted} {value if isinstance(value, list) else shown(value)}")
+        text = format_value(value)
+        if isinstance(value, list):
+            text = str(value)
+        filled.append(f"{dotted} {text}")
     if filled:
         sheet.notes.append(
             f"{old.source.name}: not set there, so {whose} own defaults: {', '.join(filled)}"
         )
+
+
+def _needs_default(sheet: Sheet, dotted: str) -> bool:
+    """Return True if a tool's default for `section.key` counts for this sheet."""
+    if sheet.get(dotted) is not None:
+        return False
+    section = dotted.partition(".")[0]
+    if dotted == "run.epochs":
+        return not sheet.get("run.steps")
+    if section == "batch":
+        return not sheet.get("batch.global_samples")
+    if section == "adapter":
+        return section in sheet.values
+    return True

@@ -1,4 +1,4 @@
-"""The keys of an old file, and the sheet that the new config is written on."""
+"""The keys of another tool's file, and the sheet on which rules write the new config."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from drumline.errors import ConfigError
 AUTO = ("auto", None)  # values that set nothing
 
 
-class Lacking(ConfigError):
-    """A value that another tool knows and Drumline does not."""
+class Unsupported(ConfigError):
+    """The error for a value that another tool has and Drumline lacks."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file of another tool, or the variables of another launcher (without lines)."""
+    """Where old keys come from: a file of another tool, or the variables of a launcher.
+
+    `lines` maps the position of each key to its line in the file. Variables have no lines.
+    """
 
     name: str
     lines: Mapping[Place, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Old:
-    """A key of an old file. `key`: its name in the tables; `place`: its position in the file."""
+class OldKey:
+    """One key of another tool's file, with its value.
+
+    `key` is its name in the tables of rules, `place` is its position in the file.
+    """
 
     key: str
     value: Any
@@ -37,43 +43,66 @@ class Old:
 
     @property
     def where(self) -> str:
-        line = f":{self.source.lines[self.place]}" if self.place in self.source.lines else ""
-        return f"{self.source.name}{line}: {'.'.join(self.place)}"
+        """The source, the line if it is known, and the dotted key, as errors and notes print them."""
+        file = self.source.name
+        if self.place in self.source.lines:
+            file += f":{self.source.lines[self.place]}"
+        return f"{file}: {'.'.join(self.place)}"
 
-    def inside(self) -> list[Old]:
-        """The keys of the section below this one, none for an empty one. Raises ConfigError where it is no section."""
+    def inside(self) -> list[OldKey]:
+        """Return the keys of this section; none if it is empty.
+
+        Raises ConfigError if the value is not a section.
+        """
         if self.value in (None, ""):
             return []
         if not isinstance(self.value, dict):
-            raise refuse(
-                self, f"{shown(self.value)} given, keys and values are wanted", "write {key: value}"
+            raise translation_error(
+                self,
+                f"{format_value(self.value)} given, keys and values are wanted",
+                "write {key: value}",
             )
-        return listed(self.value, self.source, self.place)
+        return section_keys(self.value, self.source, self.place)
 
-    def by_key(self) -> dict[str, Old]:
-        """The same by their keys."""
+    def by_key(self) -> dict[str, OldKey]:
+        """Return the keys of this section by name, as `inside` does."""
         return {each.key: each for each in self.inside()}
 
 
 @dataclass
 class Sheet:
-    """The new config while rules write it. `origins`: the old key of each new value; `waiting`: old keys that wait until a group combines
-    them; `base`: the folder of the old file; `folder`: of the new config, which its paths are relative to; None: they are absolute. `weak`:
-    values that yield to those of a config silently. `lenient`: what Drumline lacks is left out, with a note in the place of an error."""
+    """The new config while rules write it.
+
+    Args:
+        base: the folder of the old file.
+        folder: the folder of the new config. Its paths are relative to it; None makes them absolute.
+        values: the sections and values of the new config.
+        origins: the old key behind each new value, by the position of the value.
+        waiting: old keys that wait until a group combines them, by their name in the tables.
+        notes: lines that tell the user what lost its meaning.
+        weak: positions of values that yield to a config's own values without an error.
+        resume: the checkpoint that the old file resumes from.
+        lenient: leave out what Drumline lacks, and write a note where an error would be raised.
+    """
 
     base: Path
     folder: Path | None
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[Place, Old] = field(default_factory=dict)
-    waiting: dict[str, Old] = field(default_factory=dict)
+    origins: dict[Place, OldKey] = field(default_factory=dict)
+    waiting: dict[str, OldKey] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     weak: set[Place] = field(default_factory=set)
-    resume: str | None = None  # the checkpoint that the old file resumes from
+    resume: str | None = None
     lenient: bool = False
 
-    def put(self, dotted: str, value: Any, old: Old, over: Any = None) -> None:
-        """Set a value of the new config. Raises ConfigError where another old key has set another, which is not `over`."""
-        *sections, last = place = tuple(dotted.split("."))
+    def put(self, dotted: str, value: Any, old: OldKey, over: Any = None) -> None:
+        """Set a value of the new config; `dotted` is its `section.key`, `old` the key that gives it.
+
+        Raises ConfigError if another old key has set a different value. `over` is a value that may
+        be replaced.
+        """
+        place = tuple(dotted.split("."))
+        *sections, last = place
         inside = self.values
         for name in sections:
             inside = inside.setdefault(name, {})
@@ -85,64 +114,74 @@ class Sheet:
             self.origins.setdefault(place[:length], old)
 
     def get(self, dotted: str, default: Any = None) -> Any:
-        """The value of `section.key` that is set so far, else `default`."""
+        """Return the value of `section.key` that is set so far, else `default`."""
         inside: Any = self.values
         for name in dotted.split("."):
-            inside = inside.get(name) if isinstance(inside, dict) else None
-        return default if inside is None else inside
+            if not isinstance(inside, dict):
+                return default
+            inside = inside.get(name)
+        if inside is None:
+            return default
+        return inside
 
     @property
     def set_at(self) -> dict[Place, str]:
-        """The place in the old file of each new value."""
+        """The position in the old file of each new value, as text."""
         return {place: old.where for place, old in self.origins.items()}
 
-    def note(self, old: Old, text: str) -> None:
-        """Add a line for a key that has lost its meaning, or has another one here."""
-        self.notes.append(f"{old.where}: {printed(old)}: {text}")
+    def note(self, old: OldKey, text: str) -> None:
+        """Add a note about a key that has no meaning here, or a different one."""
+        self.notes.append(f"{old.where}: {format_for_note(old)}: {text}")
 
-    def lacks(self, old: Old, why: str, fix: str) -> None:
-        """A key whose effect Drumline does not have. Raises ConfigError, unless the sheet is lenient."""
+    def report_unsupported(self, old: OldKey, why: str, fix: str) -> None:
+        """Report a key whose effect Drumline lacks: a note on a lenient sheet, else ConfigError."""
         if not self.lenient:
-            raise refuse(old, f"{shown(old.value)} given: {why}", fix)
+            raise translation_error(old, f"{format_value(old.value)} given: {why}", fix)
         self.note(old, f"left out: {why} — {fix}")
 
 
-def pop(sheet: Sheet, *names: str) -> dict[str, Old]:
-    """Those of the keys that wait; the sheet loses them."""
+def take_waiting(sheet: Sheet, *names: str) -> dict[str, OldKey]:
+    """Remove the named keys from the waiting ones and return those that were there."""
     return {name: sheet.waiting.pop(name) for name in names if name in sheet.waiting}
 
 
-def refuse(old: Old, what: str, fix: str) -> ConfigError:
-    """The error for an old key that cannot be translated."""
+def translation_error(old: OldKey, what: str, fix: str) -> ConfigError:
+    """Return the error for an old key that cannot be translated."""
     return ConfigError(what, where=old.where, fix=fix)
 
 
-def contradiction(old: Old, other: Old) -> ConfigError:
-    """The error for two old keys of which only one can be true."""
-    return refuse(
-        old, f"{shown(old.value)}, but {other.where} says {shown(other.value)}", "keep one of them"
-    )
+def contradiction(old: OldKey, other: OldKey) -> ConfigError:
+    """Return the error for two old keys that exclude each other."""
+    what = f"{format_value(old.value)}, but {other.where} says {format_value(other.value)}"
+    return translation_error(old, what, "keep one of them")
 
 
-def shown(value: Any) -> str:
-    """A value as YAML writes it."""
-    if isinstance(value, dict | list):
-        return "a list" if isinstance(value, list) else "keys and values"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+def format_value(value: Any) -> str:
+    """Return a value as YAML writes it, or the kind of a list or section."""
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return "keys and values"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)
 
 
-def printed(old: Old) -> str:
-    """A value for a note: short, on one line, and no secret."""
-    if (
-        SECRET.search(old.key)
-        or "webhook" in old.key
-        or (isinstance(old.value, str) and not old.value.isprintable())
-    ):
+MOST_NOTE_CHARACTERS = 60
+
+
+def format_for_note(old: OldKey) -> str:
+    """Return a value for a note: short, on one line, and without secrets."""
+    is_secret = bool(SECRET.search(old.key)) or "webhook" in old.key
+    has_control_characters = isinstance(old.value, str) and not old.value.isprintable()
+    if is_secret or has_control_characters:
         return "…"
-    text = redact(shown(old.value))
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    text = redact(format_value(old.value))
+    if len(text) <= MOST_NOTE_CHARACTERS:
+        return text
+    return f"{text[: MOST_NOTE_CHARACTERS - 1]}…"
 
 
-def listed(values: dict[Any, Any], source: Source, place: Place = ()) -> list[Old]:
-    """The keys of a section that stands at `place`."""
-    return [Old(str(key), value, source, (*place, str(key))) for key, value in values.items()]
+def section_keys(values: dict[Any, Any], source: Source, place: Place = ()) -> list[OldKey]:
+    """Return the keys of a section whose position is `place`."""
+    return [OldKey(str(key), value, source, (*place, str(key))) for key, value in values.items()]

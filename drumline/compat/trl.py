@@ -1,67 +1,76 @@
-"""Arguments of TRL's scripts (1.10): a YAML for `trl --config`, or a command line such as `trl dpo --beta 0.1`. They are training
-arguments; what a trainer adds stands here."""
+"""Arguments of TRL's scripts (1.10): a YAML for `trl --config`, or a command line.
+
+Such a command is `trl dpo --beta 0.1`. They are training arguments; what a trainer adds stands here.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.compat.arguments import LOGS, NEUTRAL, training_arguments
-from drumline.compat.deepspeed import found, load_file
-from drumline.compat.preferences import kto_loss
+from drumline.compat.deepspeed import load_file, locate_file
+from drumline.compat.preferences import set_kto_loss
 from drumline.compat.rules import (
     Defaults,
     Rule,
-    fill,
-    flag,
-    gone,
-    later,
-    name_list,
-    number,
-    one_of,
-    only,
-    switch,
-    to,
-    whole,
+    drop,
+    fill_defaults,
+    postpone,
+    read_choice,
+    read_flag,
+    read_integer,
+    read_names,
+    read_number,
+    reject,
+    set_if_on,
+    set_key,
 )
-from drumline.compat.sheet import Old, Sheet, Source, pop
+from drumline.compat.sheet import OldKey, Sheet, Source, take_waiting
 from drumline.core.mistakes import by_word
 from drumline.core.model import TEMPLATES
 from drumline.core.redact import redact
 from drumline.core.yaml_lines import read_yaml
 from drumline.errors import ConfigError
 
-TRAINERS = {"sft": "sft", "dpo": "dpo", "grpo": "grpo", "rloo": "grpo", "reward": "reward", "kto": "kto", "ppo": "ppo", "orpo": "orpo",
-            "reward_modeling": "reward"}  # fmt: skip
-# By its name, or by its file's.
+# The trainers of TRL → the kinds of algorithm here.
+TRAINERS = {
+    "sft": "sft",
+    "dpo": "dpo",
+    "grpo": "grpo",
+    "rloo": "grpo",
+    "reward": "reward",
+    "kto": "kto",
+    "ppo": "ppo",
+    "orpo": "orpo",
+    "reward_modeling": "reward",
+}
+# A command of TRL: by its name (`trl sft`) or by its file's (`sft.py`).
 COMMAND = re.compile(rf"(?:^|[\s/;&|])(trl\s|trl\.scripts\.)?({'|'.join(TRAINERS)})(\.py)?(?=\s|$)")
 
 
-def scaled(old: Old) -> str:
-    """scale_rewards: true is per group."""
-    return {"true": "group", "false": "none"}.get(str(old.value).lower()) or str(
-        one_of({n: n for n in ("group", "batch", "none")})(old)
-    )
+def read_scaling(old: OldKey) -> str:
+    """Return algorithm.scale for scale_rewards; true is per group."""
+    word = str(old.value).lower()
+    if word == "true":
+        return "group"
+    if word == "false":
+        return "none"
+    names = {name: name for name in ("group", "batch", "none")}
+    return str(read_choice(names)(old))
 
 
-def template(sheet: Sheet, old: Old) -> None:
-    """A chat template by name: models for chats have their own."""
-    near = next(
-        (
-            name
-            for name in TEMPLATES
-            if str(old.value).replace("llama3", "llama-3").startswith(name)
-        ),
-        None,
-    )
-    base = (
-        f"; for a base model write model.chat_template: {near}"
-        if near
-        else "; model.chat_template sets another"
-    )
-    sheet.note(old, f"the model's own chat template is used{base}")
+def note_template(sheet: Sheet, old: OldKey) -> None:
+    """Note which chat template is used, since models for chats have their own."""
+    name = str(old.value).replace("llama3", "llama-3")
+    advice = "model.chat_template sets another"
+    for template in TEMPLATES:
+        if name.startswith(template):
+            advice = f"for a base model write model.chat_template: {template}"
+            break
+    sheet.note(old, f"the model's own chat template is used; {advice}")
 
 
 GENERATOR = "algorithm.generator"
@@ -72,87 +81,98 @@ VLLM = (
     "vllm_server_port",
     "vllm_gpu_memory_utilization",
 )
-# Tokens that a prompt may have where nobody sets a limit, and TRL's default for its completion.
-PROMPT, COMPLETION = (
-    1024,
-    512,
-)
-# What trainers with rollouts add; Axolotl's section `trl` and LLaMA-Factory's ppo have some of it, too.
+
+
+# The tokens of a prompt if the old file sets no limit, and TRL's default for its completion.
+PROMPT = 1024
+COMPLETION = 512
+
+
+def put_same_name(sheet: Sheet, old: OldKey) -> None:
+    """Set the key of `algorithm` that has the name of the old key to its number."""
+    sheet.put(f"algorithm.{old.key}", read_number(old), old)
+
+
+# Learning rates of TRL's trainers; the rest have _USUAL_RATE.
+_RATES = {"sft": 2e-5, "reward": 1e-4, "ppo": 3e-6}
+_USUAL_RATE = 1e-6
+# The arguments of trainers with rollouts. Axolotl's section `trl` and LLaMA-Factory's ppo have some
+# of them, too.
 ROLLOUT: dict[str, Rule] = by_word(
     {
-        "num_generations": to("algorithm.group_size", whole),
-        "max_completion_length response_length": to(f"{GENERATOR}.max_new_tokens", whole),
-        "temperature": to(f"{GENERATOR}.temperature", number),
-        "top_p": to(f"{GENERATOR}.top_p", number),
-        "top_k": to(f"{GENERATOR}.top_k", whole),
-        "num_iterations num_ppo_epochs ppo_epochs": to("algorithm.epochs", whole),
-        "epsilon cliprange": to("algorithm.clip", number),
-        "epsilon_high": to("algorithm.clip_high", number),
-        "delta": to("algorithm.delta", number),
-        "importance_sampling_level": to(
-            "algorithm.ratio", one_of({"token": "token", "sequence": "sequence"})
+        "num_generations": set_key("algorithm.group_size", read_integer),
+        "max_completion_length response_length": set_key(
+            f"{GENERATOR}.max_new_tokens", read_integer
         ),
-        "scale_rewards": to("algorithm.scale", scaled, skip=()),
-        "mask_truncated_completions": to("algorithm.mask_truncated", flag),
-        "entropy_coef": to("algorithm.entropy_weight", number),
-        "kl_coef": to("algorithm.kl.coefficient", number),
-        "kl_estimator": to("algorithm.kl.estimator", one_of({"k1": "k1", "k3": "k3"})),
-        "cliprange_value": to("algorithm.value_clip", number),
-        "vf_coef": to("algorithm.value_weight", number),
-        "gamma lam": lambda sheet, old: sheet.put(f"algorithm.{old.key}", number(old), old),
-        "missing_eos_penalty": to("algorithm.missing_stop_penalty", number),
-        "reward_funcs reward_weights reward_model_name_or_path reward_model_path reward_model": later(),
-        f"use_vllm {' '.join(VLLM)}": later(),
-        "use_transformers_continuous_batching": switch(f"{GENERATOR}.kind", "continuous"),
-        "min_p repetition_penalty generation_kwargs reward_clip_range off_policy_mask_threshold": only(
+        "temperature": set_key(f"{GENERATOR}.temperature", read_number),
+        "top_p": set_key(f"{GENERATOR}.top_p", read_number),
+        "top_k": set_key(f"{GENERATOR}.top_k", read_integer),
+        "num_iterations num_ppo_epochs ppo_epochs": set_key("algorithm.epochs", read_integer),
+        "epsilon cliprange": set_key("algorithm.clip", read_number),
+        "epsilon_high": set_key("algorithm.clip_high", read_number),
+        "delta": set_key("algorithm.delta", read_number),
+        "importance_sampling_level": set_key(
+            "algorithm.ratio", read_choice({"token": "token", "sequence": "sequence"})
+        ),
+        "scale_rewards": set_key("algorithm.scale", read_scaling, skip=()),
+        "mask_truncated_completions": set_key("algorithm.mask_truncated", read_flag),
+        "entropy_coef": set_key("algorithm.entropy_weight", read_number),
+        "kl_coef": set_key("algorithm.kl.coefficient", read_number),
+        "kl_estimator": set_key("algorithm.kl.estimator", read_choice({"k1": "k1", "k3": "k3"})),
+        "cliprange_value": set_key("algorithm.value_clip", read_number),
+        "vf_coef": set_key("algorithm.value_weight", read_number),
+        "gamma lam": put_same_name,
+        "missing_eos_penalty": set_key("algorithm.missing_stop_penalty", read_number),
+        "reward_funcs reward_weights reward_model_name_or_path reward_model_path reward_model": postpone(),
+        f"use_vllm {' '.join(VLLM)}": postpone(),
+        "use_transformers_continuous_batching": set_if_on(f"{GENERATOR}.kind", "continuous"),
+        "min_p repetition_penalty generation_kwargs reward_clip_range off_policy_mask_threshold": reject(
             1.0, 1, why=NEUTRAL, fix="remove it"
         ),
-        "sync_ref_model use_bias_correction_kl whiten_rewards normalize_advantages": only(
+        "sync_ref_model use_bias_correction_kl whiten_rewards normalize_advantages": reject(
             why=NEUTRAL, fix="remove it"
         ),
-        "top_entropy_quantile": only(1.0, 1, why=NEUTRAL, fix="remove it"),
-        "steps_per_generation generation_batch_size": gone(
+        "top_entropy_quantile": reject(1.0, 1, why=NEUTRAL, fix="remove it"),
+        "steps_per_generation generation_batch_size": drop(
             "a rollout has algorithm.minibatches × batch.global_samples episodes"
         ),
-        "max_prompt_length": later(),
-        "num_mini_batches": to("algorithm.minibatches", whole),
-        "log_completions num_completions_to_print log_unique_prompts log_multimodal num_sample_generations": gone(
+        "max_prompt_length": postpone(),
+        "num_mini_batches": set_key("algorithm.minibatches", read_integer),
+        "log_completions num_completions_to_print log_unique_prompts log_multimodal num_sample_generations": drop(
             LOGS
         ),
-        "ds3_gather_for_generation cache_implementation vllm_enable_sleep_mode vllm_model_impl": gone(
+        "ds3_gather_for_generation cache_implementation vllm_enable_sleep_mode vllm_model_impl": drop(
             "the generator sees to it"
         ),
     }
 )
-# The same where nothing is sampled.
+# The same for trainers that sample nothing.
 IDLE: dict[str, Rule] = {
     **dict.fromkeys(
-        ROLLOUT, gone("without effect: only trainers that sample completions read it", None)
+        ROLLOUT, drop("without effect: only trainers that sample completions read it", None)
     ),
     **dict.fromkeys(
         ("max_prompt_length", "max_completion_length"),
-        gone("data.max_length holds the prompt and its completion", None),
+        drop("data.max_length holds the prompt and its completion", None),
     ),
 }
-# What other trainers add.
+# The arguments that other trainers add.
 MORE: dict[str, Rule] = by_word(
     {
-        "desirable_weight undesirable_weight": lambda sheet, old: sheet.put(
-            f"algorithm.{old.key}", number(old), old
-        ),
-        "center_rewards_coefficient": to("algorithm.center", number),
-        "chat_template": template,
-        "disable_dropout": gone("dropout is as the model's config says: model.config"),
-        "ld_alpha use_weighting": only(1.0, 1, why=NEUTRAL, fix="remove it"),
-        "precompute_ref_batch_size ignore_bias_buffers bnb_4bit_quant_storage generate_during_eval": gone(
+        "desirable_weight undesirable_weight": put_same_name,
+        "center_rewards_coefficient": set_key("algorithm.center", read_number),
+        "chat_template": note_template,
+        "disable_dropout": drop("dropout is as the model's config says: model.config"),
+        "ld_alpha use_weighting": reject(1.0, 1, why=NEUTRAL, fix="remove it"),
+        "precompute_ref_batch_size ignore_bias_buffers bnb_4bit_quant_storage generate_during_eval": drop(
             "nothing here needs it"
         ),
-        "accelerate_config": gone("convert that file, too, or train with --accelerate-config"),
-        "env": gone("set variables of the environment in the shell"),
+        "accelerate_config": drop("convert that file, too, or train with --accelerate-config"),
+        "env": drop("set variables of the environment in the shell"),
     }
 )
-_RATE = {"sft": 2e-5, "reward": 1e-4, "ppo": 3e-6}
-# PEFT's own for Llama, Qwen, Mistral and Gemma. A model that has no such layers is refused, and never trained on others.
+# PEFT's own for Llama, Qwen, Mistral and Gemma. A model that has no such layers is refused, and
+# never trained on others.
 PEFT: Defaults = {"adapter.targets": (["q_proj", "v_proj"], "lora_target_modules")}
 _LORA: Defaults = {
     "adapter.r": (16, "lora_r"),
@@ -162,139 +182,153 @@ _LORA: Defaults = {
 
 
 def defaults_of(trainer: str) -> Defaults:
-    """TRL's own for a trainer, where they differ from transformers'."""
-    made: Defaults = {
-        "optimizer.lr": (_RATE.get(TRAINERS[trainer], 1e-6), "learning_rate"),
+    """Return TRL's own defaults for a trainer that differ from transformers'."""
+    rate = _RATES.get(TRAINERS[trainer], _USUAL_RATE)
+    defaults: Defaults = {
+        "optimizer.lr": (rate, "learning_rate"),
         "precision.kind": ("bf16", "bf16"),
         "memory.activation_checkpointing": ("full", "gradient_checkpointing"),
         **_LORA,
     }
-    if trainer in ("grpo", "rloo"):
-        made["algorithm.group_size"] = (8 if trainer == "grpo" else 2, "num_generations")
-    if trainer == "rloo":
-        made |= {
-            "algorithm.estimator": ("rloo", "trl rloo"),
-            "algorithm.kl.coefficient": (0.05, "beta"),
-        }
-    if trainer in ("grpo", "rloo", "ppo"):
-        made[f"{GENERATOR}.max_new_tokens"] = (
-            53 if trainer == "ppo" else COMPLETION,
-            "max_completion_length",
-        )
-    if trainer == "ppo":
-        made[f"{GENERATOR}.temperature"] = (0.7, "temperature")
-    return made
+    if trainer == "grpo":
+        defaults["algorithm.group_size"] = (8, "num_generations")
+        defaults[f"{GENERATOR}.max_new_tokens"] = (COMPLETION, "max_completion_length")
+    elif trainer == "rloo":
+        defaults["algorithm.group_size"] = (2, "num_generations")
+        defaults["algorithm.estimator"] = ("rloo", "trl rloo")
+        defaults["algorithm.kl.coefficient"] = (0.05, "beta")
+        defaults[f"{GENERATOR}.max_new_tokens"] = (COMPLETION, "max_completion_length")
+    elif trainer == "ppo":
+        defaults[f"{GENERATOR}.max_new_tokens"] = (53, "max_completion_length")
+        defaults[f"{GENERATOR}.temperature"] = (0.7, "temperature")
+    return defaults
 
 
-def trl_arguments(sheet: Sheet, olds: list[Old], trainer: str | None = None) -> None:
-    """Put them on the sheet. `trainer`: None for a file, whose keys tell it; training arguments of any script are those of none."""
-    keys = {old.key for old in olds}
+# Keys that only one trainer of TRL has.
+HINTS = {
+    "grpo": {"num_generations", "reward_funcs", "max_completion_length"},
+    "ppo": {"num_ppo_epochs", "total_episodes"},
+    "kto": {"desirable_weight", "undesirable_weight"},
+    "reward": {"center_rewards_coefficient"},
+}
+
+
+def trl_arguments(sheet: Sheet, olds: list[OldKey], trainer: str | None = None) -> None:
+    """Put the arguments of a trainer of TRL on the sheet.
+
+    `trainer` is None for a file, whose keys tell it. The training arguments of any other script
+    belong to no trainer.
+    """
     if trainer is None:
-        hints = {"grpo": {"num_generations", "reward_funcs", "max_completion_length"}, "ppo": {"num_ppo_epochs", "total_episodes"},
-                 "kto": {"desirable_weight", "undesirable_weight"}, "reward": {"center_rewards_coefficient"}}  # fmt: skip
-        trainer = next((name for name, its in hints.items() if its & keys), None) or _by_folder(
-            keys, olds[0].source.name
-        )
+        trainer = _guess_trainer(olds)
     if trainer is None:
         training_arguments(sheet, olds, MORE)
     else:
-        more = {**IDLE, **MORE}
+        rules = {**IDLE, **MORE}
         if TRAINERS[trainer] in ("grpo", "ppo"):
-            more |= {
-                **ROLLOUT,
-                "beta": to("algorithm.kl.coefficient", number),
-                "loss_type": grpo_loss,
-            }
+            rules |= ROLLOUT
+            rules["beta"] = set_key("algorithm.kl.coefficient", read_number)
+            rules["loss_type"] = set_grpo_loss
         training_arguments(
             sheet,
             olds,
-            more,
+            rules,
             f"`trl {trainer}`",
             lambda sheet: combine(sheet, trainer, olds[0]),
             defaults_of(trainer),
         )
-    fill(sheet, olds[0], PEFT, "PEFT's")
+    fill_defaults(sheet, olds[0], PEFT, "PEFT's")
 
 
-def _by_folder(keys: set[str], name: str) -> str | None:
-    """Of arguments that only trainers of pairs have: which one it is, as folders and names of recipes say it."""
+def _guess_trainer(olds: list[OldKey]) -> str | None:
+    """Return the trainer that a file's keys, its name or its folders tell; None if they do not."""
+    keys = {old.key for old in olds}
+    for name, hints in HINTS.items():
+        if hints & keys:
+            return name
     if "beta" not in keys or "loss_type" in keys:
         return None
-    return next(
-        (
-            word
-            for word in reversed(re.split(r"[\W_]+", name.lower()))
-            if word in ("dpo", "orpo", "kto")
-        ),
-        "dpo",
-    )
+    # Only trainers of pairs have beta; recipes name theirs in the path of the file.
+    tokens = re.split(r"[\W_]+", olds[0].source.name.lower())
+    for word in reversed(tokens):
+        if word in ("dpo", "orpo", "kto"):
+            return word
+    return "dpo"
 
 
-def grpo_loss(sheet: Sheet, old: Old) -> None:
-    """loss_type of GRPO: how tokens are weighted, or another surrogate."""
+def set_grpo_loss(sheet: Sheet, old: OldKey) -> None:
+    """Read loss_type of GRPO: how tokens are weighted, or another surrogate."""
     if str(old.value) == "cispo":
         sheet.put("algorithm.surrogate", "cispo", old)
     else:
         weights = {"grpo": "sequence", "dr_grpo": "constant", "bnpo": "token", "dapo": "token"}
-        sheet.put("algorithm.normalize", one_of(weights)(old), old)
+        sheet.put("algorithm.normalize", read_choice(weights)(old), old)
 
 
-def combine(sheet: Sheet, trainer: str, old: Old) -> None:
-    """The algorithm of a trainer, and its rewards and generator."""
+def combine(sheet: Sheet, trainer: str, old: OldKey) -> None:
+    """Set the algorithm of a trainer, its rewards and its generator. `old` is any key of the file."""
     kind = TRAINERS[trainer]
     if kind in ("grpo", "ppo"):
-        rollouts(sheet, old, defaults_of(trainer)[f"{GENERATOR}.max_new_tokens"][0])
-    evaluates, named = (
-        sheet.waiting.get("eval_strategy"),
-        {"dataset_name", "dataset_test_split"} & sheet.waiting.keys(),
-    )
-    if (
-        evaluates is not None
-        and str(evaluates.value).lower() not in ("no", "false")
-        and named == {"dataset_name"}
-    ):
-        sheet.waiting["dataset_test_split"] = replace(
-            evaluates, key="dataset_test_split", value="test", place=("dataset_test_split",)
-        )
-        sheet.note(evaluates, "on the split `test`, TRL's default for dataset_test_split")
-    if (
-        kind == "sft"
-        and sheet.get("data.learn_on") is None
-        and "assistant_only_loss" not in sheet.waiting
-    ):
+        completion, _ = defaults_of(trainer)[f"{GENERATOR}.max_new_tokens"]
+        set_rollouts(sheet, old, completion)
+    _postpone_test_split(sheet)
+    sets_learned = sheet.get("data.learn_on") is not None or "assistant_only_loss" in sheet.waiting
+    if kind == "sft" and not sets_learned:
         sheet.notes.append(
-            f"{old.source.name}: `messages` are learned by the assistant's turns; TRL's default is all: data.learn_on: all"
+            f"{old.source.name}: `messages` are learned by the assistant's turns; TRL's default is"
+            " all: data.learn_on: all"
         )
-    loss = sheet.waiting.pop("loss_type", None) if kind != "dpo" else None
-    if kind == "kto":
-        kto_loss(sheet, loss)
-    elif loss is not None and loss.value not in (kind, "nll"):
-        sheet.lacks(loss, f"{kind} has no other loss", "remove it")
+    if kind != "dpo":
+        loss = sheet.waiting.pop("loss_type", None)
+        if kind == "kto":
+            set_kto_loss(sheet, loss)
+        elif loss is not None and loss.value not in (kind, "nll"):
+            sheet.report_unsupported(loss, f"{kind} has no other loss", "remove it")
     if "loss_type" not in sheet.waiting:
         sheet.put(
             "algorithm.kind", kind, replace(old, key=trainer, value=trainer, place=(trainer,))
         )
 
 
-def rollouts(sheet: Sheet, old: Old, completion: int = COMPLETION, prompt: int = PROMPT) -> None:
-    """Rewards, what generates, and how long it may become: `completion` and `prompt` are the tokens of either where nothing says it. TRL's
-    reward functions get lists of completions; Drumline's get one."""
-    _rewards(sheet, old)
-    _generator(sheet, old)
+def _postpone_test_split(sheet: Sheet) -> None:
+    """Let TRL's default split of evaluation wait if the file evaluates a dataset without one."""
+    strategy = sheet.waiting.get("eval_strategy")
+    if strategy is None or str(strategy.value).lower() in ("no", "false"):
+        return
+    if "dataset_name" in sheet.waiting and "dataset_test_split" not in sheet.waiting:
+        sheet.waiting["dataset_test_split"] = replace(
+            strategy, key="dataset_test_split", value="test", place=("dataset_test_split",)
+        )
+        sheet.note(strategy, "on the split `test`, TRL's default for dataset_test_split")
+
+
+def set_rollouts(
+    sheet: Sheet, old: OldKey, completion: int = COMPLETION, prompt: int = PROMPT
+) -> None:
+    """Set rewards, what generates, and how long a prompt with its completion may become.
+
+    `completion` and `prompt` are the tokens of either if the file sets none. TRL's reward functions
+    get lists of completions; Drumline's get one.
+    """
+    _set_rewards(sheet, old)
+    _set_generator(sheet, old)
     longest = sheet.waiting.pop("max_prompt_length", None)
     if sheet.get("data.max_length") is None:
-        prompt = whole(longest) if longest else prompt
+        if longest is not None:
+            prompt = read_integer(longest)
         length = prompt + int(sheet.get(f"{GENERATOR}.max_new_tokens", completion))
         sheet.put("data.max_length", length, longest or old)
         sheet.notes.append(
-            f"{old.source.name}: data.max_length {length}: {prompt} tokens of a prompt, and a completion"
+            f"{old.source.name}: data.max_length {length}: {prompt} tokens of a prompt, and a"
+            " completion"
         )
-    elif longest:
+    elif longest is not None:
         sheet.note(longest, "without effect: data.max_length holds the prompt and its completion")
 
 
-def _rewards(sheet: Sheet, old: Old) -> None:
-    given = pop(
+def _set_rewards(sheet: Sheet, old: OldKey) -> None:
+    """Set the rewards: models first, then functions, with their weights."""
+    given = take_waiting(
         sheet,
         "reward_funcs",
         "reward_weights",
@@ -302,117 +336,143 @@ def _rewards(sheet: Sheet, old: Old) -> None:
         "reward_model_path",
         "reward_model",
     )
-    functions, weights = given.pop("reward_funcs", None), given.pop("reward_weights", None)
-    rewards: list[dict[str, Any]] = [
-        {"kind": "model", "model": {"id": str(each.value)}} for each in given.values()
-    ]
-    for name in name_list(functions) if functions else ():
-        module, dot, function = name.rpartition(".")
-        if functions and dot:
-            rewards.append({"kind": "function", "path": f"{module}:{function}"})
-            sheet.note(
-                functions, f"{name} gets one prompt and one completion here, and returns one number"
-            )
-        elif functions:
-            sheet.lacks(
-                functions,
-                f"{name} is TRL's own",
-                "write a function: algorithm.rewards [{kind: function, path: mine.py:name}]",
-            )
-    values = weights.value if weights is not None and isinstance(weights.value, list) else []
-    for reward, value in zip(rewards, values, strict=False):
-        reward["weight"] = number(replace(weights or old, value=value))
+    functions = given.pop("reward_funcs", None)
+    weights = given.pop("reward_weights", None)
+    rewards: list[dict[str, Any]] = []
+    for model in given.values():
+        rewards.append({"kind": "model", "model": {"id": str(model.value)}})
+    if functions is not None:
+        rewards += _reward_functions(sheet, functions)
+    if weights is not None and isinstance(weights.value, list):
+        for reward, value in zip(rewards, weights.value, strict=False):
+            reward["weight"] = read_number(replace(weights, value=value))
     if rewards:
         sheet.put("algorithm.rewards", rewards, functions or old)
     else:
         sheet.notes.append(f"{old.source.name}: no reward function is named: set algorithm.rewards")
 
 
-def _generator(sheet: Sheet, old: Old) -> None:
-    vllm = pop(sheet, "use_vllm", *VLLM)
-    use = vllm.pop("use_vllm", None)
-    if use is not None and flag(use):
-        sheet.put(f"{GENERATOR}.kind", "vllm", use)
-        mode, memory = vllm.pop("vllm_mode", None), vllm.get("vllm_gpu_memory_utilization")
-        if mode is not None and mode.value == "server":
-            base, host, port = (
-                vllm.pop(f"vllm_server_{name}", None) for name in ("base_url", "host", "port")
+def _reward_functions(sheet: Sheet, functions: OldKey) -> list[dict[str, Any]]:
+    """Return the rewards for the functions `module.name` of reward_funcs; reports TRL's own."""
+    rewards = []
+    for name in read_names(functions):
+        module, dot, function = name.rpartition(".")
+        if dot:
+            rewards.append({"kind": "function", "path": f"{module}:{function}"})
+            sheet.note(
+                functions, f"{name} gets one prompt and one completion here, and returns one number"
             )
-            url = f"http://{host.value if host else '127.0.0.1'}:{port.value if port else 8000}"
-            sheet.put(f"{GENERATOR}.url", str(base.value) if base else url, mode)
-        elif memory is not None:
-            sheet.put(
-                f"{GENERATOR}.memory", number(vllm.pop("vllm_gpu_memory_utilization")), memory
+        else:
+            sheet.report_unsupported(
+                functions,
+                f"{name} is TRL's own",
+                "write a function: algorithm.rewards [{kind: function, path: mine.py:name}]",
             )
+    return rewards
+
+
+def _set_generator(sheet: Sheet, old: OldKey) -> None:
+    """Set what generates completions: vLLM if use_vllm is on, else transformers.
+
+    Keys of vLLM that are not used get a note.
+    """
+    vllm = take_waiting(sheet, "use_vllm", *VLLM)
+    switch = vllm.pop("use_vllm", None)
+    reason = "without effect: use_vllm is not on"
+    if switch is not None and read_flag(switch):
+        reason = "without effect"
+        sheet.put(f"{GENERATOR}.kind", "vllm", switch)
+        _set_vllm(sheet, vllm)
     elif sheet.get(f"{GENERATOR}.kind") is None:
         sheet.put(f"{GENERATOR}.kind", "hf", old)
-    for each in vllm.values():
-        sheet.note(
-            each,
-            "without effect"
-            if use is not None and flag(use)
-            else "without effect: use_vllm is not on",
-        )
+    for unused in vllm.values():
+        sheet.note(unused, reason)
 
 
-def command_in(text: str) -> tuple[str, list[str], str] | None:
-    """Trainer and arguments of the first command of TRL in a shell script, and what stands before it; None where there is none."""
+def _set_vllm(sheet: Sheet, vllm: dict[str, OldKey]) -> None:
+    """Set the address of vLLM's server, or its share of the memory in the same process.
+
+    `vllm` loses the keys that are used.
+    """
+    mode = vllm.pop("vllm_mode", None)
+    if mode is not None and mode.value == "server":
+        base = vllm.pop("vllm_server_base_url", None)
+        host = vllm.pop("vllm_server_host", None)
+        port = vllm.pop("vllm_server_port", None)
+        host_name = host.value if host else "127.0.0.1"
+        port_number = port.value if port else 8000
+        url = f"http://{host_name}:{port_number}"
+        if base is not None:
+            url = str(base.value)
+        sheet.put(f"{GENERATOR}.url", url, mode)
+    elif "vllm_gpu_memory_utilization" in vllm:
+        memory = vllm.pop("vllm_gpu_memory_utilization")
+        sheet.put(f"{GENERATOR}.memory", read_number(memory), memory)
+
+
+class Command(NamedTuple):
+    """A command of TRL in a shell script: its trainer, its arguments, and what stands before it."""
+
+    trainer: str
+    arguments: list[str]
+    before: str
+
+
+def command_in(text: str) -> Command | None:
+    """Return the first command of TRL in a shell script; None if there is none.
+
+    Raises ConfigError if its quotes are not closed.
+    """
     joined = re.sub(r"\\\r?\n", " ", text)
     for line in joined.splitlines():
-        found_in = (
-            None
-            if line.lstrip().startswith("#")
-            else next((m for m in COMMAND.finditer(line) if m[1] or m[3]), None)
-        )
-        if found_in is not None:
-            try:
-                arguments = shlex.split(line[found_in.end() :], comments=True)
-                shell = next(
-                    (at for at, word in enumerate(arguments) if re.match(r"[|&;<>]|\d>", word)),
-                    len(arguments),
-                )
-                return found_in[2], arguments[:shell], line[: found_in.start()].strip()
-            except ValueError as error:
-                raise ConfigError(
-                    f"not readable as a command: {error}",
-                    where=line.strip()[:40],
-                    fix="close its quotes",
-                ) from None
+        if line.lstrip().startswith("#"):
+            continue
+        match = _match_command(line)
+        if match is None:
+            continue
+        try:
+            tokens = shlex.split(line[match.end() :], comments=True)
+        except ValueError as error:
+            raise ConfigError(
+                f"not readable as a command: {error}",
+                where=line.strip()[:40],
+                fix="close its quotes",
+            ) from None
+        return Command(match[2], _words_of_command(tokens), line[: match.start()].strip())
     return None
 
 
-def trl_command(sheet: Sheet, trainer: str, arguments: list[str], before: str, name: str) -> None:
-    """Put a command line on the sheet: `--key value …`, `--key=value`, `--switch`, and the file of --config below them."""
-    if "--" in before:
+def _match_command(line: str) -> re.Match[str] | None:
+    """Return the first trainer in a line that stands behind `trl` or is a script; None without."""
+    for match in COMMAND.finditer(line):
+        if match[1] or match[3]:
+            return match
+    return None
+
+
+def _words_of_command(tokens: list[str]) -> list[str]:
+    """Return the words before the first pipe, redirection or other sign of the shell."""
+    for index, word in enumerate(tokens):
+        if re.match(r"[|&;<>]|\d>", word):
+            return tokens[:index]
+    return tokens
+
+
+def trl_command(sheet: Sheet, command: Command, name: str) -> None:
+    """Put a command line on the sheet: `--key value …`, `--key=value`, `--switch`.
+
+    The keys of the file of --config lie below them. `name` names the command in notes and errors.
+    """
+    if "--" in command.before:
+        launcher = redact(" ".join(command.before.split()))
         sheet.notes.append(
-            f"{name}: {redact(' '.join(before.split()))}: flags of a launcher are not read: --nproc, or --accelerate-config"
+            f"{name}: {launcher}: flags of a launcher are not read: --nproc, or --accelerate-config"
         )
-    given: dict[str, Old] = {}
-    source, key = Source(name), ""
-    for word in arguments:
-        if word.startswith("--") and len(word) > 2:
-            key, equals, text = word[2:].partition("=")
-            off = key.startswith("no_")
-            key = key.removeprefix("no_").replace("-", "_")
-            given[key] = Old(key, _value(text) if equals else not off, source, (f"--{key}",))
-        elif not key:
-            raise ConfigError(
-                f"{word!r} belongs to no argument", where=name, fix="write --key value"
-            )
-        else:
-            so_far, value = given[key].value, _value(word)
-            joined = (
-                value
-                if so_far is True
-                else [*(so_far if isinstance(so_far, list) else [so_far]), value]
-            )
-            given[key] = replace(given[key], value=joined)
+    given = _parse_arguments(command.arguments, name)
     file = given.pop("config", None)
     if file is not None:
-        given = {
-            **{old.key: old for old in load_file(found(sheet.base, str(file.value)), file)},
-            **given,
-        }
+        in_file = load_file(locate_file(sheet.base, str(file.value)), file)
+        given = {**{old.key: old for old in in_file}, **given}
     for old in given.values():
         if isinstance(old.value, str) and "$" in old.value:
             sheet.note(old, "a variable of the shell: write its value")
@@ -420,10 +480,42 @@ def trl_command(sheet: Sheet, trainer: str, arguments: list[str], before: str, n
         raise ConfigError(
             "has no arguments", where=name, fix="write --model_name_or_path … --dataset_name …"
         )
-    trl_arguments(sheet, list(given.values()), trainer)
+    trl_arguments(sheet, list(given.values()), command.trainer)
 
 
-def _value(text: str) -> Any:
+def _parse_arguments(tokens: list[str], name: str) -> dict[str, OldKey]:
+    """Return the arguments of a command by key. Raises ConfigError for a value without a key."""
+    given: dict[str, OldKey] = {}
+    source = Source(name)
+    key = ""
+    for word in tokens:
+        if word.startswith("--") and len(word) > 2:
+            key, equals, text = word[2:].partition("=")
+            is_off = key.startswith("no_")
+            key = key.removeprefix("no_").replace("-", "_")
+            value = _parse_value(text) if equals else not is_off
+            given[key] = OldKey(key, value, source, (f"--{key}",))
+        elif not key:
+            raise ConfigError(
+                f"{word!r} belongs to no argument", where=name, fix="write --key value"
+            )
+        else:
+            joined = _add_value(given[key].value, _parse_value(word))
+            given[key] = replace(given[key], value=joined)
+    return given
+
+
+def _add_value(before: Any, value: Any) -> Any:
+    """Return an argument's value with one more word; `before` is True if it has none yet."""
+    if before is True:
+        return value
+    if isinstance(before, list):
+        return [*before, value]
+    return [before, value]
+
+
+def _parse_value(text: str) -> Any:
+    """Return the value that a text has in YAML; the text itself if it has none."""
     try:
         return read_yaml(text, "value")[0]
     except ConfigError:

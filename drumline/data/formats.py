@@ -1,17 +1,19 @@
-"""Rows as other tools write them, renamed to the forms of `data.sources`. `source.format` fixes one; else the columns tell it.
+"""Conversion of rows that other tools wrote to the forms of `data.sources`.
+
+`source.format` names the format of all rows of a source. Without it, the columns of each row decide:
 
     sharegpt    conversations of {from, value}, {role, content}, {input, output} or bare texts; also system, tools, images; chosen and
                 rejected beside them
     alpaca      instruction, input, output; also system and history (pairs of a question and its answer); chosen and rejected beside them
-    verdict     two answers, and which is the better: response_0, response_1, better_response_id, and the like
+    verdict     two answers and which of them is better: response_0, response_1, better_response_id, and the like
     ranked      a prompt and a list of answers with scores or ranks: the best and the worst become a pair
     pair        a prompt, the better and the worse answer under other names
     answer      a prompt and its answer under other names
     transcript  texts with `Human:` and `Assistant:` turns: chosen and rejected, or the prompt
     document    a text under another name
 
-A null or empty column counts as absent, but an empty answer stays one where no other column answers. Columns that a format does not use
-stay with the row, for reward functions.
+A null or empty column counts as absent, but an empty answer stays an answer if no other column holds one. Columns that a format does not
+use stay with the row, for reward functions.
 """
 
 from __future__ import annotations
@@ -19,25 +21,47 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from drumline.core.data import JUDGED_FORMS, PAIR_FORMS, TEXT_FORMS, Forms
-from drumline.data.questions import first, headed, question_of, system_of, with_context
-from drumline.data.rivals import Values, rivals
+from drumline.data.questions import (
+    build_question,
+    find_column,
+    join_context,
+    prepend_system,
+    read_system,
+)
+from drumline.data.rivals import Values, read_two_answers
 from drumline.data.turns import (
     TURN,
-    are_texts,
-    calls_of,
-    messages_of,
+    Messages,
+    Talk,
+    convert_turns,
+    find_round_keys,
+    is_list_of_texts,
+    parse_calls,
     read_talks,
-    rounds_of,
-    transcribed,
+    split_transcript,
 )
 from drumline.errors import DataError
 
-# Columns under our names, and the names of those that they were made of.
-Found = tuple[dict[str, Any], set[str]]
+
+class Reading(NamedTuple):
+    """What a format makes of a row: `columns` under our names, and the names of the columns that they replace."""
+
+    columns: dict[str, Any]
+    used: set[str]
+
+
+class VerdictColumns(NamedTuple):
+    """The columns of two answers and of the verdict, and how the verdict names the first and the second answer."""
+
+    first: str
+    second: str
+    verdict: str
+    marks: tuple[str, str]
+
 
 PROMPTS = (
     "prompt",
@@ -61,10 +85,10 @@ TEXTS = ("content", "document", "article", "passage", "sentence", "review", "cod
 TALKS = ("conversations", "conversation", "messages", "dialogue", "dialog", "trajectory", "chat")
 SIDES = ("prompt", "completion", "chosen", "rejected", "chosen_messages", "rejected_messages")
 LISTS = ("completions", "responses", "answers", "candidates", "outputs")
-BEST_HIGH, BEST_LOW = (
-    ("scores", "score", "ratings", "rating", "rewards", "overall_score", "pm_score"),
-    ("ranks", "rank", "ranking"),
-)
+# Marks of answers: of scores the highest is the best, of ranks the lowest.
+SCORES = ("scores", "score", "ratings", "rating", "rewards", "overall_score", "pm_score")
+RANKS = ("ranks", "rank", "ranking")
+MARKS = (*SCORES, *RANKS)
 PAIRS = (
     ("chosen", "rejected"),
     ("chosen_response", "rejected_response"),
@@ -78,19 +102,20 @@ PAIRS = (
     ("better", "worse"),
     ("chosen_messages", "rejected_messages"),
 )
+# A verdict that is a number names an answer by its sign.
 SIGN = ("below 0", "above 0")
-VERDICTS = (  # two answers, the column that names the better, what it says of each
-    ("response_0", "response_1", "better_response_id", ("0", "1")),
-    ("response_a", "response_b", "winner", ("a", "b")),
-    ("answer_a", "answer_b", "winner", ("a", "b")),
-    ("response_a", "response_b", "preference", ("a", "b")),
-    ("output_1", "output_2", "preference", ("1", "2")),
-    ("response_1", "response_2", "preference", ("1", "2")),
-    ("response_1", "response_2", "preference_strength", SIGN),
-    ("response1", "response2", "overall_preference", SIGN),
-    ("human_ref_A", "human_ref_B", "labels", ("1", "0")),
-    ("orig_response_A", "orig_response_B", "orig_preference", ("a", "b")),
-    ("conversation_a", "conversation_b", "winner", ("a", "b")),
+VERDICTS = (
+    VerdictColumns("response_0", "response_1", "better_response_id", ("0", "1")),
+    VerdictColumns("response_a", "response_b", "winner", ("a", "b")),
+    VerdictColumns("answer_a", "answer_b", "winner", ("a", "b")),
+    VerdictColumns("response_a", "response_b", "preference", ("a", "b")),
+    VerdictColumns("output_1", "output_2", "preference", ("1", "2")),
+    VerdictColumns("response_1", "response_2", "preference", ("1", "2")),
+    VerdictColumns("response_1", "response_2", "preference_strength", SIGN),
+    VerdictColumns("response1", "response2", "overall_preference", SIGN),
+    VerdictColumns("human_ref_A", "human_ref_B", "labels", ("1", "0")),
+    VerdictColumns("orig_response_A", "orig_response_B", "orig_preference", ("a", "b")),
+    VerdictColumns("conversation_a", "conversation_b", "winner", ("a", "b")),
 )
 LABELS = {
     "true": True,
@@ -102,8 +127,10 @@ LABELS = {
     "no": False,
     "bad": False,
 }
-TIES = ("tie", "both", "neither", "equal", "same")  # how verdicts begin that name none
-SHAPES: dict[str, dict[str, tuple[str, ...]]] = {  # what a row is for → format → its columns
+# A verdict that begins with one of these names no better answer.
+TIES = ("tie", "both", "neither", "equal", "same")
+# For each result of `_wanted_kind`: the formats that give it, each with its usual columns.
+SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "text": {
         "alpaca": ("instruction", "output"),
         "sharegpt": ("conversations",),
@@ -122,171 +149,275 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {  # what a row is for → forma
     "prompt": {"alpaca": ("instruction",), "sharegpt": ("conversations",), "answer": ("question",)},
     "class": {"document": ("content", "label")},
 }
-FOR = ((JUDGED_FORMS, "kto"), (TEXT_FORMS, "sft"), (PAIR_FORMS, "dpo, orpo, simpo or reward"))
+ALGORITHMS_OF_FORMS = (
+    (JUDGED_FORMS, "kto"),
+    (TEXT_FORMS, "sft"),
+    (PAIR_FORMS, "dpo, orpo, simpo or reward"),
+)
+# A name counts as a misspelling of another from this ratio of `difflib` on.
+LEAST_SIMILARITY = 0.75
+# How much a misspelled column counts beside one with its right name.
+MISSPELLED_WEIGHT = 0.8
 
 
 class Tie(Exception):
     """A row of two or more answers, none of which is the better."""
 
 
-def shaped(
+def convert_row(
     values: dict[str, Any], known: Forms, wanted: str, origin: str
 ) -> tuple[str, dict[str, Any]]:
-    """(format, the row's columns under our names); the format is empty for a row that has one of the forms itself. `wanted`: a format, or
-    auto. Where no column fits, `Question` is as good as `question`. Raises DataError for a row that is not of the `wanted` one, or that its
-    format cannot be read from, and Tie."""
-    if wanted == "own" or (found := _shaped(values, known, wanted, origin)) is None:
-        lower = {str(name).lower(): name for name in values}
-        if wanted == "own" or lower.keys() == values.keys() or len(lower) < len(values):
-            found = None
-        elif found := _shaped(
-            type(values)({name: values[old] for name, old in lower.items()}), known, wanted, origin
-        ):
-            ours = {"images", "tools", *(part for form in known for part in form)}
-            found = (
-                found[0],
-                type(values)(
-                    {
-                        name if name in ours else lower.get(name, name): value
-                        for name, value in found[1].items()
-                    }
-                ),
-            )
-    if found is not None or wanted in ("own", "auto"):
-        return found or ("", values)
-    shape = " and ".join(SHAPES[_wants(known)].get(wanted, ()))
-    what = f"is no row of the format {wanted}{f', which has {shape}' if shape else ''}: its columns are {', '.join(values) or 'none'}"
+    """Return the format of a row and its columns under our names.
+
+    The format is empty for a row that has one of the forms `known` already. `wanted` is the source's `format`: auto, own or the name of a
+    format. If no column fits, the names are compared in small letters: `Question` is as good as `question`. Raises DataError for a row that
+    is not of the format `wanted`, or that its format cannot be read from; raises Tie for answers of which none is better.
+    """
+    if wanted == "own":
+        return "", values
+    found = _convert_by_exact_names(values, known, wanted, origin)
+    if found is None:
+        found = _convert_by_small_letters(values, known, wanted, origin)
+    if found is not None:
+        return found
+    if wanted == "auto":
+        return "", values
+    shape = " and ".join(SHAPES[_wanted_kind(known)].get(wanted, ()))
+    which = f", which has {shape}" if shape else ""
+    names = ", ".join(values) or "none"
+    what = f"is no row of the format {wanted}{which}: its columns are {names}"
     raise DataError(what, where=origin, fix="leave `format` out, or map `columns`")
 
 
-def _shaped(
+def _convert_by_small_letters(
     values: dict[str, Any], known: Forms, wanted: str, origin: str
 ) -> tuple[str, dict[str, Any]] | None:
-    talks = read_talks(
-        {name: values[name] for name in (*SIDES, *TALKS) if name in values},
-        values.get(first(values, PROMPTS) or ""),
-        origin,
-    )
-    # Of the row's own class: rows of a table are padded with null keys.
-    plain = type(values)(values | {name: value for name, (_, value) in talks.items()})
-    if (
-        _wants(known) == "pair"
-        and (question := first(plain, PROMPTS))
-        and _repeats(plain, question)
-    ):
-        del plain[question]
-    if (
-        "messages" in plain and "functions" in plain and not plain.get("tools")
-    ):  # OpenAI's older name
-        plain["tools"] = plain.pop("functions")
-    there = {
-        name: value
-        for name, value in plain.items()
-        if value is not None and value != "" and value != []
-    }
-    if (blank := _blank(plain, there)) is not None:
-        there[blank] = ""
-    own = any(
-        set(form) <= there.keys() for form in known if {"prompt", "messages", "label"} & set(form)
-    )
-    systems = bool(headed(there.get("prompt"), there)[1])
-    foreign = max(
-        (name for part, (name, _) in talks.items() if any(part in form for form in known)),
-        default="",
-    )
-    if wanted == "auto" and own and (not systems or _wants(known) == "class"):
-        return foreign, _labelled(plain, known)
-    for name in FORMATS if wanted == "auto" else (wanted,):
-        # A text beside a question and an answer is the whole row; beside an instruction it is Alpaca's, written out for a model. A passage
-        # beside a question is not the whole row.
-        whole = name == "answer" and "text" in there and not systems
-        partial = name == "document" and (first(there, PROMPTS) or TEXTS[0]) not in TEXTS
-        if (wanted != "auto" or not (whole or partial)) and (
-            found := FORMATS[name](there, _wants(known), origin)
-        ) is not None:
-            made, used = found
-            return name, _labelled(
-                type(values)(
-                    {key: value for key, value in plain.items() if key not in used} | made
-                ),
-                known,
-            )
-    return (
-        (foreign, plain)
-        if wanted == "auto" and any(set(form) <= plain.keys() for form in known)
-        else None
-    )
-
-
-def _blank(plain: Values, there: Values) -> str | None:
-    """The column of an empty answer to a question that no column answers; what else a row has is not learned in its place."""
-    if (
-        there.keys() & {*REPLIES, *LISTS}
-        or first(there, TALKS, list)
-        or not first(there, PROMPTS, str | list)
-    ):
+    """Convert a row as if its columns were written in small letters. Return None if that changes nothing, or two columns would be one."""
+    original_names = {str(name).lower(): name for name in values}
+    changes_nothing = original_names.keys() == values.keys()
+    merges_columns = len(original_names) < len(values)
+    if changes_nothing or merges_columns:
         return None
-    return next((name for name in ANSWERS if plain.get(name) == ""), None)
+    # Of the row's own class: `TableRow` says that nulls pad its columns.
+    row_type = type(values)
+    lowered = row_type({name: values[original] for name, original in original_names.items()})
+    found = _convert_by_exact_names(lowered, known, wanted, origin)
+    if found is None:
+        return None
+    format_name, columns = found
+    our_names = {"images", "tools"}
+    for form in known:
+        our_names.update(form)
+    renamed = {}
+    for name, value in columns.items():
+        if name in our_names:
+            renamed[name] = value
+        else:
+            # A column that no format used gets its own name back.
+            renamed[original_names.get(name, name)] = value
+    return format_name, row_type(renamed)
 
 
-def _labelled(values: dict[str, Any], known: Forms) -> dict[str, Any]:
-    """The row of an answer that is good or bad with true or false as its label: tables have texts."""
+def _convert_by_exact_names(
+    values: dict[str, Any], known: Forms, wanted: str, origin: str
+) -> tuple[str, dict[str, Any]] | None:
+    """Return (format, columns under our names), or None if no format fits the row."""
+    kind = _wanted_kind(known)
+    talks = _read_talk_columns(values, origin)
+    plain = _replace_talks(values, talks, kind)
+    present = _present_columns(plain)
+    has_system = bool(prepend_system(present.get("prompt"), present)[1])
+    if wanted != "auto":
+        return _convert_by_format(wanted, plain, present, known, origin)
+    talk_format = _format_of_talks(talks, known)
+    if _has_own_form(present, known) and (not has_system or kind == "class"):
+        return talk_format, _parse_label(plain, kind)
+    for name in FORMATS:
+        if _is_misled(name, present, has_system):
+            continue
+        found = _convert_by_format(name, plain, present, known, origin)
+        if found is not None:
+            return found
+    if any(set(form) <= plain.keys() for form in known):
+        return talk_format, plain
+    return None
+
+
+def _convert_by_format(
+    name: str, plain: dict[str, Any], present: Values, known: Forms, origin: str
+) -> tuple[str, dict[str, Any]] | None:
+    """Convert a row by one format. Return its name and the columns, or None if the row is not of this format."""
+    kind = _wanted_kind(known)
+    reading = FORMATS[name](present, kind, origin)
+    if reading is None:
+        return None
+    columns = {key: value for key, value in plain.items() if key not in reading.used}
+    columns.update(reading.columns)
+    return name, _parse_label(type(plain)(columns), kind)
+
+
+def _is_misled(name: str, present: Values, has_system: bool) -> bool:
+    """Return whether a format would take a part of the row for the whole of it."""
+    if name == "answer":
+        # A text beside a question and an answer is the whole row. Beside an instruction it is
+        # Alpaca's, written out for a model.
+        return "text" in present and not has_system
+    if name == "document":
+        # A passage beside a question is not the whole row.
+        prompt = find_column(present, PROMPTS)
+        return prompt is not None and prompt not in TEXTS
+    return False
+
+
+def _read_talk_columns(values: dict[str, Any], origin: str) -> dict[str, Talk]:
+    """Read the columns that may hold conversations."""
+    columns = {name: values[name] for name in (*SIDES, *TALKS) if name in values}
+    prompt = find_column(values, PROMPTS)
+    question = None if prompt is None else values[prompt]
+    return read_talks(columns, question, origin)
+
+
+def _replace_talks(values: dict[str, Any], talks: dict[str, Talk], kind: str) -> dict[str, Any]:
+    """Return the row with its conversations as messages, without a prompt that both sides of a pair repeat."""
+    columns = dict(values)
+    for name, talk in talks.items():
+        columns[name] = talk.value
+    # Of the row's own class: `TableRow` says that nulls pad its columns.
+    plain = type(values)(columns)
+    if kind == "pair":
+        question = find_column(plain, PROMPTS)
+        if question is not None and _is_repeated_in_sides(plain, question):
+            del plain[question]
+    if "messages" in plain and "functions" in plain and not plain.get("tools"):
+        # OpenAI's older name of `tools`.
+        plain["tools"] = plain.pop("functions")
+    return plain
+
+
+def _present_columns(plain: Values) -> dict[str, Any]:
+    """Return the columns that hold something, and the column of an empty answer if no other column answers."""
+    present = {}
+    for name, value in plain.items():
+        if value is not None and value != "" and value != []:
+            present[name] = value
+    empty_answer = _find_empty_answer(plain, present)
+    if empty_answer is not None:
+        present[empty_answer] = ""
+    return present
+
+
+def _find_empty_answer(plain: Values, present: Values) -> str | None:
+    """Return the column of an empty answer to a question that no other column answers; else None.
+
+    What else such a row holds must not be learned in place of the answer.
+    """
+    has_answer = bool(present.keys() & {*REPLIES, *LISTS})
+    has_talk = find_column(present, TALKS, list) is not None
+    has_prompt = find_column(present, PROMPTS, str | list) is not None
+    if has_answer or has_talk or not has_prompt:
+        return None
+    for name in ANSWERS:
+        if plain.get(name) == "":
+            return name
+    return None
+
+
+def _has_own_form(present: Values, known: Forms) -> bool:
+    """Return whether the row has one of our forms whose names no other tool gives another meaning."""
+    for form in known:
+        is_distinct = not {"prompt", "messages", "label"}.isdisjoint(form)
+        if is_distinct and set(form) <= present.keys():
+            return True
+    return False
+
+
+def _format_of_talks(talks: dict[str, Talk], known: Forms) -> str:
+    """Return the format that the conversations of the algorithm's columns were written in; empty for our own."""
+    parts = {part for form in known for part in form}
+    formats = [talk.format for name, talk in talks.items() if name in parts]
+    return max(formats, default="")
+
+
+def _parse_label(values: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Make true or false of a text that labels an answer good or bad, as tables have it. Changes and returns `values`."""
     label = values.get("label")
-    if _wants(known) == "label" and isinstance(label, str) and label.lower() in LABELS:
+    if kind == "label" and isinstance(label, str) and label.lower() in LABELS:
         values["label"] = LABELS[label.lower()]
     return values
 
 
 def nearest_format(values: Values, known: Forms) -> str:
-    """What a row of no form is nearest to, as the end of a line, or which algorithms take it; empty where nothing is near."""
-    wants = _wants(known)
-    for forms, algorithms in FOR:
-        if wants != _wants(forms):
-            try:
-                name, made = shaped(dict(values), forms, "auto", "")
-            except (DataError, Tie):
-                continue
-            if name or any(set(form) <= made.keys() for form in forms):
-                return f"; such rows are for algorithm {algorithms}"
+    """Return the end of a message about a row of no form: which algorithms take it, or which form it is nearest to.
 
-    there = [str(name) for name in values]
-
-    def near(columns: tuple[str, ...]) -> float:
-        found = [
-            1.0 if each in there else 0.8 * bool(difflib.get_close_matches(each, there, 1, 0.75))
-            for each in columns
-        ]
-        return sum(found) / len(found)
-
-    shapes = [
-        *(("form", form) for form in known),
-        *((f"format {name}, which", columns) for name, columns in SHAPES[wants].items()),
-    ]
-    name, columns = max(shapes, key=lambda item: near(item[1]))
-    if not near(columns):
+    Empty if no form is near.
+    """
+    kind = _wanted_kind(known)
+    algorithms = _find_other_algorithms(values, kind)
+    if algorithms is not None:
+        return f"; such rows are for algorithm {algorithms}"
+    names = [str(name) for name in values]
+    shapes = [("form", form) for form in known]
+    for format_name, format_columns in SHAPES[kind].items():
+        shapes.append((f"format {format_name}, which", format_columns))
+    name, columns = max(shapes, key=lambda shape: _similarity(shape[1], names))
+    if not _similarity(columns, names):
         return ""
-    lacks = [each for each in columns if each not in there]
-    close = [
-        f"`{match[0]}` may be {each}"
-        for each in lacks
-        if (match := difflib.get_close_matches(each, there, 1, 0.75))
-    ]
-    close += (
-        []
-        if lacks
-        else [
-            f"`{each}` is {type(values[each]).__name__}"
-            for each in columns
-            if not isinstance(values[each], str)
-        ]
-    )
-    return f"; the nearest {name} has {' and '.join(columns)}" + (
-        f": {', '.join(close)}" if close else ""
-    )
+    hint = f"; the nearest {name} has {' and '.join(columns)}"
+    differences = _describe_differences(values, columns, names)
+    if differences:
+        hint += f": {', '.join(differences)}"
+    return hint
 
 
-def _wants(known: Forms) -> str:
-    """What the algorithm takes: pairs, prompts, answers with a label, or text to learn."""
+def _find_other_algorithms(values: Values, kind: str) -> str | None:
+    """Return the algorithms that take such a row, of those that want another kind of rows; None if none does."""
+    for forms, algorithms in ALGORITHMS_OF_FORMS:
+        if kind == _wanted_kind(forms):
+            continue
+        try:
+            name, columns = convert_row(dict(values), forms, "auto", "")
+        except (DataError, Tie):
+            continue
+        if name or any(set(form) <= columns.keys() for form in forms):
+            return algorithms
+    return None
+
+
+def _similarity(columns: Sequence[str], names: list[str]) -> float:
+    """Return how much of `columns` the row has, from 0 to 1, if its columns are called `names`."""
+    scores = []
+    for column in columns:
+        if column in names:
+            scores.append(1.0)
+        elif _find_misspelling(column, names) is not None:
+            scores.append(MISSPELLED_WEIGHT)
+        else:
+            scores.append(0.0)
+    return sum(scores) / len(scores)
+
+
+def _find_misspelling(column: str, names: list[str]) -> str | None:
+    matches = difflib.get_close_matches(column, names, 1, LEAST_SIMILARITY)
+    return matches[0] if matches else None
+
+
+def _describe_differences(values: Values, columns: Sequence[str], names: list[str]) -> list[str]:
+    """Return what keeps a row from having `columns`: misspelled names, else values that are no texts."""
+    missing = [column for column in columns if column not in names]
+    differences = []
+    for column in missing:
+        match = _find_misspelling(column, names)
+        if match is not None:
+            differences.append(f"`{match}` may be {column}")
+    if not missing:
+        for column in columns:
+            if not isinstance(values[column], str):
+                differences.append(f"`{column}` is {type(values[column]).__name__}")
+    return differences
+
+
+def _wanted_kind(known: Forms) -> str:
+    """Return what an algorithm with these forms takes: pair, label (judged answers), class, text or prompt."""
     parts = {part for form in known for part in form}
     if "chosen" in parts:
         return "pair"
@@ -296,275 +427,388 @@ def _wants(known: Forms) -> str:
 
 
 def judges_answers(known: Forms) -> bool:
-    """Whether an algorithm with these forms learns from answers that are labelled good or bad."""
-    return _wants(known) == "label"
+    """Return whether an algorithm with these forms learns from answers that are labelled good or bad."""
+    return _wanted_kind(known) == "label"
 
 
-def _sides(there: Values) -> tuple[str, str] | None:
-    return next((pair for pair in PAIRS if pair[0] in there and pair[1] in there), None)
+def _find_sides(present: Values) -> tuple[str, str] | None:
+    """Return the columns of the better and of the worse answer; None without both."""
+    for chosen, rejected in PAIRS:
+        if chosen in present and rejected in present:
+            return chosen, rejected
+    return None
 
 
-def _repeats(there: Values, question: str) -> bool:
-    """Whether a pair has its prompt twice: as a text, and in both sides, which are whole conversations."""
-    prompt, sides = (
-        there[question],
-        [there[key] for key in ("chosen", "rejected") if _is_whole(there.get(key))],
-    )
-    has = [
-        any(
-            str(prompt).strip() in str(turn.get("content"))
-            for turn in side
-            if isinstance(turn, Mapping)
-        )
-        for side in sides
-    ]
-    return isinstance(prompt, str) and len(has) == 2 and all(has)
+def _is_repeated_in_sides(present: Values, question: str) -> bool:
+    """Return whether a pair has its prompt twice: as a text in the column `question`, and in both sides, which are whole conversations."""
+    prompt = present[question]
+    if not isinstance(prompt, str):
+        return False
+    for name in ("chosen", "rejected"):
+        side = present.get(name)
+        if not _is_whole_talk(side) or not _mentions(side, prompt.strip()):
+            return False
+    return True
 
 
-def _is_whole(side: Any) -> bool:
-    """Whether an answer is a conversation from its start."""
-    return (
-        isinstance(side, list)
-        and bool(side)
-        and isinstance(side[0], Mapping)
-        and side[0].get("role") in ("system", "user")
-    )
+def _mentions(turns: Any, text: str) -> bool:
+    """Return whether the content of a message has `text` in it."""
+    return any(isinstance(turn, Mapping) and text in str(turn.get("content")) for turn in turns)
 
 
-def _completed(
-    prompt: Any, there: Values, used: set[str], wants: str, answer: str | None
-) -> Found | None:
-    """A row of a prompt and what the algorithm takes beside it; None without that."""
-    made, sides = {"prompt": prompt}, _sides(there)
-    if wants == "prompt":
-        return made, used
-    if wants == "pair":
-        return (
-            None
-            if sides is None
-            else (
-                made | {"chosen": there[sides[0]], "rejected": there[sides[1]]},
-                used | set(sides),
-            )
-        )
+def _is_whole_talk(side: Any) -> bool:
+    """Return whether an answer is a conversation from its start."""
+    if not isinstance(side, list) or not side or not isinstance(side[0], Mapping):
+        return False
+    return side[0].get("role") in ("system", "user")
+
+
+def _complete(
+    prompt: Any, present: Values, used: set[str], kind: str, answer: str | None
+) -> Reading | None:
+    """Put what the algorithm takes beside a prompt.
+
+    `used`: the columns that the prompt was made of. `answer`: the column of the answer, if there is one. Returns None for a row that lacks
+    what the algorithm takes.
+    """
+    columns = {"prompt": prompt}
+    if kind == "prompt":
+        return Reading(columns, used)
+    if kind == "pair":
+        sides = _find_sides(present)
+        if sides is None:
+            return None
+        chosen, rejected = sides
+        columns["chosen"] = present[chosen]
+        columns["rejected"] = present[rejected]
+        return Reading(columns, used | set(sides))
     if answer is None:
         return None
-    made["completion"], used = there[answer], used | {answer}
-    if wants == "label":
-        label = "label" if "label" in there else "kto_tag"
-        return None if label not in there else (made | {"label": there[label]}, used | {label})
-    return made, used
+    columns["completion"] = present[answer]
+    used = used | {answer}
+    if kind == "label":
+        label = "label" if "label" in present else "kto_tag"
+        if label not in present:
+            return None
+        columns["label"] = present[label]
+        used.add(label)
+    return Reading(columns, used)
 
 
-def _alpaca(there: Values, wants: str, origin: str) -> Found | None:
-    instruction = there.get("instruction")
-    if (
-        not isinstance(instruction, str)
-        or wants == "class"
-        or ((answer := first(there, ANSWERS)) is None and wants in ("text", "label"))
-    ):
+def _read_alpaca(present: Values, kind: str, origin: str) -> Reading | None:
+    if not isinstance(present.get("instruction"), str) or kind == "class":
         return None
-    (prompt_text, used), (messages, systems) = (
-        with_context(there, "instruction", origin),
-        system_of(there),
-    )
-    used |= ({"history"} & there.keys()) | systems
-    if not messages and "history" not in used:
-        return _completed(prompt_text, there, used, wants, answer)
-    history = there.get("history", [])
-    if isinstance(history, str):  # of a table
+    answer = find_column(present, ANSWERS)
+    if answer is None and kind in ("text", "label"):
+        return None
+    question, used = join_context(present, "instruction", origin)
+    messages, system_columns = read_system(present)
+    used |= system_columns
+    if "history" in present:
+        used.add("history")
+        messages += _read_history(present["history"], origin)
+    elif not messages:
+        return _complete(question, present, used, kind, answer)
+    messages.append({"role": "user", "content": question})
+    if kind != "text":
+        return _complete(messages, present, used, kind, answer)
+    assert answer is not None
+    messages.append({"role": "assistant", "content": present[answer]})
+    return Reading({"messages": messages}, used | {answer})
+
+
+def _read_history(history: Any, origin: str) -> Messages:
+    """Return the messages of a list of [question, answer], or of the same as JSON. Raises DataError for anything else."""
+    if isinstance(history, str):
         try:
             history = json.loads(history)
         except (ValueError, RecursionError):
             history = None
-    for turns in history if isinstance(history, list) else [None]:
+    what = "`history` holds what is no pair of a question and its answer"
+    if not isinstance(history, list):
+        raise DataError(what, where=origin)
+    messages = []
+    for turns in history:
         if not isinstance(turns, list | tuple) or len(turns) != 2:
-            raise DataError(
-                "`history` holds what is no pair of a question and its answer", where=origin
-            )
-        messages += [
-            {"role": role, "content": text}
-            for role, text in zip(("user", "assistant"), turns, strict=True)
-        ]
-    messages.append({"role": "user", "content": prompt_text})
-    if wants != "text":
-        return _completed(messages, there, used, wants, answer)
-    assert answer is not None
-    return {"messages": [*messages, {"role": "assistant", "content": there[answer]}]}, used | {
-        answer
-    }
+            raise DataError(what, where=origin)
+        question, answer = turns
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    return messages
 
 
-def _sharegpt(there: Values, wants: str, origin: str) -> Found | None:
-    name = first(there, TALKS, list) or next(
-        (each for each in ("data", "turns") if are_texts(there.get(each))), None
-    )
-    name = name or ("texts" if rounds_of(there.get("texts")) else None)
-    # Beside a prompt, or whole conversations, it is there for another algorithm.
-    beside = {
-        "pair": "prompt" in there or _is_whole(there.get("chosen")),
-        "label": "completion" in there,
-    }.get(wants, False)
-    if name is None or wants == "class" or beside:
+def _find_talk(present: Values) -> str | None:
+    """Return the column of a conversation."""
+    name = find_column(present, TALKS, list)
+    if name is not None:
+        return name
+    for name in ("data", "turns"):
+        if is_list_of_texts(present.get(name)):
+            return name
+    if find_round_keys(present.get("texts")) is not None:
+        return "texts"
+    return None
+
+
+def _read_sharegpt(present: Values, kind: str, origin: str) -> Reading | None:
+    name = _find_talk(present)
+    if name is None or kind == "class":
         return None
-    systems, column = system_of(there)
-    messages, used = messages_of(there[name], origin), {name} | column
-    if systems and messages[0]["role"] != "system":
-        messages = [*systems, *messages]
-    # OpenAI's older name.
-    tools = {} if there.get("functions") is None else {"tools": there["functions"]}
-    if wants in ("text", "prompt"):
-        return {"messages": messages, **tools}, used | ({"functions"} if tools else set())
-    if wants == "label":
+    # A conversation beside a prompt, or beside whole conversations, is there for another algorithm.
+    if kind == "pair" and ("prompt" in present or _is_whole_talk(present.get("chosen"))):
+        return None
+    if kind == "label" and "completion" in present:
+        return None
+    system_messages, system_columns = read_system(present)
+    messages = convert_turns(present[name], origin)
+    used = {name} | system_columns
+    if system_messages and messages[0]["role"] != "system":
+        messages = [*system_messages, *messages]
+    if kind in ("text", "prompt"):
+        columns: dict[str, Any] = {"messages": messages}
+        if present.get("functions") is not None:
+            # OpenAI's older name of `tools`.
+            columns["tools"] = present["functions"]
+            used.add("functions")
+        return Reading(columns, used)
+    if kind == "label":
         *messages, last = messages
-        there = {**there, "completion": [last]}
-        return _completed(messages, there, used | {"completion"}, wants, "completion")
-    return _completed(messages, there, used, wants, None)
+        with_completion = {**present, "completion": [last]}
+        used.add("completion")
+        return _complete(messages, with_completion, used, kind, "completion")
+    return _complete(messages, present, used, kind, None)
 
 
-def _verdict(there: Values, wants: str, origin: str) -> Found | None:
-    if wants != "pair":
+def _read_verdict(present: Values, kind: str, origin: str) -> Reading | None:
+    if kind != "pair":
         return None
-    laid, own = rivals(there) or ({}, set())
-    there = {**there, **laid}
-    prompt = first(there, (*PROMPTS, "history", "context"), str | list)
-    names = next((each for each in VERDICTS if set(each[:3]) <= there.keys()), None)
-    # The prompt is in them.
-    whole = names is not None and all(isinstance(there[side], list) for side in names[:2])
-    if names is None or (prompt is None and not whole):
+    two_answers = read_two_answers(present)
+    if two_answers is not None:
+        present = {**present, **two_answers.columns}
+    names = _find_verdict(present)
+    if names is None:
         return None
-    one, other, column, marks = names
-    verdict = there[column]
-    if marks is SIGN and isinstance(verdict, int | float):
-        verdict = SIGN[verdict > 0] if verdict and math.isfinite(verdict) else "tie"
-    better = str(verdict).lower().removeprefix("model_").removeprefix("response_")
+    prompt = find_column(present, (*PROMPTS, "history", "context"), str | list)
+    # Answers that are lists are whole conversations, which have the prompt in them.
+    are_talks = isinstance(present[names.first], list) and isinstance(present[names.second], list)
+    if prompt is None and not are_talks:
+        return None
+    if _is_first_better(present[names.verdict], names, origin):
+        chosen, rejected = names.first, names.second
+    else:
+        chosen, rejected = names.second, names.first
+    used = {names.first, names.second, names.verdict}
+    if are_talks:
+        columns, system_columns = _prepend_system_to_sides(present, chosen, rejected)
+        used |= system_columns
+    else:
+        columns = {"chosen": present[chosen], "rejected": present[rejected]}
+        columns["prompt"], question_columns = build_question(present, prompt or "", origin)
+        used |= question_columns
+    if two_answers is not None:
+        used = two_answers.used
+    return Reading(columns, used)
+
+
+def _find_verdict(present: Values) -> VerdictColumns | None:
+    for names in VERDICTS:
+        if {names.first, names.second, names.verdict} <= present.keys():
+            return names
+    return None
+
+
+def _is_first_better(verdict: Any, names: VerdictColumns, origin: str) -> bool:
+    """Return whether a verdict names the first answer. Raises Tie if it names neither, and DataError if it cannot be read."""
+    value = verdict
+    if names.marks is SIGN and isinstance(verdict, int | float):
+        if verdict and math.isfinite(verdict):
+            value = SIGN[verdict > 0]
+        else:
+            value = "tie"
+    better = str(value).lower().removeprefix("model_").removeprefix("response_")
     if better.startswith(TIES):
         raise Tie
-    if better not in marks:
-        fix = f"write {marks[0]} or {marks[1]}, or tie"
-        raise DataError(
-            f"column {column!r} says {there[column]!r}, and names no better answer",
-            where=origin,
-            fix=fix,
-        )
-    chosen, rejected = (one, other) if better == marks[0] else (other, one)
-    made, used = {"chosen": there[chosen], "rejected": there[rejected]}, {one, other, column}
-    if whole:
-        made, systems = _sides_headed(there, (chosen, rejected))
-        used |= systems
-    else:
-        made["prompt"], more = question_of(there, prompt or "", origin)
-        used |= more
-    return made, own or used
+    if better not in names.marks:
+        what = f"column {names.verdict!r} says {verdict!r}, and names no better answer"
+        fix = f"write {names.marks[0]} or {names.marks[1]}, or tie"
+        raise DataError(what, where=origin, fix=fix)
+    return better == names.marks[0]
 
 
-def _ranked(there: Values, wants: str, origin: str) -> Found | None:
-    prompt, name = first(there, PROMPTS, str | list), first(there, LISTS, list)
-    if wants != "pair" or prompt is None or name is None:
+def _read_ranked(present: Values, kind: str, origin: str) -> Reading | None:
+    prompt = find_column(present, PROMPTS, str | list)
+    name = find_column(present, LISTS, list)
+    if kind != "pair" or prompt is None or name is None:
         return None
-    answers, used = there[name], {prompt, name}
-    if all(isinstance(each, Mapping) for each in answers):
-        text = next(
-            (key for key in (*ANSWERS, "text", "content", "value") if key in answers[0]), ""
-        )
-        column = next((key for key in (*BEST_HIGH, *BEST_LOW) if key in answers[0]), "")
-        texts, marks = [each.get(text) for each in answers], [each.get(column) for each in answers]
+    answers = present[name]
+    used = {prompt, name}
+    if all(isinstance(answer, Mapping) for answer in answers):
+        text_key = _find_key(answers[0], (*ANSWERS, "text", "content", "value"))
+        mark_column = _find_key(answers[0], MARKS)
+        texts = [answer.get(text_key) for answer in answers]
+        marks = [answer.get(mark_column) for answer in answers]
     else:
-        column = first(there, (*BEST_HIGH, *BEST_LOW), list) or ""
-        texts, marks, used = answers, there.get(column, []), used | {column}
-    if not column or len(texts) != len(marks) or len(texts) < 2:
+        mark_column = find_column(present, MARKS, list) or ""
+        texts = answers
+        marks = present.get(mark_column, [])
+        used.add(mark_column)
+    if not mark_column or len(texts) != len(marks) or len(texts) < 2:
         return None
-    try:
-        numbers = [-float(mark) if column in BEST_LOW else float(mark) for mark in marks]
-    except (TypeError, ValueError, OverflowError):
-        numbers = [math.nan]
-    if not all(map(math.isfinite, numbers)):
-        raise DataError(f"{column!r} of the answers are no numbers", where=origin)
-    best, worst = numbers.index(max(numbers)), numbers.index(min(numbers))
+    values = _read_marks(marks, mark_column, origin)
+    best = values.index(max(values))
+    worst = values.index(min(values))
     if best == worst:
         raise Tie
-    question, more = question_of(there, prompt, origin)
-    return {"prompt": question, "chosen": texts[best], "rejected": texts[worst]}, used | more
+    question, question_columns = build_question(present, prompt, origin)
+    columns = {"prompt": question, "chosen": texts[best], "rejected": texts[worst]}
+    return Reading(columns, used | question_columns)
 
 
-def _sides_headed(there: Values, sides: tuple[str, str]) -> Found:
-    """The better and the worse answer, conversations from their start, behind the system's message in a column of its own; and that."""
-    heads = [headed(there[side], there) for side in sides]
-    return {name: head for name, (head, _) in zip(("chosen", "rejected"), heads, strict=True)}, {
-        *heads[0][1],
-        *heads[1][1],
-    }
+def _find_key(answer: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Return the first of `keys` that an answer has; empty if it has none."""
+    for key in keys:
+        if key in answer:
+            return key
+    return ""
 
 
-def _pair(there: Values, wants: str, origin: str) -> Found | None:
-    prompt, sides = first(there, PROMPTS, str | list | Mapping), _sides(there)
-    if wants != "pair" or sides is None:
+def _read_marks(marks: list[Any], column: str, origin: str) -> list[float]:
+    """Return scores or ranks as numbers, of which the highest is the best. Raises DataError for what is no number."""
+    try:
+        values = [float(mark) for mark in marks]
+    except (TypeError, ValueError, OverflowError):
+        values = [math.nan]
+    if not all(map(math.isfinite, values)):
+        raise DataError(f"{column!r} of the answers are no numbers", where=origin)
+    if column in RANKS:
+        return [-value for value in values]
+    return values
+
+
+def _prepend_system_to_sides(present: Values, chosen: str, rejected: str) -> Reading:
+    """Return the better and the worse answer of a row, which are whole conversations, behind the system's message in a column of its own.
+
+    `used` has the column of the system's message alone.
+    """
+    chosen_messages, chosen_used = prepend_system(present[chosen], present)
+    rejected_messages, rejected_used = prepend_system(present[rejected], present)
+    columns = {"chosen": chosen_messages, "rejected": rejected_messages}
+    return Reading(columns, chosen_used | rejected_used)
+
+
+def _read_pair(present: Values, kind: str, origin: str) -> Reading | None:
+    sides = _find_sides(present)
+    if kind != "pair" or sides is None:
         return None
+    prompt = find_column(present, PROMPTS, str | list | Mapping)
     if prompt is None:
-        made, systems = _sides_headed(there, sides)
-        whole = all(_is_whole(there[side]) for side in sides)
-        return (made, {*sides, *systems}) if whole and (systems or sides != PAIRS[0]) else None
-    tools = {}
-    if isinstance(request := there[prompt], Mapping):  # OpenAI's preferences
-        tools = {"tools": request["tools"]} if request.get("tools") else {}
+        return _read_pair_of_talks(present, sides)
+    tools = None
+    request = present[prompt]
+    # OpenAI's preferences have a request as their prompt.
+    if isinstance(request, Mapping):
+        tools = request.get("tools")
         if not isinstance(request.get("messages"), list):
             return None
-        there = {**there, prompt: request["messages"]}
-    question, used = question_of(there, prompt, origin)
-    made, used = _completed(question, there, used, wants, None) or ({}, set())
-    return made | tools, used
+        present = {**present, prompt: request["messages"]}
+    question, used = build_question(present, prompt, origin)
+    chosen, rejected = sides
+    columns = {"prompt": question, "chosen": present[chosen], "rejected": present[rejected]}
+    if tools:
+        columns["tools"] = tools
+    return Reading(columns, used | set(sides))
 
 
-def _answer(there: Values, wants: str, origin: str) -> Found | None:
-    prompt, (answer, reply) = first(there, PROMPTS, str | list), _reply(there)
-    if wants in ("pair", "class") or prompt is None or (answer is None and wants != "prompt"):
+def _read_pair_of_talks(present: Values, sides: tuple[str, str]) -> Reading | None:
+    """Return a pair whose answers are whole conversations; None if they are not, or the row needs no change."""
+    chosen, rejected = sides
+    columns, system_columns = _prepend_system_to_sides(present, chosen, rejected)
+    are_whole = _is_whole_talk(present[chosen]) and _is_whole_talk(present[rejected])
+    have_our_names = sides == PAIRS[0]
+    if not are_whole or (have_our_names and not system_columns):
         return None
-    question, used = question_of(there, prompt, origin)
-    return _completed(
-        question, there if answer is None else {**there, answer: reply}, used, wants, answer
-    )
+    return Reading(columns, {*sides, *system_columns})
 
 
-def _reply(there: Values) -> tuple[str | None, Any]:
-    """The column of the answer, and the answer: a text, messages, calls of tools, or the first of several texts that are as good."""
-    if (name := first(there, ANSWERS)) is not None:
-        return name, there[name]
+def _read_answer(present: Values, kind: str, origin: str) -> Reading | None:
+    prompt = find_column(present, PROMPTS, str | list)
+    if kind in ("pair", "class") or prompt is None:
+        return None
+    answer, reply = _find_reply(present)
+    if answer is None and kind != "prompt":
+        return None
+    question, used = build_question(present, prompt, origin)
+    if answer is not None:
+        present = {**present, answer: reply}
+    return _complete(question, present, used, kind, answer)
+
+
+def _find_reply(present: Values) -> tuple[str | None, Any]:
+    """Return the column of the answer, and the answer; (None, None) without one.
+
+    An answer is a text, messages, calls of tools, or the first of several texts that are as good as each other.
+    """
+    name = find_column(present, ANSWERS)
+    if name is not None:
+        return name, present[name]
     for name in (*ANSWERS, *LISTS):
-        value = there.get(name)
-        if "tools" in there and (calls := calls_of(value)):
-            return name, [{"role": "assistant", "content": "", "tool_calls": calls}]
-        texts = value.get("text") if isinstance(value, Mapping) else value
-        if not isinstance(texts, list) or not texts:
-            continue
-        if isinstance(texts[0], Mapping) and name in ANSWERS:
-            return name, texts
-        if isinstance(texts[0], str) and first(there, (*BEST_HIGH, *BEST_LOW), list) is None:
-            return name, texts[0]
+        reply = _read_reply(name, present)
+        if reply is not None:
+            return name, reply
     return None, None
 
 
-def _transcript(there: Values, wants: str, origin: str) -> Found | None:
-    sides = {name: there.get(name) for name in ("chosen", "rejected")}
-    if wants != "pair" or not all(
-        isinstance(text, str) and TURN.match(text) for text in sides.values()
-    ):
+def _read_reply(name: str, present: Values) -> Any:
+    """Return the answer that a column holds which is no text; None if it holds none."""
+    value = present.get(name)
+    if "tools" in present:
+        calls = parse_calls(value)
+        if calls:
+            return [{"role": "assistant", "content": "", "tool_calls": calls}]
+    texts = value.get("text") if isinstance(value, Mapping) else value
+    if not isinstance(texts, list) or not texts:
         return None
-    return {name: transcribed(str(text)) for name, text in sides.items()}, set()
+    if isinstance(texts[0], Mapping) and name in ANSWERS:
+        return texts
+    # With marks, the answers are not as good as each other.
+    if isinstance(texts[0], str) and find_column(present, MARKS, list) is None:
+        return texts[0]
+    return None
 
 
-def _document(there: Values, wants: str, origin: str) -> Found | None:
-    name = first(there, TEXTS)
-    if (
-        name is None
-        or "text" in there
-        or wants not in ("text", "class")
-        or (wants == "class" and "label" not in there)
-    ):
+def _read_transcript(present: Values, kind: str, origin: str) -> Reading | None:
+    if kind != "pair":
         return None
-    return {"text": there[name]} | ({"label": there["label"]} if wants == "class" else {}), {name}
+    columns = {}
+    for name in ("chosen", "rejected"):
+        text = present.get(name)
+        if not isinstance(text, str) or not TURN.match(text):
+            return None
+        columns[name] = split_transcript(text)
+    return Reading(columns, set())
 
 
-FORMATS: dict[str, Callable[[Values, str, str], Found | None]] = {
-    "sharegpt": _sharegpt, "alpaca": _alpaca, "verdict": _verdict, "ranked": _ranked, "pair": _pair, "answer": _answer,
-    "transcript": _transcript, "document": _document,
-}  # fmt: skip
+def _read_document(present: Values, kind: str, origin: str) -> Reading | None:
+    name = find_column(present, TEXTS)
+    if name is None or "text" in present:
+        return None
+    columns = {"text": present[name]}
+    if kind == "class" and "label" in present:
+        columns["label"] = present["label"]
+    elif kind != "text":
+        return None
+    return Reading(columns, {name})
+
+
+# Each takes (the row's columns that hold something, what the algorithm takes, origin). They are
+# tried in this order.
+FORMATS: dict[str, Callable[[Values, str, str], Reading | None]] = {
+    "sharegpt": _read_sharegpt,
+    "alpaca": _read_alpaca,
+    "verdict": _read_verdict,
+    "ranked": _read_ranked,
+    "pair": _read_pair,
+    "answer": _read_answer,
+    "transcript": _read_transcript,
+    "document": _read_document,
+}

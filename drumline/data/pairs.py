@@ -6,18 +6,19 @@ import re
 from typing import Any
 
 from drumline.core.data import PAIR_FORMS, Forms
-from drumline.data.formats import judges_answers, shaped
+from drumline.data.formats import convert_row, judges_answers
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 
 Text = str | Messages
 SIDES = ("chosen", "rejected")
 SAME_ANSWER = "`chosen` and `rejected` are the same answer"
-JUDGEMENTS = {"label", "kto_tag"}  # columns that say whether an answer is good
+# Columns that hold whether an answer is good.
+JUDGEMENTS = {"label", "kto_tag"}
 
 
 def is_pair_to_split(values: dict[str, Any], known: Forms, wanted: str, origin: str) -> bool:
-    """Whether a row is a pair, and the algorithm learns from answers that are judged one by one.
+    """Return whether a row is a pair, and the algorithm learns from answers that are judged one by one.
 
     `known`: the forms of the algorithm's rows. `wanted`: the source's `format`. Raises DataError for
     a row that `wanted` cannot be read from, and Tie for two answers of which neither is better.
@@ -29,8 +30,8 @@ def is_pair_to_split(values: dict[str, Any], known: Forms, wanted: str, origin: 
         return True
     if names & JUDGEMENTS:
         return False
-    _, made = shaped(dict(values), PAIR_FORMS, wanted, origin)
-    return made.keys() >= set(SIDES)
+    _, columns = convert_row(dict(values), PAIR_FORMS, wanted, origin)
+    return columns.keys() >= set(SIDES)
 
 
 def split_pair(values: dict[str, Any], origin: str) -> list[dict[str, Any]]:
@@ -62,36 +63,53 @@ def pair_parts(values: dict[str, Any], origin: str) -> tuple[Text, Text, Text]:
         if type(chosen) is not type(rejected):
             what = "one side of the pair is text, the other messages"
             raise DataError(what, where=origin, fix="write both alike, or map `columns.prompt`")
-        at = _common_length(chosen, rejected)
-        return chosen[:at], chosen[at:], rejected[at:]
+        length = _common_length(chosen, rejected)
+        return chosen[:length], chosen[length:], rejected[length:]
     prompt = values["prompt"]
-    begin = [_stripped(turn) for turn in as_messages(prompt, "user")]
-    return prompt, _behind(begin, chosen), _behind(begin, rejected)
+    start = [_strip_content(turn) for turn in as_messages(prompt, "user")]
+    return prompt, _remove_prompt(start, chosen), _remove_prompt(start, rejected)
 
 
-def _behind(begin: Messages, side: Text) -> Text:
-    """A side without the prompt that it repeats, whose system's message may be in a column of its own."""
-    bare = begin[1:] if begin[0]["role"] == "system" else []
-    for turns in (begin, bare):
-        if (
-            isinstance(side, list)
-            and turns
-            and [_stripped(turn) for turn in side[: len(turns)]] == turns
-        ):
+def _remove_prompt(prompt: Messages, side: Text) -> Text:
+    """Return a side without the messages of the prompt that it repeats.
+
+    The system's message may be missing in the side: it may come from a column of its own.
+    """
+    if not isinstance(side, list):
+        return side
+    without_system: Messages = []
+    if prompt[0]["role"] == "system":
+        without_system = prompt[1:]
+    for turns in (prompt, without_system):
+        if not turns:
+            continue
+        start = [_strip_content(turn) for turn in side[: len(turns)]]
+        if start == turns:
             return side[len(turns) :]
     return side
 
 
-def _stripped(turn: dict[str, Any]) -> dict[str, Any]:
+def _strip_content(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content has no blanks around it."""
     content = turn.get("content")
-    return {**turn, "content": content.strip()} if isinstance(content, str) else turn
+    if isinstance(content, str):
+        return {**turn, "content": content.strip()}
+    return turn
 
 
 def _common_length(chosen: Any, rejected: Any) -> int:
-    """The length of the common start, which leaves each side an answer: whole messages, or text up to a blank."""
-    least = min(len(chosen), len(rejected)) - isinstance(chosen, list)
-    at = next((index for index in range(least) if chosen[index] != rejected[index]), least)
-    if isinstance(chosen, list):
-        return at
-    blanks = [match.start() for match in re.finditer(r"\s+", chosen[:at])]
+    """Return the length of the common start of two sides: whole messages, or text up to a blank.
+
+    It leaves each side an answer: of messages at least the last one.
+    """
+    are_messages = isinstance(chosen, list)
+    most = min(len(chosen), len(rejected))
+    if are_messages:
+        most -= 1
+    length = 0
+    while length < most and chosen[length] == rejected[length]:
+        length += 1
+    if are_messages:
+        return length
+    blanks = [match.start() for match in re.finditer(r"\s+", chosen[:length])]
     return blanks[-1] if blanks else 0

@@ -1,4 +1,4 @@
-"""What a row of another tool asks: its prompt with what that is about, and the system's message in a column of its own."""
+"""The question of a row of another tool: its prompt with what the prompt is about, and the system's message of another column."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from drumline.data.rivals import Values
+from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError
 
 SYSTEMS = ("system", "system_prompt", "system_message")
-CONTEXTS = ("input", "context")  # what an instruction is about
+# Columns that hold what an instruction is about.
+CONTEXTS = ("input", "context")
 QUESTIONS = ("question", "query")
-# What those are about: where they stand is not known.
+# Columns that hold what a question is about. Where it belongs in the prompt is not known.
 PASSAGES = (
     "article",
     "passage",
@@ -22,61 +24,71 @@ PASSAGES = (
 )
 
 
-def first(there: Values, names: tuple[str, ...], kinds: Any = str) -> str | None:
-    """The first of the columns `names` that a row has with a value of `kinds`."""
-    return next((name for name in names if isinstance(there.get(name), kinds)), None)
+def find_column(present: Values, names: tuple[str, ...], kinds: Any = str) -> str | None:
+    """Return the first of the columns `names` that a row has with a value of the type `kinds`; None without one."""
+    for name in names:
+        if isinstance(present.get(name), kinds):
+            return name
+    return None
 
 
-def system_of(there: Values) -> tuple[list[dict[str, Any]], set[str]]:
-    """The system's message in a column of its own, and that column."""
-    name = first(there, SYSTEMS)
-    return (
-        ([], set())
-        if name is None
-        else ([{"role": "system", "content": there[name].removeprefix("SYSTEM: ")}], {name})
-    )
+def read_system(present: Values) -> tuple[Messages, set[str]]:
+    """Return the system's message in a column of its own, and that column; nothing of either if there is none."""
+    name = find_column(present, SYSTEMS)
+    if name is None:
+        return [], set()
+    content = present[name].removeprefix("SYSTEM: ")
+    return [{"role": "system", "content": content}], {name}
 
 
-def headed(prompt: Any, there: Values) -> tuple[Any, set[str]]:
-    """The prompt behind the system's message, if a column has one and the prompt none."""
-    messages, used = system_of(there)
-    turns = (
-        []
-        if prompt is None
-        else [{"role": "user", "content": prompt}]
-        if isinstance(prompt, str)
-        else prompt
-    )
-    plain = isinstance(turns, list) and all(
-        isinstance(turn, Mapping) and turn.get("role") != "system" for turn in turns[:1]
-    )
-    if not messages or not plain:
+def prepend_system(prompt: Any, present: Values) -> tuple[Any, set[str]]:
+    """Put the system's message in front of a prompt, if a column has one and the prompt none.
+
+    Returns the prompt, and the column that was used.
+    """
+    messages, used = read_system(present)
+    turns = [] if prompt is None else as_messages(prompt, "user")
+    if not messages or not isinstance(turns, list):
         return prompt, set()
+    if turns:
+        first = turns[0]
+        if not isinstance(first, Mapping) or first.get("role") == "system":
+            return prompt, set()
     return [*messages, *turns], used
 
 
-def with_context(there: Values, prompt: str, origin: str) -> tuple[Any, set[str]]:
-    """What the column `prompt` says, a text with what it is about behind it; and the columns of both. Raises DataError where that would be
-    left out."""
-    if not isinstance(there[prompt], str):
-        return there[prompt], {prompt}
-    held = {name: there[name] for name in CONTEXTS if name != prompt and name in there}
-    # Nor pandas' NaN.
-    names = [name for name, value in held.items() if value != {} and value == value]
-    left = [name for name in names if type(there[name]) not in (str, int, float)]
-    left += [name for name in PASSAGES if prompt in QUESTIONS and isinstance(there.get(name), str)]
-    if left:
-        what = f"what `{left[0]}` holds would be left out of the prompt, which is `{prompt}`"
-        raise DataError(
-            what,
-            where=origin,
-            fix="write it into that column, or into `context` as a text; or map `columns`, to go without it",
-        )
-    return "\n".join(str(there[name]) for name in (prompt, *names)), {prompt, *names}
+def join_context(present: Values, prompt: str, origin: str) -> tuple[Any, set[str]]:
+    """Join the text in the column `prompt` with what it is about. Return the joined text and the columns that it was made of.
+
+    A prompt that is no text stays as it is. Raises DataError if what it is about would be left out.
+    """
+    if not isinstance(present[prompt], str):
+        return present[prompt], {prompt}
+    contexts = []
+    for name in CONTEXTS:
+        if name != prompt and name in present and not _is_empty(present[name]):
+            contexts.append(name)
+    lost = [name for name in contexts if type(present[name]) not in (str, int, float)]
+    if prompt in QUESTIONS:
+        lost += [name for name in PASSAGES if isinstance(present.get(name), str)]
+    if lost:
+        what = f"what `{lost[0]}` holds would be left out of the prompt, which is `{prompt}`"
+        fix = "write it into that column, or into `context` as a text; or map `columns`, to go without it"
+        raise DataError(what, where=origin, fix=fix)
+    names = (prompt, *contexts)
+    return "\n".join(str(present[name]) for name in names), set(names)
 
 
-def question_of(there: Values, prompt: str, origin: str) -> tuple[Any, set[str]]:
-    """The same, with the system's message in front."""
-    text, used = with_context(there, prompt, origin)
-    question, system = headed(text, there)
-    return question, used | system
+def _is_empty(context: Any) -> bool:
+    """Return whether a context holds nothing: no keys, or pandas' NaN, which differs from itself."""
+    return not (context != {} and context == context)
+
+
+def build_question(present: Values, prompt: str, origin: str) -> tuple[Any, set[str]]:
+    """Return the prompt in the column `prompt` with what it is about and the system's message in front, and the columns of all.
+
+    Raises DataError if something would be left out.
+    """
+    text, used = join_context(present, prompt, origin)
+    question, system_columns = prepend_system(text, present)
+    return question, used | system_columns

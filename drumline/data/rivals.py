@@ -1,81 +1,103 @@
-"""Two answers and a verdict, in shapes that some data sets have alone."""
+"""Two answers and a verdict, in shapes that only some datasets have."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import chain, cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 Values = Mapping[str, Any]
-BY_MODEL = ("winner_model_a", "winner_model_b")
 
 
-def rivals(there: Values) -> tuple[dict[str, Any], set[str]] | None:
-    """(prompt, response_a, response_b, winner: a, b or tie; the columns they were made of) of a row as WebGPT's comparisons,
-    summarize_from_feedback or lmsys' arena have it: its two answers are whole conversations. None of any other."""
-    question, info, summaries = there.get("question"), there.get("info"), there.get("summaries")
-    if (
-        isinstance(question, Mapping)
-        and {"answer_0", "answer_1", "score_0", "score_1"} <= there.keys()
-    ):
-        used = {"question", "answer_0", "answer_1", "score_0", "score_1"}
-        return _laid(
-            question.get("full_text"),
-            there["answer_0"],
-            there["answer_1"],
-            _better(there["score_0"], there["score_1"]),
-        ), used
-    if (
-        isinstance(info, Mapping)
-        and isinstance(summaries, list)
-        and len(summaries) == 2
-        and "choice" in there
-    ):
-        one, other = (each.get("text") if isinstance(each, Mapping) else None for each in summaries)
-        prompt = info.get("post") or info.get("article")
-        return _laid(prompt, one, other, _better(0.5, there["choice"])), {
-            "info",
-            "summaries",
-            "choice",
-        }
-    if there.keys() >= {"prompt", "response_a", "response_b", *BY_MODEL}:
-        talks = [_talk(there["prompt"], there[side]) for side in ("response_a", "response_b")]
-        if None not in talks:
-            used = {"prompt", "response_a", "response_b", *BY_MODEL, "winner_tie"} & there.keys()
-            return {
-                "response_a": talks[0],
-                "response_b": talks[1],
-                "winner": _better(*(there[name] for name in BY_MODEL)),
-            }, used
+class TwoAnswers(NamedTuple):
+    """Two answers of a row: `columns` are response_a, response_b, winner (a, b or tie) and perhaps prompt; `used` are their origins."""
+
+    columns: dict[str, Any]
+    used: set[str]
+
+
+def read_two_answers(present: Values) -> TwoAnswers | None:
+    """Read a row as WebGPT's comparisons, summarize_from_feedback or lmsys' arena have it; return None for any other row."""
+    for read in (_read_webgpt, _read_summaries, _read_arena):
+        found = read(present)
+        if found is not None:
+            return found
     return None
 
 
-def _laid(prompt: Any, one: Any, other: Any, winner: str) -> dict[str, Any]:
-    return {"prompt": prompt, "response_a": one, "response_b": other, "winner": winner}
+def _read_webgpt(present: Values) -> TwoAnswers | None:
+    used = {"question", "answer_0", "answer_1", "score_0", "score_1"}
+    question = present.get("question")
+    if not isinstance(question, Mapping) or not used <= present.keys():
+        return None
+    columns = {
+        "prompt": question.get("full_text"),
+        "response_a": present["answer_0"],
+        "response_b": present["answer_1"],
+        "winner": _compare(present["score_0"], present["score_1"]),
+    }
+    return TwoAnswers(columns, used)
 
 
-def _better(one: Any, other: Any) -> str:
-    """`?`, which is refused as a verdict, where these are no numbers."""
+def _read_summaries(present: Values) -> TwoAnswers | None:
+    info = present.get("info")
+    summaries = present.get("summaries")
+    if not isinstance(info, Mapping) or "choice" not in present:
+        return None
+    if not isinstance(summaries, list) or len(summaries) != 2:
+        return None
+    texts = []
+    for summary in summaries:
+        texts.append(summary.get("text") if isinstance(summary, Mapping) else None)
+    columns = {
+        "prompt": info.get("post") or info.get("article"),
+        "response_a": texts[0],
+        "response_b": texts[1],
+        # `choice` is the index of the better summary: 0 or 1.
+        "winner": _compare(0.5, present["choice"]),
+    }
+    return TwoAnswers(columns, {"info", "summaries", "choice"})
+
+
+def _read_arena(present: Values) -> TwoAnswers | None:
+    needed = {"prompt", "response_a", "response_b", "winner_model_a", "winner_model_b"}
+    if not needed <= present.keys():
+        return None
+    talk_a = _parse_talk(present["prompt"], present["response_a"])
+    talk_b = _parse_talk(present["prompt"], present["response_b"])
+    if talk_a is None or talk_b is None:
+        return None
+    winner = _compare(present["winner_model_a"], present["winner_model_b"])
+    columns = {"response_a": talk_a, "response_b": talk_b, "winner": winner}
+    used = needed | ({"winner_tie"} & present.keys())
+    return TwoAnswers(columns, used)
+
+
+def _compare(score_a: Any, score_b: Any) -> str:
+    """Return which score is higher: a, b or tie. `?`, which is refused as a verdict, if they are no numbers."""
     try:
-        first, second = float(one), float(other)
+        a = float(score_a)
+        b = float(score_b)
     except (TypeError, ValueError, OverflowError):
         return "?"
-    return "tie" if first == second else "ab"[second > first]
+    if a == b:
+        return "tie"
+    return "b" if b > a else "a"
 
 
-def _talk(questions: Any, answers: Any) -> list[dict[str, str]] | None:
-    """The conversation of two lists of texts, in JSON; None of anything else."""
+def _parse_talk(questions: Any, answers: Any) -> list[dict[str, str]] | None:
+    """Return the conversation of two JSON lists of as many texts; None for anything else."""
     try:
-        lists = json.loads(questions), json.loads(answers)
+        question_texts = json.loads(questions)
+        answer_texts = json.loads(answers)
     except (TypeError, ValueError, RecursionError):
         return None
-    if not all(isinstance(texts, list) and texts for texts in lists) or len(lists[0]) != len(
-        lists[1]
-    ):
+    if not isinstance(question_texts, list) or not isinstance(answer_texts, list):
         return None
-    texts = chain.from_iterable(zip(*lists, strict=True))
-    return [
-        {"role": role, "content": text or ""}
-        for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
-    ]
+    if not question_texts or len(question_texts) != len(answer_texts):
+        return None
+    messages = []
+    for question, answer in zip(question_texts, answer_texts, strict=True):
+        messages.append({"role": "user", "content": question or ""})
+        messages.append({"role": "assistant", "content": answer or ""})
+    return messages

@@ -45,35 +45,42 @@ from drumline.core.data import (
     TasksSource,
 )
 from drumline.data.files import Raw, TableRow, read_digits, read_file, read_tasks
-from drumline.data.formats import Tie, judges_answers, nearest_format, shaped
+from drumline.data.formats import Tie, convert_row, judges_answers, nearest_format
 from drumline.data.pairs import is_pair_to_split, split_pair
 from drumline.data.places import locate
 from drumline.data.sql import read_sql
-from drumline.data.turns import ROLES, weighted, with_arguments
+from drumline.data.turns import ROLES, parse_arguments, read_weight
 from drumline.errors import DataError
 from drumline.foreign import expanded, first_line, judged, number_errors
 
 Tools = list[dict[str, Any]]
-Keep = Callable[[Iterator[tuple[Path, Raw]]], Iterator[tuple[Path, Raw]]]
+# Raw rows, each with the folder that its paths are relative to.
+RawRows = Iterator[tuple[Path, Raw]]
+Keep = Callable[[RawRows], RawRows]
 OPTIONAL = ("margin", "images", "tools")
 PLAIN = {str, int, float, bool, type(None)}
-TALKS = {"messages", "prompt", "chosen"}  # parts that a chat template renders
+# Parts that a chat template renders.
+TALKS = {"messages", "prompt", "chosen"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: columns under canonical names, and the others. `origin`: `path:line`, `hub/id row 3`, `tasks/name:17`. `domain`: its name in
-    the metrics: that of the source, else its task, file or dataset."""
+    """A row of a source: `values` are its columns under our names, `extra` the others.
+
+    `origin`: where it was read, such as `path:line`, `hub/id row 3` or `tasks/name:17`. `domain`: its name in the metrics, which is that
+    of the source if it has one, else that of its task, file or dataset.
+    """
 
     origin: str
     values: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
-    # Of its data file, or of the YAML: paths in the row are relative to it.
+    # The folder of its data file, or of the YAML: paths in the row are relative to it.
     folder: Path = field(default=Path(), compare=False)
     domain: str = field(default="", compare=False)
-    # That it was read from; empty: it had a form of ours.
+    # The format that it was read from; empty if it had a form of ours.
     format: str = field(default="", compare=False)
-    source: int = field(default=0, compare=False)  # its number in the list of sources
+    # The number of its source in the list of sources.
+    source: int = field(default=0, compare=False)
     # Its texts are taken as they are, without the chat template.
     plain: bool = field(default=False, compare=False)
     # Why it cannot be used; its values are then those of its source.
@@ -89,133 +96,179 @@ def read_rows(
     keep: Keep | None = None,
     faulty: bool = False,
 ) -> Iterator[Row]:
-    """The rows of `source`, number `number` of its list, in its own order, at most `source.limit`; file paths are relative to `base_dir`.
-    `keep`: which raw rows are taken, perhaps none. `faulty`: also those that cannot be used, with their error. Rows of answers without a
-    better one are left out, and counted in `ties` under the source's name. Where an algorithm learns from answers one by one, a pair
-    becomes two rows. Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped column."""
-    count, undecided, names = 0, 0, domains(source)
-    mapped = any(
-        getattr(source.columns, part) is not None
-        for part in Columns.model_fields.keys() - set(OPTIONAL)
-    )
-    if mapped and source.format not in ("auto", "own"):
-        raise DataError(
-            "`columns` and `format` say two things",
-            where=describe(source),
-            fix="leave one of them out",
-        )
-    raw = _raw(source, base_dir, PAIR_FORMS if judges_answers(forms) else forms)
-    for count, (folder, (origin, values)) in enumerate(
-        islice(raw if keep is None else keep(raw), source.limit), 1
-    ):
+    """Yield the rows of a source in its own order, at most `source.limit`.
+
+    A pair becomes two rows if the algorithm learns from answers one by one. Rows of answers of which none is better are left out.
+
+    `base_dir`: the folder that file paths are relative to.
+    `ties`: counts the rows that were left out, under the name of the source.
+    `number`: the number of the source in its list.
+    `keep`: given the raw rows, returns those to take, perhaps none.
+    `faulty`: also yield rows that cannot be used, with their error.
+
+    Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped column.
+    """
+    is_mapped = _maps_parts(source)
+    names = domains(source)
+    raw_rows = _read_raw(source, base_dir, forms)
+    if keep is not None:
+        raw_rows = keep(raw_rows)
+    count = 0
+    tie_count = 0
+    for folder, (origin, values) in islice(raw_rows, source.limit):
+        count += 1
         try:
-            with number_errors(origin, DataError):
-                found = _rows_in(origin, values, source, forms, count, mapped)
-            if forms != TEXT_FORMS and holds_images(found[0]):
-                fix = "use algorithm sft, take the images out, or read none of a column with `columns: {images: ''}`"
-                raise DataError(
-                    f"row {count} holds images, which this algorithm does not take",
-                    where=origin,
-                    fix=fix,
-                )
+            rows = _convert_raw_row(origin, values, source, forms, count, is_mapped)
         except Tie:
-            undecided += 1
+            tie_count += 1
             continue
         except DataError as error:
             if not faulty:
                 raise
-            found = [Row(origin, values, values, error=error)]
-        for row in found:
-            (domain,) = names if len(names) == 1 else (row.extra["task"],)
+            rows = [Row(origin, values, values, error=error)]
+        for row in rows:
+            domain = _choose_domain(row, names)
             yield replace(row, folder=folder, domain=domain, source=number)
-    if count == undecided and (count or keep is None):
-        what = (
-            f"all {count} rows are ties: none has a better answer"
-            if count
-            else "the dataset is empty: it has no rows"
-        )
+    if not count and keep is None:
+        raise DataError("the dataset is empty: it has no rows", where=describe(source))
+    if tie_count and tie_count == count:
+        what = f"all {count} rows are ties: none has a better answer"
         raise DataError(what, where=describe(source))
-    if undecided and ties is not None:
-        ties[describe(source)] += undecided
+    if tie_count and ties is not None:
+        ties[describe(source)] += tie_count
 
 
-def _rows_in(
-    origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, mapped: bool
+def _choose_domain(row: Row, names: set[str]) -> str:
+    """Return the domain of a row whose source has the domains `names`: the only one, or the row's task."""
+    if len(names) == 1:
+        (domain,) = names
+        return domain
+    return str(row.extra["task"])
+
+
+def _maps_parts(source: Source) -> bool:
+    """Return whether the user named the column of a part that makes a form. Raises DataError if the source has a format too."""
+    parts = Columns.model_fields.keys() - set(OPTIONAL)
+    if all(getattr(source.columns, part) is None for part in parts):
+        return False
+    if source.format not in ("auto", "own"):
+        what = "`columns` and `format` say two things"
+        raise DataError(what, where=describe(source), fix="leave one of them out")
+    return True
+
+
+def _convert_raw_row(
+    origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, is_mapped: bool
 ) -> list[Row]:
-    """The rows that a raw row, number `number` of its source, stands for: one, or the two answers of a pair.
+    """Return the rows that a raw row, number `number` of its source, stands for: one, or the two answers of a pair.
 
-    `mapped`: the source's `columns` say which columns are read. Raises DataError, and Tie for a pair without a better answer.
+    `is_mapped`: the source's `columns` say which columns are read. Raises DataError, and Tie for a pair without a better answer.
     """
-    if mapped:
-        columns = source.columns
-        maps_a_pair = bool(columns.chosen or columns.rejected)
-        maps_an_answer = bool(columns.completion or columns.label)
-        has_a_pair = "chosen" in values and "completion" not in values and not maps_an_answer
-        is_split = judges_answers(forms) and (maps_a_pair or has_a_pair)
+    with number_errors(origin, DataError):
+        rows = _split_raw_row(origin, values, source, forms, number, is_mapped)
+    if forms != TEXT_FORMS and holds_images(rows[0]):
+        what = f"row {number} holds images, which this algorithm does not take"
+        fix = "use algorithm sft, take the images out, or read none of a column with `columns: {images: ''}`"
+        raise DataError(what, where=origin, fix=fix)
+    return rows
+
+
+def _split_raw_row(
+    origin: str, values: dict[str, Any], source: Source, forms: Forms, number: int, is_mapped: bool
+) -> list[Row]:
+    if is_mapped:
+        is_split = judges_answers(forms) and _is_mapped_pair(source.columns, values)
     else:
         is_split = is_pair_to_split(values, forms, source.format, origin)
     known = PAIR_FORMS if is_split else forms
-    name, made = ("", values) if mapped else shaped(values, known, source.format, origin)
-    row = replace(_normalise(origin, made, source.columns, number, known), format=name)
+    format_name, converted = "", values
+    if not is_mapped:
+        format_name, converted = convert_row(values, known, source.format, origin)
+    row = _normalise(origin, converted, source.columns, number, known)
+    row = replace(row, format=format_name)
     if not is_split:
         return [row]
-    texts = all(isinstance(row.values[side], str) for side in ("chosen", "rejected"))
-    is_plain = texts and not {"prompt", "tools"} & row.values.keys()
+    are_texts = all(isinstance(row.values[side], str) for side in ("chosen", "rejected"))
+    is_plain = are_texts and not {"prompt", "tools"} & row.values.keys()
     return [replace(row, values=side, plain=is_plain) for side in split_pair(row.values, origin)]
 
 
+def _is_mapped_pair(columns: Columns, values: dict[str, Any]) -> bool:
+    """Return whether `columns` maps the sides of a pair, or the row has them and `columns` maps no judged answer."""
+    if columns.chosen or columns.rejected:
+        return True
+    maps_an_answer = bool(columns.completion or columns.label)
+    return "chosen" in values and "completion" not in values and not maps_an_answer
+
+
 def domains(source: Source) -> set[str]:
-    """The names that its rows have in metrics and in a curriculum."""
+    """Return the names that the rows of a source have in metrics and in a curriculum."""
     if source.domain:
         return {source.domain}
     if isinstance(source, TasksSource):
         return set(source.tasks)
-    path = Path(describe(source))  # of `code/*.jsonl`: code
-    plain = (
-        re.sub(r"[*?\[\]]+", "", name).strip("-_. ")
-        for name in (path.stem, *reversed(path.parent.parts))
-    )
-    return {next((name for name in plain if name), path.stem) if "*" in path.name else path.stem}
+    path = Path(describe(source))
+    if "*" in path.name:
+        return {_domain_of_pattern(path)}
+    return {path.stem}
+
+
+def _domain_of_pattern(path: Path) -> str:
+    """Return the last part of a path that has a name without its wildcards: `code` of `code/*.jsonl`."""
+    for part in (path.stem, *reversed(path.parent.parts)):
+        name = re.sub(r"[*?\[\]]+", "", part).strip("-_. ")
+        if name:
+            return name
+    return path.stem
 
 
 def describe(source: Source) -> str:
-    """A short name of the source, for messages."""
+    """Return a short name of the source, for messages."""
     if isinstance(source, FileSource | SavedSource):
         return source.path
     if isinstance(source, DigitsSource):
         return f"digits/{source.split}"
     if isinstance(source, TasksSource):
         return "tasks/" + ",".join(source.tasks)
-    return f"hub/{source.id}" if isinstance(source, HubSource) else source.label
+    if isinstance(source, HubSource):
+        return f"hub/{source.id}"
+    return source.label
 
 
-def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, Raw]]:
-    """Rows, each with the folder that its paths are relative to."""
+def _read_raw(source: Source, base_dir: Path, forms: Forms) -> RawRows:
+    """Yield the rows of a source as they are written."""
     if isinstance(source, FileSource):
         for file in locate(source, base_dir):
-            yield from ((file.folder, raw) for raw in read_file(file, source))
-    elif isinstance(source, TasksSource | DigitsSource):
-        yield from (
-            (base_dir, raw)
-            for raw in (
-                read_tasks(source, forms)
-                if isinstance(source, TasksSource)
-                else read_digits(source)
-            )
-        )
+            for raw in read_file(file, source):
+                yield file.folder, raw
+    elif isinstance(source, TasksSource):
+        # A pair of a right and a wrong answer is split into two judged answers.
+        task_forms = PAIR_FORMS if judges_answers(forms) else forms
+        for raw in read_tasks(source, task_forms):
+            yield base_dir, raw
+    elif isinstance(source, DigitsSource):
+        for raw in read_digits(source):
+            yield base_dir, raw
     else:
-        name, of_hub = describe(source), isinstance(source, HubSource)
-        table = TableRow if of_hub or isinstance(source, SavedSource | SqlSource) else dict
-        with judged(
-            "the hub dataset broke off" if of_hub else "its rows cannot be read", name, DataError
-        ):
-            for number, values in enumerate(_rows(source, base_dir), 1):
-                if not isinstance(values, Mapping):
-                    fix = "give dictionaries: column → value"
-                    raise DataError(
-                        f"row {number} is {type(values).__name__}, not columns", where=name, fix=fix
-                    )
-                yield base_dir, (f"{name} row {number}", table(_of_tables(values)))
+        yield from _read_mappings(source, base_dir)
+
+
+def _read_mappings(source: Source, base_dir: Path) -> RawRows:
+    """Yield the rows of a source that gives mappings. Raises DataError for anything else."""
+    name = describe(source)
+    complaint = "its rows cannot be read"
+    if isinstance(source, HubSource):
+        complaint = "the hub dataset broke off"
+    row_type: type[dict[str, Any]] = dict
+    if isinstance(source, HubSource | SavedSource | SqlSource):
+        row_type = TableRow
+    with judged(complaint, name, DataError):
+        for number, values in enumerate(_open_dataset(source, base_dir), 1):
+            if not isinstance(values, Mapping):
+                what = f"row {number} is {type(values).__name__}, not columns"
+                raise DataError(what, where=name, fix="give dictionaries: column → value")
+            columns = row_type(_to_plain_columns(values))
+            yield base_dir, (f"{name} row {number}", columns)
 
 
 def open_rows(source: Source, base_dir: Path) -> Any:
@@ -226,334 +279,400 @@ def open_rows(source: Source, base_dir: Path) -> Any:
     """
     is_streamed = isinstance(source, HubSource) and source.streaming
     if isinstance(source, HubSource | SavedSource) and not is_streamed:
-        return _rows(source, base_dir)
-    return (values for _, (_, values) in _raw(source, base_dir, TEXT_FORMS))
+        return _open_dataset(source, base_dir)
+    return (values for _, (_, values) in _read_raw(source, base_dir, TEXT_FORMS))
 
 
-def _of_tables(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Columns by text, without numpy's arrays and numbers and pandas' NA."""
-    return {
-        str(name): value if type(value) in PLAIN else _without_arrays(value)
-        for name, value in values.items()
-    }
+def _to_plain_columns(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return columns with texts as their names, without numpy's arrays and numbers and pandas' NA."""
+    columns = {}
+    for name, value in values.items():
+        if type(value) not in PLAIN:
+            value = _to_plain_value(value)
+        columns[str(name)] = value
+    return columns
 
 
-def _without_arrays(value: Any) -> Any:
+def _to_plain_value(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return [_without_arrays(each) for each in value.tolist()]
+        return [_to_plain_value(item) for item in value.tolist()]
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
-        return {key: _without_arrays(each) for key, each in value.items()}
+        return {key: _to_plain_value(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_arrays(each) for each in value]
-    return None if type(value).__name__ == "NAType" else value
+        return [_to_plain_value(item) for item in value]
+    if type(value).__name__ == "NAType":
+        return None
+    return value
 
 
-def _rows(source: Source, base_dir: Path) -> Any:
-    """Columns of a hub dataset (a stream reads and parses remote files as it goes), of a saved one, or by the user's own function."""
+def _open_dataset(source: Source, base_dir: Path) -> Any:
+    """Return the rows of a hub dataset, a saved dataset, an SQL query or the user's own function.
+
+    A stream of the hub reads and parses remote files while it is read.
+    """
     if isinstance(source, HubSource):
         return call_hub(source, "load_dataset", split=source.split, streaming=source.streaming)
     if isinstance(source, SqlSource):
         return read_sql(source, base_dir)
-    return (
-        _load_saved(source, base_dir) if isinstance(source, SavedSource) else source.rows(base_dir)
-    )
+    if isinstance(source, SavedSource):
+        return _load_saved(source, base_dir)
+    return source.rows(base_dir)
 
 
 def _normalise(
     origin: str, values: dict[str, Any], columns: Columns, number: int, known: Forms
 ) -> Row:
-    """The row in its form, with its columns renamed and their types checked."""
+    """Return the row in its form, with its columns renamed and their types checked. Raises DataError."""
     parts = {part for form in known for part in form}
-    given = {part: getattr(columns, part) for part in (*parts, *OPTIONAL)}
-    mapped = {part for part in parts if given[part] is not None}
-    names = {part: part if name is None else name for part, name in given.items()}
-    padded = isinstance(values, TableRow)
-    forms = [form for form in known if mapped <= set(form) and mapped]
-    forms = (
-        forms
-        or [form for form in known if mapped & set(form)]
-        or [form for form in known if all(part in values for part in form)]
-    )
-    # Of several the one that is there.
-    forms.sort(key=lambda form: max(_lack(values, names[part]) for part in form))
-    there = ", ".join(values) or "none"
-    if not forms:
-        what = f"row {number} has no {', or '.join(' and '.join(form) for form in known)}; its columns are: {there}"
-        raise DataError(
-            what, where=origin, fix="map them with `columns`" + nearest_format(values, known)
-        )
-    if not mapped <= set(forms[0]):
-        raise DataError(
-            f"`columns` maps parts of different kinds of rows: {', '.join(sorted(mapped))}",
-            where=origin,
-            fix="keep one kind",
-        )
-    if "label" in forms[0] and {"text", "image"} & set(forms[0]):
-        names["images"] = ""  # nothing else has the class
-    elif (
-        "image" not in forms[0]
-        and forms[0] != ("text",)
-        and columns.images is None
-        and "images" not in values
-    ):
-        names["images"] = "image"
+    mapped = {part for part in parts if getattr(columns, part) is not None}
+    names = _name_columns(columns, {*parts, *OPTIONAL})
+    form = _choose_form(values, known, names, mapped)
+    existing = ", ".join(values) or "none"
+    if form is None:
+        shapes = ", or ".join(" and ".join(shape) for shape in known)
+        what = f"row {number} has no {shapes}; its columns are: {existing}"
+        fix = "map them with `columns`" + nearest_format(values, known)
+        raise DataError(what, where=origin, fix=fix)
+    if not mapped <= set(form):
+        kinds = ", ".join(sorted(mapped))
+        what = f"`columns` maps parts of different kinds of rows: {kinds}"
+        raise DataError(what, where=origin, fix="keep one kind")
+    names["images"] = _name_of_images(names["images"], form, columns, values)
+    is_padded = isinstance(values, TableRow)
     result: dict[str, Any] = {}
-    for part in forms[0]:
+    for part in form:
         name = names[part]
         if name not in values:
-            fix = f"map it with `columns.{part}`"
-            raise DataError(
-                f"row {number} has no column {name!r}; its columns are: {there}",
-                where=origin,
-                fix=fix,
-            )
-        result[part] = _checked(part, name, values[name], origin, number, padded)
-    result |= {
-        part: values[names[part]]
-        for part in OPTIONAL
-        if names[part] and values.get(names[part]) is not None
-    }
-    taken = {names[part] for part in result if part != "tools"}
-    tools = result.pop("tools", None)
-    if (
-        tools is not None
-        and TALKS & set(result)
-        and (tools := read_tools(tools, names["tools"], origin, padded))
-    ):
+            what = f"row {number} has no column {name!r}; its columns are: {existing}"
+            raise DataError(what, where=origin, fix=f"map it with `columns.{part}`")
+        result[part] = _checked(part, name, values[name], origin, number, is_padded)
+    for part in ("margin", "images"):
+        value = _get_optional(values, names[part])
+        if value is not None:
+            result[part] = value
+    used = {names[part] for part in result}
+    tools = None
+    if TALKS & result.keys():
+        value = _get_optional(values, names["tools"])
+        tools = read_tools(value, names["tools"], origin, is_padded)
+    if tools is not None:
         result["tools"] = tools
-    return Row(origin, result, {name: value for name, value in values.items() if name not in taken})
+    extra = {name: value for name, value in values.items() if name not in used}
+    return Row(origin, result, extra)
+
+
+def _name_columns(columns: Columns, parts: set[str]) -> dict[str, str]:
+    """Return the column of each part: the one that the user named, else the one with the part's own name."""
+    names = {}
+    for part in parts:
+        name = getattr(columns, part)
+        names[part] = part if name is None else name
+    return names
+
+
+def _choose_form(
+    values: dict[str, Any], known: Forms, names: dict[str, str], mapped: set[str]
+) -> tuple[str, ...] | None:
+    """Return the form of a row: one that has all `mapped` parts, else some of them, else one whose columns the row has; None without one.
+
+    `names`: the column of each part. Of several forms it is the first whose columns hold something.
+    """
+    if mapped:
+        forms = [form for form in known if mapped <= set(form)]
+        if not forms:
+            forms = [form for form in known if not mapped.isdisjoint(form)]
+    else:
+        forms = [form for form in known if all(part in values for part in form)]
+    if not forms:
+        return None
+    return min(forms, key=lambda form: max(_lack(values, names[part]) for part in form))
+
+
+def _name_of_images(
+    name: str, form: tuple[str, ...], columns: Columns, values: dict[str, Any]
+) -> str:
+    """Return the column of a row's images; empty if its form takes none. `name`: the mapped or usual one."""
+    if "label" in form and ("text" in form or "image" in form):
+        # A row of a class has only its text or its image.
+        return ""
+    is_unmapped = columns.images is None and "images" not in values
+    if is_unmapped and "image" not in form and form != ("text",):
+        return "image"
+    return name
+
+
+def _get_optional(values: dict[str, Any], name: str) -> Any:
+    """Return what a row has in the column `name`; None if it has no such column, or the name is empty: "take none"."""
+    return values.get(name) if name else None
 
 
 def _lack(values: dict[str, Any], name: str) -> int:
-    """How much a row lacks of a column: 2 where it has none, 1 where that holds nothing, else 0."""
-    return 2 if name not in values else int(values[name] is None or values[name] == [])
+    """Return how much a row lacks of a column: 2 if it has no such column, 1 if the column holds nothing, else 0."""
+    if name not in values:
+        return 2
+    if values[name] is None or values[name] == []:
+        return 1
+    return 0
 
 
 def _checked(
     part: str, name: str, value: Any, origin: str, number: int, padded: bool = False
 ) -> Any:
-    """`value` if `part` may be that: text, or messages. Raises DataError."""
+    """Return `value` of the column `name` as `part` takes it: a text, messages, a label or an image. Raises DataError.
+
+    `padded`: the row is of a table, which pads messages with null keys.
+    """
     if part == "label":
         if not isinstance(value, str | int):
-            raise DataError(
-                f"row {number}: column {name!r} is {type(value).__name__}, not the name or number of a class",
-                where=origin,
-            )
+            found = type(value).__name__
+            what = f"row {number}: column {name!r} is {found}, not the name or number of a class"
+            raise DataError(what, where=origin)
         return value
     if part == "image" and value is not None and not isinstance(value, str):
         return value
     if isinstance(value, str) and part != "messages":
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"row {number}: column {name!r} holds a lone surrogate, which is no text",
-                where=origin,
-            ) from error
+        _require_encodable(value, name, origin, number)
         return value
+    takes_text_or_messages = part in ("prompt", "completion", "chosen", "rejected")
     if (
-        part in ("prompt", "completion", "chosen", "rejected")
+        takes_text_or_messages
         and isinstance(value, Mapping)
         and {"role", "content"} <= value.keys()
     ):
-        value = [value]  # one message
+        # One message in place of a list.
+        value = [value]
     if part in ("text", "image") or not isinstance(value, list) or not value:
-        found = (
-            "null" if value is None else "an empty list" if value == [] else type(value).__name__
-        )
-        wants = {"text": "text", "image": "a path", "messages": "a list of messages"}.get(
-            part, "text or a list of messages"
-        )
-        raise DataError(f"row {number}: column {name!r} is {found}, not {wants}", where=origin)
+        found = _describe_type(value)
+        wanted = WANTED_TYPES.get(part, "text or a list of messages")
+        raise DataError(f"row {number}: column {name!r} is {found}, not {wanted}", where=origin)
     for index, message in enumerate(value):
         _check_message(message, f"{name}[{index}]", origin, number)
-    return [
-        _without_absent(message, padded, f"row {number}: {name}[{index}]", origin)
-        for index, message in enumerate(value)
-    ]
+    messages = []
+    for index, message in enumerate(value):
+        label = f"row {number}: {name}[{index}]"
+        messages.append(_clean_message(message, padded, label, origin))
+    return messages
+
+
+WANTED_TYPES = {"text": "text", "image": "a path", "messages": "a list of messages"}
+
+
+def _describe_type(value: Any) -> str:
+    if value is None:
+        return "null"
+    if value == []:
+        return "an empty list"
+    return type(value).__name__
+
+
+def _require_encodable(text: str, name: str, origin: str, number: int) -> None:
+    """Raise DataError for a text with half of a surrogate pair, which has no UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        what = f"row {number}: column {name!r} holds a lone surrogate, which is no text"
+        raise DataError(what, where=origin) from error
 
 
 def _check_message(message: Any, label: str, origin: str, number: int) -> None:
+    """Raise DataError for what is no message with a role, and a content or calls."""
     if not isinstance(message, dict):
-        raise DataError(
-            f"row {number}: {label} is {type(message).__name__}, not {{role, content}}",
-            where=origin,
-        )
+        found = type(message).__name__
+        what = f"row {number}: {label} is {found}, not {{role, content}}"
+        raise DataError(what, where=origin)
     content = message.get("content")
-    has_content = (
-        isinstance(content, str)
-        or bool(message.get("tool_calls"))
-        or (isinstance(content, list) and bool(content))
-    )
-    for key, there in (("role", isinstance(message.get("role"), str)), ("content", has_content)):
-        if not there:
+    has_role = isinstance(message.get("role"), str)
+    is_list = isinstance(content, list)
+    has_parts = is_list and bool(content)
+    has_content = isinstance(content, str) or bool(message.get("tool_calls")) or has_parts
+    for key, is_present in (("role", has_role), ("content", has_content)):
+        if not is_present:
             keys = ", ".join(map(str, message)) or "none"
-            raise DataError(
-                f"row {number}: {label} has no text under {key!r}; its keys are: {keys}",
-                where=origin,
-            )
-    for index, part in enumerate(content if isinstance(content, list) else []):
-        if not (isinstance(part, dict) and (is_image(part) or isinstance(part.get("text"), str))):
-            found = part.get("type") if isinstance(part, dict) else type(part).__name__
-            found = f"text under {', '.join(map(str, part))}" if found == "text" else found
-            raise DataError(
-                f"row {number}: {label}.content[{index}] is {found}, neither text nor an image",
-                where=origin,
-            )
-        _checked("text", f"{label}.content[{index}]", part.get("text") or "", origin, number)
-    if isinstance(content, str):
-        _checked("text", f"{label}.content", content, origin, number)
+            what = f"row {number}: {label} has no text under {key!r}; its keys are: {keys}"
+            raise DataError(what, where=origin)
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            _check_part(part, f"{label}.content[{index}]", origin, number)
+    elif isinstance(content, str):
+        _require_encodable(content, f"{label}.content", origin, number)
 
 
-def _without_absent(
+def _check_part(part: Any, label: str, origin: str, number: int) -> None:
+    """Raise DataError for a part of a content that is neither a text nor an image."""
+    if isinstance(part, dict) and (is_image(part) or isinstance(part.get("text"), str)):
+        _checked("text", label, part.get("text") or "", origin, number)
+        return
+    found = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if found == "text":
+        found = f"text under {', '.join(map(str, part))}"
+    raise DataError(f"row {number}: {label} is {found}, neither text nor an image", where=origin)
+
+
+def _clean_message(
     message: dict[str, Any], padded: bool, label: str, origin: str
 ) -> dict[str, Any]:
-    """The message without the null keys that a table pads it with. A content in parts of text alone becomes one text."""
-    message = weighted({key: item for key, item in message.items() if item is not None})
-    if (
-        role := message["role"].lower()
-    ) in ROLES.values():  # columns that are mapped are no format, which has its own names of roles
+    """Return the message without null keys, its calls parsed, and a content in parts of text alone as one text.
+
+    `padded`: a table pads the arguments of calls with null keys.
+    """
+    message = read_weight({key: item for key, item in message.items() if item is not None})
+    # Columns that are mapped have no format, which would know other names of roles.
+    role = message["role"].lower()
+    if role in ROLES.values():
         message["role"] = role
     if "tool_calls" in message:
         # Chat templates write arguments as JSON; OpenAI's format has them as text.
-        calls = unpadded(_read(message["tool_calls"])) if padded else _read(message["tool_calls"])
-        message["tool_calls"] = (
-            [with_arguments(call, label, origin) for call in calls]
-            if isinstance(calls, list)
-            else calls
-        )
-    parts = message.get("content")
-    if isinstance(parts, list):
-        parts = [{key: item for key, item in part.items() if item is not None} for part in parts]
-        message["content"] = (
-            parts if any(map(is_image, parts)) else "".join(part["text"] for part in parts)
-        )
+        calls = _parse_json(message["tool_calls"])
+        if padded:
+            calls = unpadded(calls)
+        if isinstance(calls, list):
+            calls = [parse_arguments(call, label, origin) for call in calls]
+        message["tool_calls"] = calls
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [_drop_nulls(part) for part in content]
+        if any(map(is_image, parts)):
+            message["content"] = parts
+        else:
+            message["content"] = "".join(part["text"] for part in parts)
     return message
 
 
+def _drop_nulls(part: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in part.items() if item is not None}
+
+
 def is_image(part: dict[str, Any]) -> bool:
-    """Whether a part of a content is an image (image_url in OpenAI's format)."""
-    return part.get("type", "image" if part.get("image") is not None else None) in (
-        "image",
-        "image_url",
-    )
+    """Return whether a part of a content is an image (image_url in OpenAI's format)."""
+    if "type" in part:
+        return part["type"] in ("image", "image_url")
+    return part.get("image") is not None
 
 
 def holds_images(row: Row) -> bool:
-    """Whether a row names images or has places for them."""
-    contents = [
-        m.get("content")
-        for value in row.values.values()
-        if isinstance(value, list)
-        for m in value
-        if isinstance(m, dict)
-    ]
-    return bool(row.values.get("images")) or any(
-        is_image(part) for c in contents if isinstance(c, list) for part in c
-    )
+    """Return whether a row names images or has places for them."""
+    if row.values.get("images"):
+        return True
+    return any(_has_image_part(value) for value in row.values.values())
+
+
+def _has_image_part(messages: Any) -> bool:
+    """Return whether a value is a list of messages with an image in a content."""
+    if not isinstance(messages, list):
+        return False
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and any(map(is_image, content)):
+            return True
+    return False
 
 
 def read_tools(value: Any, name: str, origin: str, padded: bool) -> Tools | None:
-    """The tools of a row: a list of JSON schemas, possibly as a JSON text; None if there are none. Raises DataError."""
-    found = _read(value) if isinstance(value, str) and value.strip() else value
-    if found in (None, [], "") or (isinstance(found, str) and not found.strip()):
+    """Return the tools of a row: a list of JSON schemas, possibly as a JSON text; None if there are none. Raises DataError.
+
+    `padded`: the row is of a table, which pads schemas with null keys.
+    """
+    found = value
+    if isinstance(value, str):
+        if not value.strip():
+            return None
+        found = _parse_json(value)
+    if found in (None, []):
         return None
-    tools = [_read(tool) for tool in found] if isinstance(found, list) else []
+    tools = []
+    if isinstance(found, list):
+        tools = [_parse_json(tool) for tool in found]
     if not tools or not all(isinstance(tool, dict) for tool in tools):
         fix = "give a list of JSON schemas, map another column with `columns.tools`, or none with `columns: {tools: ''}`"
         raise DataError(f"column {name!r} is no list of tools", where=origin, fix=fix)
-    return unpadded(tools) if padded else tools
+    if padded:
+        return [unpadded(tool) for tool in tools]
+    return tools
 
 
 def unpadded(value: Any) -> Any:
-    """`value` without null keys, at any depth."""
+    """Return `value` without null keys, at any depth."""
     if isinstance(value, dict):
         return {key: unpadded(item) for key, item in value.items() if item is not None}
-    return [unpadded(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [unpadded(item) for item in value]
+    return value
 
 
-def _read(value: Any) -> Any:
-    """The object or list in a JSON text; any other value unchanged."""
+def _parse_json(value: Any) -> Any:
+    """Return the object or list in a JSON text; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
         found = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    return found if isinstance(found, dict | list) else value
+    if isinstance(found, dict | list):
+        return found
+    return value
 
 
 def _load_saved(source: SavedSource, base_dir: Path) -> Any:
-    """A saved dataset; of several splits the one that is set. Raises DataError."""
+    """Return a saved dataset; of several splits the one that is set. Raises DataError."""
     import datasets
 
-    where, split = str(base_dir / expanded(source.path)), source.split
-    with judged("not a saved dataset", where, DataError, "give a folder written by save_to_disk"):
-        loaded = datasets.load_from_disk(where)
+    place = str(base_dir / expanded(source.path))
+    split = source.split
+    with judged("not a saved dataset", place, DataError, "give a folder written by save_to_disk"):
+        loaded = datasets.load_from_disk(place)
     if not isinstance(loaded, dict):
         if split is not None:
-            raise DataError(
-                f"holds one dataset without splits, so no split {split!r}",
-                where=where,
-                fix="leave `split` out",
-            )
+            what = f"holds one dataset without splits, so no split {split!r}"
+            raise DataError(what, where=place, fix="leave `split` out")
         return loaded
     if split is None and len(loaded) == 1:
         return next(iter(loaded.values()))
     if split not in loaded:
-        raise DataError(
-            f"holds the splits {', '.join(loaded)}, but `split` is {split or 'not set'}",
-            where=where,
-        )
+        what = f"holds the splits {', '.join(loaded)}, but `split` is {split or 'not set'}"
+        raise DataError(what, where=place)
     return loaded[split]
 
 
 def call_hub(source: HubSource, function: str, **arguments: Any) -> Any:
-    """The result of load_dataset or load_dataset_builder for the source; offline, from their cache. Any failure becomes one DataError.
-    Where the hub's name does not resolve, both libraries are set offline: they would retry for 23 s."""
+    """Return the result of load_dataset or load_dataset_builder for the source; offline, from their cache.
+
+    Raises DataError for any failure. If the hub's name does not resolve, both libraries are set offline: they would retry for 23 s.
+    """
     import datasets
     import huggingface_hub.constants as hub
 
-    where = describe(source)
+    name = describe(source)
     if source.id.startswith(mirror.PREFIX):
-        source = source.model_copy(
-            update={
-                "id": mirror.fetched(source.id, source.revision, "dataset", DataError, where),
-                "revision": None,
-            }
-        )
-    if not (
-        hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE or urllib.request.getproxies()
-    ):  # a proxy resolves names for us
+        folder = mirror.fetched(source.id, source.revision, "dataset", DataError, name)
+        source = source.model_copy(update={"id": folder, "revision": None})
+    is_offline = hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE
+    # A proxy resolves names for us.
+    if not is_offline and not urllib.request.getproxies():
         try:
             socket.getaddrinfo(urlparse(hub.ENDPOINT).hostname, 443)
         except OSError:
-            hub.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    offline = hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE
+            hub.HF_HUB_OFFLINE = True
+            datasets.config.HF_HUB_OFFLINE = True
+            is_offline = True
+    load = getattr(datasets, function)
     try:
-        return getattr(datasets, function)(
-            source.id, name=source.name, revision=source.revision, **arguments
-        )
+        return load(source.id, name=source.name, revision=source.revision, **arguments)
     except datasets.exceptions.DatasetNotFoundError as error:
+        what = f"the hub dataset cannot be had: {first_line(error)}"
         fix = (
             "check the id; for a private or gated dataset accept its terms and run `hf auth login`"
         )
-        raise DataError(
-            f"the hub dataset cannot be had: {first_line(error)}", where=where, fix=fix
-        ) from error
+        raise DataError(what, where=name, fix=fix) from error
     except (ConnectionError, TimeoutError) as error:
+        state = first_line(error)
+        if is_offline:
+            state = "this machine is offline and the dataset is not in its cache"
+        what = f"the hub dataset cannot be reached: {state}"
         fix = f"check the id and the connection, or use a local copy: kind: file or saved; in China {mirror.MIRRORS}"
-        state = (
-            "this machine is offline and the dataset is not in its cache"
-            if offline
-            else first_line(error)
-        )
-        raise DataError(
-            f"the hub dataset cannot be reached: {state}", where=where, fix=fix
-        ) from error
-    except Exception as error:  # data files of strangers fail in any way (their parsers, their columns, their splits)
-        raise DataError(
-            f"the hub dataset cannot be loaded: {first_line(error)}", where=where
-        ) from error
+        raise DataError(what, where=name, fix=fix) from error
+    except Exception as error:
+        # Data files of strangers fail in any way: their parsers, their columns, their splits.
+        what = f"the hub dataset cannot be loaded: {first_line(error)}"
+        raise DataError(what, where=name) from error

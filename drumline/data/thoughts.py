@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from drumline.data.tokens import Tokens
 from drumline.errors import DataError
 
 UNENDED = "take the row out, or set data.reasoning: keep"
-REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
+# Keys of a message that hold its reasoning.
+REASONING = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 # The generation prompt may have opened it.
@@ -22,25 +24,30 @@ _BEGUN = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 
 def thoughts_of(messages: list[dict[str, Any]]) -> list[str]:
     """Return the reasoning of all answers, without its tags and the blanks around it."""
-    found = []
+    found: list[str] = []
     for message in messages:
         if message["role"] != "assistant":
             continue
-        found += [message[key] for key in REASONING if isinstance(message.get(key), str)]
+        for key in REASONING:
+            if isinstance(message.get(key), str):
+                found.append(message[key])
         content = message.get("content") or ""
         parts = content if isinstance(content, list) else [{"text": content}]
         for part in parts:
             found += _INSIDE.findall(part.get("text") or "")
-    return [thought.strip() for thought in found if thought.strip()]
+    stripped = [thought.strip() for thought in found]
+    return [thought for thought in stripped if thought]
 
 
 def without_thoughts(text: str, what: str, origin: str) -> str:
-    """An answer without its reasoning. Raises DataError for reasoning that does not end."""
+    """Return an answer without its reasoning.
+
+    `what`: the answer's name, for the message. Raises DataError for reasoning that does not end.
+    """
     rest = _THOUGHT.sub("", _BEGUN.sub("", text))
     if "<think>" in rest:
-        raise DataError(
-            f"the reasoning of {what} does not end: no </think>", where=origin, fix=UNENDED
-        )
+        message = f"the reasoning of {what} does not end: no </think>"
+        raise DataError(message, where=origin, fix=UNENDED)
     return rest
 
 
@@ -51,38 +58,57 @@ def mask_thoughts(
     begun: bool = True,
     own: Sequence[str] = (),
 ) -> None:
-    """Take reasoning out of the targets. `begun`: a stretch of targets may begin within it; `own`: reasoning that the template writes
-    in a form of its own. Raises DataError."""
+    """Take reasoning out of the targets: set its tokens in `learn` to 0.
+
+    `learn`: uint8[tokens], 1 for a target. `begun`: a stretch of targets may begin within reasoning. `own`: reasoning that the template
+    writes in a form of its own, without tags. Raises DataError for reasoning that does not end, or cannot be found in the tokens.
+    """
     if "think>" not in tokens.text and not own:
         return
     if tokens.starts is None:
+        what = "this tokenizer gives no offsets to find the reasoning by"
         fix = (
             "use a model whose tokenizer has a fast version, or set data.reasoning to keep or drop"
         )
-        raise DataError(
-            "this tokenizer gives no offsets to find the reasoning by", where=origin, fix=fix
-        )
-    tagged = [match[0] for match in _THOUGHT.finditer(tokens.text)]
-    bare = [
-        thought for thought in dict.fromkeys(own) if not any(thought in each for each in tagged)
-    ]
+        raise DataError(what, where=origin, fix=fix)
+    untagged = _find_untagged(own, tokens.text)
+    # Where each token starts in the text, and where the text ends.
+    characters = np.append(tokens.starts, len(tokens.text))
     edges = np.flatnonzero(np.diff(learn, prepend=0, append=0))
-    ends = np.append(tokens.starts, len(tokens.text))
     for start, stop in edges.reshape(-1, 2).tolist():
-        begin, part = int(ends[start]), tokens.text[ends[start] : ends[stop]]
-        found = [*(_BEGUN.finditer(part) if begun else ()), *_THOUGHT.finditer(part)]
-        found += [
-            match
-            for thought in bare
-            for match in [*re.finditer(re.escape(thought), part)][: own.count(thought)]
-        ]
-        for match in found:
-            learn[
-                max(start, tokens.at(begin + match.start(), origin)) : tokens.at(
-                    begin + match.end(), origin
-                )
-            ] = 0
-        if "<think>" in part[max((match.end() for match in found), default=0) :]:
-            raise DataError(
-                "the reasoning of an answer does not end: no </think>", where=origin, fix=UNENDED
-            )
+        first_character = int(characters[start])
+        stretch = tokens.text[characters[start] : characters[stop]]
+        end_of_last = 0
+        for first, last in _find_spans(stretch, begun, own, untagged):
+            first_token = tokens.at(first_character + first, origin)
+            stop_token = tokens.at(first_character + last, origin)
+            learn[max(start, first_token) : stop_token] = 0
+            end_of_last = max(end_of_last, last)
+        if "<think>" in stretch[end_of_last:]:
+            what = "the reasoning of an answer does not end: no </think>"
+            raise DataError(what, where=origin, fix=UNENDED)
+
+
+def _find_untagged(own: Sequence[str], text: str) -> list[str]:
+    """Return the distinct thoughts of `own` that are in no tagged reasoning of `text`."""
+    tagged = [match[0] for match in _THOUGHT.finditer(text)]
+    untagged = []
+    for thought in dict.fromkeys(own):
+        if not any(thought in each for each in tagged):
+            untagged.append(thought)
+    return untagged
+
+
+def _find_spans(
+    stretch: str, begun: bool, own: Sequence[str], untagged: list[str]
+) -> list[tuple[int, int]]:
+    """Return the characters [first, last) of each piece of reasoning in a stretch of targets."""
+    matches: list[re.Match[str]] = []
+    if begun:
+        matches += _BEGUN.finditer(stretch)
+    matches += _THOUGHT.finditer(stretch)
+    for thought in untagged:
+        # The text may have the same words elsewhere: take as many as the row has.
+        places = re.finditer(re.escape(thought), stretch)
+        matches += islice(places, own.count(thought))
+    return [match.span() for match in matches]

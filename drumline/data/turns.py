@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.errors import DataError
 
 Messages = list[dict[str, Any]]
+
+
+class Talk(NamedTuple):
+    """The value of a column, which is a list of messages if the column holds a conversation.
+
+    `format`: how another tool wrote the conversation, sharegpt or transcript; empty for our own messages and for any other value.
+    """
+
+    format: str
+    value: Any
+
 
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bot": "assistant", "model": "assistant",
@@ -17,20 +28,21 @@ ROLES = {
     "function": "tool", "observation": "tool", "tool": "tool", "function_response": "tool", "function response": "tool",
     "developer": "developer", "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
-ANSWERS = ("prompt", "completion", "chosen", "rejected")  # a text there may be JSON by itself
-HOLDS = {"content", "value", "text", "tool_calls", "function_call"}
+# Columns whose texts may be JSON that is an answer by itself.
+ANSWERS = ("prompt", "completion", "chosen", "rejected")
+# The keys of a turn that hold what is spoken or called.
+CONTENT_KEYS = {"content", "value", "text", "tool_calls", "function_call"}
 CALLS = ("function_call", "tool_call")
-# Of a turn in LLaMA-Factory's, Axolotl's and other files.
-MARKS = (
-    "loss_weight",
-    "train",
-    "training",
-    "loss",
-)
+# The key that may hold any weight, and keys that are true or false, in files of LLaMA-Factory,
+# Axolotl and other tools.
+WEIGHT = "loss_weight"
+MARKS = (WEIGHT, "train", "training", "loss")
 TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
-# Of calls in plain text.
+# A turn of a conversation with calls, written as plain text.
 CHAT = re.compile(r"(?:\A|\n\s*\n)(USER|ASSISTANT|FUNCTION RESPONSE):[ ]?")
-PROMPT = re.compile(r"\n\nHuman:.*\n\nAssistant:\s*", re.DOTALL)  # a prompt that is a transcript
+# A prompt that is a transcript.
+PROMPT = re.compile(r"\n\nHuman:.*\n\nAssistant:\s*", re.DOTALL)
+# Keys of the question and the answer of a round.
 ROUNDS = (
     ("input", "output"),
     ("user", "assistant"),
@@ -41,256 +53,319 @@ ROUNDS = (
 
 
 def as_messages(value: str | Messages, role: str) -> Messages:
-    """A text as one message of `role`; messages as they are."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
-
-
-def read_talks(
-    columns: Mapping[str, Any], question: Any, origin: str
-) -> dict[str, tuple[str, Any]]:
-    """`read_talk` of columns. `question`: the prompt of the row, perhaps under another name."""
-    found = {name: read_talk(name, value, origin) for name, value in columns.items()}
-    prompt = found["prompt"][1] if found.get("prompt", ("", None))[1] else question
-    texts = {name for name in ANSWERS[1:] if name in found}
-    return found | {
-        name: ("", columns[name])
-        for name in texts
-        if _only_answers(columns[name], found[name][1], prompt)
-    }
-
-
-def read_talk(name: str, value: Any, origin: str) -> tuple[str, Any]:
-    """(format, messages) of a column of messages as other tools write them; any other value as it is, with an empty format."""
-    found = value
+    """Return a text as one message of `role`, and messages as they are."""
     if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return value
+
+
+def read_talks(columns: Mapping[str, Any], question: Any, origin: str) -> dict[str, Talk]:
+    """Read columns that may hold conversations: `read_talk` of each, except for answers that are JSON texts by themselves.
+
+    `question`: the prompt of the row, perhaps under another name.
+    """
+    talks = {name: read_talk(name, value, origin) for name, value in columns.items()}
+    prompt = question
+    if "prompt" in talks and talks["prompt"].value:
+        prompt = talks["prompt"].value
+    for name in ("completion", "chosen", "rejected"):
+        if name in talks and _is_json_answer(columns[name], talks[name].value, prompt):
+            talks[name] = Talk("", columns[name])
+    return talks
+
+
+def read_talk(name: str, value: Any, origin: str) -> Talk:
+    """Return the messages of a column that holds a conversation as another tool writes it; any other value as it is."""
+    unchanged = Talk("", value)
+    is_text = isinstance(value, str)
+    found = value
+    if is_text:
         if name == "prompt" and PROMPT.fullmatch(value):
-            return "transcript", transcribed(value)[:-1]
+            return Talk("transcript", split_transcript(value)[:-1])
         if name == "chat" and CHAT.match(value):
-            return "transcript", transcribed(value, CHAT)
+            return Talk("transcript", split_transcript(value, CHAT))
         if not value.lstrip().startswith(("[{", "{")):
-            return "", value
+            return unchanged
         try:
             found = json.loads(value)
         except (ValueError, RecursionError):
-            return "", value
+            return unchanged
     turns = [found] if isinstance(found, Mapping) else found
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(turn, Mapping) and {"from", "role"} & turn.keys() for turn in turns)
-    ):
-        return "", value
-    if (
-        isinstance(value, str)
-        and name in ANSWERS
-        and not (isinstance(found, list) and all(_known(turn) for turn in turns))
-    ):
-        return "", value  # a text that is JSON, and no conversation
-    return (
-        ("", turns)
-        if all(map(_is_ours, turns))
-        else ("sharegpt", [_message(turn, origin) for turn in turns])
-    )
+    if not _are_turns(turns):
+        return unchanged
+    if is_text and name in ANSWERS:
+        is_talk = isinstance(found, list) and all(map(_is_certain_turn, turns))
+        if not is_talk:
+            return unchanged
+    if all(map(_is_message, turns)):
+        return Talk("", turns)
+    return Talk("sharegpt", [_convert_turn(turn, origin) for turn in turns])
 
 
-def _known(turn: Mapping[str, Any]) -> bool:
-    return str(turn.get("role") or turn.get("from")).lower() in ROLES and bool(HOLDS & turn.keys())
+def _are_turns(value: Any) -> bool:
+    """Return whether a value is a list of mappings that all name who speaks."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(_names_speaker(turn) for turn in value)
 
 
-def _only_answers(text: str, turns: Any, question: Any) -> bool:
-    """Whether a text of JSON that was taken for `turns` is an answer to a text, and no conversation: others than the assistant speak, and
-    nobody repeats the question."""
+def _names_speaker(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and ("from" in turn or "role" in turn)
+
+
+def _is_certain_turn(turn: Mapping[str, Any]) -> bool:
+    """Return whether a mapping can only be a turn: it has a known role and something that is spoken or called."""
+    role = str(turn.get("role") or turn.get("from")).lower()
+    return role in ROLES and not CONTENT_KEYS.isdisjoint(turn.keys())
+
+
+def _is_json_answer(text: Any, turns: Any, question: Any) -> bool:
+    """Return whether a JSON text that was read as `turns` is an answer to a text, and no conversation.
+
+    It is an answer if others than the assistant speak in it, and nobody repeats the question.
+    """
     if not isinstance(text, str) or not isinstance(turns, list) or not isinstance(question, str):
         return False
-    asks = any(turn.get("role") in ("user", "system", "developer") for turn in turns)
-    return asks and not any(question.strip() in str(turn.get("content")) for turn in turns)
+    roles = [turn.get("role") for turn in turns]
+    if not any(role in ("user", "system", "developer") for role in roles):
+        return False
+    question = question.strip()
+    return not any(question in str(turn.get("content")) for turn in turns)
 
 
-def _is_ours(turn: Mapping[str, Any]) -> bool:
-    named = (
-        turn.get("from") is None
-        and turn.get("function_call") is None
-        and _role(turn) == turn.get("role")
-    )
-    return (
-        named and not _by_value(turn) and ("content" in turn or not {"text", "value"} & turn.keys())
-    )
+def _is_message(turn: Mapping[str, Any]) -> bool:
+    """Return whether a turn needs no conversion: it is a message as chat templates take it."""
+    if turn.get("from") is not None or turn.get("function_call") is not None:
+        return False
+    if _convert_role(turn) != turn.get("role") or _has_value_parts(turn):
+        return False
+    return "content" in turn or not ("text" in turn or "value" in turn)
 
 
-def _by_value(turn: Mapping[str, Any]) -> bool:
-    """Whether its content is in parts {type, value}."""
+def _has_value_parts(turn: Mapping[str, Any]) -> bool:
+    """Return whether the content of a turn is in parts {type, value}."""
     content = turn.get("content")
-    return isinstance(content, list) and any(
-        isinstance(part, Mapping) and "value" in part and "text" not in part for part in content
-    )
+    return isinstance(content, list) and any(map(_is_value_part, content))
 
 
-def _joined(message: dict[str, Any], origin: str) -> dict[str, Any]:
-    """A message whose parts {type, value} are texts, reasoning, calls and images."""
-    parts, calls, thoughts = list[Any](), list[dict[str, Any]](), list[str]()
+def _is_value_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and "value" in part and "text" not in part
+
+
+def _join_value_parts(message: dict[str, Any], origin: str) -> dict[str, Any]:
+    """Convert a message whose parts {type, value} are texts, reasoning, calls and images. Raises DataError for a call that is none."""
+    parts: list[Any] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for part in message["content"]:
-        kind, value = (
-            (str(part.get("type")), part.get("value")) if isinstance(part, Mapping) else ("", None)
-        )
+        kind, value = "", None
+        if isinstance(part, Mapping):
+            kind = str(part.get("type"))
+            value = part.get("value")
         if kind in CALLS:
-            if (found := calls_of(value)) is None:
-                raise DataError(
-                    "a call in a message is no JSON of a call",
-                    where=origin,
-                    fix="give {name, arguments}, or a list of them",
-                )
-            calls += found
+            calls += _require_calls(value, "a call in a message", origin)
         elif kind in ("reasoning", "thinking") and isinstance(value, str):
             thoughts.append(value)
         elif kind == "text" and isinstance(value, str):
             parts.append({"type": "text", "text": value})
+        elif kind.startswith("image"):
+            parts.append({"type": "image", "image": value})
         else:
-            parts.append({"type": "image", "image": value} if kind.startswith("image") else part)
-    texts = (
-        [part["text"] for part in parts if part.keys() == {"type", "text"}]
-        if all(isinstance(part, dict) for part in parts)
-        else []
-    )
-    made = weighted({**message, "content": "".join(texts) if len(texts) == len(parts) else parts})
-    return (
-        made
-        | ({"tool_calls": calls} if calls else {})
-        | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
-    )
+            parts.append(part)
+    if all(_is_text_part(part) for part in parts):
+        content: Any = "".join(part["text"] for part in parts)
+    else:
+        content = parts
+    joined = read_weight({**message, "content": content})
+    if calls:
+        joined["tool_calls"] = calls
+    if thoughts:
+        joined["reasoning_content"] = "".join(thoughts)
+    return joined
 
 
-def _role(turn: Mapping[str, Any]) -> Any:
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.keys() == {"type", "text"}
+
+
+def _convert_role(turn: Mapping[str, Any]) -> Any:
+    """Return the role of a turn under our name for it; an unknown role as it is."""
     role = turn.get("role")
-    return ROLES.get(role.lower(), role) if isinstance(role, str) else role
+    if isinstance(role, str):
+        return ROLES.get(role.lower(), role)
+    return role
 
 
-def transcribed(text: str, turn: re.Pattern[str] = TURN) -> list[dict[str, Any]]:
+def split_transcript(text: str, turn: re.Pattern[str] = TURN) -> Messages:
+    """Return the messages of a text in which `turn` matches where the next speaker begins."""
     _, *parts = turn.split(text)
-    texts = [content.strip().removesuffix("<|endoftext|>").rstrip() for content in parts[1::2]]
-    return [
-        {"role": ROLES[who.lower()], "content": content}
-        for who, content in zip(parts[::2], texts, strict=True)
-    ]
+    messages = []
+    for speaker, spoken in zip(parts[::2], parts[1::2], strict=True):
+        content = spoken.strip().removesuffix("<|endoftext|>").rstrip()
+        messages.append({"role": ROLES[speaker.lower()], "content": content})
+    return messages
 
 
-def are_texts(value: Any) -> bool:
-    return (
-        isinstance(value, list) and len(value) > 1 and all(isinstance(each, str) for each in value)
-    )
+def is_list_of_texts(value: Any) -> bool:
+    """Return whether a value is a list of two texts or more."""
+    if not isinstance(value, list) or len(value) < 2:
+        return False
+    return all(isinstance(item, str) for item in value)
 
 
-def messages_of(turns: list[Any], origin: str) -> list[dict[str, Any]]:
-    """Messages of turns, of rounds with a question and its answer, or of texts in turn."""
-    if all(isinstance(each, str) for each in turns):
-        return [
-            {"role": ("user", "assistant")[index % 2], "content": text}
-            for index, text in enumerate(turns)
-        ]
-    if (rounds := rounds_of(turns)) is None:
-        return [_message(turn, origin) for turn in turns]
-    if not all(
-        isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in rounds)
-        for turn in turns
-    ):
-        raise DataError(
-            f"a round of the conversation has no text under {' or '.join(rounds)}", where=origin
+def convert_turns(turns: list[Any], origin: str) -> Messages:
+    """Return the messages of turns, of rounds of a question and its answer, or of texts of user and assistant by turns."""
+    if all(isinstance(turn, str) for turn in turns):
+        messages = []
+        for index, text in enumerate(turns):
+            role = "user" if index % 2 == 0 else "assistant"
+            messages.append({"role": role, "content": text})
+        return messages
+    keys = find_round_keys(turns)
+    if keys is None:
+        return [_convert_turn(turn, origin) for turn in turns]
+    return _convert_rounds(turns, keys, origin)
+
+
+def _convert_rounds(rounds: list[Any], keys: tuple[str, str], origin: str) -> Messages:
+    """Return the messages of rounds, which have a question and its answer under `keys`. Raises DataError for a round without them."""
+    question_key, answer_key = keys
+    messages = []
+    for each in rounds:
+        has_texts = isinstance(each, Mapping) and all(
+            isinstance(each.get(key), str) for key in keys
         )
-    return [
-        {"role": role, "content": turn[key]}
-        for turn in turns
-        for role, key in zip(("user", "assistant"), rounds, strict=True)
-    ]
+        if not has_texts:
+            what = f"a round of the conversation has no text under {' or '.join(keys)}"
+            raise DataError(what, where=origin)
+        messages.append({"role": "user", "content": each[question_key]})
+        messages.append({"role": "assistant", "content": each[answer_key]})
+    return messages
 
 
-def rounds_of(value: Any) -> tuple[str, str] | None:
-    """The keys of a list of rounds."""
-    first = value[0] if isinstance(value, list) and value else None
-    return next(
-        (keys for keys in ROUNDS if isinstance(first, Mapping) and set(keys) <= first.keys()), None
-    )
+def find_round_keys(value: Any) -> tuple[str, str] | None:
+    """Return the keys of the question and the answer in a list of rounds; None for any other value."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
+        return None
+    for keys in ROUNDS:
+        if set(keys) <= value[0].keys():
+            return keys
+    return None
 
 
-def calls_of(value: Any) -> list[dict[str, Any]] | None:
-    """Messages' `tool_calls` of {name, arguments}, of a list of them, or of either as JSON; None for anything else."""
+def parse_calls(value: Any) -> list[dict[str, Any]] | None:
+    """Return `tool_calls` of a message from {name, arguments}, from a list of them, or from either as JSON; None for anything else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return None
     calls = value if isinstance(value, list) else [value]
-    if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
+    if not calls:
         return None
+    for call in calls:
+        if not isinstance(call, Mapping) or "name" not in call:
+            return None
     return [{"type": "function", "function": call} for call in calls]
 
 
-def with_arguments(call: Any, label: str, origin: str) -> Any:
-    """A call with its arguments as an object, of which OpenAI's format has the JSON, and Llama's `parameters`. Raises DataError."""
+def _require_calls(value: Any, label: str, origin: str) -> list[dict[str, Any]]:
+    """Return `parse_calls` of a value. Raises DataError if it holds no calls."""
+    calls = parse_calls(value)
+    if calls is None:
+        what = f"{label} is no JSON of a call"
+        raise DataError(what, where=origin, fix="give {name, arguments}, or a list of them")
+    return calls
+
+
+def parse_arguments(call: Any, label: str, origin: str) -> Any:
+    """Return a call with its arguments as an object. OpenAI's format has them as JSON, Llama's calls them `parameters`.
+
+    `label`: the part of the row that has the call, for messages. Raises DataError for a call without a name, or whose arguments are no
+    JSON object.
+    """
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
-        return {**call, "function": with_arguments(call["function"], label, origin)}
+        return {**call, "function": parse_arguments(call["function"], label, origin)}
     if not call.get("name"):
         raise DataError(f"{label}: a call has no name", where=origin, fix="give {name, arguments}")
-    given = call.get("arguments")
-    found = call.get("parameters") if given is None else given
-    if isinstance(found, str):
-        try:
-            found = json.loads(found) if found.strip() else {}
-        except (ValueError, RecursionError):
-            found = ""
-    if not isinstance(found, dict | None):
+    has_arguments = call.get("arguments") is not None
+    arguments = call["arguments"] if has_arguments else call.get("parameters")
+    if isinstance(arguments, str):
+        arguments = _parse_json_object(arguments)
+    if not isinstance(arguments, dict | None):
         what = f"{label}: the arguments of the call {call.get('name')!r} are no JSON object"
-        raise DataError(
-            what, where=origin, fix='give {"name": value, …}, or a text that is such JSON'
-        )
-    return {
-        key: value for key, value in call.items() if key != "parameters" or given is not None
-    } | {"arguments": found or {}}
+        fix = 'give {"name": value, …}, or a text that is such JSON'
+        raise DataError(what, where=origin, fix=fix)
+    parsed = dict(call)
+    if not has_arguments:
+        parsed.pop("parameters", None)
+    parsed["arguments"] = arguments or {}
+    return parsed
 
 
-def weighted(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the `weight` that its key of another tool says: whether it is learned."""
-    numbers = {
-        name: message[name] for name in MARKS if isinstance(message.get(name), bool | int | float)
-    }
-    marks = {name: mark for name, mark in numbers.items() if name == MARKS[0] or mark in (0, 1)}
+def _parse_json_object(text: str) -> Any:
+    """Return the value of a JSON text, {} for a blank one, and the text itself if it is no JSON."""
+    if not text.strip():
+        return {}
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def read_weight(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with another tool's key for whether it is learned as our `weight`."""
+    marks: dict[str, Any] = {}
+    for name in MARKS:
+        mark = message.get(name)
+        is_number = isinstance(mark, bool | int | float)
+        if is_number and (name == WEIGHT or mark in (0, 1)):
+            marks[name] = mark
     if not marks:
         return message
+    weight = float(next(iter(marks.values())))
     rest = {key: value for key, value in message.items() if key not in marks}
-    return {"weight": next(float(mark) for mark in marks.values())} | rest
+    return {"weight": weight} | rest
 
 
-def _message(turn: Any, origin: str) -> dict[str, Any]:
-    if not isinstance(turn, Mapping) or not {"from", "role"} & turn.keys():
+def _convert_turn(turn: Any, origin: str) -> dict[str, Any]:
+    """Return a turn of {role, …} or {from, value} as a message. Raises DataError for what is neither."""
+    if not _names_speaker(turn):
         raise DataError("a turn of the conversation has neither `from` nor `role`", where=origin)
     if turn.get("from") is None:
-        message = {**turn, "role": _role(turn)}
-        for name in ("value", "text"):
-            if "content" not in message and name in message:
-                message["content"] = message.pop(name)
-        if (call := message.pop("function_call", None)) is not None:  # OpenAI's older name
-            message["tool_calls"] = [{"type": "function", "function": call}]
-        return _joined(message, origin) if _by_value(message) else message
-    role, text = str(turn["from"]).lower(), turn.get("value", turn.get("content"))
+        return _convert_turn_of_role(turn, origin)
+    return _convert_turn_of_speaker(turn, origin)
+
+
+def _convert_turn_of_role(turn: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    message = {**turn, "role": _convert_role(turn)}
+    for name in ("value", "text"):
+        if "content" not in message and name in message:
+            message["content"] = message.pop(name)
+    # OpenAI's older name.
+    call = message.pop("function_call", None)
+    if call is not None:
+        message["tool_calls"] = [{"type": "function", "function": call}]
+    if _has_value_parts(message):
+        return _join_value_parts(message, origin)
+    return message
+
+
+def _convert_turn_of_speaker(turn: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    role = str(turn["from"]).lower()
     if role not in ROLES:
-        raise DataError(
-            f"a turn is from {turn['from']!r}",
-            where=origin,
-            fix=f"turns are from {', '.join(ROLES)}",
-        )
+        what = f"a turn is from {turn['from']!r}"
+        raise DataError(what, where=origin, fix=f"turns are from {', '.join(ROLES)}")
+    text = turn.get("value", turn.get("content"))
     if not isinstance(text, str):
         raise DataError(f"a turn from {role} has no text under `value`", where=origin)
-    rest = {
-        key: value
-        for key, value in turn.items()
-        if key not in ("from", "value", "content") and value is not None
-    }
-    if role not in CALLS:
-        return {"role": ROLES[role], "content": text, **rest}
-    if (calls := calls_of(text)) is None:
-        raise DataError(
-            f"a turn from {role} is no JSON of a call",
-            where=origin,
-            fix="give {name, arguments}, or a list of them",
-        )
-    return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
+    message: dict[str, Any] = {"role": ROLES[role], "content": text}
+    if role in CALLS:
+        calls = _require_calls(text, f"a turn from {role}", origin)
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+    for key, value in turn.items():
+        if key not in ("from", "value", "content") and value is not None:
+            message[key] = value
+    return message

@@ -1,4 +1,4 @@
-"""What a check says: its name, what was found, a verdict, and how to mend it. No torch here."""
+"""The result of a check: its name, what was found, a verdict, and how to mend it. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.table import Table
 
 Verdict = Literal["ok", "warn", "fail"]
 MARKS: dict[str, str] = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
-MAY_DIFFER = ("GPUs", "driver")  # between hosts, where it costs speed at most
+MAY_DIFFER = ("GPUs", "driver")  # between hosts; it costs speed at most
 
 
 @dataclass(frozen=True)
 class Check:
-    """`found`: in one line. `mend`: how to mend what is not ok."""
+    """What was found in one line, and how to mend it if the verdict is not ok."""
 
     name: str
     found: str
@@ -24,9 +24,23 @@ class Check:
     mend: str = ""
 
 
+def warn_if(is_doubtful: bool) -> Verdict:
+    """Return the verdict of a check that warns if something is doubtful."""
+    return "warn" if is_doubtful else "ok"
+
+
+def fail_if(is_faulty: bool) -> Verdict:
+    """Return the verdict of a check that fails if something is faulty."""
+    return "fail" if is_faulty else "ok"
+
+
 @dataclass(frozen=True)
 class Host:
-    """A host's checks, and what must be the same on all hosts: name → value. `ranks`: it would have; `port`: that is free there."""
+    """The checks of a host.
+
+    `facts`: what must be the same on all hosts, name → value. `ranks`: how many it would have; 0 if
+    it could not be reached. `port`: one that is free there.
+    """
 
     name: str
     checks: tuple[Check, ...]
@@ -35,46 +49,50 @@ class Host:
     port: int = 0
 
     def values(self) -> dict[str, Any]:
+        """Return the host for JSON."""
         return asdict(self)
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Host:
-        return Host(**{**values, "checks": tuple(Check(**check) for check in values["checks"])})
+        """Return the host that was sent as JSON."""
+        checks = tuple(Check(**check) for check in values["checks"])
+        return Host(**{**values, "checks": checks})
 
 
 def table(hosts: Sequence[Host]) -> Table:
-    """One row a check; below what is not ok stands how to mend it."""
+    """Return a table with a row for each check; below what is not ok stands how to mend it."""
     from rich.markup import escape
 
-    many = len({host.name for host in hosts}) > 1
-    made = Table(*["host"] * many, "", "check", "found", box=box.SIMPLE)
+    has_many_hosts = len({host.name for host in hosts}) > 1
+    headers = ["", "check", "found"]
+    if has_many_hosts:
+        headers.insert(0, "host")
+    rows = Table(*headers, box=box.SIMPLE)
     for host in hosts:
         for check in host.checks:
-            mend = (
-                f"\n[dim]mend:[/] {escape(check.mend)}"
-                if check.mend and check.verdict != "ok"
-                else ""
-            )
-            made.add_row(
-                *[host.name] * many, MARKS[check.verdict], check.name, escape(check.found) + mend
-            )
-    return made
+            found = escape(check.found)
+            if check.mend and check.verdict != "ok":
+                found += f"\n[dim]mend:[/] {escape(check.mend)}"
+            cells = [MARKS[check.verdict], check.name, found]
+            if has_many_hosts:
+                cells.insert(0, host.name)
+            rows.add_row(*cells)
+    return rows
 
 
 def differences(hosts: Sequence[Host]) -> tuple[Check, ...]:
-    """A check for each fact that is not the same on all hosts; one that says so where all are."""
-    found = []
-    for name in dict.fromkeys(name for host in hosts for name in host.facts):
-        on = {host.name: host.facts.get(name, "none") for host in hosts}
-        if len(set(on.values())) > 1:
-            where = ", ".join(f"{value} on {host}" for host, value in on.items())
-            found.append(
-                Check(
-                    name,
-                    f"differs: {where}",
-                    "warn" if name in MAY_DIFFER else "fail",
-                    f"the same {name} on all hosts",
-                )
-            )
-    same = f"versions and digests are the same on {len(hosts)} hosts"
-    return tuple(found) or (Check("hosts", same),)
+    """Return a check for each fact that differs between hosts, or one that all are the same."""
+    names: dict[str, None] = {}
+    for host in hosts:
+        names.update(dict.fromkeys(host.facts))
+    checks = []
+    for name in names:
+        value_of = {host.name: host.facts.get(name, "none") for host in hosts}
+        if len(set(value_of.values())) == 1:
+            continue
+        where = ", ".join(f"{value} on {host}" for host, value in value_of.items())
+        verdict: Verdict = "warn" if name in MAY_DIFFER else "fail"
+        checks.append(Check(name, f"differs: {where}", verdict, f"the same {name} on all hosts"))
+    if not checks:
+        checks.append(Check("hosts", f"versions and digests are the same on {len(hosts)} hosts"))
+    return tuple(checks)

@@ -1,4 +1,4 @@
-"""`drumline doctor`: before a run the checks of its hosts and an all-reduce of their ranks; after one what its logs say."""
+"""`drumline doctor`: before a run it checks the hosts and an all-reduce of their ranks; after a run it searches the logs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from drumline.foreign import expanded
 from drumline.hardware.catalog import OTHER_NETWORK
 from drumline.hardware.detect import detect
 
-CPU_RANKS = 2
+CPU_RANKS = 2  # of the all-reduce on a machine without a GPU
 
 
 def doctor(place: str | None, bandwidth: bool, as_json: bool) -> int:
-    """Returns the exit code: 1 where a check failed, or where the logs say why the run did. Raises UserError for a place that is not
-    there."""
-    if place is None or (Path(place).suffix in (".yaml", ".yml") and not Path(place).is_dir()):
-        return _before(Path(place) if place else None, bandwidth, as_json)
+    """Check what a run needs, or say why it failed; return the exit code.
+
+    `place`: a config, or nothing, before a run; a run folder, a log or - for standard input after
+    it. The code is 1 if a check failed, or if the logs say why the run did. Raises UserError if
+    there is nothing at `place`.
+    """
+    if place is None:
+        return _before(None, bandwidth, as_json)
+    if Path(place).suffix in (".yaml", ".yml") and not Path(place).is_dir():
+        return _before(Path(place), bandwidth, as_json)
     if bandwidth:
         raise UserError(
             "--bandwidth measures before a run",
@@ -41,117 +47,143 @@ def doctor(place: str | None, bandwidth: bool, as_json: bool) -> int:
     return _after(place, as_json)
 
 
-# ------------------------------------------------------------------------------------------------------------------ after a run
-
-
 def _after(place: str, as_json: bool) -> int:
+    """Print what the logs of a run say; return the exit code."""
     findings = diagnose(place)
     silent = rank_without_log(Path(place)) if Path(place).is_dir() else []
     if as_json:
-        print(
-            _json(
-                {
-                    "findings": [finding.values() for finding in findings],
-                    "ranks_without_log": silent,
-                }
-            )
-        )
+        values = [finding.values() for finding in findings]
+        _print_json({"findings": values, "ranks_without_log": silent})
     else:
         print(as_text(findings, silent))
-    return int(any(not finding.signature.warn for finding in findings))
+    has_fault = any(not finding.signature.warn for finding in findings)
+    return int(has_fault)
 
 
-def _json(values: object) -> str:
-    return json.dumps(values, indent=1, ensure_ascii=False)
+def _print_json(values: object) -> None:
+    """Print values as JSON."""
+    print(json.dumps(values, indent=1, ensure_ascii=False))
 
 
 def as_text(findings: Sequence[Finding], silent: Sequence[int] = ()) -> str:
-    """Causes with their evidence and mend; consequences in one line each, and attempts before the newest below it."""
-    lines, attempt = [], None
+    """Return the findings as text: causes with their evidence, and a line for each consequence.
+
+    `findings`: those of the newest attempt first. `silent`: ranks without a log.
+    """
+    lines = []
+    attempt = None
     for finding in findings:
         if attempt is not None and finding.evidence.attempt != attempt:
             lines += [f"before, in attempt {finding.evidence.attempt}:", ""]
         attempt = finding.evidence.attempt
-        ranks = (
-            f"rank {finding.ranks[0]}: "
-            if len(finding.ranks) == 1
-            else f"{len(finding.ranks)} ranks: "
-            if finding.ranks
-            else ""
-        )
-        if finding.follows:
-            lines += [
-                f"  in consequence of {', '.join(finding.follows)}: {ranks}{finding.cause} ({finding.evidence.place})",
-                "",
-            ]
-            continue
-        more = f" (and {finding.lines - 1} more lines)" if finding.lines > 1 else ""
-        lines += [
-            f"{'!' if finding.signature.warn else '✗'} {ranks}{finding.cause}  [{finding.signature.name}]"
-        ]
-        lines += [
-            f"    evidence  {finding.evidence.place}{more}",
-            f"              {finding.evidence.text}",
-        ]
-        lines += [f"    mend      {finding.signature.mend}", ""]
+        lines += [*_finding_lines(finding), ""]
     if silent:
-        lines += [
-            f"! no log of rank {', '.join(map(str, silent))} in the newest attempt: it never started",
-            "",
-        ]
-    return printable("\n".join(lines or ["✓ no signature of a fault was found"]).rstrip())
+        ranks = ", ".join(map(str, silent))
+        lines.append(f"! no log of rank {ranks} in the newest attempt: it never started")
+    if not lines:
+        lines.append("✓ no signature of a fault was found")
+    return printable("\n".join(lines).rstrip())
 
 
-# ----------------------------------------------------------------------------------------------------------------- before a run
+def _finding_lines(finding: Finding) -> list[str]:
+    """Return the lines of a finding: one for a consequence, four for a cause."""
+    ranks = ""
+    if len(finding.ranks) == 1:
+        ranks = f"rank {finding.ranks[0]}: "
+    elif finding.ranks:
+        ranks = f"{len(finding.ranks)} ranks: "
+    evidence = finding.evidence
+    if finding.follows:
+        causes = ", ".join(finding.follows)
+        return [f"  in consequence of {causes}: {ranks}{finding.cause} ({evidence.place})"]
+    signature = finding.signature
+    mark = "!" if signature.warn else "✗"
+    more = ""
+    if finding.lines > 1:
+        more = f" (and {finding.lines - 1} more lines)"
+    return [
+        f"{mark} {ranks}{finding.cause}  [{signature.name}]",
+        f"    evidence  {evidence.place}{more}",
+        f"              {evidence.text}",
+        f"    mend      {signature.mend}",
+    ]
 
 
 def _before(config: Path | None, bandwidth: bool, as_json: bool) -> int:
-    question, inter, launcher = asked_by(config) if config else (Question(), OTHER_NETWORK, None)
-    machine, reached = detect(), launcher.reach() if launcher else {}
+    """Check the hosts of a run, or this one, and print the checks; return the exit code."""
+    question = Question()
+    inter = OTHER_NETWORK
+    launcher = None
+    if config:
+        question, inter, launcher = asked_by(config)
+    machine = detect()
+    reached = launcher.reach() if launcher else {}
     if reached:
         hosts = examined(reached, question)
         hosts.append(compared(reached, hosts, machine, inter, question.interface, bandwidth))
     else:
         host = examine(question)
-        names = [host.name] * (len(machine.devices) or CPU_RANKS)
-        hosts = [host, Host(host.name, all_reduce(names, machine, bandwidth, inter, host.port), {})]
+        host_of_rank = [host.name] * (len(machine.devices) or CPU_RANKS)
+        checks = all_reduce(host_of_rank, machine, bandwidth, inter, host.port)
+        hosts = [host, Host(host.name, checks, {})]
     if as_json:
-        print(_json({"hosts": [each.values() for each in hosts]}))
+        _print_json({"hosts": [host.values() for host in hosts]})
     else:
         Console().print(table(hosts))
-    return int(any(check.verdict == "fail" for each in hosts for check in each.checks))
+    has_failed = False
+    for host in hosts:
+        if any(check.verdict == "fail" for check in host.checks):
+            has_failed = True
+    return int(has_failed)
 
 
 def asked_by(config: Path) -> tuple[Question, str, LauncherSpec]:
-    """What a run of this config needs of a host, the link between hosts, and its launcher. Raises ConfigError."""
+    """Return what a run of a config needs of a host, the link between its hosts, and its launcher.
+
+    Raises ConfigError.
+    """
     from drumline.core.data import FileSource, SavedSource
     from drumline.core.explain import default_run_dir
     from drumline.core.load import load
 
     loaded = load(config, [])
-    run, model, base = loaded.config, loaded.config.model.id, loaded.base_dir
-    sources = [*run.data.train, *run.data.eval] if run.data else []
-    paths = [
-        path
-        for source in sources
-        if isinstance(source, FileSource | SavedSource)
-        for path in _files(source.path, base)
-    ]
-    folder = expanded(model) if model else None
+    run = loaded.config
+    cache_dir = None
+    paths: list[str] = []
+    if run.data:
+        cache_dir = run.data.cache_dir
+        for source in (*run.data.train, *run.data.eval):
+            if isinstance(source, FileSource | SavedSource):
+                paths += _files(source.path, loaded.base_dir)
     question = Question(
         run_dir=str(run.run.dir or default_run_dir(loaded.path)),
-        cache_dir=run.data.cache_dir if run.data else None,
-        model=str(folder) if folder and (folder.is_dir() or folder.is_absolute()) else None,
+        cache_dir=cache_dir,
+        model=_model_folder(run.model.id),
         data=tuple(paths),
         port=run.launch.port,
         interface=getattr(run.launch, "interface", None),
     )
-    inter = run.cluster.inter if run.cluster else None
-    return question, inter or OTHER_NETWORK, run.launch
+    inter = OTHER_NETWORK
+    if run.cluster and run.cluster.inter:
+        inter = run.cluster.inter
+    return question, inter, run.launch
+
+
+def _model_folder(model: str | None) -> str | None:
+    """Return the folder that `model.id` names; None if it names a model of the hub, or none."""
+    if not model:
+        return None
+    folder = expanded(model)
+    if folder.is_dir() or folder.is_absolute():
+        return str(folder)
+    return None
 
 
 def _files(pattern: str, base: Path) -> list[str]:
-    """The files that a path or glob names; the path itself where there are none, which a check then says. None of a URL."""
+    """Return the files that a path or glob names; empty for a URL.
+
+    If there are none, it is the path itself, so that a check says that it is missing.
+    """
     from glob import glob
 
     from drumline.core.urls import is_url

@@ -1,4 +1,4 @@
-"""`drumline doctor RUN`: what the logs, events and dumps of a run, or the output of any program, say of why it failed."""
+"""`drumline doctor RUN`: find in the logs, events and dumps of a run, or in the output of any program, why it failed."""
 
 from __future__ import annotations
 
@@ -7,34 +7,39 @@ import io
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from drumline.core.files import numbered
 from drumline.core.redact import redact
-from drumline.doctor.signatures import Signature, signatures
+from drumline.doctor.signatures import ANY, Signature, signatures
 from drumline.errors import UserError
 from drumline.foreign import open_plain, read_object
 from drumline.telemetry.events import Step, examined, read
 
-STDIN, EVENTS = "-", "events.jsonl"
-MOST_RANKS = 2**17
+STDIN = "-"
+EVENTS = "events.jsonl"
+MOST_RANKS = 2**17  # a plan with more is damaged
 PIECE = 2**22  # bytes that are searched at once
 SHOWN = 300  # characters of a line of evidence
+LONGEST_LINE = 8 * SHOWN  # characters of a line that are searched for a rank, an attempt and a time
 LOGS = {".log", ".out", ".err", ".txt"}
 NO_LOGS = {"checkpoints", "export", "cache", "tensorboard"}  # folders of a run with none
-# Data are waited for where this part of the last steps went by so, and it was long enough for anybody to care.
-WAITED, WAITED_SECONDS, WAITED_STEPS = 0.3, 0.05, 20
-_ATTEMPT, _RANK_FILE = (
-    re.compile(r"attempt[-_](\d+)"),
-    re.compile(r"rank-(\d+)\.|/(\d+)/std(?:err|out)\.log$"),
-)
+# The data loader is slow if a step waits at least this share of its time and this many seconds for
+# data, by the medians of the last steps.
+WAITED = 0.3
+WAITED_SECONDS = 0.05
+WAITED_STEPS = 20
+_ATTEMPT = re.compile(r"attempt[-_](\d+)")
+_RANK_FILE = re.compile(r"rank-(\d+)\.|/(\d+)/std(?:err|out)\.log$")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ATTEMPT_OF_EVENT = re.compile(r'"kind": "(?:fault|hang)".*"attempt": (\d+)')
 # `[rank3]:`, `[default3]:` (torchrun), `[Rank 3]`, `[1,3]<stderr>:` (mpirun), `3: ` (srun -l)
 _RANK_LINE = re.compile(
     r"\[(?:rank|default|Rank )(\d+)\]|^\[\d+,(\d+)\]<std|^ ?(\d+): |\"rank\": (\d+),"
@@ -42,10 +47,11 @@ _RANK_LINE = re.compile(
 _DATE = re.compile(
     r"(\d{4}-\d\d-\d\d)[T_ ](\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)\d*(Z\b|[+-]\d\d:?\d\d\b)?"
 )
-# Month and day, and no year.
+# glog writes month and day, and no year.
 _GLOG = re.compile(r"\b[EWF](\d{1,2})(\d\d) (\d\d:\d\d:\d\d\.\d{1,6})")
 _EVENT = re.compile(r'^\{"t": (\d+\.?\d*)')
-# Texts of strangers, which may speak of any fault: in events, and as the display prints them.
+# Texts that a model wrote or read may speak of any fault. They are in events, and the display prints
+# samples of them.
 _TEXTS = re.compile(r'^(\{"t": [^,\n]*, "kind": "(?:samples|completions)").*', re.MULTILINE)
 _SAMPLE = re.compile(r"^(.{0,80}?\bsample, step \d+: …).*", re.MULTILINE)
 _BEGINS = re.compile(rb'^\{"t": [^,]*, "kind": "(?:run_start|(fault)", "attempt": (\d+))')
@@ -53,7 +59,7 @@ _BEGINS = re.compile(rb'^\{"t": [^,]*, "kind": "(?:run_start|(fault)", "attempt"
 
 @dataclass(frozen=True)
 class Evidence:
-    """A line that a signature matches. `at`: unix seconds, None where nothing tells."""
+    """A line of a log that a signature matches. `at`: its unix seconds; None if they are not known."""
 
     path: str
     line: int
@@ -64,12 +70,17 @@ class Evidence:
 
     @property
     def place(self) -> str:
+        """Return the file and the line."""
         return f"{self.path}:{self.line}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A signature that was found in an attempt: its first line, how many there were, on which ranks, and what it is a consequence of."""
+    """A signature that was found in an attempt.
+
+    `evidence`: its first line. `lines`: how many there were. `ranks`: that wrote them. `follows`:
+    names of the findings that it is a consequence of.
+    """
 
     signature: Signature
     cause: str
@@ -79,168 +90,252 @@ class Finding:
     follows: tuple[str, ...] = ()
 
     def values(self) -> dict[str, object]:
-        one, where = self.signature, self.evidence
-        own = {
-            "name": one.name,
-            "kind": one.kind,
-            "warning": one.warn,
+        """Return the finding for JSON."""
+        return {
+            "name": self.signature.name,
+            "kind": self.signature.kind,
+            "warning": self.signature.warn,
             "cause": self.cause,
-            "mend": one.mend,
-        }
-        seen = {
-            "place": where.place,
-            "text": where.text,
+            "mend": self.signature.mend,
+            "place": self.evidence.place,
+            "text": self.evidence.text,
             "lines": self.lines,
-            "attempt": where.attempt,
+            "attempt": self.evidence.attempt,
             "ranks": list(self.ranks),
+            "consequence_of": list(self.follows),
         }
-        return {**own, **seen, "consequence_of": list(self.follows)}
 
 
-# A line that a signature matches: what its pattern names there, and where it is. It holds no more of the log than what is shown.
-Line = tuple[Signature, dict[str, str], Evidence]
+class Line(NamedTuple):
+    """A line that a signature matches. It holds no more of the log than what is shown.
+
+    `names`: what the groups of the signature's pattern matched, by their names.
+    """
+
+    signature: Signature
+    names: dict[str, str]
+    evidence: Evidence
 
 
 @dataclass
 class _Lines:
-    """The lines of a signature in an attempt, counted as they come: a log of gigabytes may be full of them."""
+    """The lines of a signature in an attempt. They are only counted, since a log of gigabytes may be full of them."""
 
     signature: Signature
     first: Evidence
-    names: tuple[Evidence, dict[str, str]] | None = None
+    first_with_names: Line | None = None
     number: int = 0
     ranks: set[int] = field(default_factory=set)
 
-    def add(self, names: dict[str, str], where: Evidence) -> None:
+    def add(self, line: Line) -> None:
+        """Count a line."""
         self.number += 1
-        self.first = min(self.first, where, key=_when)
-        self.ranks |= set() if where.rank is None else {where.rank}
-        if names and (self.names is None or _when(where) < _when(self.names[0])):
-            self.names = where, names
+        self.first = min(self.first, line.evidence, key=_order)
+        if line.evidence.rank is not None:
+            self.ranks.add(line.evidence.rank)
+        if not line.names:
+            return
+        earlier = self.first_with_names
+        if earlier is None or _order(line.evidence) < _order(earlier.evidence):
+            self.first_with_names = line
 
     def finding(self) -> Finding:
-        cause = self.signature.explain(self.names[1] if self.names else {})
+        """Return what was found, with the names of the first line that has some."""
+        names = self.first_with_names.names if self.first_with_names else {}
+        cause = self.signature.explain(names)
         return Finding(self.signature, cause, self.first, self.number, tuple(sorted(self.ranks)))
 
 
 def diagnose(place: str) -> list[Finding]:
-    """The findings of a run folder, another folder of logs, a file, or standard input (`-`): of the newest attempt first, and in each the
-    causes before their consequences, the earliest first. Raises UserError where there is nothing to read."""
+    """Return the findings of a run folder, another folder of logs, a file, or standard input (`-`).
+
+    Those of the newest attempt come first; in an attempt the causes come before their consequences,
+    and the earliest first. Raises UserError if there is nothing to read.
+    """
     if place == STDIN:
         return ordered(search(sys.stdin.buffer, "<stdin>"))
     path = Path(place)
-    files = sorted(_logs(path)) if path.is_dir() else [path]
+    if path.is_dir():
+        files = sorted(_logs(path))
+    else:
+        files = [path]
     if not files:
         raise UserError(
             "no log is there",
             where=place,
             fix="name a run folder, a log file, or - for standard input",
         )
-    found = (_of_file(each, path) if each == path else _read_if_may(each, path) for each in files)
-    return ordered(chain(*found, _slow_loader(path / EVENTS), _damage(path)))
+    lines: list[Iterator[Line]] = []
+    for file in files:
+        if file == path:
+            lines.append(_search_file(file, path))
+        else:
+            lines.append(_search_readable(file, path))
+    return ordered(chain(*lines, _slow_loader(path / EVENTS), _damage(path)))
 
 
 def advice(text: str) -> Finding | None:
-    """The first cause that a text holds; None where only errors that no signature knows are in it."""
-    found = ordered(search(io.BytesIO(text.encode(errors="replace")), ""))
-    known = [each for each in found if not each.signature.warn and each.signature.kind != "unknown"]
-    return (
-        known[0] if known and not (known[0].follows or "any" in known[0].signature.after) else None
-    )
+    """Return the first cause that a text holds.
+
+    None if it only holds consequences, or errors that no signature knows.
+    """
+    for finding in ordered(search(io.BytesIO(text.encode(errors="replace")), "")):
+        signature = finding.signature
+        if signature.warn or signature.kind == "unknown":
+            continue
+        is_consequence = bool(finding.follows) or ANY in signature.after
+        return None if is_consequence else finding
+    return None
 
 
 def _logs(folder: Path) -> Iterator[Path]:
+    """Give the logs and events of a folder, in any order."""
     for path in folder.rglob("*"):
-        named = path.suffix in LOGS or path.name == EVENTS
-        with contextlib.suppress(
-            PermissionError
-        ):  # of a folder that may be listed, but not entered
-            if named and path.is_file() and not NO_LOGS & set(path.relative_to(folder).parts[:-1]):
+        if path.suffix not in LOGS and path.name != EVENTS:
+            continue
+        # A folder may be listed, but not entered.
+        with contextlib.suppress(PermissionError):
+            folders = set(path.relative_to(folder).parts[:-1])
+            if path.is_file() and not NO_LOGS & folders:
                 yield path
 
 
-def _read_if_may(path: Path, place: Path) -> Iterator[Line]:
-    """One of a folder's files; that it cannot be read is a finding beside those of the others."""
+def _search_readable(path: Path, place: Path) -> Iterator[Line]:
+    """Search one of a folder's files. If it cannot be read, that is a finding beside those of the others."""
     try:
-        yield from _of_file(path, place)
+        yield from _search_file(path, place)
     except UserError as error:
         if path.name == EVENTS:
             raise
         yield from _own(f"a record is damaged: {error.what}", path, 1)
 
 
-def _of_file(path: Path, place: Path) -> Iterator[Line]:
-    """What is in a file below `place`, or in `place`; a rank's lines without a time have that of its end."""
+def _search_file(path: Path, place: Path) -> Iterator[Line]:
+    """Search a file that is `place` or below it.
+
+    Lines that do not name their attempt and rank have those of the file's name. Lines without a
+    time have that of the rank's end.
+    """
     with open_plain(path, UserError) as file:
-        rank, named = (
-            _RANK_FILE.search(str(path)),
-            _ATTEMPT.findall(str(path.relative_to(place) if path != place else path)),
-        )
-        attempt = (
-            _attempts(path) if path.name == EVENTS else lambda line: int(named[-1] if named else 0)
-        )
-        number = next((int(group) for group in (rank.groups() if rank else ()) if group), None)
-        for signature, names, where in search(file, str(path)):
-            here = where.attempt or attempt(where.line)
-            on = number if where.rank is None else where.rank
-            yield signature, names, replace(where, attempt=here, rank=on, at=where.at or _end(path))
+        rank_of_file = _first_number(_RANK_FILE.search(str(path)))
+        attempts = _Attempts.of_file(path, place)
+        for signature, names, evidence in search(file, str(path)):
+            rank = rank_of_file if evidence.rank is None else evidence.rank
+            attempt = evidence.attempt or attempts.at(evidence.line)
+            time = evidence.at or _end(path)
+            yield Line(signature, names, replace(evidence, attempt=attempt, rank=rank, at=time))
 
 
-def _attempts(events: Path) -> Callable[[int], int]:
-    """Line → attempt, of a file of events. A start may have failed before it wrote `run_start`: the fault after it says which it was."""
-    lines, attempts, begun = [0], [0], False
-    with open_plain(events, UserError) as file:
-        for number, line in enumerate(file, 1):
-            if (found := _BEGINS.match(line)) is None:
-                continue
-            if found[1]:
-                attempts[-1] = int(found[2])
-            if found[1] or begun:
-                lines.append(number + bool(found[1]))
-                attempts.append(attempts[-1] + 1)
-            begun = not found[1]
-    return lambda line: attempts[bisect_right(lines, line) - 1]
+def _first_number(match: re.Match[str] | None) -> int | None:
+    """Return the first group of a match that is there, as a number."""
+    if match is None:
+        return None
+    for group in match.groups():
+        if group:
+            return int(group)
+    return None
+
+
+@dataclass
+class _Attempts:
+    """The attempt that each line of a file belongs to.
+
+    `first_lines`: of each attempt, ascending. `numbers`: of these attempts.
+    """
+
+    first_lines: list[int]
+    numbers: list[int]
+
+    def at(self, line: int) -> int:
+        """Return the attempt of a line."""
+        return self.numbers[bisect_right(self.first_lines, line) - 1]
+
+    @staticmethod
+    def of_file(path: Path, place: Path) -> _Attempts:
+        """Return the attempts of a file that is `place` or below it, by its events or by its name."""
+        if path.name == EVENTS:
+            return _Attempts.of_events(path)
+        name = path if path == place else path.relative_to(place)
+        numbers = _ATTEMPT.findall(str(name))
+        return _Attempts([0], [int(numbers[-1]) if numbers else 0])
+
+    @staticmethod
+    def of_events(events: Path) -> _Attempts:
+        """Return the attempts of a file of events.
+
+        A start may fail before it writes `run_start`; then the fault after it gives its number.
+        """
+        attempts = _Attempts([0], [0])
+        has_started = False
+        with open_plain(events, UserError) as file:
+            for number, line in enumerate(file, 1):
+                found = _BEGINS.match(line)
+                if found is None:
+                    continue
+                is_fault = bool(found[1])
+                if is_fault:
+                    # The attempt ends with the line of its fault.
+                    attempts.numbers[-1] = int(found[2])
+                    attempts.begin(number + 1)
+                elif has_started:
+                    attempts.begin(number)
+                has_started = not is_fault
+        return attempts
+
+    def begin(self, line: int) -> None:
+        """Let the next attempt begin at a line."""
+        self.first_lines.append(line)
+        self.numbers.append(self.numbers[-1] + 1)
 
 
 def _end(log: Path) -> float | None:
-    """When a rank ended by its error: unix seconds. Without one when its log was last written to."""
+    """Return when a rank ended by its error, or when its log was last written to, in unix seconds."""
     noted = log.with_suffix(".json")
     try:
-        return (
-            float(read_object(noted, UserError)["message"]["drumline"]["time"])
-            if noted.is_file()
-            else log.stat().st_mtime
-        )
+        if not noted.is_file():
+            return log.stat().st_mtime
+        return float(read_object(noted, UserError)["message"]["drumline"]["time"])
     except (UserError, OSError, KeyError, TypeError, ValueError):
         return None
 
 
 def search(file: BinaryIO, name: str) -> Iterator[Line]:
-    """Each line that a signature matches, once, by the first that does."""
-    first = 1
+    """Give each line that a signature matches once, by the first signature that does.
+
+    `name`: of the file, for the evidence.
+    """
+    line_number = 1
     for text in _pieces(file):
-        lines: dict[int, tuple[Signature, re.Match[str]]] = {}
-        for signature in signatures():
-            for pattern in signature.match:
-                for match in pattern.finditer(text):
-                    lines.setdefault(text.rfind("\n", 0, match.end()) + 1, (signature, match))
-        counted = 0
-        for start in sorted(lines):
-            first, counted = first + text.count("\n", counted, start), start
-            signature, match = lines[start]
-            names = {name: value for name, value in match.groupdict().items() if value}
-            yield (
-                signature,
-                names,
-                _evidence(name, first, text[start : start + SHOWN * 8].partition("\n")[0]),
-            )
-        first += text.count("\n", counted)
+        matches = _matches(text)
+        counted = 0  # characters whose lines are in `line_number`
+        for start in sorted(matches):
+            line_number += text.count("\n", counted, start)
+            counted = start
+            signature, match = matches[start]
+            names = {group: value for group, value in match.groupdict().items() if value}
+            line = text[start : start + LONGEST_LINE].partition("\n")[0]
+            yield Line(signature, names, _evidence(name, line_number, line))
+        line_number += text.count("\n", counted)
+
+
+def _matches(text: str) -> dict[int, tuple[Signature, re.Match[str]]]:
+    """Return the first signature that matches a line, by the place where the line begins."""
+    matches: dict[int, tuple[Signature, re.Match[str]]] = {}
+    for signature in signatures():
+        for pattern in signature.match:
+            for match in pattern.finditer(text):
+                start = text.rfind("\n", 0, match.end()) + 1
+                matches.setdefault(start, (signature, match))
+    return matches
 
 
 def _pieces(file: BinaryIO) -> Iterator[str]:
-    """The text of a file in pieces of whole lines, without colours; a line of more than a piece is cut."""
+    """Give the text of a file in pieces of whole lines, without colours; a line of more than a piece is cut."""
     rest = b""
-    while piece := file.read(PIECE):
+    while True:
+        piece = file.read(PIECE)
+        if not piece:
+            break
         whole, end, rest = (rest + piece).rpartition(b"\n")
         if len(rest) > PIECE:
             whole, end, rest = rest, b"", b""
@@ -250,141 +345,153 @@ def _pieces(file: BinaryIO) -> Iterator[str]:
 
 
 def _plain(text: bytes) -> str:
-    plain = re.sub(
-        r"\x1b\[[0-9;]*m",
-        "",
-        text.decode(errors="replace").replace("\r\n", "\n").replace("\r", " "),
-    )
-    return _SAMPLE.sub(r"\1", _TEXTS.sub(r"\1}", plain))
+    """Return the text of a log without colours and without texts that a model wrote or read."""
+    lines = text.decode(errors="replace").replace("\r\n", "\n").replace("\r", " ")
+    lines = _COLOUR.sub("", lines)
+    lines = _TEXTS.sub(r"\1}", lines)
+    return _SAMPLE.sub(r"\1", lines)
 
 
 def _evidence(name: str, number: int, line: str) -> Evidence:
-    rank = _RANK_LINE.search(line)
-    attempt = re.search(r'"kind": "(?:fault|hang)".*"attempt": (\d+)', line)
+    """Return a line of a file as evidence, with the attempt, rank and time that it names."""
     shown = redact(line.strip())
-    return Evidence(
-        name,
-        number,
-        shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…",
-        int(attempt[1]) if attempt else 0,
-        next((int(group) for group in (rank.groups() if rank else ()) if group), None),
-        moment(line),
-    )
+    if len(shown) > SHOWN:
+        shown = f"{shown[:SHOWN]}…"
+    named_attempt = _ATTEMPT_OF_EVENT.search(line)
+    attempt = int(named_attempt[1]) if named_attempt else 0
+    rank = _first_number(_RANK_LINE.search(line))
+    return Evidence(name, number, shown, attempt, rank, moment(line))
 
 
 def moment(line: str) -> float | None:
-    """The time that a line begins with, or names, in unix seconds; local time where it has no zone, this year where it has none."""
+    """Return the time that a line begins with, or names, in unix seconds.
+
+    A time without a zone is local, and one without a year is of this year. None if there is none.
+    """
     try:
-        if event := _EVENT.search(line):
+        event = _EVENT.search(line)
+        if event:
             return float(event[1])
-        if date := _DATE.search(line):
-            return datetime.fromisoformat(
-                f"{date[1]}T{date[2].replace(',', '.')}{date[3] or ''}"
-            ).timestamp()
-        if short := _GLOG.search(line):
-            day = f"{datetime.now().year}-{int(short[1]):02}-{short[2]}"
-            return datetime.fromisoformat(f"{day}T{short[3][:15]}").timestamp()
+        date = _DATE.search(line)
+        if date:
+            time = date[2].replace(",", ".")
+            zone = date[3] or ""
+            return datetime.fromisoformat(f"{date[1]}T{time}{zone}").timestamp()
+        glog = _GLOG.search(line)
+        if glog:
+            day = f"{datetime.now().year}-{int(glog[1]):02}-{glog[2]}"
+            time = glog[3][:15]  # HH:MM:SS and six digits
+            return datetime.fromisoformat(f"{day}T{time}").timestamp()
     except ValueError:
         return None
     return None
 
 
 def ordered(found: Iterable[Line]) -> list[Finding]:
-    """One finding a signature and attempt, and in which order to read them."""
+    """Return one finding for each signature and attempt, in the order in which to read them."""
     groups: dict[tuple[int, str], _Lines] = {}
-    for signature, names, where in found:
-        groups.setdefault((where.attempt, signature.name), _Lines(signature, where)).add(
-            names, where
-        )
-    findings = [
-        lines.finding() for lines in groups.values() if lines.number >= lines.signature.least
-    ]
-    return sorted((replace(each, follows=_causes(each, findings)) for each in findings), key=_turn)
+    for line in found:
+        key = line.evidence.attempt, line.signature.name
+        if key not in groups:
+            groups[key] = _Lines(line.signature, line.evidence)
+        groups[key].add(line)
+    findings = []
+    for lines in groups.values():
+        if lines.number >= lines.signature.least:
+            findings.append(lines.finding())
+    with_causes = [replace(finding, follows=_causes(finding, findings)) for finding in findings]
+    return sorted(with_causes, key=_reading_order)
 
 
-def _turn(finding: Finding) -> tuple[object, ...]:
+def _reading_order(finding: Finding) -> tuple[object, ...]:
+    """Return the sort key of a finding: newest attempt, faults, causes, and known errors first."""
     signature = finding.signature
     return (
         -finding.evidence.attempt,
         signature.warn,
         bool(finding.follows),
         signature.kind == "unknown",
-        *_when(finding.evidence),
+        *_order(finding.evidence),
     )
 
 
-def _when(where: Evidence) -> tuple[float, int, str, int]:
-    return (
-        float("inf") if where.at is None else where.at,
-        -1 if where.rank is None else where.rank,
-        where.path,
-        where.line,
-    )
+def _order(evidence: Evidence) -> tuple[float, int, str, int]:
+    """Return the sort key of a line: by its time, lines without one last; then rank and place."""
+    time = float("inf") if evidence.at is None else evidence.at
+    rank = -1 if evidence.rank is None else evidence.rank
+    return time, rank, evidence.path, evidence.line
 
 
 def _causes(finding: Finding, findings: list[Finding]) -> tuple[str, ...]:
-    there = [
-        each.signature for each in findings if each.evidence.attempt == finding.evidence.attempt
-    ]
-    return tuple(other.name for other in there if finding.signature.follows(other))
+    """Return the names of the findings of the same attempt that a finding is a consequence of."""
+    causes = []
+    for other in findings:
+        is_same_attempt = other.evidence.attempt == finding.evidence.attempt
+        if is_same_attempt and finding.signature.follows(other.signature):
+            causes.append(other.signature.name)
+    return tuple(causes)
 
 
 def _damage(run: Path) -> Iterator[Line]:
-    """A line for each record of a run that cannot be read, or not all of it."""
+    """Give a line for each record of a run that cannot be read, or not all of it."""
+    plan = run / "plan.json"
     try:
-        if (run / "plan.json").exists():
-            read_object(run / "plan.json", UserError, numbers=False)
+        if plan.exists():
+            read_object(plan, UserError, numbers=False)
     except UserError as error:
-        yield from _own(f"a record is damaged: {error.what}", run / "plan.json", 1)
-    if lines := [number for number, _, sound in examined(run / "events.jsonl") if not sound]:
-        text = (
-            f"a record is damaged: {len(lines):,} lines cannot be read, the first is {lines[0]:,}"
-        )
-        yield from _own(text, run / "events.jsonl", lines[0])
+        yield from _own(f"a record is damaged: {error.what}", plan, 1)
+    events = run / EVENTS
+    damaged = [number for number, _, is_sound in examined(events) if not is_sound]
+    if damaged:
+        first = damaged[0]
+        text = f"a record is damaged: {len(damaged):,} lines cannot be read, the first is {first:,}"
+        yield from _own(text, events, first)
 
 
 def _own(text: str, path: Path, line: int, at: float | None = None) -> Iterator[Line]:
-    """What the doctor itself has seen in a file."""
-    attempt = _attempts(path)(line) if path.name == EVENTS else 0
+    """Give a line that the doctor itself writes about a file, if a signature matches it.
+
+    `line`: the line of the file that it is about. `at`: its time in unix seconds.
+    """
+    attempt = _Attempts.of_events(path).at(line) if path.name == EVENTS else 0
     for signature, names, _ in search(io.BytesIO(text.encode()), ""):
-        yield signature, names, Evidence(str(path), line, text, attempt, at=at)
+        yield Line(signature, names, Evidence(str(path), line, text, attempt, at=at))
 
 
 def _slow_loader(events: Path) -> Iterator[Line]:
-    """A line for a run whose steps waited for data."""
-    known = [
-        event
-        for event in read(events)
-        if isinstance(event, Step)
-        and isinstance(event.data_s, float)
-        and isinstance(event.seconds, float)
-    ]
-    steps = known[-WAITED_STEPS:]
+    """Give a line for a run whose steps waited for data."""
+    steps = []
+    for event in read(events):
+        if not isinstance(event, Step):
+            continue
+        # Damaged events have other types.
+        if isinstance(event.data_s, float) and isinstance(event.seconds, float):
+            steps.append(event)
+    steps = steps[-WAITED_STEPS:]
     if len(steps) < WAITED_STEPS:
         return
-    waited, whole = (
-        median(times)
-        for times in ([step.data_s for step in steps], [step.seconds for step in steps])
-    )
+    waited = median(step.data_s for step in steps)
+    whole = median(step.seconds for step in steps)
     if waited >= max(WAITED_SECONDS, WAITED * whole):
         text = f"the last {WAITED_STEPS} steps waited for data: {waited:.2f} s of {whole:.2f} s (medians)"
-        yield from _own(text, events, events.read_bytes().count(b"\n"), steps[-1].t)
+        last_line = events.read_bytes().count(b"\n")
+        yield from _own(text, events, last_line, steps[-1].t)
 
 
 def rank_without_log(run: Path) -> list[int]:
-    """Ranks of the plan that wrote no log in the newest attempt, though others did."""
+    """Return the ranks of the plan that wrote no log in the newest attempt, though others did."""
     try:
-        world = int(prod(read_object(run / "plan.json", UserError)["mesh"].values()))
+        world_size = int(prod(read_object(run / "plan.json", UserError)["mesh"].values()))
     except (UserError, KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return []
-    attempts = [*numbered(run / "logs", "attempt-").values()]
-    there = (
-        {
-            rank
-            for folder in (attempts[-1], *attempts[-1].glob("*/"))
-            for rank in numbered(folder, "rank-")
-        }
-        if attempts
-        else set()
-    )
-    return [rank for rank in range(min(world, MOST_RANKS)) if rank not in there] if there else []
+    attempts = list(numbered(run / "logs", "attempt-").values())
+    if not attempts:
+        return []
+    newest = attempts[-1]
+    with_log: set[int] = set()
+    # Of several hosts each has a folder of its own.
+    for folder in (newest, *newest.glob("*/")):
+        with_log.update(numbered(folder, "rank-"))
+    if not with_log:
+        return []
+    return [rank for rank in range(min(world_size, MOST_RANKS)) if rank not in with_log]

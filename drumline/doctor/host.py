@@ -1,6 +1,6 @@
 """The checks of one host: `python -m drumline.doctor.host` reads a Question (JSON) from standard input, if it has one, and prints a Host.
 
-No torch here, but where there is a GPU.
+torch is imported only if there is a GPU.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +29,21 @@ from drumline.core.files import digest
 from drumline.core.munge import SECRET, seal
 from drumline.core.network import addresses, is_loopback, source_address
 from drumline.core.process import output_of
-from drumline.doctor.check import Check, Host, Verdict
+from drumline.doctor.check import Check, Host, Verdict, fail_if, warn_if
 from drumline.hardware.detect import Groups, Machine, cache_dir, detect, free_bytes, likely_gpus
 
-INFINIBAND, SHM = Path("/sys/class/infiniband"), Path("/dev/shm")
+INFINIBAND = Path("/sys/class/infiniband")
+SHM = Path("/dev/shm")
 MIB, GIB = 2**20, 2**30
-# Below: loader workers and NCCL run out; containers have 64 MB, shells 1024.
-SHM_BYTES, OPEN_FILES = (
-    GIB,
-    4096,
-)
-# Free on a disk: nothing fits; a few checkpoints of a small model do.
-FEW_BYTES, SCARCE_BYTES = (
-    GIB,
-    20 * GIB,
-)
-# Bytes that are written to measure a disk, and bytes/s below which saves stand out.
-WRITTEN, SLOW = (
-    64 * MIB,
-    100e6,
-)
+# Loader workers and NCCL run out of shared memory and open files below these limits. Containers
+# have 64 MB, and shells 1024 files.
+SHM_BYTES = GIB
+OPEN_FILES = 4096
+FEW_BYTES = GIB  # free on a disk: less is too little for any checkpoint
+SCARCE_BYTES = 20 * GIB  # enough for a few checkpoints of a small model
+WRITTEN = 64 * MIB  # bytes that are written to measure a disk
+SLOW = 100e6  # bytes/s of a disk below which saves take noticeable time
+FEW_MEMORY_BYTES = 2 * GIB  # of a host
 NETWORK_DISKS = (
     "nfs",
     "lustre",
@@ -69,8 +66,11 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Question:
-    """What is meant to run here. Paths are of this host; `peers`: names of the other hosts; `interface`: of `launch.interface`;
-    `only`: names of the LOOKS to take; nothing: all."""
+    """What is meant to run here. Paths are of this host.
+
+    `peers`: addresses of the other hosts. `interface`: the value of `launch.interface`. `only`:
+    names of the LOOKS to take; all if it is empty.
+    """
 
     run_dir: str = "."
     cache_dir: str | None = None
@@ -83,71 +83,68 @@ class Question:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Question:
-        read: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-        return Question(**read)
+        """Return the question that was sent as JSON."""
+        fields: dict[str, Any] = {}
+        for name, value in values.items():
+            fields[name] = tuple(value) if isinstance(value, list) else value
+        return Question(**fields)
 
 
 def examine(question: Question) -> Host:
-    """All checks of this host. One that raises is itself a finding."""
-    machine, checks, facts = detect(), list[Check](), dict[str, str]()
+    """Return all checks of this host. A check that raises is itself a finding."""
+    machine = detect()
+    checks: list[Check] = []
+    facts: dict[str, str] = {}
     for look in LOOKS:
         if question.only and look.__name__ not in question.only:
             continue
         try:
             checks += look(question, machine, facts)
         except Exception as error:  # noqa: BLE001 - the rest may still say something
-            checks.append(
-                Check(
-                    look.__name__.replace("_", " "),
-                    f"cannot be looked at: {error}",
-                    "warn",
-                    "look by hand",
-                )
-            )
+            name = look.__name__.replace("_", " ")
+            checks.append(Check(name, f"cannot be looked at: {error}", "warn", "look by hand"))
     with socket.create_server(("", 0)) as server:
-        free = server.getsockname()[1]
-    return Host(
-        socket.gethostname(),
-        tuple(checks),
-        facts,
-        max(1, len(machine.devices)),
-        question.port or free,
-    )
+        free_port = server.getsockname()[1]
+    ranks = max(1, len(machine.devices))
+    port = question.port or free_port
+    return Host(socket.gethostname(), tuple(checks), facts, ranks, port)
 
 
+# A look gives the checks of one subject. It adds to the facts, which must be the same on all hosts.
 Look = Callable[[Question, Machine, dict[str, str]], Iterator[Check]]
 
 
 def versions(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    facts |= {"drumline": __version__, "Python": ".".join(map(str, sys.version_info[:2]))}
-    facts |= {name: metadata.version(name) for name in ("torch", "transformers")}
-    facts |= {"CUDA": NONE, "NCCL": NONE, "driver": NONE}
+    """Check the versions of Drumline, Python, torch, transformers, CUDA, NCCL and the driver."""
+    facts["drumline"] = __version__
+    facts["Python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for name in ("torch", "transformers"):
+        facts[name] = metadata.version(name)
+    for name in ("CUDA", "NCCL", "driver"):
+        facts[name] = NONE
     if likely_gpus() or machine.devices:
         import torch
 
         facts["CUDA"] = torch.version.cuda or NONE
-        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if machine.devices else NONE
-        facts["driver"] = next(iter(_smi("driver_version")), NONE)
+        if machine.devices:
+            facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        for version in _smi("driver_version")[:1]:
+            facts["driver"] = version
     found = ", ".join(f"{name} {value}" for name, value in facts.items())
-    unused = likely_gpus() > 0 and not machine.devices
+    is_unused = likely_gpus() > 0 and not machine.devices
     mend = "a GPU is here and torch cannot use it: install a CUDA build of torch, and a driver that is new enough"
-    yield Check("versions", found, "fail" if unused else "ok", mend)
+    yield Check("versions", found, fail_if(is_unused), mend)
 
 
 def _smi(field: str) -> list[str]:
-    """A field of each GPU, as its driver reports it; nothing where it does not."""
-    return [
-        line.strip()
-        for line in (
-            output_of(["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"], SMI) or ""
-        ).splitlines()
-    ]
+    """Return a field of each GPU as its driver reports it; empty if it does not."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    output = output_of(command, SMI) or ""
+    return [line.strip() for line in output.splitlines()]
 
 
 def gpus(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    """Check that the GPUs are alike, have no memory errors, and reach each other's memory."""
     if not machine.devices:
         yield Check("GPUs", "none: this host computes on its processor")
         return
@@ -156,221 +153,232 @@ def gpus(question: Question, machine: Machine, facts: dict[str, str]) -> Iterato
     )
     names = [f"{device.name} {device.memory_bytes / GIB:.0f} GiB" for device in machine.devices]
     facts["GPUs"] = f"{len(names)} × {names[0]}"
-    alike: tuple[Verdict, str] = (
-        ("ok", "")
-        if len(set(names)) == 1
-        else ("warn", "ranks wait for the slowest and smallest: leave it out")
-    )
-    yield Check(
-        "GPUs", ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)), *alike
-    )
-    errors = [
-        int(count) for count in _smi("ecc.errors.uncorrected.volatile.total") if count.isdecimal()
-    ]
-    bad = [number for number, count in enumerate(errors) if count]
-    mend = f"reset GPU {', '.join(map(str, bad))} or reboot; see `nvidia-smi -q -d ECC`"
-    yield Check(
-        "ECC errors",
-        f"{sum(errors)} uncorrected" if errors else "not reported by the driver",
-        "fail" if bad else "ok",
-        mend,
-    )
+    numbers = Counter(names)
+    found = ", ".join(f"{number} × {name}" for name, number in numbers.items())
+    if len(numbers) == 1:
+        yield Check("GPUs", found)
+    else:
+        yield Check("GPUs", found, "warn", "ranks wait for the slowest and smallest: leave it out")
+    yield _memory_errors()
+    if len(names) > 1:
+        yield _peer_access(len(names))
+
+
+def _memory_errors() -> Check:
+    """Check that no GPU has memory errors that could not be corrected."""
+    counts = _smi("ecc.errors.uncorrected.volatile.total")
+    errors = [int(count) for count in counts if count.isdecimal()]
+    bad = [str(number) for number, count in enumerate(errors) if count]
+    found = f"{sum(errors)} uncorrected" if errors else "not reported by the driver"
+    mend = f"reset GPU {', '.join(bad)} or reboot; see `nvidia-smi -q -d ECC`"
+    return Check("ECC errors", found, fail_if(bool(bad)), mend)
+
+
+def _peer_access(number: int) -> Check:
+    """Check how many pairs of the host's GPUs reach each other's memory."""
     import torch
 
-    pairs = [(a, b) for a in range(len(names)) for b in range(len(names)) if a != b]
-    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    if pairs:
-        mend = "slower, and NCCL may hang: turn off ACS and the IOMMU, or set NCCL_P2P_DISABLE=1"
-        yield Check(
-            "peer access",
-            f"{len(pairs) - len(apart)} of {len(pairs)} pairs",
-            "warn" if apart else "ok",
-            mend,
-        )
+    pairs = list(permutations(range(number), 2))
+    connected = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
+    found = f"{len(connected)} of {len(pairs)} pairs"
+    mend = "slower, and NCCL may hang: turn off ACS and the IOMMU, or set NCCL_P2P_DISABLE=1"
+    return Check("peer access", found, warn_if(len(connected) < len(pairs)), mend)
 
 
 def infiniband(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    ports = sorted(INFINIBAND.glob("*/ports/*"))
-    states = {
-        f"{port.parts[-3]}:{port.name}": [
-            (port / name).read_text().strip() for name in ("state", "rate")
-        ]
-        for port in ports
-    }
-    down = [name for name, (state, _) in states.items() if "ACTIVE" not in state]
-    found = (
-        ", ".join(
-            f"{name} {state.partition(': ')[2]} {rate}" for name, (state, rate) in states.items()
-        )
-        or NONE
-    )
+    """Check that all ports of InfiniBand are active."""
+    ports = []
+    down = []
+    for port in sorted(INFINIBAND.glob("*/ports/*")):
+        name = f"{port.parts[-3]}:{port.name}"
+        state = (port / "state").read_text().strip()
+        rate = (port / "rate").read_text().strip()
+        # A state is a number and a word: "4: ACTIVE".
+        ports.append(f"{name} {state.partition(': ')[2]} {rate}")
+        if "ACTIVE" not in state:
+            down.append(name)
+    found = ", ".join(ports) or NONE
     mend = f"{', '.join(down)}: cable, switch and subnet manager (`ibstat`); NCCL_IB_HCA leaves ports out"
-    yield Check("InfiniBand", found, "warn" if down else "ok", mend)
+    yield Check("InfiniBand", found, warn_if(bool(down)), mend)
 
 
 def names(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    """Check that this host's name resolves to an address that its peers can use, and theirs resolve here."""
     own = socket.gethostname()
     try:
-        known = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(own, None)})
-        alone = all(map(is_loopback, known)) and not all(map(is_loopback, question.peers))
-        mend = "other hosts would get a loopback address: give the host its address in /etc/hosts or DNS"
-        yield Check("host name", f"{own} is {', '.join(known)}", "fail" if alone else "ok", mend)
+        entries = socket.getaddrinfo(own, None)
     except OSError as error:
-        yield Check(
-            "host name",
-            f"{own} does not resolve: {error}",
-            "fail" if question.peers else "warn",
-            f"add {own} to /etc/hosts",
-        )
+        verdict: Verdict = "fail" if question.peers else "warn"
+        found = f"{own} does not resolve: {error}"
+        yield Check("host name", found, verdict, f"add {own} to /etc/hosts")
+    else:
+        known = sorted({str(entry[4][0]) for entry in entries})
+        is_loopback_alone = all(map(is_loopback, known))
+        is_unreachable = is_loopback_alone and not all(map(is_loopback, question.peers))
+        mend = "other hosts would get a loopback address: give the host its address in /etc/hosts or DNS"
+        yield Check("host name", f"{own} is {', '.join(known)}", fail_if(is_unreachable), mend)
     for peer in question.peers:
-        if found := addresses(peer):
-            yield Check("peer name", f"{peer} is {found[0]}")
+        resolved = addresses(peer)
+        if resolved:
+            yield Check("peer name", f"{peer} is {resolved[0]}")
         else:
-            yield Check(
-                "peer name",
-                f"{peer} does not resolve",
-                "fail",
-                "give an IP address, or add it to /etc/hosts",
-            )
+            mend = "give an IP address, or add it to /etc/hosts"
+            yield Check("peer name", f"{peer} does not resolve", "fail", mend)
 
 
 def ports(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    """Check that the port of the launcher is free."""
     try:
         socket.create_server(("", question.port or 0)).close()
-        yield Check(
-            "port", f"{question.port} is free" if question.port else "any free one: there are"
-        )
     except OSError as error:
         mend = f"`ss -ltnp` says who has it; end that, or choose another launch.port than {question.port}"
         yield Check("port", f"{question.port}: {error.strerror}", "fail", mend)
+        return
+    found = f"{question.port} is free" if question.port else "any free one: there are"
+    yield Check("port", found)
 
 
 def secret(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    """Tell by which secret the ranks of a run recognise each other."""
     if os.environ.get(SECRET):
         found = f"{SECRET} is set: ranks that have it meet, and no others"
     elif seal("") is not None:
         found = "by munge for ranks in a job of Slurm"
     else:
         found = "our own launchers draw one"
-    more = f"; under torchrun, mpirun and Kubernetes none, unless {SECRET} is set on all hosts: whoever reaches MASTER_PORT can join"
-    yield Check("secret", found + more * (SECRET not in os.environ))
+    if SECRET not in os.environ:
+        found += f"; under torchrun, mpirun and Kubernetes none, unless {SECRET} is set on all hosts: whoever reaches MASTER_PORT can join"
+    yield Check("secret", found)
 
 
 def interfaces(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    both = (socket.AF_INET, socket.AF_INET6)
-    there = (
-        (name, entry)
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if name in up
-    )
-    of = {entry.address.partition("%")[0]: name for name, entry in there if entry.family in both}
-    used = of.get(source_address(question.peers[0] if question.peers else "127.0.0.1") or "", "?")
+    """Check that the network interface that is set is up, and tell which one is used."""
+    interface_of = _interface_by_address()
+    peer = question.peers[0] if question.peers else "127.0.0.1"
+    used = interface_of.get(source_address(peer) or "", "?")
     set_here = (
         question.interface
         or os.environ.get("NCCL_SOCKET_IFNAME")
         or os.environ.get("GLOO_SOCKET_IFNAME")
     )
-    listed = ", ".join(f"{name} {address}" for address, name in of.items())
-    if (
-        set_here
-        and not any(name.startswith(set_here.lstrip("=").split(",")[0]) for name in of.values())
-        and not set_here.startswith("^")
-    ):
-        yield Check(
-            "interfaces",
-            f"{listed}; {set_here} is set",
-            "fail",
-            f"no interface {set_here} is up here: name one of these",
-        )
+    listed = ", ".join(f"{name} {address}" for address, name in interface_of.items())
+    if set_here and not _is_up(set_here, interface_of.values()):
+        found = f"{listed}; {set_here} is set"
+        mend = f"no interface {set_here} is up here: name one of these"
+        yield Check("interfaces", found, "fail", mend)
     else:
         yield Check("interfaces", f"{listed}; used: {set_here or used}")
 
 
+def _interface_by_address() -> dict[str, str]:
+    """Return the addresses of the network interfaces that are up, each with its interface's name."""
+    states = psutil.net_if_stats()
+    interface_of = {}
+    for name, entries in psutil.net_if_addrs().items():
+        if name not in states or not states[name].isup:
+            continue
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                # Of version 6 the interface's name stands behind the address, too: fe80::1%eth0.
+                interface_of[entry.address.partition("%")[0]] = name
+    return interface_of
+
+
+def _is_up(set_here: str, names: Iterable[str]) -> bool:
+    """Return whether one of the interfaces that are up is meant by a value of NCCL_SOCKET_IFNAME.
+
+    It lists prefixes of names, or with = whole names; with ^ it lists those that are not used.
+    """
+    if set_here.startswith("^"):
+        return True
+    first = set_here.lstrip("=").split(",")[0]
+    return any(name.startswith(first) for name in names)
+
+
 def shared_memory(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    if SHM.is_dir():
-        size = shutil.disk_usage(SHM)
-        mend = "docker run --ipc=host or --shm-size=16g; on Kubernetes an emptyDir with medium Memory at /dev/shm"
-        found = f"{size.total / GIB:.1f} GiB, {size.free / GIB:.1f} free"
-        yield Check("/dev/shm", found, "warn" if size.free < SHM_BYTES else "ok", mend)
+    """Check that shared memory has room for loader workers and NCCL."""
+    if not SHM.is_dir():
+        return
+    size = shutil.disk_usage(SHM)
+    found = f"{size.total / GIB:.1f} GiB, {size.free / GIB:.1f} free"
+    mend = "docker run --ipc=host or --shm-size=16g; on Kubernetes an emptyDir with medium Memory at /dev/shm"
+    yield Check("/dev/shm", found, warn_if(size.free < SHM_BYTES), mend)
 
 
 def limits(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    files, locked = (
-        resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
-    )
-    yield Check(
-        "open files",
-        _limit(files, 1, ""),
-        "warn" if 0 <= files < OPEN_FILES else "ok",
-        "`ulimit -n 65536` before the start",
-    )
-    needed = any(INFINIBAND.glob("*")) and locked != resource.RLIM_INFINITY
+    """Check the limits of open files and of locked memory."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    is_few = 0 <= files < OPEN_FILES  # -1: unlimited
+    mend = "`ulimit -n 65536` before the start"
+    yield Check("open files", _limit(files, 1, ""), warn_if(is_few), mend)
+    is_too_little = any(INFINIBAND.glob("*")) and locked != resource.RLIM_INFINITY
     mend = "`ulimit -l unlimited`: InfiniBand locks what it sends"
-    yield Check("locked memory", _limit(locked, MIB, " MiB"), "warn" if needed else "ok", mend)
+    yield Check("locked memory", _limit(locked, MIB, " MiB"), warn_if(is_too_little), mend)
 
 
 def _limit(value: int, unit: int, name: str) -> str:
+    """Return a limit in a unit as text."""
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value // unit:,}{name}"
 
 
 def run_folder(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    """Check the disk of the run folder."""
     yield _disk("run folder", Path(question.run_dir), needs_sharing=bool(question.peers))
 
 
 def cache(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
+    """Check the disk of the cache of tokenised data."""
     yield _disk("cache", Path(question.cache_dir or cache_dir()), needs_sharing=False)
 
 
 def _disk(what: str, path: Path, needs_sharing: bool) -> Check:
+    """Check that a folder can be written to, has room, is fast, and is shared between hosts if it must be.
+
+    `what`: the name of the check. The folder, or the nearest one above it, is measured.
+    """
     place = path.absolute()
     while not place.exists():
         place = place.parent
-    above = [
-        mount
-        for mount in psutil.disk_partitions(all=True)
-        if place.is_relative_to(mount.mountpoint)
-    ]
-    kind = max(above, key=lambda mount: len(mount.mountpoint)).fstype if above else "?"
-    shared = kind.startswith(NETWORK_DISKS)
-    where = f"{place} ({kind}, {'shared between hosts' if shared else 'of this host alone'})"
+    kind = _file_system(place)
+    is_shared = kind.startswith(NETWORK_DISKS)
+    sharing = "shared between hosts" if is_shared else "of this host alone"
+    where = f"{place} ({kind}, {sharing})"
     free = free_bytes(place)
+    speed = 0.0
     try:
-        speed = write_speed(place) if free > WRITTEN * 4 else 0.0
+        if free > WRITTEN * 4:
+            speed = write_speed(place)
     except OSError as error:
-        return Check(
-            what,
-            f"{where}: cannot be written to: {error.strerror}",
-            "fail",
-            "choose another folder, or chown this one",
-        )
+        found = f"{where}: cannot be written to: {error.strerror}"
+        return Check(what, found, "fail", "choose another folder, or chown this one")
     found = f"{where}: {free / GIB:,.0f} GiB free, written at {speed / 1e6:,.0f} MB/s"
     if free < FEW_BYTES:
         return Check(what, found, "fail", "free some space, or choose another folder")
+    mend = ""
     if free < SCARCE_BYTES:
-        return Check(
-            what,
-            found,
-            "warn",
-            "little for checkpoints: free some space, or keep fewer (checkpoint.keep)",
-        )
-    if speed < SLOW:
-        return Check(
-            what, found, "warn", "saves will be slow: another disk, or checkpoint.asynchronous"
-        )
-    if needs_sharing and not shared:
-        return Check(
-            what,
-            found,
-            "warn",
-            "several hosts need a folder that all of them see, or checkpoint.replicas",
-        )
-    return Check(what, found)
+        mend = "little for checkpoints: free some space, or keep fewer (checkpoint.keep)"
+    elif speed < SLOW:
+        mend = "saves will be slow: another disk, or checkpoint.asynchronous"
+    elif needs_sharing and not is_shared:
+        mend = "several hosts need a folder that all of them see, or checkpoint.replicas"
+    return Check(what, found, warn_if(bool(mend)), mend)
+
+
+def _file_system(place: Path) -> str:
+    """Return the kind of the file system that a folder is on, or ? if it is not known."""
+    above = []
+    for mount in psutil.disk_partitions(all=True):
+        if place.is_relative_to(mount.mountpoint):
+            above.append(mount)
+    if not above:
+        return "?"
+    nearest = max(above, key=lambda mount: len(mount.mountpoint))
+    return nearest.fstype
 
 
 def write_speed(folder: Path) -> float:
-    """Bytes/s of a file written until it is on the disk. Raises OSError."""
+    """Return the bytes/s at which a file is written until it is on the disk. Raises OSError."""
     data = os.urandom(MIB)
     with tempfile.TemporaryFile(dir=folder) as file:
         began = time.perf_counter()
@@ -382,38 +390,37 @@ def write_speed(folder: Path) -> float:
 
 
 def memory(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    seen, limit = psutil.virtual_memory(), Groups.of_this_process().memory_bytes()
-    group = (
-        f"control group {limit / GIB:.0f} GiB"
-        if limit < seen.total
-        else "no limit by a control group"
-    )
-    devices = sum(device.memory_bytes for device in machine.devices)
-    little = min(limit, seen.available) < max(2 * GIB, devices / 2)
-    mend = "loading and saving need about as much as the model: fewer ranks on this host, or a larger limit"
+    """Check that the host has memory to load and save what its GPUs hold."""
+    seen = psutil.virtual_memory()
+    limit = Groups.of_this_process().memory_bytes()
+    group = "no limit by a control group"
+    if limit < seen.total:
+        group = f"control group {limit / GIB:.0f} GiB"
     found = f"{seen.total / GIB:.0f} GiB, {seen.available / GIB:.0f} available; {group}"
-    yield Check("host memory", found, "warn" if little else "ok", mend)
+    on_devices = sum(device.memory_bytes for device in machine.devices)
+    needed = max(FEW_MEMORY_BYTES, on_devices / 2)
+    is_little = min(limit, seen.available) < needed
+    mend = "loading and saving need about as much as the model: fewer ranks on this host, or a larger limit"
+    yield Check("host memory", found, warn_if(is_little), mend)
 
 
 def digests(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
-    for what, paths in (
-        ("model", [question.model] if question.model else []),
-        ("data", list(question.data)),
-    ):
-        if not paths:
-            continue
-        missing = [path for path in paths if not Path(path).exists()]
-        if missing:
-            yield Check(
-                what,
-                f"{missing[0]} is not here",
-                "fail",
-                "copy it to this host under the same path, or use a shared folder",
-            )
-            continue
-        whole = "".join(digest(Path(path)) or "" for path in paths)
-        facts[what] = hashlib.sha256(whole.encode()).hexdigest()[:12]
-        yield Check(what, f"{facts[what]} ({', '.join(paths)})")
+    """Check that the model and the data are here, and compute their digests."""
+    if question.model:
+        yield _digest("model", [question.model], facts)
+    if question.data:
+        yield _digest("data", question.data, facts)
+
+
+def _digest(what: str, paths: Sequence[str], facts: dict[str, str]) -> Check:
+    """Check that paths are here; the digest of what is in them is added to the facts."""
+    missing = [path for path in paths if not Path(path).exists()]
+    if missing:
+        mend = "copy it to this host under the same path, or use a shared folder"
+        return Check(what, f"{missing[0]} is not here", "fail", mend)
+    whole = "".join(digest(Path(path)) or "" for path in paths)
+    facts[what] = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    return Check(what, f"{facts[what]} ({', '.join(paths)})")
 
 
 LOOKS: tuple[Look, ...] = (
@@ -434,8 +441,10 @@ LOOKS: tuple[Look, ...] = (
 
 
 def main() -> None:
+    """Read a Question from standard input, unless that is a terminal, and print the Host."""
     text = "" if sys.stdin.isatty() else sys.stdin.read()
-    print(json.dumps(examine(Question.of(json.loads(text or "{}"))).values()))
+    question = Question.of(json.loads(text or "{}"))
+    print(json.dumps(examine(question).values()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All hosts of a run: the checks of each, what must be the same on them, and one all-reduce over all their ranks."""
+"""All hosts of a run: the checks of each, what must be the same on all, and one all-reduce over all their ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 from drumline.core.launcher import Reached
-from drumline.doctor.check import Check, Host, Verdict, differences
+from drumline.doctor.check import Check, Host, differences, warn_if
 from drumline.doctor.diagnose import advice
 from drumline.doctor.host import Question
 from drumline.doctor.ranks import LIMIT, End, Group, run
@@ -20,47 +20,39 @@ from drumline.hardware.detect import Machine
 ALL = "all"
 CLOCKS = 1.0  # seconds that hosts may differ: logs of several are read side by side
 SLOW = 0.5  # of a link's usual rate: below it a pair is warned of
-# doctor.host.LOOKS before a run of several hosts.
-BEFORE_RUN = (
-    "versions",
-    "names",
-    "ports",
-    "interfaces",
-    "run_folder",
-)
+ANSWER_SECONDS = 10
+# The doctor.host.LOOKS that are taken before a run of several hosts.
+BEFORE_RUN = ("versions", "names", "ports", "interfaces", "run_folder")
 
 
 def examined(reached: Mapping[str, Reached], question: Question) -> list[Host]:
-    """The checks of each host, made there. One that cannot be asked has that as its only check."""
+    """Return the checks of each host, made there. A host that cannot be reached has one failed check.
 
-    def look(name: str) -> Host:
-        peers = tuple(
-            other.address for host, other in reached.items() if host != name and other.address
-        )
-        code, out, error = reached[name].run(
-            "drumline.doctor.host", json.dumps(asdict(replace(question, peers=peers))), LIMIT
-        )
+    `reached`: name of a host → how to run modules there.
+    """
+
+    def examine_host(name: str) -> Host:
+        peers = []
+        for other_name, other in reached.items():
+            if other_name != name and other.address:
+                peers.append(other.address)
+        own_question = json.dumps(asdict(replace(question, peers=tuple(peers))))
+        code, output, error = reached[name].run("drumline.doctor.host", own_question, LIMIT)
         if code == 0:
-            return replace(Host.of(json.loads(out.splitlines()[-1])), name=name)
-        why = (
-            [line for line in error.splitlines() if line.strip()]
-            or [f"no answer within {LIMIT:.0f} s"]
-        )[-1]
-        return Host(
-            name,
-            (
-                Check(
-                    "host",
-                    why,
-                    "fail",
-                    "the same folders and the same Drumline there, reached without a password",
-                ),
-            ),
-            {},
-        )
+            host = Host.of(json.loads(output.splitlines()[-1]))
+            return replace(host, name=name)
+        why = _last_line(error) or f"no answer within {LIMIT:.0f} s"
+        mend = "the same folders and the same Drumline there, reached without a password"
+        return Host(name, (Check("host", why, "fail", mend),), {})
 
     with ThreadPoolExecutor(len(reached)) as pool:
-        return list(pool.map(look, reached))
+        return list(pool.map(examine_host, reached))
+
+
+def _last_line(text: str) -> str:
+    """Return the last line that is not blank; empty if there is none."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
 
 
 def compared(
@@ -71,59 +63,79 @@ def compared(
     interface: str | None,
     bandwidth: bool = False,
 ) -> Host:
-    """What differs between hosts, and an all-reduce over the ranks of all of them where each could be asked."""
+    """Return what differs between hosts, and an all-reduce over their ranks if all could be reached.
+
+    `inter`: the link between hosts, by its name in the catalog. `interface`: of the network.
+    `bandwidth`: also measure between pairs of ranks.
+    """
     if any(host.ranks == 0 for host in hosts):
         return Host(ALL, differences([host for host in hosts if host.ranks]), {})
-    first, names = hosts[0], [host.name for host in hosts for _ in range(host.ranks)]
-    places, begin = [], 0
-    device = "cuda" if all("GPUs" in host.facts for host in hosts) else "cpu"
+    first = hosts[0]
+    host_of_rank: list[str] = []
     for host in hosts:
-        address = reached[first.name].address
-        places.append(
+        host_of_rank += [host.name] * host.ranks
+    device = "cuda" if all("GPUs" in host.facts for host in hosts) else "cpu"
+    groups = []
+    first_rank = 0
+    for host in hosts:
+        groups.append(
             Group(
-                address, first.port, begin, host.ranks, tuple(names), device, bandwidth, interface
+                reached[first.name].address,
+                first.port,
+                first_rank,
+                host.ranks,
+                tuple(host_of_rank),
+                device,
+                bandwidth,
+                interface,
             )
         )
-        begin += host.ranks
+        first_rank += host.ranks
 
-    def ranks(at: int) -> list[End]:
-        code, out, error = reached[hosts[at].name].run(
-            "drumline.doctor.ranks", json.dumps(asdict(places[at])), LIMIT + 10
-        )
-        return (
-            [(end[0], end[1], end[2]) for end in json.loads(out.splitlines()[-1])]
-            if code == 0
-            else [(code or 1, "", error)]
-        )
+    def run_ranks(place: int) -> list[End]:
+        group = json.dumps(asdict(groups[place]))
+        run_there = reached[hosts[place].name].run
+        # The ranks end themselves after LIMIT; what they report takes a little longer.
+        code, output, error = run_there("drumline.doctor.ranks", group, LIMIT + ANSWER_SECONDS)
+        if code != 0:
+            return [(code or 1, "", error)]
+        ends_there: list[End] = []
+        for end_code, end_output, end_error in json.loads(output.splitlines()[-1]):
+            ends_there.append((end_code, end_output, end_error))
+        return ends_there
 
     with ThreadPoolExecutor(len(hosts)) as pool:
-        ends = [end for each in pool.map(ranks, range(len(hosts))) for end in each]
-    return Host(ALL, (*differences(hosts), *judged(ends, names, machine, inter)), {})
+        ends: list[End] = []
+        for ends_of_host in pool.map(run_ranks, range(len(hosts))):
+            ends += ends_of_host
+    return Host(ALL, (*differences(hosts), *judged(ends, host_of_rank, machine, inter)), {})
 
 
 def preflight(
     reached: Mapping[str, Reached], question: Question, machine: Machine, inter: str
 ) -> list[str]:
-    """Before a run of several hosts: versions, names, ports, clock, disk and one all-reduce. Returns a line for each warning. Raises
-    EnvironmentFault with the first check that failed, and its mend."""
+    """Check versions, names, ports, clocks, disks and one all-reduce before a run of several hosts.
+
+    Returns a line for each warning. Raises EnvironmentFault with the first check that failed, and
+    how to mend it.
+    """
     hosts = examined(reached, replace(question, only=BEFORE_RUN))
     hosts.append(compared(reached, hosts, machine, inter, question.interface))
-    looked = [(host, check) for host in hosts for check in host.checks]
-    for host, check in looked:
-        if check.verdict == "fail":
-            where = "preflight" if host.name == ALL else f"host {host.name}"
-            raise EnvironmentFault(f"{check.name}: {check.found}", where=where, fix=check.mend)
-    return [
-        f"{host.name}: {check.name}: {check.found} — {check.mend}"
-        for host, check in looked
-        if check.verdict == "warn"
-    ]
+    warnings = []
+    for host in hosts:
+        for check in host.checks:
+            if check.verdict == "fail":
+                where = "preflight" if host.name == ALL else f"host {host.name}"
+                raise EnvironmentFault(f"{check.name}: {check.found}", where=where, fix=check.mend)
+            if check.verdict == "warn":
+                warnings.append(f"{host.name}: {check.name}: {check.found} — {check.mend}")
+    return warnings
 
 
 def all_reduce(
     names: Sequence[str], machine: Machine, bandwidth: bool, inter: str, port: int
 ) -> tuple[Check, ...]:
-    """An all-reduce over one rank for each of `names`, all on this machine."""
+    """Check an all-reduce over one rank for each of `names`, all on this machine."""
     if len(names) < 2:
         return (Check("all-reduce", "one GPU: nothing to reduce"),)
     group = Group("127.0.0.1", port, 0, len(names), tuple(names), machine.device, bandwidth)
@@ -133,67 +145,59 @@ def all_reduce(
 def judged(
     ends: Sequence[End], hosts: Sequence[str], machine: Machine, inter: str
 ) -> tuple[Check, ...]:
-    """The checks of how the ranks ended. `hosts`: of each rank."""
+    """Return the checks of an all-reduce by how its ranks ended. `hosts`: the host of each rank."""
     if any(code != 0 for code, _, _ in ends):
-        late = [str(number) for number, (code, _, _) in enumerate(ends) if code is None]
-        errors = "\n".join(error for _, _, error in ends)
-        why = advice(errors)
-        last = ([line for line in errors.splitlines() if line.strip()] or ["nothing"])[-1]
-        found = (
-            why.cause
-            if why
-            else f"rank {', '.join(late)} did not end within {LIMIT:.0f} s"
-            if late
-            else last
-        )
-        return (
-            Check(
-                "all-reduce",
-                f"{len(hosts)} ranks: {found}",
-                "fail",
-                why.signature.mend if why else "NCCL_DEBUG=INFO says more",
-            ),
-        )
+        return (_failed(ends, len(hosts)),)
     result = json.loads(ends[0][1].splitlines()[-1])  # a reduce.Result
     found = f"{len(hosts)} ranks: {result['latency'] * 1e6:,.0f} µs, {result['bandwidth'] / 1e9:,.2f} GB/s of 16 MiB"
     checks = [Check("all-reduce", found)]
     if len(set(hosts)) > 1:
+        apart = result["clocks"]
         mend = "have all hosts' clocks set by NTP (chrony)"
-        checks.append(
-            Check(
-                "clocks",
-                f"{result['clocks']:.3f} s apart",
-                "warn" if result["clocks"] > CLOCKS else "ok",
-                mend,
-            )
-        )
-    return (*checks, *(_pair(pair, hosts, machine, inter) for pair in result["pairs"]))
+        checks.append(Check("clocks", f"{apart:.3f} s apart", warn_if(apart > CLOCKS), mend))
+    for a, b, rate in result["pairs"]:
+        checks.append(_pair(a, b, rate, hosts, machine, inter))
+    return tuple(checks)
 
 
-def _pair(
-    pair: tuple[int, int, float], hosts: Sequence[str], machine: Machine, inter: str
-) -> Check:
-    a, b, rate = pair
-    usual = expected(machine, hosts[a] == hosts[b], inter)
-    reached = usual.reached(2)
-    slow: Verdict = "warn" if rate < SLOW * reached else "ok"
-    where = f"rank {a} ↔ {b}" if hosts[a] == hosts[b] else f"{hosts[a]} ↔ {hosts[b]}"
-    found = f"{rate / 1e9:,.2f} GB/s; {usual.name} usually reaches {reached / 1e9:,.2f}"
-    return Check(
-        where,
-        found,
-        slow,
-        "another link is used, or it is shared: see `nvidia-smi topo -m` and NCCL_DEBUG=INFO",
-    )
+def _failed(ends: Sequence[End], number: int) -> Check:
+    """Return the check of an all-reduce over `number` ranks that failed, with its likely cause."""
+    late = []
+    errors = []
+    for rank, (code, _, error) in enumerate(ends):
+        errors.append(error)
+        if code is None:
+            late.append(str(rank))
+    text = "\n".join(errors)
+    mend = "NCCL_DEBUG=INFO says more"
+    cause = advice(text)
+    if cause:
+        found = cause.cause
+        mend = cause.signature.mend
+    elif late:
+        found = f"rank {', '.join(late)} did not end within {LIMIT:.0f} s"
+    else:
+        found = _last_line(text) or "nothing"
+    return Check("all-reduce", f"{number} ranks: {found}", "fail", mend)
+
+
+def _pair(a: int, b: int, rate: float, hosts: Sequence[str], machine: Machine, inter: str) -> Check:
+    """Check the bytes/s between two ranks against what their link usually reaches."""
+    is_same_host = hosts[a] == hosts[b]
+    usual = expected(machine, is_same_host, inter)
+    usual_rate = usual.reached(2)
+    where = f"rank {a} ↔ {b}" if is_same_host else f"{hosts[a]} ↔ {hosts[b]}"
+    found = f"{rate / 1e9:,.2f} GB/s; {usual.name} usually reaches {usual_rate / 1e9:,.2f}"
+    mend = "another link is used, or it is shared: see `nvidia-smi topo -m` and NCCL_DEBUG=INFO"
+    return Check(where, found, warn_if(rate < SLOW * usual_rate), mend)
 
 
 def expected(machine: Machine, same_host: bool, inter: str) -> Link:
-    """The link between two ranks, by the catalog."""
+    """Return the link between two ranks, by the catalog."""
     if not same_host:
         return link(inter) or LINKS["loopback"]
-    device = (
-        by_driver(machine.devices[0].name, machine.devices[0].memory_bytes)
-        if machine.devices
-        else None
-    )
-    return LINKS[device.intra if device else "pcie4" if machine.devices else "loopback"]
+    if not machine.devices:
+        return LINKS["loopback"]
+    first = machine.devices[0]
+    device = by_driver(first.name, first.memory_bytes)
+    return LINKS[device.intra if device else "pcie4"]

@@ -1,5 +1,5 @@
 """The ranks of one host in the doctor's all-reduce: `python -m drumline.doctor.ranks` reads a Group (JSON) from standard input and prints
-how each rank ended. No torch here."""
+how each rank ended. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from typing import Any
 
 from drumline.core.process import run_module
 
-# Seconds of all ranks together, imports of torch included, and of one collective.
-LIMIT, TIMEOUT = (
-    120.0,
-    30.0,
-)
+LIMIT = 120.0  # seconds of all ranks together, including the import of torch
+TIMEOUT = 30.0  # seconds of one collective
 End = tuple[int | None, str, str]  # exit code (None: it took too long), stdout and stderr of a rank
 
 
 @dataclass(frozen=True)
 class Group:
-    """`hosts`: of each rank in the world, of which this host has those from `first` on, `count` of them. They meet at `address`."""
+    """The ranks of one host: `count` of them, from the rank `first` on.
+
+    `hosts`: the host of each rank of the world. `address`, `port`: where the ranks meet.
+    `bandwidth`: also measure between pairs. `interface`: of the network; None: any.
+    """
 
     address: str
     port: int
@@ -36,21 +37,23 @@ class Group:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Group:
-        read: dict[str, Any] = {**values, "hosts": tuple(values["hosts"])}
-        return Group(**read)
+        """Return the group that was sent as JSON."""
+        fields: dict[str, Any] = {**values, "hosts": tuple(values["hosts"])}
+        return Group(**fields)
 
 
 def run(group: Group) -> list[End]:
-    """Start the ranks and wait until the last has ended."""
+    """Start the ranks, wait until the last has ended, and return how each ended."""
     common = {
         "MASTER_ADDR": group.address,
         "MASTER_PORT": str(group.port),
         "WORLD_SIZE": str(len(group.hosts)),
         "OMP_NUM_THREADS": "1",
+        "LOCAL_WORLD_SIZE": str(group.count),
     }
-    common |= {"LOCAL_WORLD_SIZE": str(group.count)}
     if group.interface is not None:
-        common |= {"GLOO_SOCKET_IFNAME": group.interface, "NCCL_SOCKET_IFNAME": group.interface}
+        common["GLOO_SOCKET_IFNAME"] = group.interface
+        common["NCCL_SOCKET_IFNAME"] = group.interface
     task = {
         "hosts": group.hosts,
         "device": group.device,
@@ -59,14 +62,13 @@ def run(group: Group) -> list[End]:
         "timeout": TIMEOUT,
     }
 
-    def rank(local: int) -> End:
+    def run_rank(local: int) -> End:
         variables = {**common, "RANK": str(group.first + local), "LOCAL_RANK": str(local)}
-        return run_module(
-            "drumline.doctor.reduce", json.dumps({**task, "variables": variables}), LIMIT
-        )
+        values = json.dumps({**task, "variables": variables})
+        return run_module("drumline.doctor.reduce", values, LIMIT)
 
     with ThreadPoolExecutor(group.count) as pool:
-        return list(pool.map(rank, range(group.count)))
+        return list(pool.map(run_rank, range(group.count)))
 
 
 if __name__ == "__main__":

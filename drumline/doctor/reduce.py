@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, combinations
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,23 @@ import torch.distributed as dist
 from drumline.core.process import die_with_parent
 from drumline.dist.start import start, stop
 
-SMALL, LARGE = 1024, 2**24  # bytes
+SMALL = 1024  # bytes, whose time is the latency
+LARGE = 2**24  # bytes, whose time is that of the bandwidth
+FLOAT_BYTES = 4
 REPEATS = 5
+
+
+Pair = tuple[int, int, float]  # two ranks, and the bytes/s between them
 
 
 @dataclass(frozen=True)
 class Task:
-    """`variables`: RANK, WORLD_SIZE, MASTER_ADDR and so on; `hosts`: of each rank; `parent`: the process to die with, 0: none; `timeout`:
-    seconds of one collective."""
+    """What one rank has to do.
+
+    `variables`: RANK, WORLD_SIZE, MASTER_ADDR and so on. `hosts`: the host of each rank.
+    `bandwidth`: also measure between pairs. `parent`: the process to die with; 0: none.
+    `timeout`: seconds of one collective.
+    """
 
     variables: dict[str, str]
     hosts: tuple[str, ...]
@@ -34,45 +44,54 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds of the smallest all-reduce, bytes/s of a large one by the size of its tensor, seconds between the fastest and slowest clock,
-    and of pairs of ranks the bytes/s one sends to the other."""
+    """What was measured.
+
+    `latency`: seconds of a small all-reduce. `bandwidth`: bytes of a large tensor over the seconds
+    of its all-reduce. `clocks`: seconds between the fastest and the slowest clock. `pairs`: two
+    ranks and the bytes/s that one sends to the other.
+    """
 
     latency: float
     bandwidth: float
     clocks: float
-    pairs: tuple[tuple[int, int, float], ...] = ()
+    pairs: tuple[Pair, ...] = ()
 
 
 def rounds(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
-    """The pairs of ranks to measure, in rounds: in each a host takes part once, so that no two measurements share its links. Of a host's
-    ranks all pairs; between two hosts their first ranks."""
-    first = {host: hosts.index(host) for host in hosts}
-    todo = [
-        (a, b)
-        for a in range(len(hosts))
-        for b in range(a + 1, len(hosts))
-        if hosts[a] == hosts[b] or (a, b) == tuple(sorted((first[hosts[a]], first[hosts[b]])))
-    ]
-    made = []
-    while todo:
+    """Return the pairs of ranks to measure, in rounds. `hosts`: the host of each rank.
+
+    These are all pairs inside of a host, and the first ranks of each two hosts. A host takes part
+    in a round once, so that no two measurements share its links.
+    """
+    left = []
+    for a, b in combinations(range(len(hosts)), 2):
+        is_same_host = hosts[a] == hosts[b]
+        are_first = hosts.index(hosts[a]) == a and hosts.index(hosts[b]) == b
+        if is_same_host or are_first:
+            left.append((a, b))
+    all_rounds = []
+    while left:
         busy: set[str] = set()
         chosen = []
-        for a, b in todo:
-            if not busy & {hosts[a], hosts[b]}:
+        for a, b in left:
+            pair_hosts = {hosts[a], hosts[b]}
+            if not busy & pair_hosts:
                 chosen.append((a, b))
-                busy |= {hosts[a], hosts[b]}
-        todo = [pair for pair in todo if pair not in chosen]
-        made.append(chosen)
-    return made
+                busy |= pair_hosts
+        left = [pair for pair in left if pair not in chosen]
+        all_rounds.append(chosen)
+    return all_rounds
 
 
 def main() -> None:
+    """Take part in the measurements as the Task on standard input says."""
     values = json.loads(sys.stdin.read())
     task = Task(**{**values, "hosts": tuple(values["hosts"])})
     if task.parent:
         die_with_parent(task.parent)
     os.environ.update(task.variables)
-    ranks = start(task.device, "nccl" if task.device == "cuda" else "gloo", task.timeout)
+    backend = "nccl" if task.device == "cuda" else "gloo"
+    ranks = start(task.device, backend, task.timeout)
     try:
         result = measure(task, ranks.rank, ranks.world_size)
     finally:
@@ -82,47 +101,68 @@ def main() -> None:
 
 
 def measure(task: Task, rank: int, world: int) -> Result:
-    """What rank 0 reports. Raises ArithmeticError where the sum is not that of all ranks."""
-    total = torch.full((SMALL // 4,), float(rank + 1), device=task.device)
+    """Return what rank 0 reports. Raises ArithmeticError if a sum is not that of all ranks."""
+    total = torch.full((SMALL // FLOAT_BYTES,), float(rank + 1), device=task.device)
     dist.all_reduce(total)
-    if not torch.equal(total, torch.full_like(total, world * (world + 1) / 2)):
+    right = world * (world + 1) // 2  # 1 + 2 + … + world
+    if not torch.equal(total, torch.full_like(total, right)):
         raise ArithmeticError(
-            f"rank {rank}: the sum over {world} ranks is {total[0].item():g}, not {world * (world + 1) // 2}"
+            f"rank {rank}: the sum over {world} ranks is {total[0].item():g}, not {right}"
         )
-    latency, seconds = (_all_reduce(bytes_, task.device) for bytes_ in (SMALL, LARGE))
-    clocks = min(_clocks(world) for _ in range(REPEATS))
-    found = []
-    for pairs in rounds(task.hosts) if task.bandwidth else ():
-        mine = [(a, b, _sent(a, b, rank, task.device)) for a, b in pairs if rank in (a, b)]
-        gathered: list[list[tuple[int, int, float]]] = [[] for _ in range(world)]
-        dist.all_gather_object(gathered, [pair for pair in mine if pair[0] == rank])
-        found += [pair for of_rank in gathered for pair in of_rank]
-    return Result(latency, LARGE / seconds, clocks, tuple(found))
+    latency = _all_reduce_seconds(SMALL, task.device)
+    seconds = _all_reduce_seconds(LARGE, task.device)
+    clocks = min(_clock_difference(world) for _ in range(REPEATS))
+    pairs: list[Pair] = []
+    if task.bandwidth:
+        for pairs_of_round in rounds(task.hosts):
+            pairs += _measure_round(pairs_of_round, task.device, rank, world)
+    return Result(latency, LARGE / seconds, clocks, tuple(pairs))
 
 
-def _all_reduce(bytes_: int, device: str) -> float:
-    """Least seconds of some all-reduces of `bytes_` bytes."""
-    tensor, best = torch.zeros(bytes_ // 4, device=device), float("inf")
+def _measure_round(
+    pairs: Sequence[tuple[int, int]], device: str, rank: int, world: int
+) -> list[Pair]:
+    """Return the bytes/s of the pairs of a round; all ranks get them from the first rank of each pair."""
+    measured: list[Pair] = []
+    for a, b in pairs:
+        if rank in (a, b):
+            rate = _send_rate(a, b, rank, device)
+            if rank == a:
+                measured.append((a, b, rate))
+    gathered: list[list[Pair]] = [[] for _ in range(world)]
+    dist.all_gather_object(gathered, measured)
+    return list(chain.from_iterable(gathered))
+
+
+def _all_reduce_seconds(bytes_: int, device: str) -> float:
+    """Return the least seconds of some all-reduces of `bytes_` bytes."""
+    tensor = torch.zeros(bytes_ // FLOAT_BYTES, device=device)
+    best = float("inf")
     for _ in range(REPEATS):
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor)
-        tensor[:1].cpu()
+        tensor[:1].cpu()  # waits for the device
         best = min(best, time.perf_counter() - began)
     return best
 
 
-def _clocks(world: int) -> float:
-    """Seconds between the fastest and the slowest clock, right after all ranks have met; their meeting is as much too large."""
+def _clock_difference(world: int) -> float:
+    """Return the seconds between the fastest and the slowest clock.
+
+    Each rank reads its clock right after all have met, so the result is too large by the time in
+    which they leave the barrier.
+    """
     times: list[float] = [0.0] * world
     dist.barrier()
     dist.all_gather_object(times, time.time())
     return max(times) - min(times)
 
 
-def _sent(a: int, b: int, rank: int, device: str) -> float:
-    """Bytes/s from rank `a` to rank `b` and back again."""
-    tensor, best = torch.zeros(LARGE // 4, device=device), float("inf")
+def _send_rate(a: int, b: int, rank: int, device: str) -> float:
+    """Return the bytes/s from rank `a` to rank `b` and back again; called by both of them."""
+    tensor = torch.zeros(LARGE // FLOAT_BYTES, device=device)
+    best = float("inf")
     for _ in range(REPEATS):
         began = time.perf_counter()
         for source, target in ((a, b), (b, a)):

@@ -1,4 +1,4 @@
-"""The table of signatures: what logs say when a distributed run fails, why, and how to mend it. It is data: `signatures.yaml`."""
+"""The table of signatures in `signatures.yaml`: what logs say when a distributed run fails, why, and how to mend it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import yaml
 
 TABLE = Path(__file__).with_name("signatures.yaml")
 ANY = "any"
-# Of a rank's lines: `[rank3]:` or `[default3]:` (torch), `[1,3]<stderr>:` (mpirun), `3: ` (srun -l), `(Worker pid=7, ip=…) ` (Ray),
-# `trainer-1  | ` (Compose), a time (kubectl).
+# What launchers write before a rank's lines: `[rank3]:` or `[default3]:` (torch), `[1,3]<stderr>:`
+# (mpirun), `3: ` (srun -l), `(Worker pid=7, ip=…) ` (Ray), `trainer-1  | ` (Compose), a time (kubectl).
 LAUNCHER = r"(?:\[?rank\d+\]?:? ?|\[[^\]\n]*\](?:<\w+>)?:? ?| *\d+: |\(\w+ pid=[^)\n]*\) |\S+ +\| |\d{4}-\d\d-\d\dT\S+ )?"
-# A wildcard reaches this far: without an end, a line that repeats what stands before it would take time by the square of its length.
+# How far a wildcard of a pattern reaches. Without a limit, a line that repeats the text before the
+# wildcard would take time by the square of its length.
 FAR = "{0,1000}"
 _WILD = re.compile(r"(?<!\\)(\.|\[\^\\n\])\*")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """One row of the table, whose head says what the fields are."""
+    """One row of the table. The head of `signatures.yaml` describes the fields."""
 
     name: str
     kind: str
@@ -35,28 +36,41 @@ class Signature:
     warn: bool = False
 
     def follows(self, other: Signature) -> bool:
-        """Whether it is a consequence where `other` is found too."""
+        """Return whether this fault is a consequence of `other` if both are found."""
         if other is self or other.warn or ANY in other.after:
             return False
         return ANY in self.after or bool(self.after & {other.name, other.kind})
 
     def explain(self, names: dict[str, str]) -> str:
-        """The cause, with what the line names."""
-        return self.cause.format_map(defaultdict(lambda: "not named here", names))
+        """Return the cause, with the names that a line of the log gives."""
+        return self.cause.format_map(defaultdict(_not_named, names))
+
+
+def _not_named() -> str:
+    """Return the text for a name that the line of the log does not give."""
+    return "not named here"
 
 
 @cache
 def signatures() -> tuple[Signature, ...]:
-    """The whole table, the special before the general."""
+    """Return the whole table, the special signatures before the general ones."""
     kinds: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    return tuple(
-        _signature(name, kind, **row) for kind, rows in kinds.items() for name, row in rows.items()
-    )
+    table = []
+    for kind, rows in kinds.items():
+        for name, row in rows.items():
+            table.append(_signature(name, kind, **row))
+    return tuple(table)
 
 
 def _bounded(pattern: str) -> str:
-    """The pattern with wildcards that end; those behind a line's begin, and of events (one a line), are tried once a line anyway."""
-    return pattern if pattern.startswith(("^", '"kind"')) else _WILD.sub(rf"\1{FAR}", pattern)
+    """Return a pattern whose wildcards have a limit.
+
+    A pattern for the begin of a line, or for an event, of which a line has one, is tried once a
+    line and needs none.
+    """
+    if pattern.startswith(("^", '"kind"')):
+        return pattern
+    return _WILD.sub(rf"\1{FAR}", pattern)
 
 
 def _signature(
@@ -68,8 +82,9 @@ def _signature(
     after: tuple[str, ...] = (),
     **rest: Any,
 ) -> Signature:
-    patterns = tuple(
-        re.compile(_bounded(pattern).replace("<launcher>", LAUNCHER), re.MULTILINE)
-        for pattern in match
-    )
-    return Signature(name, kind, patterns, cause, mend, frozenset(after), **rest)
+    """Return a row of the table, with its patterns compiled."""
+    patterns = []
+    for pattern in match:
+        whole = _bounded(pattern).replace("<launcher>", LAUNCHER)
+        patterns.append(re.compile(whole, re.MULTILINE))
+    return Signature(name, kind, tuple(patterns), cause, mend, frozenset(after), **rest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,87 +20,104 @@ from drumline.models.export import PROVENANCE
 from drumline.telemetry.events import Eval, Event, Step, read
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# The start of a path of this machine, up to a folder in it: of /, ~, and of what stands behind a scheme, but for a host.
+# The start of a path of this machine, up to a folder in it. It begins with /, ~, or a scheme, unless a host follows the scheme.
 LOCAL = re.compile(
     r"(?<![\w/.~])(?P<scheme>(?:[A-Za-z][\w+.-]*:+)*)(?:(?:/(?!/)|/{3,}|(?<=file:)//)[^\s/'\"]+/|~[^\s/'\"]*/)"
 )
+# Keys of a model card for its license, and the most characters of such a value.
 LICENSE = ("license", "license_name", "license_link")
+MOST_LICENSE_CHARACTERS = 200
+# Packages whose versions an export notes.
+VERSIONS = ("drumline", "torch", "transformers")
+# The section of a model without a known license.
+UNKNOWN_LICENSE = "## License\nNot known: the base model's card names none, or could not be read."
 
 
 def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str:
-    """README.md of what `folder` holds: YAML for the hub between two lines, then Markdown."""
-    config, events = plan.config, read(run_dir / "events.jsonl")
-    base, metadata = base_of(plan)
+    """Return the README.md of an export: YAML for the hub between two lines, then Markdown.
+
+    `folder`: the export. `to`: its name on the hub. `adapter`: it has only the adapter.
+    """
+    config = plan.config
+    events = read(run_dir / "events.jsonl")
+    base, license_keys = base_of(plan)
     origin = read_object(folder / PROVENANCE, ModelError, f"remove {folder}")
-    head = {
-        **metadata,
+    is_lora = config.adapter.kind == "lora"
+    tags = ["drumline", config.algorithm.kind]
+    if is_lora:
+        tags.append("lora")
+    head: dict[str, Any] = {
+        **license_keys,
         "library_name": "peft" if adapter else "transformers",
-        **({"pipeline_tag": "text-generation"} if config.algorithm.writes else {}),
-        "tags": [
-            "drumline",
-            config.algorithm.kind,
-            *(["lora"] if config.adapter.kind == "lora" else []),
-        ],
     }
-    if hub := sorted({source.id for source in config.data.train if isinstance(source, HubSource)}):
-        head["datasets"] = hub
+    if config.algorithm.writes:
+        head["pipeline_tag"] = "text-generation"
+    head["tags"] = tags
+    hub_datasets = {source.id for source in config.data.train if isinstance(source, HubSource)}
+    if hub_datasets:
+        head["datasets"] = sorted(hub_datasets)
     if base is not None and HUB_ID.fullmatch(base):
-        head |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
-    form = (
-        "the adapter alone, for PEFT"
-        if adapter
-        else "whole weights" + ", the adapter merged" * (config.adapter.kind == "lora")
-    )
-    classes = [(str(index), _text(label)) for index, label in enumerate(plan.labels)]
+        head["base_model"] = base
+        head["base_model_relation"] = "adapter" if adapter else "finetune"
+    if adapter:
+        form = "the adapter alone, for PEFT"
+    elif is_lora:
+        form = "whole weights, the adapter merged"
+    else:
+        form = "whole weights"
+    start = f"`{_code(base)}`" if base else "random weights"
+    algorithm = config.algorithm.kind
     parts = [
         f"---\n{write_yaml(head)}---",
         f"# {_text(to.split('/')[-1])}",
-        f"Trained by Drumline with `{config.algorithm.kind}`"
-        + f" from {f'`{_code(base)}`' if base else 'random weights'}. It holds {form}, in {origin.get('dtype')}.",
-        *(["## Classes\n" + _table([("logit", "class"), *classes])] if classes else []),
-        *_sections(run_dir, plan, events, origin),
-        *(
-            []
-            if "license" in metadata
-            else ["## License\nNot known: the base model's card names none, or could not be read."]
-        ),
+        f"Trained by Drumline with `{algorithm}` from {start}. It holds {form}, in {origin.get('dtype')}.",
     ]
+    if plan.labels:
+        rows = [("logit", "class")]
+        for index, label in enumerate(plan.labels):
+            rows.append((str(index), _text(label)))
+        parts.append("## Classes\n" + _table(rows))
+    parts += _sections(run_dir, plan, events, origin)
+    if "license" not in license_keys:
+        parts.append(UNKNOWN_LICENSE)
     return redact("\n\n".join(parts) + "\n")
 
 
 def _sections(run_dir: Path, plan: Plan, events: list[Event], origin: dict[str, Any]) -> list[str]:
-    data, made = (
-        plan.data,
-        [
-            f"{name} {origin[name]}"
-            for name in ("drumline", "torch", "transformers")
-            if origin.get(name)
-        ],
-    )
-    name, strings = run_dir.resolve().name, [*_strings(plan.model_dump(mode="json"))]
-
-    def short(text: str) -> str:
-        """Paths of the plan may have spaces, where no pattern finds their ends."""
-        for each in sorted(strings, key=len, reverse=True):
-            text = text.replace(each, public(each)) if public(each) != each else text
-        return _short_paths(text)
-
-    return [
-        "## Data\n"
-        + _table(
-            [
-                ("source", "kind"),
-                *((_source(source), source.kind) for source in plan.config.data.train),
-            ]
-        ),
-        *([_counts(data)] if data else []),
-        *[f"- {_text(short(line))}" for line in (data.notes if data else ())],
-        *_measured(events, origin.get("step")),
+    """Return the sections from the data to the versions, in Markdown. `origin`: what the export notes of itself."""
+    rows = [("source", "kind")]
+    for source in plan.config.data.train:
+        rows.append((_source(source), source.kind))
+    sections = ["## Data\n" + _table(rows)]
+    if plan.data is not None:
+        sections.append(_counts(plan.data))
+        for line in plan.data.notes:
+            sections.append(f"- {_text(_without_paths(line, plan))}")
+    sections += _measured(events, origin.get("step"))
+    name = run_dir.resolve().name
+    sections += [
         f"## Command\n    drumline train {name}.yaml\n\nwith this as {name}.yaml (paths of the machine are shortened):",
-        f"```yaml\n{write_yaml(public(_given(plan.config)))}```",
-        f"## Plan\n{strategy_name(plan)} on {plan.mesh.world_size} × {plan.device}.\n\n```\n{short(explain(plan))}\n```",
-        f"## Versions\nWritten with {', '.join(made)}.",
+        f"```yaml\n{write_yaml(public(_changed_keys(plan.config)))}```",
     ]
+    plan_text = _without_paths(explain(plan), plan)
+    devices = f"{plan.mesh.world_size} × {plan.device}"
+    sections.append(f"## Plan\n{strategy_name(plan)} on {devices}.\n\n```\n{plan_text}\n```")
+    versions = [f"{package} {origin[package]}" for package in VERSIONS if origin.get(package)]
+    sections.append(f"## Versions\nWritten with {', '.join(versions)}.")
+    return sections
+
+
+def _without_paths(text: str, plan: Plan) -> str:
+    """Return a text with paths of this machine shortened.
+
+    Paths of the plan may have spaces, so that no pattern finds their ends: these are replaced first.
+    """
+    strings = sorted(_strings(plan.model_dump(mode="json")), key=len, reverse=True)
+    for string in strings:
+        shortened = public(string)
+        if shortened != string:
+            text = text.replace(string, shortened)
+    return _short_paths(text)
 
 
 def _counts(data: DataPlan) -> str:
@@ -110,126 +127,153 @@ def _counts(data: DataPlan) -> str:
 
 
 def _measured(events: list[Event], exported: Any) -> list[str]:
-    """What was measured: held-out metrics before training and of the exported step, and what the run took."""
+    """Return the section of what was measured: held-out metrics before training and of the exported step, and the run's cost.
+
+    `exported`: the step of the exported checkpoint.
+    """
     evals = {event.step: event for event in events if isinstance(event, Eval)}
-    shown = [evals[step] for step in dict.fromkeys([*sorted(evals)[:1], exported]) if step in evals]
     steps = {event.step: event for event in events if isinstance(event, Step)}
-    out = ["## Figures"]
+    sections = ["## Figures"]
+    # The first evaluation, and the one of the exported step.
+    shown_steps = dict.fromkeys([*sorted(evals)[:1], exported])
+    shown = [evals[step] for step in shown_steps if step in evals]
     if shown:
-        names = list(
-            dict.fromkeys(
-                name
-                for event in shown
-                for name, value in event.metrics.items()
-                if isinstance(value, int | float)
-            )
-        )
-        rows = [("held-out metric", *(f"step {event.step}" for event in shown))]
-        rows += [
-            (_text(name), *(_number(event.metrics.get(name)) for event in shown)) for name in names
-        ]
-        out.append(_table(rows) + f"\n\nOn {shown[-1].samples:,} samples.")
+        samples = f"On {shown[-1].samples:,} samples."
+        sections.append(f"{_table(_metric_rows(shown))}\n\n{samples}")
     if steps:
-        last, seconds = steps[max(steps)], sum(event.seconds or 0 for event in steps.values())
+        last = steps[max(steps)]
+        seconds = sum(event.seconds or 0 for event in steps.values())
         tokens = sum(event.tokens or 0 for event in steps.values())
-        out.append(
+        sections.append(
             f"{last.step:,} steps, {count(tokens)} tokens, {seconds:.3g} s of steps; last training loss {_number(last.loss)}."
         )
-    return out if len(out) > 1 else [*out, "None was measured."]
+    if not shown and not steps:
+        sections.append("None was measured.")
+    return sections
+
+
+def _metric_rows(evals: list[Eval]) -> list[tuple[str, ...]]:
+    """Return the rows of a table of metrics, with a column for each evaluation."""
+    names: dict[str, None] = {}
+    for event in evals:
+        for name, value in event.metrics.items():
+            if isinstance(value, int | float):
+                names[name] = None
+    rows: list[tuple[str, ...]] = [("held-out metric", *(f"step {event.step}" for event in evals))]
+    for name in names:
+        rows.append((_text(name), *(_number(event.metrics.get(name)) for event in evals)))
+    return rows
 
 
 def base_of(plan: Plan) -> tuple[str | None, dict[str, Any]]:
-    """(what training started from: an id, or the name of a folder; None: random weights; the license that its card names)."""
+    """Return the model that training started from, and the license that its card names.
+
+    The model is an id, or the name of a folder; None: random weights.
+    """
     model = plan.config.model
     if model.init == "random" or model.id is None or plan.model_path is None:
         return None, {}
-    local = Path(plan.model_path)
-    base = local.name if expanded(model.id).is_dir() else model.id
-    return base, license_of(
-        local / "README.md" if local.is_dir() else None, model.id, model.revision
-    )
+    path = Path(plan.model_path)
+    base = path.name if expanded(model.id).is_dir() else model.id
+    readme = path / "README.md" if path.is_dir() else None
+    return base, license_of(readme, model.id, model.revision)
 
 
 def license_of(readme: Path | None, name: str, revision: str | None) -> dict[str, Any]:
-    """The keys of LICENSE in a model's card; nothing where it cannot be read or has none. `readme` None: that of the hub's `name`."""
+    """Return the keys of LICENSE in a model's card; {} if it cannot be read or has none.
+
+    `readme` None: the card of the hub's model `name`.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.repocard import metadata_load
 
     try:
-        found = metadata_load(readme or hf_hub_download(name, "README.md", revision=revision)) or {}
+        file = readme or hf_hub_download(name, "README.md", revision=revision)
+        metadata = metadata_load(file) or {}
     except Exception:  # noqa: BLE001 - a stranger's file, or no network: the card says that the license is not known
         return {}
-    values = {
-        key: found[key]
-        for key in LICENSE
-        if isinstance(found.get(key), str) and found[key].isprintable() and len(found[key]) < 200
-    }
+    values = {}
+    for key in LICENSE:
+        value = metadata.get(key)
+        if isinstance(value, str) and value.isprintable() and len(value) < MOST_LICENSE_CHARACTERS:
+            values[key] = value
     return values if "license" in values else {}
 
 
-def _given(config: Config) -> dict[str, Any]:
-    """The keys that are not their defaults, and each section's kind; without the places of this cluster, which are nobody else's matter."""
+def _changed_keys(config: Config) -> dict[str, Any]:
+    """Return the keys that are not their defaults, and each section's kind.
+
+    The places of this cluster are left out, since they matter to nobody else.
+    """
     values = changed_values(config)
     values.pop("launch", None)
     values.get("run", {}).pop("dir", None)
-    for section in (values.get("checkpoint", {}), values.get("algorithm", {}).get("generator", {})):
-        section.pop("url", None)
+    values.get("checkpoint", {}).pop("url", None)
+    values.get("algorithm", {}).get("generator", {}).pop("url", None)
     return dict(values)
 
 
 def public(value: Any) -> Any:
-    """A value in which paths of this machine are names alone. A text that is one path may have spaces in it."""
+    """Return a value in which paths of this machine are only names.
+
+    A text that is one path may have spaces in it.
+    """
     if isinstance(value, dict):
         return {key: public(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [public(inner) for inner in value]
-    if (
-        isinstance(value, str)
-        and (start := LOCAL.match(value))
-        and not re.search(r"\n|\s[/~-]", value)
-    ):
-        return f"{start['scheme']}…/{value.rstrip('/').rpartition('/')[2]}"
-    return _short_paths(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    start = LOCAL.match(value)
+    if start is None or re.search(r"\n|\s[/~-]", value):
+        return _short_paths(value)
+    _, _, name = value.rstrip("/").rpartition("/")
+    return f"{start['scheme']}…/{name}"
 
 
 def _short_paths(text: str) -> str:
+    """Return a text in which paths of this machine without spaces are only names."""
     return re.sub(LOCAL.pattern + r"(?:[^\s/'\"]+/)*([^\s/'\"]+)", r"\g<scheme>…/\2", text)
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All of them that a value holds."""
+    """Yield all strings in a value, without the keys of dictionaries."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _strings(inner)
+        return
+    inner_values: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner_values = value.values()
+    elif isinstance(value, list):
+        inner_values = value
+    for inner in inner_values:
+        yield from _strings(inner)
 
 
 def _source(source: Any) -> str:
-    """Which rows these are: a name, and never a folder of this machine."""
-    named = (
-        getattr(source, "id", None)
-        or ", ".join(getattr(source, "tasks", ()))
-        or getattr(source, "path", None)
-        or source.label
-    )
-    return f"`{_code(str(public(str(named))))}`"
+    """Return the name of a source of rows, and never a folder of this machine."""
+    tasks = ", ".join(getattr(source, "tasks", ()))
+    name = getattr(source, "id", None) or tasks or getattr(source, "path", None) or source.label
+    return f"`{_code(str(public(str(name))))}`"
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a table in Markdown; the first row is its head."""
+    head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
+    rule = "|" + "---|" * len(rows[0])
+    return "\n".join([head, rule, *rest])
 
 
 def _number(value: Any) -> str:
+    """Return a number with four digits, and a dash for anything else."""
     return f"{value:.4g}" if isinstance(value, int | float) else "–"
 
 
 def _text(text: str) -> str:
-    """Text that is neither Markdown nor HTML."""
+    """Return a text on one line, without effect as Markdown or HTML."""
     return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", " ".join(text.split()))
 
 
 def _code(text: str | None) -> str:
-    """Text between backticks, in a cell of a table."""
+    """Return a text that can stand between backticks in a cell of a table."""
     return " ".join((text or "").split()).replace("`", "'").replace("|", "¦")

@@ -58,7 +58,7 @@ from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
 from drumline.train.tasks import harness_errors, metrics_of
 
-# An evaluation is over or not: nothing is started again, and only the caller gets the result.
+# Overrides of an evaluation: it is not started again, and only the caller gets the result.
 ALONE = [
     "launch.max_restarts=0",
     "run.report_to=[]",
@@ -66,8 +66,12 @@ ALONE = [
     "checkpoint.replicas=0",
     "checkpoint.in_memory_every=null",
 ]
-TOGETHER = 16  # sequences generated side by side
-SHOWN = 20  # answers that eval.json keeps
+# Sequences that are generated side by side.
+TOGETHER = 16
+# Answers that eval.json keeps.
+SHOWN = 20
+# Requests that lm-eval computes together.
+LM_EVAL_BATCH = 8
 YAML = (".yaml", ".yml")
 TRUSTED = "model.trust_remote_code=true"
 
@@ -77,53 +81,54 @@ def evaluate(
 ) -> int:
     """Score the weights at `place` (find_weights) under the config's strategy, print a table, and write RUN/eval.json.
 
-    `early`: ranks that wait already.
+    `early`: ranks that wait already. Returns the exit code.
     """
-    if launched_by() is not None:
-        raise UserError(
-            "drumline eval starts its own processes",
-            where=str(launched_by()),
-            fix="call it by itself",
-        )
+    launcher = launched_by()
+    if launcher is not None:
+        what = "drumline eval starts its own processes"
+        raise UserError(what, where=str(launcher), fix="call it by itself")
     plan, weights, run_dir = planned(config_path, overrides, place)
     began = time.time()
-    # Ranks leave the run folder alone; this one is kept if they fail.
+    # Ranks leave the run folder alone; this folder is kept if they fail.
     scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))
-    events: list[Event] = []
     (scratch / "checkpoints").mkdir()
-    there = plan.model_copy(update={"run_dir": str(scratch)})
-    there.save(scratch / "plan.json")
-    start = str(weights.checkpoint) if weights.checkpoint else None
+    scratch_plan = plan.model_copy(update={"run_dir": str(scratch)})
+    plan_file = scratch / "plan.json"
+    scratch_plan.save(plan_file)
+    checkpoint = str(weights.checkpoint) if weights.checkpoint else None
+    events: list[Event] = []
     with ExitStack() as at_end:
         at_end.callback(shutil.rmtree, scratch, ignore_errors=True)
-        if code := launch(
-            there,
-            scratch / "plan.json",
-            start,
+        exit_code = launch(
+            scratch_plan,
+            plan_file,
+            checkpoint,
             events.append,
             "drumline.inference.rank",
             trial=True,
             early=early,
-        ):
+        )
+        if exit_code != 0:
             at_end.pop_all()
-            return code
-    found = [event for event in events if isinstance(event, Eval)]
-    if not found:
+            return exit_code
+    evals = [event for event in events if isinstance(event, Eval)]
+    if not evals:
         raise DrumlineError("the ranks ended without a metric", where=str(scratch))
+    found = evals[-1]
     result = {
         "weights": weights.origin,
-        "checkpoint": start,
+        "checkpoint": checkpoint,
         "strategy": strategy_name(plan),
         "world_size": plan.mesh.world_size,
         "precision": plan.precision,
         "seconds": time.time() - began,
-        "step": found[-1].step if start else None,
-        "samples": found[-1].samples,
-        "metrics": found[-1].metrics,
-        "reward_failures": found[-1].reward_failures,
+        "step": found.step if checkpoint else None,
+        "samples": found.samples,
+        "metrics": found.metrics,
+        "reward_failures": found.reward_failures,
     }
-    show(f"{weights.origin} on {found[-1].samples} held-out samples", found[-1].metrics)
-    for line in failed(found[-1].reward_failures or {}):
+    show(f"{weights.origin} on {found.samples} held-out samples", found.metrics)
+    for line in failed(found.reward_failures or {}):
         Console(stderr=True).print(
             line, style="yellow", markup=False, highlight=False, soft_wrap=True
         )
@@ -135,15 +140,12 @@ def evaluate(
 def placed(
     checkpoint: str | None, config_path: Path, overrides: list[str]
 ) -> Iterator[Path | None]:
-    """The folder of what is evaluated, of a URL a copy; None: what the run folder has. Where it has nothing, checkpoint.url is tried."""
+    """Yield the folder to evaluate, of a URL a copy; None: what the run folder has.
+
+    If the run folder has no checkpoint, checkpoint.url is tried.
+    """
     if checkpoint is None and config_path.suffix in YAML:
-        url = load(config_path, overrides, trusted=False).config.checkpoint.url
-        if (
-            url is not None
-            and of_run(run_folder(config_path, overrides)) is None
-            and choose_or_none(url) is not None
-        ):
-            checkpoint = url
+        checkpoint = _url_of_run(config_path, overrides)
     if checkpoint is None:
         yield None
         return
@@ -151,10 +153,21 @@ def placed(
         yield folder
 
 
+def _url_of_run(config_path: Path, overrides: list[str]) -> str | None:
+    """Return the config's checkpoint.url if it has a checkpoint and the run folder has none; else None."""
+    url = load(config_path, overrides, trusted=False).config.checkpoint.url
+    if url is None or of_run(run_folder(config_path, overrides)) is not None:
+        return None
+    return url if choose_or_none(url) is not None else None
+
+
 def planned(
     config_path: Path, overrides: list[str], place: Path | None
 ) -> tuple[Plan, Weights, Path]:
-    """The plan with its held-out set prepared, what is evaluated, and the run folder. Raises ConfigError without a held-out set."""
+    """Return the plan with its held-out set prepared, the weights to evaluate, and the run folder.
+
+    Raises ConfigError if there is no held-out set.
+    """
     run_dir = run_folder(config_path, overrides)
     weights = find_weights(config_path, [*overrides, *ALONE], place, run_dir)
     with bars(Console(stderr=True)) as on_progress:
@@ -162,36 +175,42 @@ def planned(
         config = config.model_copy(update={"eval": config.eval.of_metrics()})
         plan = make_plan(Request(replace(weights.loaded, config=config)), on_progress=on_progress)
     if plan.data is None or not plan.data.eval_caches:
-        raise ConfigError(
-            "there is no held-out set",
-            where="data",
-            fix="set data.eval, or data.holdout: a number of rows",
-        )
-    if plan.config.head not in LM and place is not None and weights.checkpoint is None:
-        if plan.labels:
-            require_classes(
-                load_config(plan.model_path, plan.config.model), plan.labels, str(place)
-            )
-        lay_out(
-            plan.model_path,
-            plan.config.model,
-            seed=0,
-            head=plan.config.head,
-            labels=plan.labels,
-            draws=False,
-        )
+        fix = "set data.eval, or data.holdout: a number of rows"
+        raise ConfigError("there is no held-out set", where="data", fix=fix)
+    is_folder_of_model = place is not None and weights.checkpoint is None
+    if is_folder_of_model and plan.config.head not in LM:
+        _require_head(plan, str(place))
     return plan, weights, run_dir
 
 
+def _require_head(plan: Plan, where: str) -> None:
+    """Raise ModelError for a model that has no trained head, or one of other classes than the data's."""
+    model = plan.config.model
+    if plan.labels:
+        require_classes(load_config(plan.model_path, model), plan.labels, where)
+    lay_out(
+        plan.model_path,
+        model,
+        seed=0,
+        head=plan.config.head,
+        labels=plan.labels,
+        draws=False,
+    )
+
+
 def run_folder(config_path: Path, overrides: list[str]) -> Path:
-    """The run folder that `drumline train` has with the same config and overrides."""
+    """Return the run folder of `drumline train` with the same config and overrides."""
     loaded = load(config_path, overrides)
     return Path(loaded.config.run.dir or default_run_dir(loaded.path))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What is evaluated: `checkpoint` laid over the model of the config, or, where it is None, the model of `loaded` as it is published."""
+    """The weights to evaluate.
+
+    `checkpoint`: laid over the model of the config. None: the model of `loaded` as it is published.
+    `origin`: where they are from, in words.
+    """
 
     loaded: Loaded
     checkpoint: Path | None
@@ -201,24 +220,18 @@ class Weights:
 def find_weights(
     config_path: Path, overrides: list[str], place: Path | None, run_dir: Path
 ) -> Weights:
-    """`place`: a checkpoint, a run folder or a Hugging Face folder; None: `run_dir`, and before it has a checkpoint the model that training
-    starts from. Raises CheckpointError for a place that is none of them."""
+    """Return the weights at a place, with the config that they are evaluated under.
+
+    `place`: a checkpoint, a run folder or a Hugging Face folder. None: `run_dir`, and before it has a
+    checkpoint the model that training starts from.
+    Raises CheckpointError for a place that is none of them.
+    """
     loaded = load(config_path, overrides, trusted=False)
     if place is None or (place / "plan.json").exists():
-        found = of_run(place or run_dir)
-        if found is None and place is not None:
-            raise CheckpointError(
-                "this run has no whole checkpoint",
-                where=str(place),
-                fix="train first, or set checkpoint.every",
-            )
-        return Weights(
-            loaded,
-            found,
-            str(found) if found else f"{loaded.config.model.id or 'the model'}, not trained",
-        )
+        return _weights_of_run(loaded, place, run_dir)
     if (place / "config.json").exists():
         own = [
+            override("model.id", place.absolute()),
             "model.revision=null",
             "model.init=pretrained",
             "model.config={}",
@@ -227,32 +240,39 @@ def find_weights(
         ]
         if (place / "tokenizer_config.json").exists():
             own += ["model.tokenizer=null", "model.new_tokens=[]"]
-        return Weights(
-            load(
-                config_path,
-                [*overrides, override("model.id", place.absolute()), *own],
-                trusted=False,
-            ),
-            None,
-            str(place),
-        )
+        own_loaded = load(config_path, [*overrides, *own], trusted=False)
+        return Weights(own_loaded, None, str(place))
     check(place, verify=False, alone=True)
     return Weights(loaded, place, str(place))
 
 
+def _weights_of_run(loaded: Loaded, place: Path | None, run_dir: Path) -> Weights:
+    """Return the weights of the run at `place`, which must have a checkpoint; None: of `run_dir`, which may have none."""
+    checkpoint = of_run(place or run_dir)
+    if checkpoint is not None:
+        return Weights(loaded, checkpoint, str(checkpoint))
+    if place is not None:
+        what = "this run has no whole checkpoint"
+        fix = "train first, or set checkpoint.every"
+        raise CheckpointError(what, where=str(place), fix=fix)
+    name = loaded.config.model.id or "the model"
+    return Weights(loaded, None, f"{name}, not trained")
+
+
 def of_run(run_dir: Path) -> Path | None:
-    """The best checkpoint by eval.metric, else the newest whole one; None where there is none."""
+    """Return a run's best checkpoint by eval.metric, else its newest whole one; None if there is none."""
     root = run_dir / "checkpoints"
     return pointed(root, "best") or newest(root, verify=False, alone=True).path
 
 
 def show(title: str, metrics: dict[str, Any]) -> None:
-    """A table of metrics under a title, on standard output."""
+    """Print a table of metrics under a title."""
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column("metric")
     table.add_column("value", justify="right")
     for name, value in metrics.items():
-        if value is None:  # a mean over nothing, or no finite number
+        if value is None:
+            # A mean over nothing, or no finite number.
             shown = "no number"
         elif isinstance(value, float):
             shown = f"{value:.4f}"
@@ -265,27 +285,22 @@ def show(title: str, metrics: dict[str, Any]) -> None:
 
 
 def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
-    """Lay a section over RUN/eval.json; the others stay. Raises EnvironmentFault."""
+    """Write a section of RUN/eval.json; the others stay. Raises EnvironmentFault."""
     path = run_dir / EVAL_RESULTS
-    with disk_errors(
-        "cannot be written", str(path), EnvironmentFault, "move it away, or mend the folder"
-    ):
-        known = read_object(path, EnvironmentFault, "move it away") if path.exists() else {}
+    fix = "move it away, or mend the folder"
+    with disk_errors("cannot be written", str(path), EnvironmentFault, fix):
+        sections = {}
+        if path.exists():
+            sections = read_object(path, EnvironmentFault, "move it away")
+        sections[section] = {"time": time.time(), "drumline": __version__, **result}
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(
-            path,
-            json.dumps(
-                {**known, section: {"time": time.time(), "drumline": __version__, **result}},
-                indent=2,
-            )
-            + "\n",
-        )
+        write_whole(path, json.dumps(sections, indent=2) + "\n")
     Console(stderr=True).print(f"written to {path}", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as tokens, and what would be right; `meta`: what the verifier of a task needs."""
+    """A prompt as tokens, and its right answer. `meta`: what the verifier of a task needs."""
 
     tokens: list[int]
     answer: str
@@ -293,74 +308,95 @@ class Question:
 
 
 def answers(config_path: Path, overrides: list[str], place: Path | None, number: int) -> int:
-    """Answer `number` held-out prompts greedily; report how many answers are the row's word for word, and, where the prompts are tasks of
-    reasoning-gym, what their verifiers give. Writes RUN/eval.json."""
+    """Answer `number` held-out prompts greedily, print metrics, and write RUN/eval.json. Returns the exit code.
+
+    The metrics have how many answers are the row's word for word. If the prompts are tasks of
+    reasoning-gym, they also have what the tasks' verifiers give.
+    """
     plan, weights, run_dir = planned(config_path, overrides, place)
-    if not plan.config.algorithm.has_answers:
-        fix = "leave it out: held-out prompts of ppo and grpo are answered anyway"
-        raise UserError(
-            f"it is for algorithm sft, and this is {plan.config.algorithm.kind}",
-            where="--generate",
-            fix=fix,
-        )
-    if any(cache.info.get("images") for cache in held_out(plan)):
-        raise UserError(
-            "prompts with images are not answered here",
-            where="--generate",
-            fix="leave it out, or hold out rows of text alone",
-        )
+    _require_answers(plan)
     began = time.time()
-    model, base_dir = open_plan(plan, weights.checkpoint), Path(plan.base_dir)
-    questions = with_room(
-        islice(_questions(plan, model, base_dir), number), plan.config.data.max_length
-    )
-    texts, done = zip(
-        *completed(model, [question.tokens for question in questions], plan.config.data.max_length),
-        strict=True,
-    )
-    both = [*zip(texts, questions, strict=True)]
-    metrics = {
-        "exact": sum(text.strip() == question.answer.strip() for text, question in both)
-        / len(both),
-        "ended": sum(completion.ended for completion in done) / len(both),
-        "tokens": sum(len(completion.tokens) for completion in done) / len(both),
-    }
+    model = open_plan(plan, weights.checkpoint)
+    base_dir = Path(plan.base_dir)
+    max_length = plan.config.data.max_length
+    questions = with_room(islice(_questions(plan, model, base_dir), number), max_length)
+    done = completed(model, [question.tokens for question in questions], max_length)
+    texts = [text for text, _ in done]
+    completions = [completion for _, completion in done]
+    metrics = _answer_metrics(questions, texts, completions)
     if all(question.meta for question in questions):
-        with Rewards([TaskReward()], base_dir) as rewards:
-            scored = rewards.score([Item("", text, 0, question.meta) for text, question in both])
-        known = [s.value for s in scored if s.applies and not s.failures]
-        metrics |= {"verified": sum(known) / len(known)} if known else {}
-        metrics["reward_failed"] = 1 - len(known) / len(scored)
-    show(f"{weights.origin} on {len(both)} held-out prompts, answered greedily", metrics)
-    shown = [{"answer": text, "right": question.answer} for text, question in both[:SHOWN]]
-    write(
-        run_dir,
-        "generated",
-        {
-            "weights": weights.origin,
-            "seconds": time.time() - began,
-            "metrics": metrics,
-            "answers": shown,
-        },
-    )
+        metrics |= _verified(questions, texts, base_dir)
+    show(f"{weights.origin} on {len(questions)} held-out prompts, answered greedily", metrics)
+    shown = []
+    for text, question in zip(texts[:SHOWN], questions[:SHOWN], strict=True):
+        shown.append({"answer": text, "right": question.answer})
+    result = {
+        "weights": weights.origin,
+        "seconds": time.time() - began,
+        "metrics": metrics,
+        "answers": shown,
+    }
+    write(run_dir, "generated", result)
     return 0
 
 
+def _require_answers(plan: Plan) -> None:
+    """Raise UserError for a plan whose held-out prompts are not answered here."""
+    algorithm = plan.config.algorithm
+    if not algorithm.has_answers:
+        what = f"it is for algorithm sft, and this is {algorithm.kind}"
+        fix = "leave it out: held-out prompts of ppo and grpo are answered anyway"
+        raise UserError(what, where="--generate", fix=fix)
+    if any(cache.info.get("images") for cache in held_out(plan)):
+        what = "prompts with images are not answered here"
+        fix = "leave it out, or hold out rows of text alone"
+        raise UserError(what, where="--generate", fix=fix)
+
+
+def _answer_metrics(
+    questions: list[Question], texts: list[str], completions: list[Completion]
+) -> dict[str, float]:
+    """Return the share of answers that are right word for word, the share that ended, and their mean length in tokens."""
+    number = len(questions)
+    exact = 0
+    for text, question in zip(texts, questions, strict=True):
+        if text.strip() == question.answer.strip():
+            exact += 1
+    ended = sum(completion.ended for completion in completions)
+    tokens = sum(len(completion.tokens) for completion in completions)
+    return {"exact": exact / number, "ended": ended / number, "tokens": tokens / number}
+
+
+def _verified(questions: list[Question], texts: list[str], base_dir: Path) -> dict[str, float]:
+    """Return the mean reward of the tasks' verifiers, and the share of answers that they fail on."""
+    items = []
+    for text, question in zip(texts, questions, strict=True):
+        items.append(Item("", text, 0, question.meta))
+    with Rewards([TaskReward()], base_dir) as rewards:
+        scores = rewards.score(items)
+    known = [score.value for score in scores if score.applies and not score.failures]
+    metrics = {}
+    if known:
+        metrics["verified"] = sum(known) / len(known)
+    metrics["reward_failed"] = 1 - len(known) / len(scores)
+    return metrics
+
+
 def with_room(found: Iterable[Question], max_length: int) -> list[Question]:
-    """Those that leave room for an answer; how many do not is noted. Raises DataError where none does."""
+    """Return the questions that leave room for an answer. Prints how many do not.
+
+    Raises DataError if none does.
+    """
     questions = list(found)
     if not questions:
-        raise DataError(
-            "no held-out row has a prompt before its answer",
-            where="data.eval",
-            fix="leave --generate out",
-        )
+        what = "no held-out row has a prompt before its answer"
+        raise DataError(what, where="data.eval", fix="leave --generate out")
     kept = [question for question in questions if len(question.tokens) < max_length]
-    lost = f"{len(questions) - len(kept)} of {len(questions)} held-out prompts"
-    what = f"{lost} leave no room for an answer within data.max_length {max_length}"
+    lost = len(questions) - len(kept)
+    what = f"{lost} of {len(questions)} held-out prompts leave no room for an answer within data.max_length {max_length}"
     if not kept:
         raise DataError(what, where="data.eval", fix="raise data.max_length")
-    if len(kept) < len(questions):
+    if lost > 0:
         Console(stderr=True).print(
             f"note: {what}: they are passed over", highlight=False, soft_wrap=True
         )
@@ -370,53 +406,67 @@ def with_room(found: Iterable[Question], max_length: int) -> list[Question]:
 def completed(
     model: Model, prompts: list[list[int]], max_length: int
 ) -> list[tuple[str, Completion]]:
-    """The greedy answer to each prompt, in order, at most as long as `max_length` leaves room for. One that is cut there has not ended.
+    """Return text and tokens of the greedy answer to each prompt, in order, within `max_length` with its prompt.
 
-    Prompts with like rooms are answered together, by the largest of these: no row may pass the model's positions."""
+    An answer that is cut there has not ended. Prompts with similar room are answered together, by the
+    largest room of these: no row may pass the model's positions.
+    """
     rooms = [max_length - len(prompt) for prompt in prompts]
     spare = max(0, (positions(model.module) or 2 * max_length) - max_length)
-    groups, done = list[list[int]](), dict[int, tuple[str, Completion]]()
-    for index in sorted(range(len(prompts)), key=rooms.__getitem__):
-        least = rooms[groups[-1][0]] if groups else 0
-        if rooms[index] > min(2 * least, least + spare):
-            groups.append([])
-        groups[-1].append(index)
-    for group in groups:
-        greedy = HFGenerator(top_k=1, max_new_tokens=rooms[group[-1]], batch=TOGETHER)
-        for index, (text, answer) in zip(
-            group, model.complete((prompts[index] for index in group), greedy, 0), strict=True
-        ):
-            if len(answer.tokens) > rooms[index]:
-                answer = Completion(
-                    answer.tokens[: rooms[index]], answer.log_probs[: rooms[index]], False
-                )
+    done: dict[int, tuple[str, Completion]] = {}
+    for group in _groups_by_room(rooms, spare):
+        most_tokens = rooms[group[-1]]
+        greedy = HFGenerator(top_k=1, max_new_tokens=most_tokens, batch=TOGETHER)
+        answers_of_group = model.complete((prompts[index] for index in group), greedy, 0)
+        for index, (text, answer) in zip(group, answers_of_group, strict=True):
+            room = rooms[index]
+            if len(answer.tokens) > room:
+                answer = Completion(answer.tokens[:room], answer.log_probs[:room], False)
                 text = model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
             done[index] = text, answer
     return [done[index] for index in range(len(prompts))]
 
 
+def _groups_by_room(rooms: list[int], spare: int) -> list[list[int]]:
+    """Return the numbers of prompts in groups, by their room for an answer, the smallest first.
+
+    The largest room of a group is at most twice its smallest, and at most `spare` tokens more.
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(rooms)), key=rooms.__getitem__):
+        smallest = rooms[groups[-1][0]] if groups else 0
+        if rooms[index] > min(2 * smallest, smallest + spare):
+            groups.append([])
+        groups[-1].append(index)
+    return groups
+
+
 def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
-    """Tasks with what their verifiers need, where all of data.eval is tasks; else the last answer of each held-out row."""
-    config = plan.config
-    if config.data.eval and all(isinstance(source, TasksSource) for source in config.data.eval):
-        encoder = Encoder(model.tokenizer, everything=False, data=config.data)
-        for source in config.data.eval:
+    """Yield the held-out questions.
+
+    If all of data.eval is tasks, they have what the tasks' verifiers need. Else the last answer of each
+    held-out row is asked for.
+    """
+    data = plan.config.data
+    if data.eval and all(isinstance(source, TasksSource) for source in data.eval):
+        encoder = Encoder(model.tokenizer, everything=False, data=data)
+        for source in data.eval:
             for row in read_rows(source, base_dir, PROMPT_FORMS):
-                yield Question(encoder.prompt(row)[1], str(row.extra["answer"]), row.extra)
+                prompt_ids = encoder.prompt(row)[1]
+                yield Question(prompt_ids, str(row.extra["answer"]), row.extra)
         return
-    for tokens, learn in (
-        segment
-        for cache in held_out(plan)
-        for sample in range(len(cache))
-        for segment in cache.segments(sample)
-    ):
-        start, stop = last_answer(learn)
-        if start:
-            answer = model.tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=True)
-            yield Question(tokens[:start].tolist(), answer)
+    for cache in held_out(plan):
+        for sample in range(len(cache)):
+            for tokens, learn in cache.segments(sample):
+                start, stop = last_answer(learn)
+                if start:
+                    answer_ids = tokens[start:stop].tolist()
+                    answer = model.tokenizer.decode(answer_ids, skip_special_tokens=True)
+                    yield Question(tokens[:start].tolist(), answer)
 
 
 def held_out(plan: Plan) -> list[TokenCache]:
+    """Return the tokens of the held-out sets."""
     assert plan.data is not None, "`planned` requires a held-out set"
     return [TokenCache.open(folder) for folder in plan.data.eval_caches.values()]
 
@@ -429,38 +479,45 @@ def harness(
     limit: int | None,
     include_path: Path | None,
 ) -> int:
-    """Score `place`, else the run of a config or the folder itself (see `model_of`), and write RUN/eval.json where there is a run.
+    """Score `place`, else the run of a config or the folder itself (see `model_of`), in lm-eval's tasks.
 
-    `limit`: questions of each task. `include_path`: a folder of further task YAMLs. Raises EnvironmentFault without the package, and
-    for whatever the harness fails on: a task that it does not know, data that cannot be had.
+    Prints a table, and writes RUN/eval.json if there is a run. Returns the exit code.
+    `limit`: questions of each task. `include_path`: a folder of further task YAMLs.
+    Raises EnvironmentFault without the package, and for whatever the harness fails on: a task that it
+    does not know, data that cannot be had.
     """
     require_package("lm_eval", "--lm-eval")
-    source = place or (
-        run_folder(config_path, overrides) if config_path.suffix in YAML else config_path
-    )
+    is_config = config_path.suffix in YAML
+    own_folder = run_folder(config_path, overrides) if is_config else config_path
+    source = place or own_folder
     if not source.exists():
-        raise CheckpointError(
-            "no such run or folder",
-            where=str(source),
-            fix="train first, or name one with --checkpoint",
-        )
+        what = "no such run or folder"
+        fix = "train first, or name one with --checkpoint"
+        raise CheckpointError(what, where=str(source), fix=fix)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     began = time.time()
-    results = _evaluate(model_of(source, TRUSTED in overrides), list(tasks), limit, include_path)
-    metrics = {
-        f"{task} {name}": value for task, found in results.items() for name, value in found.items()
-    }
+    model = model_of(source, TRUSTED in overrides)
+    results = _evaluate(model, list(tasks), limit, include_path)
+    metrics = {}
+    for task, values in results.items():
+        for name, value in values.items():
+            metrics[f"{task} {name}"] = value
     show(f"{source} by lm-eval", metrics)
-    to = run_folder(config_path, overrides) if config_path.suffix in YAML else source
-    if to != source or (source / "plan.json").exists():
-        write(to, "lm_eval", {"seconds": time.time() - began, "limit": limit, "tasks": results})
+    target = own_folder if is_config else source
+    if target != source or (source / "plan.json").exists():
+        result = {"seconds": time.time() - began, "limit": limit, "tasks": results}
+        write(target, "lm_eval", result)
     return 0
 
 
 def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
-    """lm-eval's arguments for the model: the folder of an export, which it loads itself, or what a checkpoint holds, in memory: `source`,
-    or that of a run."""
-    folder = exported_folder(source) if (source / "plan.json").exists() else source
+    """Return lm-eval's arguments for a model.
+
+    It loads the folder of an export itself. Of a checkpoint it gets the model in memory: `source`, or
+    the checkpoint of the run `source`.
+    """
+    is_run = (source / "plan.json").exists()
+    folder = exported_folder(source) if is_run else source
     if folder is not None and (folder / "config.json").exists():
         return {
             "pretrained": str(folder),
@@ -468,7 +525,8 @@ def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
             "trust_remote_code": trust,
         }
     if step_of(source.name) is not None:
-        model = open_plan(plan_of(source.parent.parent, trust), source)
+        run_dir = source.parent.parent
+        model = open_plan(plan_of(run_dir, trust), source)
     else:
         with bars(Console(stderr=True)) as on_progress:
             model = open_model(str(source), on_progress, trust)
@@ -478,16 +536,20 @@ def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
 def _evaluate(
     model: dict[str, Any], tasks: list[str], limit: int | None, include_path: Path | None
 ) -> dict[str, dict[str, float]]:
+    """Return task → metric → value, by lm-eval. `model`: as `model_of` returns it."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     with harness_errors("--lm-eval " + ",".join(tasks)):
         manager = TaskManager(include_path=str(include_path) if include_path else None)
-        loaded = "hf" if isinstance(model["pretrained"], str) else HFLM(**model, batch_size=8)
-        arguments = {"model_args": model, "batch_size": 8} if loaded == "hf" else {}
-        found = lm_eval.simple_evaluate(
-            model=loaded, tasks=tasks, limit=limit, task_manager=manager, **arguments
+        arguments: dict[str, Any]
+        if isinstance(model["pretrained"], str):
+            arguments = {"model": "hf", "model_args": model, "batch_size": LM_EVAL_BATCH}
+        else:
+            arguments = {"model": HFLM(**model, batch_size=LM_EVAL_BATCH)}
+        evaluation = lm_eval.simple_evaluate(
+            tasks=tasks, limit=limit, task_manager=manager, **arguments
         )
-    assert found is not None, "this process is the first rank"
-    return metrics_of(found["results"])
+    assert evaluation is not None, "this process is the first rank"
+    return metrics_of(evaluation["results"])

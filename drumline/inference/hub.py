@@ -19,65 +19,75 @@ from drumline.models.export import PROVENANCE, exported
 from drumline.report.bars import bars
 
 LOGIN = "`hf auth login`, or set HF_TOKEN to a token that may write"
+# The ends of the names of files that an earlier export may have left in the repository.
 WEIGHTS = (".safetensors", ".safetensors.index.json", "adapter_config.json")
 
 
 def push(run: Path, to: str, private: bool, adapter: bool, dry_run: bool, trust: bool) -> None:
-    """Export RUN where that is not done, and send it to the repository `to`. `dry_run`: print what would be sent. Raises UserError without
-    a token, EnvironmentFault for what the hub refuses; a token stands in no message."""
+    """Export RUN unless that is done, and send it to the repository `to`.
+
+    `private`: the repository is created private. `adapter`: send only the adapter. `dry_run`: print what
+    would be sent.
+    Raises UserError without a token, EnvironmentFault for what the hub refuses. No message has the token.
+    """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.utils import validate_repo_id
 
     with _refused(None, UserError, "--to", "write it as ORG/NAME"):
         validate_repo_id(to)
     if to.count("/") != 1:
-        raise UserError(
-            f"{to!r} is no name of a repository", where="--to", fix="write it as ORG/NAME"
-        )
+        what = f"{to!r} is no name of a repository"
+        raise UserError(what, where="--to", fix="write it as ORG/NAME")
     with _refused(None):
         token = None if dry_run else get_token()
     if not dry_run and not token:
         raise UserError("there is no token for the hub", where="drumline push", fix=LOGIN)
     with bars(Console(stderr=True)) as on_progress:
         folder = exported(run, adapter, on_progress, trust)
-    text = card(run, Plan.load(run / "plan.json", trust), folder, to, adapter)
-    files = {
-        str(path.relative_to(folder)): path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != PROVENANCE
-    }
+    plan = Plan.load(run / "plan.json", trust)
+    text = card(run, plan, folder, to, adapter)
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != PROVENANCE:
+            files[str(path.relative_to(folder))] = path
     api = HfApi(token=token or False)
     if dry_run:
         for name, path in files.items():
             print(f"{size(path.stat().st_size):>12}  {name}")
-        print(
-            f"{size(len(text.encode())):>12}  README.md\n\n{printable(text)}\nnothing was sent to {api.endpoint}/{to}"
-        )
+        print(f"{size(len(text.encode())):>12}  README.md\n")
+        print(printable(text))
+        print(f"nothing was sent to {api.endpoint}/{to}")
         return
     with _refused(token):
-        url = _send(api, to, private, {**files, "README.md": text.encode()}, run.resolve().name)
+        contents = {**files, "README.md": text.encode()}
+        url = _send(api, to, private, contents, run.resolve().name)
     print(f"sent {len(files) + 1} files to {url}")
 
 
 def _send(api: Any, to: str, private: bool, files: dict[str, Any], name: str) -> str:
-    """One commit; weights of an earlier one that are no part of it go. Returns the address of the repository."""
+    """Send files in one commit, and return the address of the repository.
+
+    Weights of an earlier commit that are not among the files are deleted.
+    `files`: name in the repository → path or content. `name`: the run's.
+    """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     url = api.create_repo(to, private=private or None, exist_ok=True)
-    there = api.model_info(to)
-    if private and not there.private:
-        raise UserError(
-            "is there already, and public",
-            where=to,
-            fix="make it private on its page, name another, or leave --private out",
-        )
-    old = {sibling.rfilename for sibling in there.siblings or ()} - files.keys()
-    gone = [CommitOperationDelete(path) for path in sorted(old) if path.endswith(WEIGHTS)]
-    added = [
-        CommitOperationAdd(path, content if isinstance(content, bytes) else str(content))
-        for path, content in files.items()
-    ]
-    api.create_commit(to, [*added, *gone], commit_message=f"{name}, by drumline push")
+    repository = api.model_info(to)
+    if private and not repository.private:
+        what = "is there already, and public"
+        fix = "make it private on its page, name another, or leave --private out"
+        raise UserError(what, where=to, fix=fix)
+    operations: list[Any] = []
+    for path, content in files.items():
+        if not isinstance(content, bytes):
+            content = str(content)
+        operations.append(CommitOperationAdd(path, content))
+    old_names = {sibling.rfilename for sibling in repository.siblings or ()}
+    for old_name in sorted(old_names - files.keys()):
+        if old_name.endswith(WEIGHTS):
+            operations.append(CommitOperationDelete(old_name))
+    api.create_commit(to, operations, commit_message=f"{name}, by drumline push")
     return str(url)
 
 
@@ -85,7 +95,11 @@ def _send(api: Any, to: str, private: bool, files: dict[str, Any], name: str) ->
 def _refused(
     token: str | None, kind: type[UserError] = EnvironmentFault, where: str = "", fix: str = ""
 ) -> Iterator[None]:
-    """Whatever the hub's client raises becomes one line, without the token. (Its login may lie in a file, which `redact` does not know.)"""
+    """Within the context an error of the hub's client becomes a line without the token.
+
+    The token may lie in a file, which `redact` does not know.
+    `kind`, `where`, `fix`: the error's class and its parts, if not the usual ones.
+    """
     from huggingface_hub import constants
 
     try:
@@ -95,10 +109,13 @@ def _refused(
     except Exception as error:  # noqa: BLE001 - of the client, of the HTTP library below it, and of the library that uploads
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
-            what, fix = f"the hub refuses this token ({status})", LOGIN
+            what = f"the hub refuses this token ({status})"
+            fix = LOGIN
+        elif status:
+            what = f"the hub answers: {first_line(error)}"
         else:
-            what = f"{'the hub answers: ' if status else ''}{first_line(error)}"
-        what = what.replace(token, REDACTED) if token else what
-        raise kind(
-            what, where=where or constants.ENDPOINT, fix=fix or "nothing was published; try again"
-        ) from None
+            what = first_line(error)
+        if token:
+            what = what.replace(token, REDACTED)
+        place = where or constants.ENDPOINT
+        raise kind(what, where=place, fix=fix or "nothing was published; try again") from None

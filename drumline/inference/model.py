@@ -1,6 +1,7 @@
-"""A trained model in memory, from a run, an exported folder, the hub or a package: to talk to and to generate with.
+"""A trained model in memory, from a run, an exported folder, the hub or a package: to chat with and to generate with.
 
-`drumline.load` gives it to Python, and `drumline chat` to a terminal: answers go to standard output, everything else to standard error.
+`drumline.load` returns it in Python. `drumline chat` brings it to a terminal, with answers on standard output and everything else on
+standard error.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from drumline.rl.generate import Completion, HFGenerator, Request, end_tokens
 from drumline.train.run import Run
 
 COMMANDS = "/exit or Ctrl-D leaves, /clear starts a new conversation, Ctrl-C stops an answer"
-# What a model's own generation config may set for sampling, and greedy decoding would warn of.
+# Options of sampling that a model's own generation config may set, and of which greedy decoding would warn.
 NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None}
 # A model may write what a terminal takes for a command; line breaks and tabs are text.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -56,26 +57,40 @@ Message = dict[str, str]
 def load(
     place: str | Path | Run, *, trust_remote_code: bool = False, display: bool = False
 ) -> Model:
-    """`place`: a Run, a run folder, an exported or any Hugging Face folder, a hub id, or `package:NAME`. Code that comes with a model runs
-    only with `trust_remote_code`. Raises ModelError for what does not write text, CheckpointError for a run that saved nothing."""
+    """Return the trained model of a run, a folder or the hub.
+
+    `place`: a Run, a run folder, an exported or any Hugging Face folder, a hub id, or `package:NAME`.
+    `trust_remote_code`: run code that comes with the model. `display`: show progress.
+    Raises ModelError for a model that does not write text, CheckpointError for a run that saved nothing.
+    """
     where = place.dir if isinstance(place, Run) else place
     path = Path(where) / "plan.json"
-    plan = Plan.load(path, trust_remote_code) if path.is_file() else None
-    if plan is not None and plan.config.plain:
-        if not trust_remote_code and ":" in (plan.config.model.builder or ""):
-            fix = f"read {plan.config.model.builder}, then add trust_remote_code=True"
-            raise ModelError(
-                "this run's model is code beside its config", where=str(where), fix=fix
-            )
-        module, checkpoint = read_module(plan, path.parent, "best")
-        return Model(module, None, str(checkpoint))
+    if path.is_file():
+        plan = Plan.load(path, trust_remote_code)
+        if plan.config.plain:
+            return _load_own_module(plan, path.parent, str(where), trust_remote_code)
     with aside(display) as on_progress:
         return open_model(os.fspath(where), on_progress, trust_remote_code)
 
 
+def _load_own_module(plan: Plan, run_dir: Path, where: str, trust_remote_code: bool) -> Model:
+    """Return the module of the user's own that a run has trained."""
+    builder = plan.config.model.builder or ""
+    is_in_file = ":" in builder
+    if is_in_file and not trust_remote_code:
+        fix = f"read {builder}, then add trust_remote_code=True"
+        raise ModelError("this run's model is code beside its config", where=where, fix=fix)
+    module, checkpoint = read_module(plan, run_dir, "best")
+    return Model(module, None, str(checkpoint))
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
-    """`module`: whole, on one device, in eval mode; `tokenizer`; `origin`: where it is from, in words."""
+    """A trained model and its tokenizer.
+
+    `module`: whole, on one device, in eval mode. `tokenizer`: None for a module of the user's own.
+    `origin`: where it is from, in words.
+    """
 
     module: Any
     tokenizer: Any
@@ -95,11 +110,16 @@ class Model:
         temperature: float = 0.7,
         system: str | None = None,
     ) -> str:
-        """The answer; `turns` keeps both. Temperature 0 takes the likeliest token each time. Raises UserError for a system message
-        where the model has no chat template, and for an option out of its range; whatever is raised, `turns` stays as it was."""
-        return Conversation(
+        """Return the answer to a message; `turns` keeps both.
+
+        Temperature 0 takes the likeliest token each time. Raises UserError for a system message if the
+        model has no chat template, and for an option out of its range. After an error `turns` is as it
+        was.
+        """
+        conversation = Conversation(
             self, max_new_tokens, temperature, system, self.turns, show=False
-        ).answer(text)
+        )
+        return conversation.answer(text)
 
     def generate(
         self,
@@ -112,63 +132,62 @@ class Model:
         seed: int = 0,
         batch: int = 16,
     ) -> list[str]:
-        """How each text goes on, in order, without a chat template. With a temperature the draws are by `seed` and the prompt's place
-        in the list. Raises DataError for an empty prompt, PlanError for one that leaves too few positions, UserError for an option out
-        of its range."""
+        """Return the completion of each text, in order, without a chat template.
+
+        With a temperature the draws depend on `seed` and the prompt's place in the list. `batch`: prompts
+        that are completed together.
+        Raises DataError for an empty prompt, PlanError for one that leaves too few positions, UserError
+        for an option out of its range.
+        """
         self._require_text()
         texts = [prompts] if isinstance(prompts, str) else prompts
-        greedy: dict[str, Any] = (
-            {"top_k": 1}
-            if temperature == 0
-            else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        )
+        sampling: dict[str, Any] = {"top_k": 1}
+        if temperature != 0:
+            sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         try:
-            config = HFConfig(max_new_tokens=max_new_tokens, batch=batch, **greedy)
+            config = HFConfig(max_new_tokens=max_new_tokens, batch=batch, **sampling)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise UserError(
-                f"{'.'.join(map(str, first['loc']))}: {first['msg'][0].lower()}{first['msg'][1:]}",
-                where="generate",
-            ) from None
-        return [
-            text
-            for text, _ in self.complete(
-                (list(self.tokenizer(text)["input_ids"]) for text in texts), config, seed
-            )
-        ]
+            option = ".".join(map(str, first["loc"]))
+            message = first["msg"]
+            what = f"{option}: {message[0].lower()}{message[1:]}"
+            raise UserError(what, where="generate") from None
+        token_lists = (list(self.tokenizer(text)["input_ids"]) for text in texts)
+        return [text for text, _ in self.complete(token_lists, config, seed)]
 
     def complete(
         self, prompts: Iterable[list[int]], config: HFConfig, seed: int
     ) -> list[tuple[str, Completion]]:
-        """The text and tokens of the completion of each prompt, in order."""
+        """Return the text and tokens of the completion of each prompt, in order."""
         requests = [Request(tokens, (number,)) for number, tokens in enumerate(prompts)]
-        done = HFGenerator(config, self.module, self.tokenizer, seed).generate(requests, 0)
-        return [
-            (self.tokenizer.decode(completion.tokens, skip_special_tokens=True), completion)
-            for completion in done
-        ]
+        generator = HFGenerator(config, self.module, self.tokenizer, seed)
+        completed = []
+        for completion in generator.generate(requests, 0):
+            text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            completed.append((text, completion))
+        return completed
 
     def _require_text(self) -> None:
+        """Raise ModelError for a model that does not write text."""
         if self.tokenizer is None:
-            raise ModelError(
-                "this module gives numbers, not text",
-                where=self.origin,
-                fix="call `module` yourself",
-            )
+            what = "this module gives numbers, not text"
+            raise ModelError(what, where=self.origin, fix="call `module` yourself")
 
 
 def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Model:
-    """`place`: a run folder (its export, else its best or newest checkpoint), a folder that transformers or PEFT reads, a hub id, or
-    `package:NAME`. Raises ModelError for what does not write text, CheckpointError for a run that has saved nothing."""
+    """Return the model of a run folder (its export, else its best or newest checkpoint) or of another place.
+
+    `place`: also a folder that transformers or PEFT reads, a hub id, or `package:NAME`.
+    Raises ModelError for a model that does not write text, CheckpointError for a run that has saved
+    nothing.
+    """
     quiet()
     folder = expanded(place)
     if (folder / "plan.json").exists():
         plan = Plan.load(folder / "plan.json", trust)
         if not plan.config.algorithm.writes:
-            raise ModelError(
-                f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text",
-                where=place,
-            )
+            what = f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text"
+            raise ModelError(what, where=place)
         exported = exported_folder(folder)
         if exported is None:
             model, tokenizer, checkpoint = read_run(folder, trust=trust)
@@ -182,13 +201,15 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Mode
 
 
 def exported_folder(run: Path) -> Path | None:
-    """RUN/export, where there is a model or an adapter in it."""
+    """Return RUN/export if there is a model or an adapter in it; else None."""
     folder = run / "export"
-    return folder if any((folder / name).exists() for name in ("config.json", ADAPTER)) else None
+    if (folder / "config.json").exists() or (folder / ADAPTER).exists():
+        return folder
+    return None
 
 
 def open_plan(plan: Plan, checkpoint: Path | None) -> Model:
-    """The plan's model with the weights of a checkpoint of any run; None: as training starts from it."""
+    """Return the plan's model with the weights of a checkpoint of any run; None: as training starts from it."""
     if checkpoint is not None:
         check(checkpoint, verify=True, alone=True)
         model, tokenizer = read_checkpoint(plan, checkpoint)
@@ -199,37 +220,39 @@ def open_plan(plan: Plan, checkpoint: Path | None) -> Model:
 
 
 def _from_folder(source: str, trust_remote_code: bool) -> Model:
+    """Return the model of a folder or hub id that transformers reads, or of an adapter's folder over its base."""
     model = ModelConfig(id=source, trust_remote_code=trust_remote_code)
-    adapter = Path(source) / ADAPTER
-    if not adapter.exists() or (Path(source) / "config.json").exists():
-        return Model(_placed(_pretrained(source, model)), load_tokenizer(source, model), source)
-    named = read_object(adapter, ModelError)
-    base, revision = named.get("base_model_name_or_path"), named.get("revision")
+    adapter_file = Path(source) / ADAPTER
+    is_whole_model = (Path(source) / "config.json").exists()
+    if is_whole_model or not adapter_file.exists():
+        module = _placed(_pretrained(source, model))
+        return Model(module, load_tokenizer(source, model), source)
+    adapter_config = read_object(adapter_file, ModelError)
+    base = adapter_config.get("base_model_name_or_path")
     if not isinstance(base, str):
-        raise ModelError(
-            "names no base_model_name_or_path",
-            where=str(adapter),
-            fix="put it in: a folder or hub id",
-        )
+        what = "names no base_model_name_or_path"
+        raise ModelError(what, where=str(adapter_file), fix="put it in: a folder or hub id")
     require_package("peft", source)
-    below = model.model_copy(
-        update={"id": base, "revision": revision if isinstance(revision, str) else None}
-    )
+    revision = adapter_config.get("revision")
+    if not isinstance(revision, str):
+        revision = None
+    base_model = model.model_copy(update={"id": base, "revision": revision})
     # PEFT saves no tokenizer; a trainer that saves one may have given it tokens.
-    own = any(Path(source).glob("tokenizer*"))
-    tokenizer = load_tokenizer(source, model) if own else load_tokenizer(base, below)
-    whole = _pretrained(base, below)
-    _make_room(whole, Path(source), tokenizer)
-    with judged(
-        "cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"
-    ):
+    if any(Path(source).glob("tokenizer*")):
+        tokenizer = load_tokenizer(source, model)
+    else:
+        tokenizer = load_tokenizer(base, base_model)
+    base_module = _pretrained(base, base_model)
+    _make_room(base_module, Path(source), tokenizer)
+    fix = "give a folder that PEFT wrote"
+    with judged("cannot be laid over its base", source, ModelError, fix):
         is_ours = (Path(source) / PROVENANCE).exists()
-        merged = merge_read(read_over(whole, Path(source), is_ours))
+        merged = merge_read(read_over(base_module, Path(source), is_ours))
         return Model(_placed(merged), tokenizer, f"{source} over {base}")
 
 
 def _make_room(base: Any, adapter: Path, tokenizer: Any) -> None:
-    """Give the base of an adapter the rows that it had in training, more where tokens were added."""
+    """Give the base of an adapter the rows that it had in training: more than it has if tokens were added."""
     rows = len(tokenizer)
     provenance = adapter / PROVENANCE
     if provenance.exists():
@@ -242,61 +265,69 @@ def _make_room(base: Any, adapter: Path, tokenizer: Any) -> None:
 
 
 def _pretrained(source: str, model: ModelConfig) -> Any:
+    """Return the whole model that transformers reads from a folder or hub id, in fp32. Raises ModelError."""
     config = load_config(source, model)
     architectures = getattr(config, "architectures", None) or [""]
     if any(name.endswith("Classification") for name in architectures):
-        raise ModelError(
-            f"{architectures[0]} gives numbers, not text", where=source, fix="name a language model"
-        )
+        what = f"{architectures[0]} gives numbers, not text"
+        raise ModelError(what, where=source, fix="name a language model")
     options = {"dtype": torch.float32, "output_loading_info": True, **hub_options(source, model)}
-    read, report = from_hub(
-        source, model, lambda: auto_class(config).from_pretrained(source, **options)
-    )
-    if lacking := sorted(report["missing_keys"]):  # which transformers draws at random
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise ModelError(
-            f"has no weights for {lacking[0]}{more}",
-            where=source,
-            fix="name a folder or id of a whole model",
-        )
-    return read
+
+    def read() -> Any:
+        return auto_class(config).from_pretrained(source, **options)
+
+    module, report = from_hub(source, model, read)
+    # transformers draws these at random.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        what = f"has no weights for {missing[0]}"
+        if len(missing) > 1:
+            what += f" and {len(missing) - 1} more"
+        raise ModelError(what, where=source, fix="name a folder or id of a whole model")
+    return module
 
 
 def _placed(model: Any) -> Any:
-    """On the GPU in bf16 where there is one, else in fp32 on the CPU."""
+    """Move a model to the GPU in bf16, or without a GPU leave it on the CPU in fp32, and return it in eval mode."""
     if torch.cuda.is_available():
-        model = model.to(
-            "cuda", torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-        )
+        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        model = model.to("cuda", dtype)
     return model.eval().requires_grad_(False)
 
 
 def chat(
     place: str, max_new_tokens: int, temperature: float, system: str | None, trust: bool = False
 ) -> None:
-    """Read lines from standard input until it ends, and answer each. Piped input works the same, without a prompt sign."""
+    """Read lines from standard input until it ends, and answer each.
+
+    Piped input works the same, without a prompt sign.
+    """
     with uncollected(), bars(Console(stderr=True)) as on_progress:
         model = open_model(place, on_progress, trust)
-    talk = Conversation(model, max_new_tokens, temperature, system)
+    conversation = Conversation(model, max_new_tokens, temperature, system)
     _tell(f"{model.origin} — {COMMANDS}")
-    if not talk.has_template:
+    if not conversation.has_template:
         _tell("it has no chat template: each line is continued by itself")
     with CtrlC():
-        while (line := _next_line()) is not None:
+        # None: the input has ended.
+        for line in iter(_next_line, None):
             if line == "/exit":
                 break
             if line == "/clear":
-                talk.turns.clear()
+                conversation.turns.clear()
             elif line.startswith("/") and line[1:].isalpha():
                 _tell(f"no command {line}: {COMMANDS}")
             elif line:
-                talk.answer(line)
+                conversation.answer(line)
 
 
 @dataclass
 class Conversation:
-    """The conversation so far, and the model that goes on with it. `temperature` 0 is the likeliest token each time. `show`: print answers
-    as they come."""
+    """A conversation with a model.
+
+    `temperature` 0 takes the likeliest token each time. `turns`: the messages so far. `show`: print
+    answers as they come.
+    """
 
     model: Model
     max_new_tokens: int
@@ -306,79 +337,88 @@ class Conversation:
     show: bool = True
 
     def __post_init__(self) -> None:
-        self.module, self.tokenizer = self.model.module, self.model.tokenizer
+        self.module = self.model.module
+        self.tokenizer = self.model.tokenizer
         self.has_template = bool(self.tokenizer.chat_template)
         if self.system is not None and not self.has_template:
-            raise UserError(
-                "this model has no chat template, and so no place for it",
-                where="--system",
-                fix="leave it out",
-            )
+            what = "this model has no chat template, and so no place for it"
+            raise UserError(what, where="--system", fix="leave it out")
         if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf:
             raise UserError("max_new_tokens is 1 or more, and temperature 0 or more", where="chat")
-        self.positions: int = (
-            getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
-            or sys.maxsize
-        )
+        text_config = self.module.config.get_text_config()
+        positions = getattr(text_config, "max_position_embeddings", None)
+        self.positions: int = positions or sys.maxsize
         self.ends = sorted(end_tokens(self.module, self.tokenizer))
 
     def answer(self, line: str) -> str:
-        """The answer; both are kept, and the oldest turns give way where they leave too few positions. Ctrl-C ends it early: the text until
-        then is kept."""
+        """Return the answer to a line; both are kept.
+
+        The oldest turns are forgotten if they leave too few positions. Ctrl-C ends the answer early, and
+        the text until then is kept.
+        """
         question = {"role": "user", "content": line}
-        if (size := len(self._tokens([question]))) >= self.positions:
+        size = len(self._tokens([question]))
+        if size >= self.positions:
             _tell(
                 f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered"
             )
             return ""
         turns = [*self.turns, question] if self.has_template else [question]
-        while (
-            len(ids := self._tokens(turns)) + self.max_new_tokens > self.positions
-            and len(turns) > 1
-        ):
+        ids = self._tokens(turns)
+        while len(ids) + self.max_new_tokens > self.positions and len(turns) > 1:
             del turns[:2]
             _tell("the model's positions are used up: the oldest turn is forgotten")
-        out = Printer(self.tokenizer, self.show)
-        ids_BT = torch.tensor([ids], device=self.module.device)
-        sampled = (
-            {"do_sample": True, "temperature": self.temperature}
-            if self.temperature > 0
-            else {"do_sample": False, **NO_SAMPLING}
-        )
+            ids = self._tokens(turns)
+        printer = Printer(self.tokenizer, self.show)
         try:
-            with torch.no_grad():
-                self.module.generate(
-                    ids_BT,
-                    attention_mask=torch.ones_like(ids_BT),
-                    streamer=out,
-                    max_new_tokens=min(self.max_new_tokens, self.positions - len(ids)),
-                    eos_token_id=self.ends or None,
-                    pad_token_id=self.tokenizer.pad_token_id or (self.ends or [0])[0],
-                    **sampled,
-                )
+            self._generate(ids, printer)
         except KeyboardInterrupt:
-            out.on_finalized_text(" …", stream_end=True)
-        answer = "".join(out.answer)
+            printer.on_finalized_text(" …", stream_end=True)
+        answer = "".join(printer.answer)
         self.turns[:] = [*turns, {"role": "assistant", "content": answer}]
         return answer
 
+    def _generate(self, ids: list[int], printer: Printer) -> None:
+        """Generate an answer to these tokens, and hand its text to `printer`."""
+        sampling: dict[str, Any] = {"do_sample": False, **NO_SAMPLING}
+        if self.temperature > 0:
+            sampling = {"do_sample": True, "temperature": self.temperature}
+        padding_id = self.tokenizer.pad_token_id
+        if not padding_id:
+            padding_id = self.ends[0] if self.ends else 0
+        ids_BT = torch.tensor([ids], device=self.module.device)
+        with torch.no_grad():
+            self.module.generate(
+                ids_BT,
+                attention_mask=torch.ones_like(ids_BT),
+                streamer=printer,
+                max_new_tokens=min(self.max_new_tokens, self.positions - len(ids)),
+                eos_token_id=self.ends or None,
+                pad_token_id=padding_id,
+                **sampling,
+            )
+
     def _tokens(self, turns: list[Message]) -> list[int]:
+        """Return the tokens of a conversation, with the start of the answer; without a template those of the first text."""
         if not self.has_template:
             return list(self.tokenizer(turns[0]["content"])["input_ids"])
-        system = [{"role": "system", "content": self.system}] if self.system is not None else []
+        messages = list(turns)
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
         with judged("the chat template refuses this conversation", self.model.origin, DataError):
             text = self.tokenizer.apply_chat_template(
-                [*system, *turns], tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True
             )
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class Printer(TextStreamer):
-    """A streamer that keeps what comes in `answer`, and prints it word by word."""
+    """A streamer that keeps the text of an answer in `answer`, and prints it word by word."""
 
     def __init__(self, tokenizer: Any, show: bool = True) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.show, self.answer = show, list[str]()
+        self.show = show
+        self.answer: list[str] = []
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.answer.append(text)
@@ -387,12 +427,14 @@ class Printer(TextStreamer):
 
 
 def _next_line() -> str | None:
-    """The next line; None at the end. Ctrl-C with nothing to stop only shows how to leave."""
-    terminal = sys.stdin.isatty()
-    if terminal:
+    """Return the next line of the user; None at the end. Ctrl-C only shows how to leave, since there is nothing to stop."""
+    sign = ""
+    if sys.stdin.isatty():
         import readline  # noqa: F401 — gives `input` its arrow keys
+
+        sign = "> "
     try:
-        return input("> " if terminal else "").strip()
+        return input(sign).strip()
     except EOFError:
         return None
     except KeyboardInterrupt:
@@ -401,4 +443,5 @@ def _next_line() -> str | None:
 
 
 def _tell(line: str) -> None:
+    """Print a line beside the answers, on standard error."""
     print(line, file=sys.stderr, flush=True)

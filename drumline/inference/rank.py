@@ -13,11 +13,14 @@ from drumline.train.state import Goodput
 
 
 def evaluate(plan: Plan, checkpoint: str | None) -> None:
-    """Evaluate once, as the training loop does, and leave the metrics in the events."""
+    """Evaluate once, as the training loop does, and write the metrics to the events."""
     ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
-    emit = (MainReporter(plan) if ranks.rank == 0 else Reporter()).emit
+    reporter = MainReporter(plan) if ranks.rank == 0 else Reporter()
     # There is nothing to save, so the flag is not entered: a signal just ends the rank.
-    build(plan, ranks, checkpoint, emit, StopFlag(), [], Goodput(time.time())).evaluate()
+    stop_flag = StopFlag()
+    goodput = Goodput(time.time())
+    loop = build(plan, ranks, checkpoint, reporter.emit, stop_flag, [], goodput)
+    loop.evaluate()
     stop()
 
 

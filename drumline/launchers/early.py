@@ -1,4 +1,7 @@
-"""Ranks that are there before there is a plan: forks of the launcher, which has imported what they need. No torch at the top."""
+"""Fork ranks off the launcher before there is a plan, after it has imported what ranks need.
+
+Torch is not imported at the top of this module.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,32 @@ THREADS = "OMP_NUM_THREADS"
 
 
 class EarlyRanks:
-    """As many ranks as there will most likely be. Those that nobody began are killed at the end of the `with`.
+    """Ranks that wait for a plan, as many as there will most likely be. At the end of the `with` the ranks that still wait are killed.
 
-    The launcher and its ranks then import torch and transformers once, not each for itself. There are none where a fork would not be
-    safe: beside other threads, or where this process has used torch already; and none where a library that was imported has asked CUDA
-    for its devices: torch's optimizers ask for the current one on a CPU too, and raise in a fork of such a process.
+    So the launcher and its ranks import torch and transformers once, and not each for itself. There are no such ranks if a fork would not
+    be safe: beside other threads, or if this process has used torch already. Nor are there any if an imported library has asked CUDA for
+    its devices: torch's optimizers ask for the current device on a CPU too, and raise in a fork of such a process.
     """
 
     def __init__(self, config: Config) -> None:
-        known = os.environ.get(THREADS)
-        number = default_processes(config, 0 if config.run.device == "cpu" else likely_gpus())
-        self.threads = known or str(max(1, usable_cores() // number))
+        users_threads = os.environ.get(THREADS)
+        gpus = 0
+        if config.run.device != "cpu":
+            gpus = likely_gpus()
+        number = default_processes(config, gpus)
+        self.threads = users_threads or str(max(1, usable_cores() // number))
         self.waiting: list[Early] = []
         if sys.platform != "linux" or threading.active_count() > 1 or "torch" in sys.modules:
             return
-        os.environ[THREADS] = self.threads  # which torch reads as it is imported
+        if config.plain:
+            module = "drumline.train.build"
+        else:
+            module = "drumline.train.preload"
+        # Torch reads the number of threads as it is imported.
+        os.environ[THREADS] = self.threads
         with uncollected():
-            importlib.import_module(
-                "drumline.train.build" if config.plain else "drumline.train.preload"
-            )
-        if known is None:
+            importlib.import_module(module)
+        if users_threads is None:
             del os.environ[THREADS]
         if not _can_forks_use_cuda():
             return
@@ -52,7 +61,7 @@ class EarlyRanks:
         self.end()
 
     def end(self) -> None:
-        """Kill those that still wait."""
+        """Kill the ranks that still wait."""
         for early in self.waiting:
             early.kill()
         for early in self.waiting:
@@ -69,7 +78,10 @@ class EarlyRanks:
         stderr: IO[str],
         **options: Any,
     ) -> Any:
-        """In the place of `usual`, which is Popen: a rank that waits already, unless the plan's ranks have another number of threads."""
+        """Return a rank that waits already, if it has as many threads as the plan's ranks.
+
+        Otherwise start a process by `usual`, which is Popen: this function takes its place.
+        """
         while self.waiting and env[THREADS] == self.threads:
             early = self.waiting.pop(0)
             if early.begin(args, env, stdout.name, stderr.name):
@@ -79,7 +91,7 @@ class EarlyRanks:
 
 
 def _can_forks_use_cuda() -> bool:
-    """Whether torch lets a fork of this process ask CUDA anything, by a fork that looks: it lets none where CUDA was asked before."""
+    """Return whether torch lets a fork of this process use CUDA, by a fork that tries. It does not if this process has used CUDA."""
     from drumline.vendor.torch import is_in_bad_fork
 
     return in_a_fork(lambda: not is_in_bad_fork())

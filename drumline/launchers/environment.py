@@ -1,4 +1,4 @@
-"""The environment of the launcher and of this machine. No torch here."""
+"""Ask and change the environment of this process: its launcher, its machine, its ports. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 
 from drumline.core.process import ProcessId, die_with, process
@@ -18,10 +18,10 @@ from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
 from drumline.launchers.tasks import JOINED, joined
 
-REPORT_SECONDS = 2.0  # for rank 0 to be as far as the others
+REPORT_SECONDS = 2.0  # for rank 0 to come as far as the other ranks
 NVML = "libnvidia-ml.so.1"  # the name that torch opens
 COMMAND_LENGTH = 100  # characters of a command line that are shown
-# What starts a process in the background and may end before it: no launchers.
+# These start a process in the background and may end before it, so they are no launchers.
 SHELLS = {
     "sh",
     "bash",
@@ -43,43 +43,52 @@ SHELLS = {
 
 
 def launched_by() -> str | None:
-    """Who started this process as one rank of several: `torchrun`, `srun`, `mpirun`, or `environment` for any launcher that sets the usual
-    variables."""
+    """Return the program that started this process as one rank of several; None if none did.
+
+    It is `torchrun`, `srun`, `mpirun`, or `environment` for any other launcher that sets the usual variables.
+    """
     if not joined():
         return None
-    return (
-        "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get(JOINED, "environment")
-    )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    return os.environ.get(JOINED, "environment")
 
 
 def first_rank() -> bool:
-    """Whether this process reports for all: rank 0, or alone."""
+    """Return whether this process reports for all: it is rank 0, or alone."""
     return launched_by() is None or os.environ["RANK"] == "0"
 
 
 @contextmanager
 def first_rank_reports() -> Iterator[None]:
-    """Around what ends in the same mistake on all ranks: rank 0 reports it, other ranks exit silently after it, since launchers
-    end all ranks when one goes."""
-    with nullcontext() if first_rank() else redirect_stderr(io.StringIO()):
+    """Within the block, let only rank 0 report a mistake that all ranks meet.
+
+    The other ranks exit silently after rank 0, since launchers end all ranks when one exits.
+    """
+    if first_rank():
+        output: AbstractContextManager[object] = nullcontext()
+    else:
+        output = redirect_stderr(io.StringIO())
+    with output:
         try:
             yield
         except SystemExit:
-            time.sleep(0 if first_rank() else REPORT_SECONDS)
+            # Asked again, because this process may have become a rank meanwhile.
+            if not first_rank():
+                time.sleep(REPORT_SECONDS)
             raise
 
 
 def expandable_segments() -> None:
-    """Have CUDA's allocator grow its segments, unless the user has set it; it is read as CUDA starts, and ranks inherit it.
+    """Have CUDA's allocator grow its segments, unless the user has set an option. CUDA reads it as it starts, and ranks inherit it.
 
-    Not where NVML is missing, as in containers with compute capability alone: torch asks NVML about
-    the device before its first such segment, by a null pointer (c10/cuda/PeerToPeerAccess.cpp).
+    Nothing is set if NVML is missing, as in containers with compute capability alone: torch asks NVML about the device before its first
+    such segment, by a null pointer (c10/cuda/PeerToPeerAccess.cpp).
     """
     is_set = bool(os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
     if not is_set and _loads(NVML):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = (
-            "expandable_segments:True"  # torch 2.11 to 2.13 know this name and the newer
-        )
+        # Torch 2.11 to 2.13 know this name of the variable and the newer one.
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _loads(library: str) -> bool:
@@ -91,76 +100,92 @@ def _loads(library: str) -> bool:
 
 
 def other_rank_runs(command: str) -> bool:
-    """Whether another rank of the launcher runs this `command`: only training takes them all; data are prepared once on each host."""
-    who = {"train": None, "prepare": "LOCAL_RANK"}.get(command, "RANK")
-    return (
-        launched_by() is not None
-        and who is not None
-        and os.environ.get(who, os.environ["RANK"]) != "0"
-    )
+    """Return whether another rank of the launcher runs this `command`.
+
+    All ranks train. Data are prepared once on each host, and any other command runs on rank 0 alone.
+    """
+    if command == "train" or launched_by() is None:
+        return False
+    rank = os.environ["RANK"]
+    if command == "prepare":
+        rank = os.environ.get("LOCAL_RANK", rank)
+    return rank != "0"
 
 
 def die_with_launchers() -> None:
-    """Have this process killed when one of those that launched it dies, however it dies: nobody would look after it any more."""
+    """Kill this process if any launcher above it dies, since nobody would watch over it any more."""
     die_with(launchers())
 
 
 def launchers() -> list[ProcessId]:
-    """The processes above this one that launched it: whoever has its arguments at the end of its own, as torchrun, deepspeed and
-    accelerate have, and as deepspeed has twice; of a rank also its parent, unless that is a shell."""
+    """Return the processes above this one that launched it.
+
+    A launcher has this process's arguments at the end of its own, as torchrun, deepspeed (twice) and accelerate have. The parent of a rank
+    is its launcher as well, unless it is a shell.
+    """
     import psutil
 
-    own = [
-        argument
-        for argument in sys.argv[1:]
-        if not argument.startswith(("--local_rank", "--local-rank"))
-    ]
+    own = []
+    for argument in sys.argv[1:]:
+        if not argument.startswith(("--local_rank", "--local-rank")):
+            own.append(argument)
     found = []
     for above in psutil.Process().parents():
         try:
-            line, name = above.cmdline(), above.name()
-        except psutil.Error:  # somebody else's
+            line = above.cmdline()
+            name = above.name()
+        except psutil.Error:  # another user's process
             continue
-        handed_on = own and line and "python" in Path(line[0]).name and line[-len(own) :] == own
-        started = (
-            launched_by() is not None
-            and above.pid == os.getppid()
-            and above.pid > 1
-            and name.lstrip("-") not in SHELLS
-        )
-        if handed_on or started:
+        if _hands_on(line, own) or _is_starter(above.pid, name):
             found.append(process(above.pid))
     return found
+
+
+def _hands_on(line: list[str], arguments: list[str]) -> bool:
+    """Return whether a command line is Python's and ends with these arguments."""
+    if not arguments or not line:
+        return False
+    return "python" in Path(line[0]).name and line[-len(arguments) :] == arguments
+
+
+def _is_starter(pid: int, name: str) -> bool:
+    """Return whether a process is the parent of this rank, and no shell."""
+    if launched_by() is None or pid != os.getppid() or pid <= 1:
+        return False
+    return name.lstrip("-") not in SHELLS
 
 
 def listen(
     port: int | None, address: str = "127.0.0.1", where: str = "launch.port"
 ) -> socket.socket:
-    """A listening socket on loopback or another `address` of this host, on any free port when `port` is None. It is taken from now on, so
-    that nobody can come in between.
+    """Return a listening socket on loopback or another `address` of this host; on any free port if `port` is None.
 
-    Raises EnvironmentFault that names the process that has a taken port.
+    The port is taken from now on, so that no other process can take it meanwhile. Raises EnvironmentFault that names the process that
+    has a taken port.
     """
+    if ":" in address:
+        family = socket.AF_INET6
+    else:
+        family = socket.AF_INET
     try:
-        return socket.create_server(
-            (address, port or 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
-        )
+        return socket.create_server((address, port or 0), family=family)
     except OSError as error:
-        reason = (
-            f"is held by {port_holder(port)}"
-            if port and port_holder(port)
-            else f"cannot be had: {error.strerror}"
-        )
-        fix = (
-            "end it, or leave launch.port out"
-            if where == "launch.port"
-            else "end it, or name another port"
-        )
+        holder = None
+        if port:
+            holder = port_holder(port)
+        if holder:
+            reason = f"is held by {holder}"
+        else:
+            reason = f"cannot be had: {error.strerror}"
+        if where == "launch.port":
+            fix = "end it, or leave launch.port out"
+        else:
+            fix = "end it, or name another port"
         raise EnvironmentFault(f"port {port} {reason}", where=where, fix=fix) from None
 
 
 def port_holder(port: int) -> str | None:
-    """`pid 123 (python -m http.server)`: the process that listens on a port; None where there is none, or we may not know."""
+    """Return the process that listens on a port, as `pid 123 (python -m http.server)`; None if there is none, or we may not know."""
     import psutil
 
     try:
@@ -168,15 +193,20 @@ def port_holder(port: int) -> str | None:
     except psutil.AccessDenied:  # macOS answers only root
         return None
     for connection in connections:
-        if (
-            connection.laddr
-            and connection.laddr.port == port
-            and connection.status == psutil.CONN_LISTEN
-            and connection.pid
-        ):
-            try:
-                command = shlex.join(psutil.Process(connection.pid).cmdline())
-            except psutil.Error:
-                return f"pid {connection.pid}"
-            return f"pid {connection.pid} ({redact(' '.join(command.split())[:COMMAND_LENGTH])})"
+        if connection.status != psutil.CONN_LISTEN or not connection.pid:
+            continue
+        if connection.laddr and connection.laddr.port == port:
+            return _process_name(connection.pid)
     return None
+
+
+def _process_name(pid: int) -> str:
+    """Return a process as `pid 123 (python -m http.server)`, without secrets; without its command if that is not known."""
+    import psutil
+
+    try:
+        command = shlex.join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return f"pid {pid}"
+    line = " ".join(command.split())
+    return f"pid {pid} ({redact(line[:COMMAND_LENGTH])})"

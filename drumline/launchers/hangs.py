@@ -1,4 +1,4 @@
-"""Who hangs, who waits for whom, and what is reported of it."""
+"""Decide which rank causes a hang, which ranks wait for it, and what is reported about it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ from typing import Any
 from drumline.core.redact import plain
 from drumline.telemetry.flight import LEFT_OUT, Entry, blame, describe, first_difference
 
-FRAMES, MOST_LINES = 6, 16
+MAX_FRAMES = 6  # of each thread in a report
+MAX_STACK_LINES = 16
+MAX_WAITING_RANKS = 8
+MAX_SAMPLE_IDS = 16
 STEP_PHASES = ("data", "forward", "backward", "collective", "optimizer")
 # A thread whose innermost function is one of these has nothing to do.
 IDLE = re.compile(
     r'"[^"]*(concurrent/futures/thread|multiprocessing/\w+|selectors|tqdm/_monitor|core/heartbeat)\.py"'
 )
+# Gloo ends a rank by SIGABRT with these words when a message of another rank has an unexpected size.
+GLOO_SIZE_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank of a hang: `state` and `sleeps_in` as watch.state_of has them; `stacks` as faulthandler writes them; `collectives`,
-    `samples`: its answers, None where it gave none; `elsewhere`: a rank of another host, no further than this one, is at work."""
+    """What the watcher knows of one rank when the run hangs.
+
+    `state` and `sleeps_in` are the results of `watch.state_of`, and `stacks` is the text of faulthandler.
+    `collectives` and `samples` are the rank's own answers; None if it did not answer.
+    """
 
     rank: int
     phase: str
-    step: int  # done before; -1 before the first
+    step: int  # the last finished one; -1 before the first
     seconds: float  # since its last beat
     limit: float
     state: str = "S"
@@ -36,43 +44,54 @@ class Seen:
     position: int = 0
     collectives: list[Entry] | None = None
     samples: list[int] | None = None
-    elsewhere: bool = False
+    elsewhere: bool = False  # a rank of another host, no further than this one, is at work
     begun: bool = True  # it is past its imports
 
     @property
     def waiting(self) -> Entry | None:
-        """The oldest collective that it has begun and that has not ended."""
-        return next((entry for entry in self.collectives or () if entry["waits"]), None)
+        """The oldest collective that this rank has begun and that has not ended."""
+        for entry in self.collectives or ():
+            if entry["waits"]:
+                return entry
+        return None
 
 
 @dataclass(frozen=True)
 class Hang:
-    """`culprit`: its rank; None where all of this host wait for others. `why`: in words. `seen`: all ranks of this host. `sure`:
-    it is none that only waits for another host."""
+    """A hang of the ranks of one host, and who causes it."""
 
-    culprit: int | None
+    culprit: int | None  # its rank; None if all ranks of this host wait for other hosts
     ranks: tuple[int, ...]  # all culprits
-    why: str
-    seen: tuple[Seen, ...]
-    sure: bool = True
+    why: str  # a sentence for the report
+    seen: tuple[Seen, ...]  # all ranks of this host
+    sure: bool = True  # False if the ranks may only be waiting for another host
 
     @property
     def of(self) -> Seen:
-        """The culprit, else the first that waits."""
-        return next((s for s in self.seen if s.rank == self.culprit), self.seen[0])
+        """The culprit, or the first rank of this host if the culprit is on another host."""
+        for each in self.seen:
+            if each.rank == self.culprit:
+                return each
+        return self.seen[0]
 
     @property
     def message(self) -> str:
+        culprit = self.of
         if self.culprit is None:
-            # As gloo's and NCCL's own errors: one of another host is to blame.
-            return f"Timed out waiting in {self.of.phase} for ranks of other hosts, after {self.of.seconds:.0f} s"
-        place = f"at step {self.of.step + 1}" if self.of.step >= 0 else "before the first step"
-        return f"hangs in {self.of.phase} {place}, for {self.of.seconds:.0f} s (limit {self.of.limit:.0f} s): {self.why}"
+            # Worded like the errors of gloo and NCCL, so that a rank of another host is blamed.
+            return f"Timed out waiting in {culprit.phase} for ranks of other hosts, after {culprit.seconds:.0f} s"
+        if culprit.step >= 0:
+            place = f"at step {culprit.step + 1}"
+        else:
+            place = "before the first step"
+        duration = f"for {culprit.seconds:.0f} s (limit {culprit.limit:.0f} s)"
+        return f"hangs in {culprit.phase} {place}, {duration}: {self.why}"
 
     def samples(self) -> list[int] | None:
-        """Return the samples of the culprit's step; None where no rank could give them.
+        """Return the samples of the culprit's step; None if no rank could give them.
 
-        A rank that is suspended cannot. Another one's are not of that step if it has begun the next.
+        A suspended culprit cannot answer. Another rank's samples are of the same step only if that rank stands at
+        the same position.
         """
         for each in self.seen:
             if each.samples and each.position == self.of.position:
@@ -80,174 +99,247 @@ class Hang:
         return None
 
     def waits(self) -> list[str]:
-        """A line for each rank that waits."""
+        """Return a line for each rank that waits."""
         lines = []
         for each in self.seen:
-            if each.rank not in self.ranks:
-                entry = each.waiting
-                lines.append(
-                    f"rank {each.rank} waits in {describe(entry) if entry else each.phase}"
-                )
+            if each.rank in self.ranks:
+                continue
+            entry = each.waiting
+            if entry is None:
+                place = each.phase
+            else:
+                place = describe(entry)
+            lines.append(f"rank {each.rank} waits in {place}")
         return lines
 
     def text(self) -> str:
-        """Who waits, then the culprit's stack, in few lines."""
-        lines = [*self.waits()[:8]]
-        if self.of.phase in STEP_PHASES and self.of.step >= 0:
-            known = self.samples()
-            named = (
-                f": {', '.join(map(str, known[:16]))}{' …' * (len(known) > 16)}" if known else ""
-            )
-            lines.append(f"samples of the step, from position {self.of.position} on{named}")
-        if stack := main_lines(self.of.stacks):
-            lines += [f"stack of rank {self.of.rank}, innermost first:", *stack]
+        """Return a few lines: who waits, the samples of the step, and the culprit's stack."""
+        culprit = self.of
+        lines = self.waits()[:MAX_WAITING_RANKS]
+        if culprit.phase in STEP_PHASES and culprit.step >= 0:
+            names = _sample_names(self.samples())
+            lines.append(f"samples of the step, from position {culprit.position} on{names}")
+        stack = main_lines(culprit.stacks)
+        if stack:
+            lines.append(f"stack of rank {culprit.rank}, innermost first:")
+            lines += stack
         return "\n".join(lines)
 
     def error(self) -> dict[str, Any]:
-        """As `train.failure` notes an error, with what else the launcher needs."""
-        of, entry = self.of, next((s.waiting for s in self.seen if s.waiting), None)
-        known = self.samples()
+        """Return an error in the form of `train.failure`, with the event and the stacks that the launcher writes."""
+        culprit = self.of
         event = {
-            "step": of.step,
-            "rank": of.rank,
+            "step": culprit.step,
+            "rank": culprit.rank,
             "ranks": list(self.ranks),
-            "phase": of.phase,
-            "seconds": round(of.seconds, 3),
-            "limit": of.limit,
+            "phase": culprit.phase,
+            "seconds": round(culprit.seconds, 3),
+            "limit": culprit.limit,
             "why": self.why,
             "waits": self.waits(),
-            "collective": describe(entry) if entry else None,
-            "position": of.position,
-            "sample_ids": known if of.phase in STEP_PHASES else None,
-            "stack": main_lines(of.stacks),
+            "collective": self._collective(),
+            "position": culprit.position,
+            "sample_ids": None,
+            "stack": main_lines(culprit.stacks),
         }
-        stacks = {str(each.rank): each.stacks for each in self.seen if each.stacks}
-        noted = {
-            "message": self.message,
-            "traceback": self.text(),
-            "time": time.time(),
-            "exit_code": 1,
-        }
-        return {**noted, "hang": plain(event), "stacks": plain(stacks)}
+        if culprit.phase in STEP_PHASES:
+            event["sample_ids"] = self.samples()
+        stacks = {}
+        for each in self.seen:
+            if each.stacks:
+                stacks[str(each.rank)] = each.stacks
+        error = _error(self.message, self.text())
+        error["hang"] = plain(event)
+        error["stacks"] = plain(stacks)
+        return error
+
+    def _collective(self) -> str | None:
+        """Describe the collective that the first waiting rank waits in."""
+        for each in self.seen:
+            entry = each.waiting
+            if entry is not None:
+                return describe(entry)
+        return None
+
+
+def _sample_names(samples: list[int] | None) -> str:
+    if not samples:
+        return ""
+    names = ", ".join(map(str, samples[:MAX_SAMPLE_IDS]))
+    if len(samples) > MAX_SAMPLE_IDS:
+        return f": {names} …"
+    return f": {names}"
+
+
+def _error(message: str, traceback: str) -> dict[str, Any]:
+    """Return an error in the form of `train.failure`."""
+    return {"message": message, "traceback": traceback, "time": time.time(), "exit_code": 1}
 
 
 def main_lines(stacks: str) -> list[str]:
-    """Of what faulthandler wrote the innermost frames of the main thread, which it writes last, and before them those of threads that
-    are at work."""
-    threads = [part.splitlines() for part in stacks.strip().split("\n\n") if part.strip()]
-    shown = [
-        thread for thread in threads[:-1] if len(thread) > 1 and not IDLE.search(thread[1])
-    ] + threads[-1:]
-    lines = [line.strip() for thread in reversed(shown) for line in [*thread[1 : FRAMES + 1], ""]]
-    return lines[:MOST_LINES] if len(shown) > 1 else [line for line in lines if line]
+    """Return the innermost frames of the main thread, then those of other threads that are at work.
+
+    `stacks` is the text of faulthandler, which writes the main thread last.
+    """
+    threads = []
+    for part in stacks.strip().split("\n\n"):
+        if part.strip():
+            threads.append(part.splitlines())
+    main = threads[-1:]
+    working = []
+    for thread in threads[:-1]:
+        # The first line names the thread, the second is its innermost frame.
+        if len(thread) > 1 and not IDLE.search(thread[1]):
+            working.append(thread)
+    if not working:
+        return _innermost(main[0]) if main else []
+    lines: list[str] = []
+    for thread in main + working[::-1]:
+        frames = thread[1 : MAX_FRAMES + 1]
+        lines += [line.strip() for line in frames]
+        lines.append("")
+    return lines[:MAX_STACK_LINES]
+
+
+def _innermost(thread: list[str]) -> list[str]:
+    """Return the innermost frames of one thread, without empty lines."""
+    frames = [line.strip() for line in thread[1 : MAX_FRAMES + 1]]
+    return [line for line in frames if line]
 
 
 def name_hang(seen: list[Seen], elsewhere: bool) -> Hang:
-    """Who of these ranks is to blame. `elsewhere`: there are ranks on other hosts."""
-    known = {each.rank: each.collectives for each in seen if each.collectives is not None}
-    suspended = [each for each in seen if each.state == "T"]
-    asleep = [each for each in seen if each.state == "D"]
-    different = first_difference(known)
-    missing = _missing(seen)
-    sure = True
-    if (
-        different is None
-        and (placed := first_difference(known, lines=True))
-        and (not missing or LEFT_OUT in blame(placed, known)[1])
-    ):
-        different = placed  # ranks may begin the same ones at other lines, so this counts only where nothing else explains it
-    unborn = [each for each in seen if not each.begun]
-    if unborn:
-        blamed, why = unborn, "it has not come to its first line: it is still importing"
-    elif suspended:
-        blamed, why = suspended, "it is suspended (SIGSTOP)"
-    elif asleep:
-        place = asleep[0].sleeps_in
-        blamed = asleep
-        why = f"it sleeps in the kernel{f' ({place})' * bool(place)}, state D: it waits for a disk or a driver, and cannot be killed"
-    elif different is not None:
-        ranks, why = blame(different, known)
-        blamed = [each for each in seen if each.rank in ranks]
-    elif missing:
-        blamed, why = missing, _why_missing(missing, seen)
-    elif elsewhere and all(each.waiting for each in seen):
+    """Return which of these ranks cause the hang, and why.
+
+    `seen` are all ranks of this host. `elsewhere` says that there are ranks on other hosts.
+    """
+    blamed, why = _stopped(seen)
+    if not blamed:
+        blamed, why = _blame_by_collectives(seen)
+    if blamed:
+        return _hang(blamed, why, seen, sure=True)
+    if elsewhere and all(each.waiting for each in seen):
         return Hang(None, (), "all ranks of this host wait for others", tuple(seen), sure=False)
+    return _blame_slowest(seen, elsewhere)
+
+
+def _hang(blamed: list[Seen], why: str, seen: list[Seen], sure: bool) -> Hang:
+    ranks = tuple(each.rank for each in blamed)
+    return Hang(ranks[0], ranks, why, tuple(seen), sure)
+
+
+def _stopped(seen: list[Seen]) -> tuple[list[Seen], str]:
+    """Return the ranks that cannot run at all, and why; no ranks if all of them can."""
+    not_started = [each for each in seen if not each.begun]
+    if not_started:
+        return not_started, "it has not come to its first line: it is still importing"
+    suspended = [each for each in seen if each.state == "T"]
+    if suspended:
+        return suspended, "it is suspended (SIGSTOP)"
+    asleep = [each for each in seen if each.state == "D"]
+    if asleep:
+        place = ""
+        if asleep[0].sleeps_in:
+            place = f" ({asleep[0].sleeps_in})"
+        why = f"it sleeps in the kernel{place}, state D: it waits for a disk or a driver, and cannot be killed"
+        return asleep, why
+    return [], ""
+
+
+def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
+    """Return the ranks whose collectives differ from the others', and why; no ranks if none differ."""
+    collectives = {each.rank: each.collectives for each in seen if each.collectives is not None}
+    different = first_difference(collectives)
+    missing = _missing(seen)
+    if different is None:
+        # Ranks may begin the same collectives at different lines of code, so a difference in lines counts only
+        # if nothing else explains the hang.
+        by_line = first_difference(collectives, lines=True)
+        if by_line and (not missing or LEFT_OUT in blame(by_line, collectives)[1]):
+            different = by_line
+    if different is not None:
+        ranks, why = blame(different, collectives)
+        return [each for each in seen if each.rank in ranks], why
+    if missing:
+        return missing, _why_missing(missing, seen)
+    return [], ""
+
+
+def _blame_slowest(seen: list[Seen], elsewhere: bool) -> Hang:
+    """Blame the ranks with the fewest steps, of those the ones that do not wait in a collective."""
+    # A rank without an answer may have had no core to answer with. Without entries it is not known what a rank
+    # waits for.
+    sure = not elsewhere or any(each.collectives and not each.waiting for each in seen)
+    first_step = min(each.step for each in seen)
+    slowest = [each for each in seen if each.step == first_step]
+    blamed = [each for each in slowest if not each.waiting] or slowest
+    if len(seen) > 1:
+        why = "it has not moved on"
     else:
-        # One that gave no answer may have had no core to give it; without entries nothing is known of what it waits for.
-        sure = not elsewhere or any(each.collectives and not each.waiting for each in seen)
-        first = min(each.step for each in seen)
-        blamed = [each for each in seen if each.step == first and not each.waiting] or [
-            each for each in seen if each.step == first
-        ]
-        why = "it has not moved on" if len(seen) > 1 else "it does not move on"
-    return Hang(blamed[0].rank, tuple(each.rank for each in blamed), why, tuple(seen), sure)
+        why = "it does not move on"
+    return _hang(blamed, why, seen, sure)
 
 
 def _missing(seen: list[Seen]) -> list[Seen]:
-    """The ranks that have not come to a collective which another one waits in."""
-    for waits in seen:
-        entry = waits.waiting
+    """Return the ranks that have not come to a collective in which another rank waits."""
+    for rank in seen:
+        entry = rank.waiting
         if entry is None:
             continue
-        behind = [
-            each
-            for each in seen
-            if each is not waits and _newest(each, entry["group"]) < entry["number"]
-        ]
-        # A rank that was never seen in the group may not be of it.
-        if behind := [
-            each
-            for each in behind
-            if each.collectives is None or _newest(each, entry["group"]) >= 0 or len(seen) == 2
-        ]:
+        behind = []
+        for each in seen:
+            newest = _newest(each, entry["group"])
+            # A rank that was never seen in the group may not be a member of it.
+            may_be_member = each.collectives is None or newest >= 0 or len(seen) == 2
+            if each is not rank and newest < entry["number"] and may_be_member:
+                behind.append(each)
+        if behind:
             return behind
     return []
 
 
-def _newest(of: Seen, group: str) -> int:
-    return max(
-        (entry["number"] for entry in of.collectives or () if entry["group"] == group), default=-1
-    )
+def _newest(seen: Seen, group: str) -> int:
+    """Return the number of the newest collective that a rank has begun in a group; -1 if there is none."""
+    newest = -1
+    for entry in seen.collectives or ():
+        if entry["group"] == group:
+            newest = max(newest, entry["number"])
+    return newest
 
 
 def _why_missing(missing: list[Seen], seen: list[Seen]) -> str:
     entry = next(each.waiting for each in seen if each.waiting)
-    silent = all(each.collectives is None for each in missing)
-    where = (
-        "and does not answer: it is in code that holds Python's lock"
-        if silent
-        else "that the others wait in"
-    )
-    return f"it has not come to the {entry['op']} {where}"
+    is_silent = all(each.collectives is None for each in missing)
+    if is_silent:
+        rest = "and does not answer: it is in code that holds Python's lock"
+    else:
+        rest = "that the others wait in"
+    return f"it has not come to the {entry['op']} {rest}"
 
 
 def aborted(log: Path) -> dict[str, Any] | None:
-    """What ended a rank by SIGABRT, as `Hang.error` has it: gloo does so where another rank's message has not the size that it expects.
-    None for anything else."""
+    """Return the error of a rank that gloo ended by SIGABRT, in the form of `Hang.error`; None for any other end.
+
+    Gloo aborts if a message of another rank has not the expected size. `log` is the rank's standard error.
+    """
     try:
         text = log.read_text(errors="replace")
     except OSError:
         return None
-    found = re.search(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)", text)
-    if found is None:
+    sizes = GLOO_SIZE_MISMATCH.search(text)
+    if sizes is None:
         return None
-    stack = main_lines(
-        text.partition("Fatal Python error")[2]
-        .partition("\n\n")[2]
-        .partition("\n\nExtension modules")[0]
-    )
-    message = f"the ranks begin different collectives: {found[1]} bytes came where this one waits for {found[2]}; see its stack and theirs"
-    noted = {
-        "message": message,
-        "traceback": "\n".join(["innermost first:", *stack]),
-        "time": time.time(),
-        "exit_code": 1,
-    }
-    return dict(plain(noted))
+    _, _, after_error = text.partition("Fatal Python error")
+    _, _, threads = after_error.partition("\n\n")
+    stacks, _, _ = threads.partition("\n\nExtension modules")
+    message = f"the ranks begin different collectives: {sizes[1]} bytes came where this one waits for {sizes[2]}; see its stack and theirs"
+    traceback = "\n".join(["innermost first:", *main_lines(stacks)])
+    return dict(plain(_error(message, traceback)))
 
 
 def write_stacks(logs: Path, stacks: Mapping[str, str]) -> None:
-    """Append each rank's stacks to its log, where the log is on this host."""
-    for rank, text in stacks.items() if logs.is_dir() else ():
+    """Append each rank's stacks to its log, if the folder `logs` is on this host."""
+    if not logs.is_dir():
+        return
+    for rank, text in stacks.items():
         with (logs / f"rank-{rank}.log").open("a", errors="replace") as file:
             file.write(f"\nstacks of rank {rank} when the run hung, innermost first:\n{text}\n")

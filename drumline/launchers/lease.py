@@ -1,8 +1,10 @@
-"""The lease of a run folder: one launcher at a time writes into it, on this host or any other that shares the folder.
+"""Keep the lease of a run folder: one launcher at a time writes into it, on this host or any other that shares the folder.
 
-`run.lock` is a line of JSON with its holder, and a counter that its holder raises every two seconds. It appears whole by a hard
-link, and a dead one is taken away by a rename, so that network file systems can keep it, too (not tried on one; there is no flock). Whether
-a holder lives is seen of its process where that can be seen, else of its counter: never of the files' times, since clocks differ and jump.
+- `run.lock` is a line of JSON with its holder, and a counter that its holder raises every two seconds.
+- It appears whole by a hard link, and the lease of a dead holder is removed by a rename, so that network file systems can keep it, too (not
+  tried on one; there is no flock).
+- Whether a holder lives is seen from its process, or else from its counter. The times of files are never used, since clocks differ and
+  jump.
 """
 
 from __future__ import annotations
@@ -27,20 +29,19 @@ from drumline.errors import EnvironmentFault
 from drumline.foreign import disk_errors
 
 NAME = "run.lock"
-STOP = f"{NAME}.stop"  # beside it: the token of the lease whose holder shall stop
+STOP = f"{NAME}.stop"  # a file beside it: the token of the lease whose holder shall stop
 RENEW_SECONDS = 2.0
-PATIENCE_SECONDS = (
-    8.0  # a counter that stands still for so long, by the reader's own clock, is a dead holder's
-)
+# A holder is dead if its counter stands still for so long, by the reader's own clock.
+PATIENCE_SECONDS = 8.0
 LOOK_SECONDS = 0.5
 LONGEST = 8192  # bytes; no lease is longer
 
 
 class Lease:
-    """Holds the run folder while it is entered, and makes it where it is not there.
+    """Holds the run folder while it is entered, and makes the folder if it does not exist.
 
-    `__enter__` raises EnvironmentFault where somebody else has it, or it cannot be written to. A holder that finds its lease in other
-    hands (it was suspended, or cut off from the disk) ends its process on the spot, and with it the ranks: the folder is no longer its own.
+    `__enter__` raises EnvironmentFault if another process holds the folder, or if it cannot be written to. A holder that finds its lease in
+    other hands (it was suspended, or cut off from the disk) exits immediately, and with it the ranks: the folder is no longer its own.
     """
 
     def __init__(
@@ -50,10 +51,16 @@ class Lease:
         after: str | None = None,
         frozen: tuple[str | None, float] = (None, 0.0),
     ) -> None:
-        """`at`: where the holder listens to agents of other hosts. `after`: the token of the only lease that may be followed, once its
-        holder is dead; not where that has given it back. `frozen`: a text of the file, and since when (seconds of this host's monotonic
-        clock) a process of this host has seen no other there; None: nobody has looked."""
-        self.run_dir, self.path, self.after, self.frozen = run_dir, run_dir / NAME, after, frozen
+        """`at` is where the holder listens to agents of other hosts.
+
+        `after` is the token of the only lease that may be followed: once its holder is dead, and not if the holder has given it back.
+        `frozen` is a text of the file, and since when (seconds of this host's monotonic clock) a process of this host has seen no other
+        text there. Its text is None if no process has looked.
+        """
+        self.run_dir = run_dir
+        self.path = run_dir / NAME
+        self.after = after
+        self.frozen = frozen
         self.token = secrets.token_hex(8)
         owner = {
             "token": self.token,
@@ -62,8 +69,9 @@ class Lease:
             "at": at,
         }
         self._head = json.dumps(owner).encode() + b"\n"
-        self._count, self._ended = 0, threading.Event()
-        self._made = False
+        self._count = 0
+        self._ended = threading.Event()
+        self._made = False  # the folder did not exist before
 
     def __enter__(self) -> Self:
         self._made = not self.run_dir.exists()
@@ -76,11 +84,11 @@ class Lease:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if self.after is not None:
                 self._wait_for_the_other()
-            followed = False
+            has_followed = False
             while not create_whole(self.path, self._text()):
                 self._wait_for_the_other()
-                followed = True
-            if followed:
+                has_followed = True
+            if has_followed:
                 self._confirm()
         self._thread = threading.Thread(target=self._keep, daemon=True, name="drumline-lease")
         self._thread.start()
@@ -88,16 +96,22 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(PATIENCE_SECONDS)  # no longer, where the disk does not answer
-        with suppress(OSError):  # what cannot be removed is a dead process's soon
+        # No longer than that, since the disk may not answer.
+        self._thread.join(PATIENCE_SECONDS)
+        # A lease that cannot be removed is soon the one of a dead process.
+        with suppress(OSError):
             if _token(_read(self.path) or b"") == self.token:
                 self.path.unlink()
             if self._made:
-                self.run_dir.rmdir()  # where nothing came into it
+                # This fails if something is in the folder.
+                self.run_dir.rmdir()
 
     def _confirm(self) -> None:
-        """Of several that wait for one dead holder, one may move the lease of the next aside for a moment, in which a third makes its own.
-        Raises EnvironmentFault where that has happened to ours."""
+        """Raise EnvironmentFault if another process has this lease's place.
+
+        If several processes wait for one dead holder, one of them may move the lease of the next aside for a moment, and a third may make
+        its own lease in that moment.
+        """
         time.sleep(LOOK_SECONDS)
         seen = _read(self.path)
         if seen is not None and _token(seen) != self.token:
@@ -107,39 +121,45 @@ class Lease:
         return self._head + b"%020d\n" % self._count
 
     def _wait_for_the_other(self) -> None:
-        """Come back when the file that is there is gone, by its holder's hand or, if that is dead, by ours. Raises EnvironmentFault."""
+        """Wait until the present lease is gone: its holder gives it back, or this process removes the lease of a dead holder.
+
+        Raises EnvironmentFault if the holder lives.
+        """
         seen = self._look()
         if seen is None:
             return
         holder = _holder(seen)
-        alive = holder and holder.alive()
-        if alive is None:
+        is_alive = holder and holder.alive()
+        if is_alive is None:
+            # It can be seen only from the counter whether the holder lives.
             say(
                 f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s"
             )
-            until = (
-                self.frozen[1]
-                if seen.decode(errors="replace") == self.frozen[0]
-                else time.monotonic()
-            ) + PATIENCE_SECONDS
-            while not alive and time.monotonic() < until:
+            until = self._stands_since(seen) + PATIENCE_SECONDS
+            while not is_alive and time.monotonic() < until:
                 time.sleep(LOOK_SECONDS)
                 now = self._look()
                 if now is None:
                     return
-                alive = now != seen
-        if alive:
+                is_alive = now != seen
+        if is_alive:
             raise self._in_use(seen)
         self._take_away(seen)
 
+    def _stands_since(self, seen: bytes) -> float:
+        """Return since when (monotonic seconds) the file has had this content, as far as this host knows."""
+        text, since = self.frozen
+        if seen.decode(errors="replace") == text:
+            return since
+        return time.monotonic()
+
     def _in_use(self, seen: bytes) -> EnvironmentFault:
+        what = f"the run folder is in use by {_holder_text(seen)}"
         fix = "wait for that run's end or stop it, or choose another folder with run.dir=…"
-        return EnvironmentFault(
-            f"the run folder is in use by {_holder_text(seen)}", where=str(self.run_dir), fix=fix
-        )
+        return EnvironmentFault(what, where=str(self.run_dir), fix=fix)
 
     def _look(self) -> bytes | None:
-        """What is in the file. Raises EnvironmentFault where that is not the lease that this one may follow."""
+        """Return the content of the file. Raises EnvironmentFault if it is not the lease that this one may follow."""
         seen = _read(self.path)
         if self.after not in (None, _token(seen or b"")):
             raise EnvironmentFault(
@@ -148,9 +168,9 @@ class Lease:
         return seen
 
     def _take_away(self, dead: bytes) -> None:
-        """Remove the file with these contents. One that somebody has put there since comes back."""
+        """Remove the file with these contents. A file that another process has put there since is put back."""
         aside = self.path.with_name(f"{NAME}.{self.token}")
-        with suppress(FileNotFoundError):  # somebody else took it away
+        with suppress(FileNotFoundError):  # another process has removed it
             self.path.rename(aside)
             if aside.read_bytes() != dead:
                 with suppress(FileExistsError):
@@ -159,14 +179,16 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            with suppress(
-                OSError, EnvironmentFault
-            ):  # a full disk, a host that does not answer: tried again in two seconds
+            # After an error, as of a full disk or a host that does not answer, it is tried again in two seconds.
+            with suppress(OSError, EnvironmentFault):
                 self._renew()
                 self._stop_if_requested()
 
     def _renew(self) -> None:
-        """Raise the counter, in the file that was found to be ours: no new file, so a full disk does not end the lease."""
+        """Raise the counter. The file is changed in place, so that a full disk does not end the lease.
+
+        Exits immediately if another process has the lease.
+        """
         self._count += 1
         try:
             with self.path.open("r+b", buffering=0) as file:
@@ -177,14 +199,15 @@ class Lease:
                     return
         except FileNotFoundError:
             if not self._ended.is_set():
-                create_whole(self.path, self._text())  # somebody removed it
+                # Somebody has removed the file.
+                create_whole(self.path, self._text())
             return
         lost = f"the run folder was taken over by {_holder_text(there)} — this run ends here"
         say(f"\nerror: {self.run_dir}: {lost}")
         os._exit(1)
 
     def _stop_if_requested(self) -> None:
-        """As by a signal to this process: its ranks, or this rank with the rest, save."""
+        """Signal this process if its stop was requested: its ranks, or this rank with the rest, save."""
         if _read(self.run_dir / STOP) == self.token.encode():
             (self.run_dir / STOP).unlink()
             os.kill(os.getpid(), signal.SIGTERM)
@@ -192,30 +215,38 @@ class Lease:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a run folder. `alive`: None where only its counter, which it raises, can show that."""
+    """The process that holds a run folder."""
 
     token: str
     host: str
     pid: int
     since: str
-    count: bytes
-    alive: bool | None
+    count: bytes  # the text of the lease, which changes with its counter
+    alive: bool | None  # None if only the counter can show it
 
 
 def holder(run_dir: Path) -> Holder | None:
-    """Who has a run folder by its lease, alive or dead; None where nobody has."""
+    """Return the holder of a run folder by its lease, alive or dead; None if there is none."""
     seen = _read(run_dir / NAME)
     process = seen and _holder(seen)
     if not seen or not process:
         return None
     fields = _fields(seen)
-    token, since = str(fields.get("token")), str(fields.get("since"))[:30]
+    token = str(fields.get("token"))
+    since = str(fields.get("since"))[:30]
     return Holder(token, process.host[:100], process.pid, since, seen, process.alive())
 
 
 def holders(run_dirs: Sequence[Path]) -> dict[Path, Holder]:
-    """Those of run folders, by folder, each known to be alive or dead: that takes some seconds where one is on another host."""
-    found = {folder: one for folder in run_dirs if (one := holder(folder)) is not None}
+    """Return the holder of each run folder that has one, known to be alive or dead.
+
+    That takes some seconds if one is on another host.
+    """
+    found = {}
+    for folder in run_dirs:
+        one = holder(folder)
+        if one is not None:
+            found[folder] = one
     if any(one.alive is None for one in found.values()):
         time.sleep(2 * RENEW_SECONDS)
     for folder, one in found.items():
@@ -226,7 +257,7 @@ def holders(run_dirs: Sequence[Path]) -> dict[Path, Holder]:
 
 
 def request_stop(run_dir: Path, token: str) -> None:
-    """Have the holder of a run folder stop as by SIGTERM, on whichever host it is. Raises EnvironmentFault."""
+    """Have the holder of a run folder stop as by SIGTERM, on any host. Raises EnvironmentFault if that cannot be written."""
     with disk_errors(
         "cannot be written", str(run_dir / STOP), EnvironmentFault, "stop it as its owner"
     ):
@@ -235,8 +266,12 @@ def request_stop(run_dir: Path, token: str) -> None:
 
 @contextmanager
 def guarded(run_dir: Path) -> Iterator[None]:
-    """Within, this rank ends when the run folder comes into other hands: its launcher may be suspended, and cannot end it."""
-    own, ended = None, threading.Event()
+    """Within the block, end this rank when another launcher takes the run folder over.
+
+    The rank's own launcher may be suspended, and cannot end it.
+    """
+    own = None
+    ended = threading.Event()
     with suppress(OSError, EnvironmentFault):
         own = token_of(run_dir)
 
@@ -249,7 +284,8 @@ def guarded(run_dir: Path) -> Iterator[None]:
                     )
                     os._exit(1)
 
-    if own is not None:  # else nobody looks after the folder, as in a trial
+    # Without a token no launcher holds the folder, as in a trial.
+    if own is not None:
         threading.Thread(target=look, daemon=True, name="drumline-guard").start()
     try:
         yield
@@ -258,10 +294,10 @@ def guarded(run_dir: Path) -> Iterator[None]:
 
 
 def has_lease(token: str, run_dir: Path, seconds: float) -> bool:
-    """Whether the lease with this token is in `run_dir`, or appears there within `seconds`."""
+    """Return whether the lease with this token is in `run_dir`, or appears there within `seconds`."""
     until = time.monotonic() + seconds
     while True:
-        with suppress(OSError, EnvironmentFault):  # such as a folder that is not there
+        with suppress(OSError, EnvironmentFault):  # such as a missing folder
             if _token(_read(run_dir / NAME) or b"") == token:
                 return True
         if time.monotonic() >= until:
@@ -270,17 +306,17 @@ def has_lease(token: str, run_dir: Path, seconds: float) -> bool:
 
 
 def token_of(run_dir: Path) -> str | None:
-    """The token of the lease that is in a run folder."""
+    """Return the token of the lease in a run folder; None if there is none."""
     return _token(_read(run_dir / NAME) or b"")
 
 
 def text_of(run_dir: Path) -> str:
-    """What is in the file; empty where there is none. Raises OSError, and EnvironmentFault for what is no file."""
+    """Return the text of the lease in a run folder; empty if there is none. Raises OSError, and EnvironmentFault for what is no file."""
     return (_read(run_dir / NAME) or b"").decode(errors="replace")
 
 
 def place_of(run_dir: Path) -> tuple[str, int] | None:
-    """Where the holder of a run folder listens to agents of other hosts, if it does."""
+    """Return where the holder of a run folder listens to agents of other hosts; None if it does not."""
     match _fields(_read(run_dir / NAME) or b"").get("at"):
         case [str(address), int(port)]:
             return address, port
@@ -288,7 +324,7 @@ def place_of(run_dir: Path) -> tuple[str, int] | None:
 
 
 def _read(path: Path) -> bytes | None:
-    """The file's bytes, None where there is none. Raises EnvironmentFault for what is no file."""
+    """Return the bytes of a file; None if it does not exist. Raises EnvironmentFault for what is no file."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise EnvironmentFault(
@@ -303,26 +339,31 @@ def _read(path: Path) -> bytes | None:
 
 
 def _fields(text: bytes) -> dict[str, Any]:
-    """The fields of a lease; empty for anything else."""
+    """Return the fields of a lease; empty for any other text."""
     try:
         fields = json.loads(text.split(b"\n")[0])
     except (ValueError, RecursionError):
         return {}
-    return fields if isinstance(fields, dict) else {}
+    if isinstance(fields, dict):
+        return fields
+    return {}
 
 
 def _token(text: bytes) -> str | None:
     token = _fields(text).get("token")
-    return token if isinstance(token, str) else None
+    if isinstance(token, str):
+        return token
+    return None
 
 
 def _holder(text: bytes) -> ProcessId | None:
+    """Return the process that a lease names; None if it names none."""
     fields = _fields(text)
     kinds = {"host": str, "boot": str, "space": str, "pid": int, "start": int}
-    if (
-        any(type(fields.get(name)) is not kind for name, kind in kinds.items())
-        or not 0 < fields["pid"] < 2**31
-    ):
+    for name, kind in kinds.items():
+        if type(fields.get(name)) is not kind:
+            return None
+    if not 0 < fields["pid"] < 2**31:
         return None
     return ProcessId(**{name: fields[name] for name in kinds})
 
@@ -331,4 +372,5 @@ def _holder_text(text: bytes) -> str:
     holder = _holder(text)
     if holder is None:
         return f"somebody (what {NAME} says cannot be read)"
-    return f"pid {holder.pid} on host {holder.host[:100]}, since {str(_fields(text).get('since'))[:30]}"
+    since = str(_fields(text).get("since"))[:30]
+    return f"pid {holder.pid} on host {holder.host[:100]}, since {since}"

@@ -1,4 +1,4 @@
-"""Which rank failed first, and why: the root cause once, other errors as its consequence. Then whether another start may help."""
+"""Find which rank failed first and why, report it once with its consequences, and decide whether another start may help."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any
 from drumline.core.out_of_memory import Exhausted
 from drumline.core.redact import redact
 
-# Errors of a rank when another one went away. Such an error is a consequence; its own traceback explains nothing.
+# Errors of a rank after another one has ended. Such an error is a consequence, and its own traceback explains nothing.
 CONSEQUENCES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvValue failed",
     "NCCL communicator was aborted", "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused",
     "failed on another rank", "Application timeout", "collective operation timeout",
 )  # fmt: skip
 LOG_LINES = 15
+MOST_CHARACTERS = 100  # of the error of a rank that failed in consequence
 OUT_OF_MEMORY = "the kernel does that too when memory runs out: see `dmesg`"
-# Addresses, sizes and counts differ between two tellings of the same failure.
+# Addresses, sizes and counts differ between two reports of the same failure.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?", re.IGNORECASE)
-# Python's own errors that another start runs into again: code or values that do not fit.
+# Errors of Python that another start meets again: code or values do not fit.
 _CERTAIN = re.compile(
     r"(Type|Attribute|Name|NotImplemented|Import|ModuleNotFound|Syntax|Indentation|UnboundLocal|ZeroDivision)Error\b"
 )
@@ -30,27 +31,29 @@ _CERTAIN = re.compile(
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended. `killed`: by the launcher, after another had failed; `suspended`: somebody had suspended it until then. `at`:
-    unix seconds of its error, or of its end. `kills`: processes that the kernel of its host had killed because memory ran out, before the
-    attempt and after it. `host`: its name, and `lines`: the end of the log, where it ran on one of several hosts."""
+    """How one rank ended."""
 
     rank: int
     exitcode: int
     error: dict[str, Any] | None
     log: Path
-    killed: bool = False
-    at: float = 0.0
-    suspended: bool = False
+    killed: bool = False  # by the launcher, after another rank had failed
+    at: float = 0.0  # unix seconds of its error, or of its end
+    suspended: bool = False  # somebody had suspended it until the launcher killed it
+    # How many processes the kernel of its host had killed for lack of memory, before the attempt and after it.
     kills: tuple[int | None, int | None] = (None, None)
-    host: str = ""
-    lines: tuple[str, ...] | None = None
+    host: str = ""  # its name, if the run has several
+    lines: tuple[str, ...] | None = None  # the end of the log, if that is on another host
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank}" + f" on host {self.host}" * bool(self.host)
+        if self.host:
+            return f"rank {self.rank} on host {self.host}"
+        return f"rank {self.rank}"
 
     @property
     def signal(self) -> str | None:
+        """The name of the signal that ended it; None if it has exited."""
         if self.exitcode >= 0:
             return None
         try:
@@ -64,29 +67,37 @@ class RankEnd:
         if self.error:
             return redact(str(self.error["message"]))
         if self.killed:
-            why = (
-                "it was suspended (SIGSTOP)" if self.suspended else "it hung, or waited for another"
-            )
+            if self.suspended:
+                why = "it was suspended (SIGSTOP)"
+            else:
+                why = "it hung, or waited for another"
             return f"did not end by itself and was killed by the launcher: {why}"
-        return f"killed by {self.signal}" if self.signal else f"exited with {self.exitcode}"
+        if self.signal:
+            return f"killed by {self.signal}"
+        return f"exited with {self.exitcode}"
 
     @property
     def exhausted(self) -> Exhausted | None:
-        """What it knew of memory when that ran out; None where it ended of something else."""
+        """What the rank knew of memory when that ran out; None if it ended for another reason."""
         report = (self.error or {}).get("exhausted")
-        return None if report is None else Exhausted.model_validate(report)
+        if report is None:
+            return None
+        return Exhausted.model_validate(report)
 
     @property
     def is_consequence(self) -> bool:
-        """It fell because another one had. A C++ exception that nobody caught ends in SIGABRT: what it was is in the log."""
+        """Whether it failed because another rank had failed."""
         if self.killed and not self.error:
             return True
-        text = self.message if self.signal != "SIGABRT" else "\n".join(log_lines(self, None))
+        text = self.message
+        if self.signal == "SIGABRT":
+            # A C++ exception that nobody caught ends in SIGABRT. Which one it was is in the log.
+            text = "\n".join(log_lines(self, None))
         return any(phrase in text for phrase in CONSEQUENCES)
 
 
 def read_error(path: Path) -> dict[str, Any] | None:
-    """What `train.failure` noted of an exception: message, traceback, time, exit_code."""
+    """Return what `train.failure` noted of an exception: message, traceback, time, exit_code. None if it noted nothing."""
     try:
         noted: dict[str, Any] = json.loads(path.read_text())["message"]["drumline"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -95,67 +106,71 @@ def read_error(path: Path) -> dict[str, Any] | None:
 
 
 def root_cause(ends: list[RankEnd]) -> RankEnd:
-    """The rank to blame: one that was killed from outside, then the first that raised something of its own, then whoever failed or
-    reported that it waited in vain. One that the launcher killed, and that had reported nothing, comes last: it may have waited, too."""
+    """Return the rank to blame.
+
+    A rank that was killed from outside comes first, then the first rank with an error of its own, then a rank that failed or reported that
+    it waited in vain. A rank that the launcher killed and that had reported nothing comes last, because it may have waited as well.
+    """
     failed = [end for end in ends if end.exitcode != 0]
-    spoke = [end for end in failed if end.error or not end.killed]
-    blamed = [end for end in failed if not end.is_consequence] or spoke or failed
-    return min(
-        blamed,
-        key=lambda end: (
-            end.signal in (None, "SIGABRT") or end.killed,
-            not end.suspended,
-            end.at,
-            end.rank,
-        ),
-    )
+    with_own_error = [end for end in failed if not end.is_consequence]
+    reporting = [end for end in failed if end.error or not end.killed]
+    blamed = with_own_error or reporting or failed
+    return min(blamed, key=_order_of_blame)
+
+
+def _order_of_blame(end: RankEnd) -> tuple[bool, bool, float, int]:
+    was_killed_from_outside = end.signal not in (None, "SIGABRT") and not end.killed
+    return not was_killed_from_outside, not end.suspended, end.at, end.rank
 
 
 def exhausted(cause: RankEnd) -> Exhausted | None:
-    """Whether memory ran out."""
+    """Return what is known of memory if it ran out; None if it did not."""
     before, after = cause.kills
-    if (
-        cause.signal == "SIGKILL"
-        and not cause.killed
-        and before is not None
-        and after is not None
-        and after > before
-    ):
+    was_killed_from_outside = cause.signal == "SIGKILL" and not cause.killed
+    if was_killed_from_outside and before is not None and after is not None and after > before:
         return Exhausted(rank=cause.rank, during="", killed=True)
     return cause.exhausted
 
 
 def report(cause: RankEnd, ends: list[RankEnd]) -> str:
-    """The failure as text: rank, cause, its traceback once, the end of its log; other ranks in one line. Without secrets."""
-    lines = [
-        f"{cause.name}: {cause.message}"
-        + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" and not cause.killed else "")
-    ]
+    """Return the failure as text without secrets.
+
+    It has the rank, the cause, the traceback once, the end of the log, and the other ranks in one line.
+    """
+    first = f"{cause.name}: {cause.message}"
+    if cause.signal == "SIGKILL" and not cause.killed:
+        first += f" ({OUT_OF_MEMORY})"
+    lines = [first]
     if cause.error and cause.error.get("traceback"):
         lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]
     tail = log_lines(cause, without=cause.error)
-    lines += (
-        ["", f"last lines of {cause.log}:", *_indent(tail)]
-        if tail
-        else ["", f"its log: {cause.log}"]
-    )
-    consequences = [
-        end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.killed
-    ]
-    if consequences:
-        each = [
-            f"{end.name} {end.message.splitlines()[0][:100]}{_begun(end)}" for end in consequences
-        ]
-        lines += ["", "in consequence: " + "; ".join(each)]
-    silent = [end for end in ends if end.rank != cause.rank and end.killed and not end.error]
-    lines += [
-        f"{end.name} {end.message}" for end in silent if end.suspended or cause.is_consequence
-    ]
+    if tail:
+        lines += ["", f"last lines of {cause.log}:", *_indent(tail)]
+    else:
+        lines += ["", f"its log: {cause.log}"]
+    lines += _other_ranks(cause, ends)
     known = likely_cause(lines)
     if known is not None:
         cause_text, fix = known
         lines += ["", f"likely cause: {cause_text}", f"fix: {fix}"]
     return redact("\n".join(lines))
+
+
+def _other_ranks(cause: RankEnd, ends: list[RankEnd]) -> list[str]:
+    """Return lines about the ranks that failed in consequence, and about ranks that hung."""
+    consequences = []
+    silent = []
+    for end in ends:
+        if end.rank == cause.rank:
+            continue
+        if end.exitcode != 0 and not end.killed:
+            summary = end.message.splitlines()[0][:MOST_CHARACTERS]
+            consequences.append(f"{end.name} {summary}{_begun(end)}")
+        if end.killed and not end.error and (end.suspended or cause.is_consequence):
+            silent.append(f"{end.name} {end.message}")
+    if consequences:
+        return ["", "in consequence: " + "; ".join(consequences), *silent]
+    return silent
 
 
 def likely_cause(lines: list[str]) -> tuple[str, str] | None:
@@ -169,8 +184,10 @@ def likely_cause(lines: list[str]) -> tuple[str, str] | None:
 
 
 def _begun(end: RankEnd) -> str:
-    """The collective that a rank had begun last."""
-    return f", in {end.error['collective']}" if end.error and end.error.get("collective") else ""
+    """Return the collective that a rank had begun last, for a line about it; empty if it is not known."""
+    if end.error and end.error.get("collective"):
+        return f", in {end.error['collective']}"
+    return ""
 
 
 def _indent(lines: list[str]) -> list[str]:
@@ -178,7 +195,7 @@ def _indent(lines: list[str]) -> list[str]:
 
 
 def log_lines(end: RankEnd, without: dict[str, Any] | None) -> list[str]:
-    """The last lines of a rank's log, less the traceback that is shown already."""
+    """Return the last lines of a rank's log, without the traceback of the error `without`, which is shown already."""
     if end.lines is not None:
         return list(end.lines)
     try:
@@ -187,19 +204,20 @@ def log_lines(end: RankEnd, without: dict[str, Any] | None) -> list[str]:
         return []
     if without and without.get("traceback"):
         text = text.replace(without["traceback"].rstrip(), "").rstrip()
-    return [
-        line
-        for line in text.splitlines()
-        if line.strip() and not line.startswith("Extension modules: ")
-    ][-LOG_LINES:]
+    lines = []
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("Extension modules: "):
+            lines.append(line)
+    return lines[-LOG_LINES:]
 
 
 class Restarts:
-    """A budget that progress fills up again, and an eye for a run that fails in the same way at the same step."""
+    """A budget of restarts. Progress fills it up again, and the same failure twice at the same step ends it."""
 
     def __init__(self, limit: int, why_none: str = "") -> None:
-        """`limit`: restarts without progress. `why_none`: what set a limit of 0, for the message."""
-        self.limit = self.left = limit
+        """`limit` is the number of restarts without progress. `why_none` says for the message what has set a limit of 0."""
+        self.limit = limit
+        self.left = limit
         self.why_none = why_none
         self.reached = -1
         self.last: tuple[int, int, str, str] | None = None
@@ -207,27 +225,29 @@ class Restarts:
     def decide(
         self, reached: int, failed_at: int, rank: int, message: str, host: str = ""
     ) -> str | None:
-        """None: start again. Otherwise the reason not to.
+        """Return the reason not to start again; None to start again.
 
-        `reached`: the last step that any attempt finished. `failed_at`: the last one that this attempt finished (it may have started
-        again from an earlier one), -1 if none. `message`: what `rank` died of.
+        `reached` is the last step that any attempt finished. `failed_at` is the last step that this attempt finished, -1 if none; it may
+        have started again from an earlier step. `message` is the error that ended `rank`.
         """
         if reached > self.reached:
-            self.left, self.reached = self.limit, reached
+            self.left = self.limit
+            self.reached = reached
         if _CERTAIN.match(message):
             return "another start would not help: it is an error of code or of values"
-        this = (failed_at, rank, host, _NUMBER.sub("#", message))
-        if self.last == this:
-            when = f"after step {failed_at}" if failed_at >= 0 else "before the first step"
+        failure = (failed_at, rank, host, _NUMBER.sub("#", message))
+        if self.last == failure:
+            if failed_at >= 0:
+                when = f"after step {failed_at}"
+            else:
+                when = "before the first step"
             return f"the same failure came twice {when}: another start would not help"
-        self.last = this
-        if self.left == 0:
-            if self.limit > 0:
-                return f"{self.limit} restarts without progress"
-            return (
-                f"no restart is allowed ({self.why_none})"
-                if self.why_none
-                else "no restart is allowed"
-            )
-        self.left -= 1
-        return None
+        self.last = failure
+        if self.left != 0:
+            self.left -= 1
+            return None
+        if self.limit > 0:
+            return f"{self.limit} restarts without progress"
+        if self.why_none:
+            return f"no restart is allowed ({self.why_none})"
+        return "no restart is allowed"

@@ -1,4 +1,4 @@
-"""`launch.preflight`. No torch here."""
+"""Check the hosts of a run before it begins, for `launch.preflight`. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from drumline.hardware.detect import detect
 
 
 def require(reached: Mapping[str, Reached], plan: Plan) -> None:
-    """Look at the hosts of a run, and note what is doubtful. Raises EnvironmentFault with the first check that failed."""
-    question = Question(
-        run_dir=str(Path(plan.run_dir).absolute()), interface=plan.config.launch.interface
-    )
-    inter = plan.config.cluster.inter if plan.config.cluster else None
-    for line in preflight(reached, question, detect(), inter or ""):
+    """Check the hosts of a run, and print a note for each doubt. Raises EnvironmentFault with the first check that failed."""
+    run_dir = str(Path(plan.run_dir).absolute())
+    question = Question(run_dir=run_dir, interface=plan.config.launch.interface)
+    inter = ""
+    if plan.config.cluster:
+        inter = plan.config.cluster.inter or ""
+    for line in preflight(reached, question, detect(), inter):
         print(f"note: {line}", file=sys.stderr)

@@ -1,4 +1,7 @@
-"""What each rank of a run is doing now, read from the shared memory that its launcher watches. Nothing is asked of the run."""
+"""Read what each rank of a run is doing now from the shared memory that its launcher watches.
+
+The run itself is asked nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,28 @@ from drumline.launchers import lease
 
 
 def stages(run_dir: Path) -> list[dict[str, Any]]:
-    """Of each rank of this host {rank, phase, step, seconds in it}; none where the run has ended, or its launcher is on another host.
+    """Return {rank, phase, step, seconds in the phase} of each rank of this host.
 
-    The board's folder is removed as soon as all have it open (`launchers.watch`); what is open is found in the holder's /proc."""
+    The list is empty if the run has ended, or if its launcher is on another host.
+    """
     holder = lease.holder(run_dir)
     if holder is None or holder.alive is not True or holder.host != socket.gethostname():
         return []
-    boards = list[tuple[float, Path]]()
+    # The folder of the board is removed as soon as all ranks have it open (`launchers.watch`), but an open file is still found in /proc.
+    boards: list[tuple[float, Path]] = []
     for link in Path(f"/proc/{holder.pid}/fd").glob("*"):
-        with suppress(OSError):  # gone by now, or another user's
-            if "/drumline-" in (target := str(link.readlink())) and target.removesuffix(
-                " (deleted)"
-            ).endswith("/board"):
+        with suppress(OSError):  # closed meanwhile, or another user's
+            if _is_board(str(link.readlink())):
                 boards.append((link.stat().st_ctime, link))
-    with suppress(OSError, ValueError):  # gone by now, or empty
-        return _read(max(boards)[1])  # the newest: an attempt before may have left one
+    with suppress(OSError, ValueError):  # closed meanwhile, or there is none
+        _, newest = max(boards)  # an earlier attempt may have left another
+        return _read(newest)
     return []
+
+
+def _is_board(target: str) -> bool:
+    """Return whether a file of /proc/PID/fd leads to a board of heartbeats."""
+    return "/drumline-" in target and target.removesuffix(" (deleted)").endswith("/board")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -40,24 +49,16 @@ def _read(path: Path) -> list[dict[str, Any]]:
             board = bytes(memory)
     finally:
         os.close(handle)
-    ints, floats, now, found = (
-        memoryview(board).cast("q"),
-        memoryview(board).cast("d"),
-        time.monotonic(),
-        [],
-    )
-    for rank, at in enumerate(range(0, len(ints), heartbeat.SLOT)):
-        if ints[at + heartbeat.PID]:
-            phase, since = (
-                heartbeat.PHASES[ints[at + heartbeat.PHASE]],
-                floats[at + heartbeat.SINCE],
-            )
-            found.append(
-                {
-                    "rank": rank,
-                    "phase": phase,
-                    "step": ints[at + heartbeat.STEP],
-                    "seconds": round(max(0.0, now - since), 1),
-                }
-            )
+    # The same words, as integers and as numbers with a fraction: `core.heartbeat` says which is which.
+    ints = memoryview(board).cast("q")
+    floats = memoryview(board).cast("d")
+    now = time.monotonic()
+    found = []
+    for rank, slot in enumerate(range(0, len(ints), heartbeat.SLOT)):
+        if not ints[slot + heartbeat.PID]:
+            continue
+        phase = heartbeat.PHASES[ints[slot + heartbeat.PHASE]]
+        step = ints[slot + heartbeat.STEP]
+        seconds = max(0.0, now - floats[slot + heartbeat.SINCE])
+        found.append({"rank": rank, "phase": phase, "step": step, "seconds": round(seconds, 1)})
     return found

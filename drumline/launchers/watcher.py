@@ -1,8 +1,10 @@
-"""Watches the ranks of one host that another program has started (torchrun, srun, mpirun and others): `python -m
-drumline.launchers.watcher POST`. The first rank of the host starts it, and it ends with that rank. No torch here.
+"""Watch the ranks of one host that another program has started (torchrun, srun, mpirun and others).
 
-Ranks that hang are named on standard error and in the run folder, and killed: whoever started them sees a rank that failed, and starts all
-of them again if it does so. Under `launch.kind: slurm` it notes the hang where the job finds it, which reports and starts again.
+`python -m drumline.launchers.watcher POST`: the first rank of the host starts it, and it ends with that rank. It does not import torch.
+
+Ranks that hang are named on standard error and in the run folder, and killed. The program that started them sees a rank that failed, and
+starts all of them again if it does so. Under `launch.kind: slurm` the hang is noted where the job finds it, which reports it and starts
+again.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from drumline.core import heartbeat
 from drumline.core.files import write_whole
@@ -34,21 +37,23 @@ KILL_SECONDS = 2.0  # for the report: a disk that stalls must not keep the ranks
 
 @dataclass(frozen=True)
 class Post:
-    """`parent`: the rank to end with; `board`: a folder; `ranks`: of this host, of `world_size`; `logs`: where ends of ranks are noted for
-    our own launcher; empty under another one, `program`."""
+    """What a watcher has to know."""
 
-    parent: int
-    board: str
-    ranks: int
+    parent: int  # the process id of the rank with which it ends
+    board: str  # the folder of the heartbeats
+    ranks: int  # of this host
     world_size: int
     run_dir: str
-    logs: str
+    logs: str  # where ends of ranks are noted for our own launcher; empty under another one
     host: str
-    program: str
+    program: str  # the launcher
 
 
 def begin(name: str, rank: int, world_size: int, run_dir: Path) -> None:
-    """Have this rank watched, where no launcher does. `name`: what the ranks of this start have in common, and nobody else knows."""
+    """Have this rank watched, if no launcher watches it.
+
+    `name` is a text that the ranks of this start have in common, and that nobody else knows.
+    """
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     # Containers may share memory and the host's name, but not the numbers of processes.
     space = here()[2].strip("pid:[]")
@@ -61,32 +66,41 @@ def begin(name: str, rank: int, world_size: int, run_dir: Path) -> None:
         return
     os.environ[heartbeat.VARIABLE] = f"{folder}:{rank}"
     if first:
-        # The second is deepspeed's.
-        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-        logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parent
-        ours = str(logs) if logs.parent == (run_dir / "logs").absolute() else ""
-        program = launched_by() or "srun"
-        post = Post(
-            os.getpid(),
-            str(folder),
-            int(ranks),
-            world_size,
-            str(run_dir.absolute()),
-            ours,
-            host,
-            program,
-        )
+        post = _post(str(folder), world_size, run_dir, host)
         start_module("drumline.launchers.watcher", json.dumps(asdict(post)), keeps=())
+
+
+def _post(board: str, world_size: int, run_dir: Path, host: str) -> Post:
+    """Return what the watcher of this host has to know. This process is the rank with which it ends."""
+    # The second variable is deepspeed's.
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parent
+    if logs.parent == (run_dir / "logs").absolute():
+        own_logs = str(logs)
+    else:
+        own_logs = ""
+    return Post(
+        parent=os.getpid(),
+        board=board,
+        ranks=int(ranks),
+        world_size=world_size,
+        run_dir=str(run_dir.absolute()),
+        logs=own_logs,
+        host=host,
+        program=launched_by() or "srun",
+    )
 
 
 def keep(post: Post) -> None:
     """Watch until the parent has ended, or ranks hang."""
     board = heartbeat.Board(Path(post.board), 0)
-    watch, known = Watch(post.ranks, 0, post.world_size, board), dict[int, ProcessId]()
+    watch = Watch(post.ranks, 0, post.world_size, board)
+    known: dict[int, ProcessId] = {}
     try:
         while os.getppid() == post.parent:
             running = _running(board, post.world_size, known)
-            if (hang := watch.look(running)) is not None:
+            hang = watch.look(running)
+            if hang is not None:
                 _end(post, hang, running)
                 return
             time.sleep(LOOK_SECONDS)
@@ -97,46 +111,48 @@ def keep(post: Post) -> None:
 def _running(
     board: heartbeat.Board, world_size: int, known: dict[int, ProcessId]
 ) -> dict[int, int]:
-    """Rank → process id, of those that have begun and not ended."""
+    """Return the process id of each rank that has begun and not ended. `known` keeps the ranks that have begun."""
     for rank in range(world_size):
-        if rank not in known and (pid := board.ints[rank * heartbeat.SLOT + heartbeat.PID]):
+        if rank in known:
+            continue
+        pid = board.ints[rank * heartbeat.SLOT + heartbeat.PID]
+        if pid:
             known[rank] = process(pid)
-    return {rank: of.pid for rank, of in known.items() if of.alive() is not False}
+    return {rank: each.pid for rank, each in known.items() if each.alive() is not False}
 
 
 def _end(post: Post, hang: Hang, running: Mapping[int, int]) -> None:
-    error, rank, run_dir = hang.error(), hang.of.rank, Path(post.run_dir)
-    logs = Path(post.logs) if post.logs else run_dir / "logs" / f"attempt-{next_attempt(run_dir)}"
-    victims = [running[rank]] if post.logs else list(running.values())
+    """Report a hang and kill the ranks: under our own launcher only the culprit, since the launcher ends the rest."""
+    error = hang.error()
+    rank = hang.of.rank
+    attempt = 0
+    if post.logs:
+        victims = [running[rank]]
+    else:
+        victims = list(running.values())
+        attempt = next_attempt(Path(post.run_dir))
     late = threading.Timer(KILL_SECONDS, _kill, [victims])
     late.start()
     if post.logs:
-        write_whole(
-            logs / f"rank-{rank}.json",
-            json.dumps({"message": {"drumline": {**error, "host": post.host}}}),
-        )
+        noted = {"message": {"drumline": {**error, "host": post.host}}}
+        write_whole(Path(post.logs) / f"rank-{rank}.json", json.dumps(noted))
     else:
-        logs.mkdir(parents=True, exist_ok=True)
-        end = RankEnd(
-            rank, 1, error, logs / f"rank-{rank}.log", killed=True, at=error["time"], host=post.host
-        )
-        attempt, reason = (
-            int(logs.name.removeprefix("attempt-")),
-            f"its ranks are killed, and {post.program} decides about another start",
-        )
-        report_failure(
-            end,
-            [end],
-            attempt,
-            max(furthest_step(run_dir), 0),
-            reason,
-            "",
-            run_dir / "events.jsonl",
-            None,
-        )
+        _report(post, rank, error, attempt)
     late.cancel()
     # At once: ranks of other hosts that wait for these would report an error of their own.
     _kill(victims)
+
+
+def _report(post: Post, rank: int, error: dict[str, Any], attempt: int) -> None:
+    """Name a hang on standard error and in the run folder."""
+    run_dir = Path(post.run_dir)
+    logs = run_dir / "logs" / f"attempt-{attempt}"
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"rank-{rank}.log"
+    end = RankEnd(rank, 1, error, log, killed=True, at=error["time"], host=post.host)
+    step = max(furthest_step(run_dir), 0)
+    reason = f"its ranks are killed, and {post.program} decides about another start"
+    report_failure(end, [end], attempt, step, reason, "", run_dir / "events.jsonl", None)
 
 
 def _kill(pids: list[int]) -> None:

@@ -1,7 +1,10 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, injected into a model in place: its class and its blocks stay the same. An adapted
-layer `q_proj` becomes PEFT's layer of that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`: y = base(x) + alpha / r
-· B(A(dropout(x))). B starts at zero, so a fresh adapter changes nothing. Nor do DoRA's lengths of rows, PiSSA's factors (what they are is
-taken off the base layer) and rows of tokens: these begin as functions of a whole weight (`begin`), whichever part of it a rank has."""
+"""Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, injected into a model in place: its class and its blocks stay the same.
+
+An adapted layer `q_proj` becomes PEFT's layer of that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`:
+y = base(x) + alpha / r · B(A(dropout(x))). B starts at zero, so a fresh adapter changes nothing. DoRA's lengths of rows, PiSSA's
+factors (whose product is subtracted from the base layer) and rows of tokens change nothing at first either. These begin as
+functions of a whole weight (`begin`), whichever part of it a rank has.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ from drumline.models.scores import extra_heads
 logger = logging.getLogger(__name__)
 
 NAME = "default"
-A, B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
+# The ends of the names of the two factors.
+A = f".lora_A.{NAME}.weight"
+B = f".lora_B.{NAME}.weight"
 # The end of a factor's name: its adapter and `weight`, or for an embedding its adapter alone.
 FACTOR = re.compile(
     r"\.(lora_A|lora_B|lora_magnitude_vector)\.([^.]+)\.weight$"
@@ -44,12 +49,16 @@ FACTOR = re.compile(
 )
 TRAINED = re.compile(FACTOR.pattern + r"|\.trainable_tokens_delta\.[^.]+$")
 WHERE = "adapter.targets"
-FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FILE = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 # PEFT's warning of adapters over tied ends, which `merge` makes two weights.
 TIED = "Model has `tie_word_embeddings=True`"
-ROUNDS = 16  # of subspace iteration for `pissa_fast`
-PROBES = 16  # products that a merged layer is compared by
-ROWS_AT_ONCE = 4096  # of an embedding, in fp64
+# Rounds of subspace iteration for `pissa_fast`.
+ROUNDS = 16
+# Products by which a merged layer is compared to the adapted one.
+PROBES = 16
+# Rows of an embedding that are in memory in fp64 at once.
+ROWS_AT_ONCE = 4096
 UNMERGED = "drumline export RUN --to FOLDER --adapter writes the adapter by itself"
 
 
@@ -164,54 +173,77 @@ def find_targets(model: Any, adapter: LoRAConfig) -> tuple[dict[str, list[str]],
 
 
 def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
-    """Inject adapters into `target_names`, and freeze all else but `modules_to_save` and heads that no language model has (scores, values,
-    classes), which stay fully trainable. The values depend on `seed` and the weights alone, not on the number of ranks. A model on the meta
-    device gets adapters there, to be filled with `first_values` and `begin`."""
+    """Inject adapters into the layers of `find_targets`, and freeze everything else but what is trained whole.
+
+    `modules_to_save` and heads that no language model has (scores, values, classes) stay fully
+    trainable. The values depend on `seed` and the weights alone, not on the number of ranks. A model on
+    the meta device gets adapters there, to be filled with `first_values` and `begin`.
+    """
     require_package("peft", "adapter")
+    names, trained = find_targets(model, adapter)
+    is_on_meta = next(model.parameters()).is_meta
+    _inject_layers(model, adapter, names, trained, is_on_meta)
+    for path, layer in _tuned(model):
+        if hasattr(layer, "token_indices"):
+            # PEFT would put these back; the base layer has them.
+            layer.trainable_tokens_original.clear()
+        else:
+            layer.set_adapter(list(names))
+            layer.starts_at = adapter.init if NAME in layer.lora_A else "zero"
+            layer.draws_by = derive(seed, "adapter", path)
+    heads = extra_heads(model)
+    for name, parameter in model.named_parameters():
+        is_of_adapter = is_adapter(name)
+        parameter.requires_grad_(is_of_adapter or name in heads or name in trained)
+        if is_of_adapter and not is_on_meta:
+            parameter.data.copy_(first_values(name, parameter.shape, seed))
+    if not is_on_meta:
+        _fill_from_weights(model)
+
+
+def _inject_layers(
+    model: Any,
+    adapter: LoRAConfig,
+    names: dict[str, list[str]],
+    trained: Collection[str],
+    is_on_meta: bool,
+) -> None:
+    """Put PEFT's layers into a model. `names`, `trained`: as `find_targets` returns them."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    names, trained = find_targets(model, adapter)
-    wanted = {NAME: adapter, **adapter.more}
     adapted = {name for chosen in names.values() for name in chosen}
     token_rows = _token_rows(model, adapter.trainable_tokens, trained, adapted)
-    made = {
-        each: LoraConfig(
+    peft_configs = {}
+    for adapter_name, chosen in names.items():
+        is_first = adapter_name == NAME
+        options = adapter if is_first else adapter.more[adapter_name]
+        layer_classes = {type(model.get_submodule(name)).__name__ for name in chosen}
+        peft_configs[adapter_name] = LoraConfig(
             r=options.r,
             lora_alpha=_number(options.alpha),
             use_rslora=options.rslora,
-            use_dora=options is adapter and adapter.dora,
+            use_dora=is_first and adapter.dora,
             lora_dropout=options.dropout,
-            target_modules=_short(model, names[each]),
-            trainable_token_indices=token_rows if options is adapter else None,
-            fan_in_fan_out=all(
-                type(model.get_submodule(name)).__name__ == "Conv1D" for name in names[each]
-            ),
+            target_modules=_short(model, chosen),
+            trainable_token_indices=token_rows if is_first else None,
+            fan_in_fan_out=layer_classes <= {"Conv1D"},
             task_type="CAUSAL_LM",
         )
-        for each, options in wanted.items()
-    }
-    meta = next(model.parameters()).is_meta
     with drawing(None), warnings.catch_warnings(), _targets_as_named():
         # Blocks with layers of both kinds: PEFT mends it by layer.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         # Of the adapter before.
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         warnings.filterwarnings("ignore", message=TIED)
-        for each, options in made.items():
-            inject_adapter_in_model(options, model, adapter_name=each, low_cpu_mem_usage=meta)
-    heads = extra_heads(model)
-    for path, layer in _tuned(model):
-        if hasattr(layer, "token_indices"):
-            layer.trainable_tokens_original.clear()  # what PEFT would put back; the base layer has it
-        else:
-            layer.set_adapter([*made])
-            layer.starts_at = adapter.init if NAME in layer.lora_A else "zero"
-            layer.draws_by = derive(seed, "adapter", path)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name) or name in heads or name in trained)
-        if is_adapter(name) and not meta:
-            parameter.data.copy_(first_values(name, parameter.shape, seed))
-    for path, layer in () if meta else starting(model):
+        for adapter_name, peft_config in peft_configs.items():
+            inject_adapter_in_model(
+                peft_config, model, adapter_name=adapter_name, low_cpu_mem_usage=is_on_meta
+            )
+
+
+def _fill_from_weights(model: Any) -> None:
+    """Fill the adapters of a whole model that begin as functions of its weights, and keep their first factors."""
+    for path, layer in starting(model):
         values = begin(layer, layer.get_base_layer().weight.detach().float())
         for name, value in values.items():
             model.get_parameter(f"{path}.{name}").data.copy_(value)
@@ -247,23 +279,30 @@ def _targets_taken_for_experts(options: Any, model: Any) -> list[str]:
 
 
 def starting(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, layer) of each layer, PEFT's or a packed one by itself, whose values begin as functions of the weight in it or beneath it.
-    Once, where two share a weight."""
-    tuned = {layer: path for path, layer in _tuned(model)}
-    for path, layer in model.named_modules() if tuned else ():
-        packed = isinstance(whole_layer(layer), PackedLinear)
+    """Yield (name, layer) of each layer whose values begin as functions of a weight in it or beneath it.
+
+    It is one of PEFT's layers, or a packed layer by itself. Where two share a weight, it comes once.
+    """
+    tuned = {layer for _, layer in _tuned(model)}
+    if not tuned:
+        return
+    for path, layer in model.named_modules():
+        is_packed = isinstance(whole_layer(layer), PackedLinear)
         if layer in tuned:
-            begins = (
-                packed
-                or getattr(layer, "starts_at", "zero") != "zero"
-                or getattr(layer, "lora_magnitude_vector", ())
-            )
-            if (begins or hasattr(layer, "token_indices")) and getattr(
-                layer, "tied_adapter", None
-            ) is None:
+            if _begins_from_weight(layer, is_packed):
                 yield path, layer
-        elif packed and not path.endswith(".base_layer"):
+        elif is_packed and not path.endswith(".base_layer"):
             yield path, layer
+
+
+def _begins_from_weight(layer: Any, is_packed: bool) -> bool:
+    """Return whether values of one of PEFT's layers begin as functions of its base layer's weight."""
+    if getattr(layer, "tied_adapter", None) is not None:
+        return False
+    has_token_rows = hasattr(layer, "token_indices")
+    is_pissa = getattr(layer, "starts_at", "zero") != "zero"
+    is_dora = bool(getattr(layer, "lora_magnitude_vector", ()))
+    return has_token_rows or is_packed or is_pissa or is_dora
 
 
 def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
@@ -273,56 +312,61 @@ def borrowed(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """
     for _, layer in _tuned(model):
         if hasattr(layer, "token_indices"):
-            yield from ((layer, parameter) for parameter in layer.parameters())
+            for parameter in layer.parameters():
+                yield layer, parameter
         for factors in ("lora_embedding_A", "lora_embedding_B"):
-            yield from ((layer, parameter) for parameter in getattr(layer, factors, {}).values())
-        for length in getattr(layer, "lora_magnitude_vector", {}).values():
-            yield from (
-                (length, parameter)
-                for part in (layer.get_base_layer(), layer.lora_A)
-                for parameter in part.parameters()
-            )
+            for parameter in getattr(layer, factors, {}).values():
+                yield layer, parameter
+        for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
+            for part in (layer.get_base_layer(), layer.lora_A):
+                for parameter in part.parameters():
+                    yield magnitude, parameter
 
 
 def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The first values, by their names within a layer of `starting`, fp32; of a packed one its codes. `weight`: the base layer's, whole, as
-    its file has it; one that changes is among the values (base_layer.weight). PiSSA (Meng et al. 2024): U√(S/s) and √(S/s)Vᵀ of the r
-    largest singular values S, s the scale; DoRA (Liu et al. 2024): the length of each row of base and factors together, as the base is
-    kept."""
+    """Return the first values of a layer of `starting`, by their names within it, fp32; of a packed layer its codes.
+
+    `weight`: the base layer's, whole, as its file has it. If it changes, the values have it too
+    (base_layer.weight).
+    PiSSA (Meng et al. 2024): U√(S/s) and √(S/s)Vᵀ of the r largest singular values S; s is the scale.
+    DoRA (Liu et al. 2024): the length of each row of base and factors together, as the base is kept.
+    """
     if hasattr(layer, "token_indices"):
-        return {
-            f"trainable_tokens_delta.{name}": weight[rows]
-            for name, rows in layer.token_indices.items()
-        }
+        values = {}
+        for name, rows in layer.token_indices.items():
+            values[f"trainable_tokens_delta.{name}"] = weight[rows]
+        return values
     if isinstance(layer, PackedLinear):
         return {"packed": layer.take(weight)}
-    values, base, product = (
-        dict[str, torch.Tensor](),
-        whole_layer(layer),
-        torch.zeros((), device=weight.device),
-    )
-    matrix = weight.T if layer.fan_in_fan_out else weight
+    return _first_factors(layer, weight)
+
+
+def _first_factors(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return `begin` of one of PEFT's layers with factors."""
+    values: dict[str, torch.Tensor] = {}
+    base = whole_layer(layer)
+    is_packed = isinstance(base, PackedLinear)
+    product = torch.zeros((), device=weight.device)
     if layer.starts_at != "zero":
-        first, second = _principal(
-            matrix,
-            layer.r[NAME],
-            layer.scaling[NAME],
-            layer.draws_by if layer.starts_at == "pissa_fast" else None,
-        )
-        product = layer.scaling[NAME] * second @ first
-        matrix = matrix - product
-        weight = matrix.T if layer.fan_in_fan_out else matrix
-        values = {A[1:]: first, B[1:]: second, "base_layer.weight": weight}
-    if isinstance(base, PackedLinear):
-        values.pop("base_layer.weight", None)
+        matrix = weight.T if layer.fan_in_fan_out else weight
+        rank, scale = layer.r[NAME], layer.scaling[NAME]
+        seed = layer.draws_by if layer.starts_at == "pissa_fast" else None
+        first, second = _principal(matrix, rank, scale, seed)
+        product = scale * second @ first
+        rest = matrix - product
+        weight = rest.T if layer.fan_in_fan_out else rest
+        values[A[1:]] = first
+        values[B[1:]] = second
+        if not is_packed:
+            values["base_layer.weight"] = weight
+    if is_packed:
         values["base_layer.packed"] = base.take(weight)
     if layer.lora_magnitude_vector:
-        packed = isinstance(base, PackedLinear)
-        kept = (
-            base.unpacked(torch.float32, values["base_layer.packed"])
-            if packed
-            else weight.to(base.weight.dtype).float()
-        )
+        # The base as it is kept, which is rounded.
+        if is_packed:
+            kept = base.unpacked(torch.float32, values["base_layer.packed"])
+        else:
+            kept = weight.to(base.weight.dtype).float()
         has_inputs_first = layer.fan_in_fan_out or isinstance(base, nn.Embedding)
         rows_are_outputs = kept.T if has_inputs_first else kept
         values[f"lora_magnitude_vector.{NAME}.weight"] = (rows_are_outputs + product).norm(dim=1)
@@ -332,22 +376,29 @@ def begin(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def _principal(
     matrix: torch.Tensor, rank: int, scale: float, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [r, in] and B [out, r] whose product times `scale` is the part of a matrix with its r largest singular values. `seed`: these are
-    found by subspace iteration from random numbers; None: exactly."""
+    """Return A [r, in] and B [out, r] whose product times `scale` is a matrix's part of its r largest singular values.
+
+    `seed`: these are found by subspace iteration from random numbers; None: exactly.
+    """
+    rows, columns = matrix.shape
     if seed is None:
         left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
     else:
         with drawing(seed, matrix.device.type):
-            left, sizes, right_T = torch.svd_lowrank(matrix, min(rank, *matrix.shape), niter=ROUNDS)
+            left, sizes, right_T = torch.svd_lowrank(matrix, min(rank, rows, columns), niter=ROUNDS)
         right = right_T.T
     root = (sizes[:rank] / scale).sqrt()
-    first, second = matrix.new_zeros(rank, matrix.shape[1]), matrix.new_zeros(matrix.shape[0], rank)
-    first[: len(root)], second[:, : len(root)] = root[:, None] * right[:rank], left[:, :rank] * root
+    # A matrix may have fewer singular values than the factors have rows: the others stay zero.
+    found = len(root)
+    first = matrix.new_zeros(rank, columns)
+    second = matrix.new_zeros(rows, rank)
+    first[:found] = root[:, None] * right[:rank]
+    second[:, :found] = left[:, :rank] * root
     return first, second
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter."""
+    """Return whether a parameter's name is that of an adapter."""
     return TRAINED.search(name) is not None
 
 
@@ -369,8 +420,11 @@ def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def switched(model: nn.Module, on: bool) -> Iterator[None]:
-    """Within, adapters are on; with `on` False they add nothing, and the model is the base model. PEFT's own switch would also change which
-    parameters are trainable, which FSDP2, DDP and DeepSpeed do not notice."""
+    """Within the context adapters are on; with `on` False they add nothing, and the model is the base model.
+
+    PEFT's own switch would also change which parameters are trainable, which FSDP2, DDP and DeepSpeed
+    do not notice.
+    """
     if on or not hasattr(model, "peft_config"):
         yield
         return
@@ -493,7 +547,7 @@ def _require_same_products(name: str, base: Any, products: torch.Tensor) -> None
 
 
 def require_trained(model: nn.Module) -> None:
-    """Raises ModelError for a model without adapters, or with adapters that all add zero."""
+    """Raise ModelError for a model without adapters, or with adapters that all add zero."""
     # The factors that begin at zero: of linear layers, and of an embedding.
     zero_at_first = re.compile(r"\.lora_B\.|\.lora_embedding_A\.")
     factors = []
@@ -515,15 +569,57 @@ def require_trained(model: nn.Module) -> None:
 
 
 def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> None:
-    """Write PEFT's own files (adapter_config.json, adapter_model.safetensors, fp32) to `folder`, those of further adapters to folders in it
-    by their names; `read_over` reads them. Factors that began in the base layer are written as ones of twice the rank, over the weights
-    that the base has in its files: W − sB₀A₀ + sBA. `base`: the folder or hub id of the frozen model."""
+    """Write PEFT's own files (adapter_config.json, adapter_model.safetensors, fp32) to `folder`.
+
+    Further adapters are written to folders in it by their names; `read_over` reads them all. Factors
+    that began in the base layer are written as ones of twice the rank, over the weights that the base
+    has in its files: W − sB₀A₀ + sBA. `base`: the folder or hub id of the frozen model, `revision` its
+    revision on the hub.
+    """
     from peft import get_peft_model_state_dict
 
     require_trained(model)
     # PEFT's names are those within a PeftModel, which has the model as base_model.model.
     state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
-    options, heads = model.peft_config[NAME], extra_heads(model)
+    options = model.peft_config[NAME]
+    _warn_of_misread_targets(model, options)
+    whole = _names_trained_whole(model)
+    if whole:
+        # PEFT keeps whole modules under the names that they have in the model.
+        for name, tensor in model.state_dict().items():
+            if name in whole:
+                state[name] = tensor
+        _name_whole_modules(model, options, whole)
+    if _began_in_base_layer(model):
+        state = _over_files(model, state)
+        options.r = 2 * options.r
+        # The scale stays: it is alpha / r, or with rsLoRA alpha / √r.
+        options.lora_alpha = _number(
+            options.lora_alpha * (math.sqrt(2) if options.use_rslora else 2)
+        )
+    states = {NAME: state}
+    for adapter_name in model.peft_config.keys() - {NAME}:
+        states[adapter_name] = _factors_of(model, adapter_name)
+    adapter_parameters = [name for name, _ in model.named_parameters() if is_adapter(name)]
+    trained = len(whole) + len(adapter_parameters)
+    saved = sum(len(tensors) for tensors in states.values())
+    assert saved == trained, f"{saved} of {trained} trained tensors would be saved"
+    for adapter_name, tensors in states.items():
+        target = folder if adapter_name == NAME else folder / adapter_name
+        target.mkdir(exist_ok=True)
+        peft_config = model.peft_config[adapter_name]
+        peft_config.base_model_name_or_path = base
+        peft_config.revision = revision
+        peft_config.inference_mode = True
+        peft_config.save_pretrained(target)
+        copies = {}
+        for name, value in tensors.items():
+            copies[f"base_model.model.{name}"] = value.detach().clone().contiguous()
+        save_file(copies, target / FILE, metadata={"format": "pt"})
+
+
+def _warn_of_misread_targets(model: Any, options: Any) -> None:
+    """Warn of targets that PEFT, reading these files, would take for a mixture's experts."""
     misread = _targets_taken_for_experts(options, model)
     if misread:
         logger.warning(
@@ -532,41 +628,39 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
             ", ".join(misread),
             model.config.model_type,
         )
-    # PEFT reads tied ones by both names.
+
+
+def _names_trained_whole(model: Any) -> set[str]:
+    """Return the names of parameters that are trained and are no adapter's; tied ones by all names.
+
+    PEFT reads tied ones by both names.
+    """
+    whole = set(extra_heads(model))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and not is_adapter(name):
+            whole.add(name)
+    return whole
+
+
+def _name_whole_modules(model: Any, options: Any, whole: set[str]) -> None:
+    """Set in PEFT's config the modules whose parameters are trained whole, and whether some are tied."""
+    if extra_heads(model):
+        options.task_type = "SEQ_CLS"
+    options.modules_to_save = sorted({name.rpartition(".")[0] for name in whole})
     named = list(model.named_parameters(remove_duplicate=False))
-    whole = heads | {
-        name for name, parameter in named if parameter.requires_grad and not is_adapter(name)
-    }
-    trained = len(whole) + sum(is_adapter(name) for name, _ in model.named_parameters())
-    if whole:  # PEFT keeps whole modules under the names that they have in the model
-        state |= {name: tensor for name, tensor in model.state_dict().items() if name in whole}
-        options.task_type = "SEQ_CLS" if heads else options.task_type
-        options.modules_to_save = sorted({name.rpartition(".")[0] for name in whole})
-        often = Counter(id(parameter) for _, parameter in named)
-        options.ensure_weight_tying = any(
-            often[id(parameter)] > 1 for name, parameter in named if name in whole
-        )
-    if any(getattr(layer, "first", {}).keys() & {A[1:], B[1:]} for _, layer in _tuned(model)):
-        state, options.r = _over_files(model, state), 2 * options.r
-        options.lora_alpha = _number(
-            options.lora_alpha * (math.sqrt(2) if options.use_rslora else 2)
-        )
-    states = {NAME: state}
-    for each in model.peft_config.keys() - {NAME}:
-        states[each] = _factors_of(model, each)
-    assert (saved := sum(map(len, states.values()))) == trained, (
-        f"{saved} of {trained} trained tensors would be saved"
+    names_per_parameter = Counter(id(parameter) for _, parameter in named)
+    options.ensure_weight_tying = any(
+        names_per_parameter[id(parameter)] > 1 for name, parameter in named if name in whole
     )
-    for each, tensors in states.items():
-        place, own = folder if each == NAME else folder / each, model.peft_config[each]
-        place.mkdir(exist_ok=True)
-        own.base_model_name_or_path, own.revision, own.inference_mode = base, revision, True
-        own.save_pretrained(place)
-        copies = {
-            f"base_model.model.{name}": value.detach().clone().contiguous()
-            for name, value in tensors.items()
-        }
-        save_file(copies, place / FILE, metadata={"format": "pt"})
+
+
+def _began_in_base_layer(model: Any) -> bool:
+    """Return whether the first factors of a layer were subtracted from its base layer (PiSSA)."""
+    for _, layer in _tuned(model):
+        first = getattr(layer, "first", {})
+        if A[1:] in first or B[1:] in first:
+            return True
+    return False
 
 
 def _factors_of(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
@@ -585,8 +679,11 @@ def _factors_of(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
 
 
 def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
-    """PEFT's model of a base and the adapters that `save_adapter` wrote, which are on. `all_of_them` False: the first alone, since in a
-    folder of another tool's those in folders in it are older ones."""
+    """Return PEFT's model of a base and the adapters that `save_adapter` wrote, which are on.
+
+    `all_of_them` False: only the first adapter. In a folder of another tool the adapters in folders
+    inside it are older ones.
+    """
     from peft import PeftModel
 
     targets = contextlib.nullcontext() if _adapts_experts(folder) else _targets_as_named()
@@ -595,11 +692,14 @@ def read_over(base: Any, folder: Path, all_of_them: bool = True) -> Any:
         warnings.filterwarnings("ignore", message=TIED)
         model: Any = PeftModel.from_pretrained(base, str(folder))
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-        more = sorted(path.parent for path in folder.glob(f"*/{FILE}") if all_of_them)
-        for place in more:
-            model.load_adapter(str(place), adapter_name=place.name)
-        if more:
-            model.base_model.set_adapter([NAME, *(place.name for place in more)])
+        extra_folders: list[Path] = []
+        if all_of_them:
+            extra_folders = sorted(path.parent for path in folder.glob(f"*/{FILE}"))
+        for extra_folder in extra_folders:
+            model.load_adapter(str(extra_folder), adapter_name=extra_folder.name)
+        if extra_folders:
+            names = [extra_folder.name for extra_folder in extra_folders]
+            model.base_model.set_adapter([NAME, *names])
     return model.eval()
 
 
@@ -613,67 +713,67 @@ def _adapts_experts(folder: Path) -> bool:
 
 
 def _over_files(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The factors of PiSSA beside those that they began as."""
+    """Return PEFT's state with each factor of PiSSA joined to the one that it began as.
+
+    The rows of A are followed by those of A₀, and the columns of B by those of −B₀: the product is
+    BA − B₀A₀.
+    """
     for path, layer in _tuned(model):
-        for key, sign, dim in ((A, 1, 0), (B, -1, 1)):
-            if (first := getattr(layer, "first", {}).get(key[1:])) is not None:
-                name = f"{path}{key.replace(f'.{NAME}.', '.')}"
-                state[name] = torch.cat([state[name], sign * first], dim)
+        first = getattr(layer, "first", {})
+        for ending, sign, dim in ((A, 1, 0), (B, -1, 1)):
+            first_factor = first.get(ending[1:])
+            if first_factor is not None:
+                name = f"{path}{ending.replace(f'.{NAME}.', '.')}"
+                state[name] = torch.cat([state[name], sign * first_factor], dim)
     return state
 
 
 def _tuned(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """PEFT's layers, by name. Where nothing has imported PEFT, which may not be installed, there are none."""
+    """Yield (name, layer) of PEFT's layers. If nothing has imported PEFT, which may not be installed, there are none."""
     if sys.modules.get("peft") is None:
-        return iter(())
+        return
     from drumline.vendor.peft import BaseTunerLayer
 
-    return (
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer)
-    )
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield name, module
 
 
 def _named_below(model: nn.Module, endings: Iterable[str]) -> set[str]:
-    """Names of the parameters below modules whose names end so; of tied ones the first name. Raises ModelError where there is none."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    """Return the names of the parameters below modules with these endings; of tied ones the first name.
+
+    Raises ModelError for an ending without a parameter.
+    """
+    first_name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     found: set[str] = set()
     for ending in endings:
         chosen = [f"{name}." for name, _ in model.named_modules() if _ends(name, ending)]
-        below = {
-            first[id(p)]
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if name.startswith(tuple(chosen))
-        }
+        below = set()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name.startswith(tuple(chosen)):
+                below.add(first_name_of[id(parameter)])
         if not below:
-            guess = nearest(
-                ending, sorted({name.rpartition(".")[2] for name, _ in model.named_modules()})
-            )
-            fix = (
-                f"did you mean {guess}?"
-                if guess
-                else "name modules as model.named_modules() has them"
-            )
-            raise ModelError(
-                f"{type(model).__name__} has no module {ending!r} with weights",
-                where="adapter.modules_to_save",
-                fix=fix,
-            )
+            guess = nearest(ending, _last_names(name for name, _ in model.named_modules()))
+            if guess:
+                fix = f"did you mean {guess}?"
+            else:
+                fix = "name modules as model.named_modules() has them"
+            what = f"{type(model).__name__} has no module {ending!r} with weights"
+            raise ModelError(what, where="adapter.modules_to_save", fix=fix)
         found |= below
     return found
 
 
 def _require_rows(model: Any, tokens: Sequence[int]) -> None:
-    """Raises ModelError for a token that the embedding has no row for."""
-    embedding: Any = whole_layer(model.get_input_embeddings()) if tokens else None
-    if tokens and max(tokens) >= (rows := len(embedding.weight)):
+    """Raise ModelError for a token that the embedding has no row for."""
+    if not tokens:
+        return
+    embedding: Any = whole_layer(model.get_input_embeddings())
+    rows = len(embedding.weight)
+    if max(tokens) >= rows:
         what = f"token {max(tokens)} has no row: the embedding has {rows}"
-        raise ModelError(
-            what,
-            where="adapter.trainable_tokens",
-            fix="name ids below that, which a tokenizer of your own may give to new tokens",
-        )
+        fix = "name ids below that, which a tokenizer of your own may give to new tokens"
+        raise ModelError(what, where="adapter.trainable_tokens", fix=fix)
 
 
 def _ends_of_vocabulary(model: Any) -> dict[str, Any]:
@@ -796,18 +896,23 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
 
 
 def _number(alpha: float) -> Any:
-    """As other readers of the file require it: whole where it is."""
+    """Return a whole number as an int, which other readers of the file require."""
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def _ends(name: str, ending: str) -> bool:
+    """Return whether the last parts of a dotted name are `ending`."""
     return name == ending or name.endswith(f".{ending}")
 
 
 def _short(model: nn.Module, names: list[str]) -> list[str]:
-    """The last parts of the names if they mean the same layers, as users write them and other readers expect them; else the full names."""
-    own = sorted({name.rpartition(".")[2] for name in names})
-    meant = {
-        name for name, _ in model.named_modules() if any(_ends(name, ending) for ending in own)
-    }
-    return own if meant == set(names) else names
+    """Return the last parts of the names if they mean the same layers; else the full names.
+
+    Users write last parts, and other readers expect them.
+    """
+    last_names = _last_names(names)
+    meant = set()
+    for name, _ in model.named_modules():
+        if any(_ends(name, ending) for ending in last_names):
+            meant.add(name)
+    return last_names if meant == set(names) else names

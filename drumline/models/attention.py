@@ -1,8 +1,9 @@
-"""Attention by documents: the lengths of a batch's documents take the place of a mask over all pairs of tokens.
+"""Attention by documents: the lengths of a batch's documents replace a mask over all pairs of tokens.
 
-Laid under a model by transformers' own seam, an attention function and a mask function under a name of ours. The model decides what a
-layer attends to (all, a sliding window); the mask function gives `Documents` in the place of a mask, which each block hands to the
-attention function, when it is computed again too. Where no batch is in hand (generation, trials) both are the model's own.
+transformers lets us register an attention function and a mask function under a name of our own. The model decides what a layer
+attends to (all, a sliding window). Our mask function returns `Documents` instead of a mask. Each block hands them to the attention
+function, also when it is computed again. While no batch is set (generation, trials) both functions are the model's own.
+
 B rows, T tokens of a row, H heads, of size D; N documents of a batch, padding at the end of a row among them.
 """
 
@@ -36,16 +37,17 @@ from drumline.models.sequence import SequencePart
 logger = logging.getLogger(__name__)
 # Config keys of GPT-2, Llama and BERT for dropout over attention's scores.
 SCORE_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
-_batch: ContextVar[Any] = ContextVar("batch")  # the one that a model runs on
+# The batch that a model runs on.
+_batch: ContextVar[Any] = ContextVar("batch")
 
 
 @dataclass(eq=False)
 class Pattern:
-    """Which tokens of rows may meet, as numbers of the host.
+    """Which tokens of rows attend to each other, as numbers in host memory.
 
-    `lengths`: of each row's documents, without padding. `width`: tokens of a row. A token sees its
-    own document: with `causal` what stands up to it, with `window` only the nearest so many tokens.
-    With `branches` each document continues the first of its row, which it sees.
+    `lengths`: of each row's documents, without padding. `width`: tokens of a row. A token attends to
+    its own document: with `causal` up to itself, with `window` only to the nearest so many tokens.
+    With `branches` each document continues the first of its row, and attends to it too.
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -56,11 +58,11 @@ class Pattern:
 
 
 class Documents(Pattern):
-    """What a layer attends to, in the place of a mask.
+    """What a layer attends to, which takes the place of a mask.
 
     `bounds_N`: int32[N + 1], where documents begin in all rows end to end; the last is B × T.
-    `longest`: tokens of the longest document, paddings among them. `kernel`: takes the lengths of
-    this batch in one call; None: each document by itself.
+    `longest`: tokens of the longest document, or of the longest padding. `kernel`: computes all
+    documents of this batch in one call; None: each document is computed by itself.
     """
 
     def __init__(self, batch: Any, causal: bool, window: int | None) -> None:
@@ -84,7 +86,11 @@ class Documents(Pattern):
         There are two columns at least: a size of 1 would be compiled by itself.
         """
         columns = max([2, *(len(row) for row in self.lengths)])
-        return torch.tensor([[*row, *[-1] * (columns - len(row))] for row in self.lengths])
+        filled = []
+        for row in self.lengths:
+            missing = columns - len(row)
+            filled.append([*row, *[-1] * missing])
+        return torch.tensor(filled)
 
     def prepare(self, kernel: Kernel, dtype: torch.dtype, head_dim: int) -> None:
         """Choose how to attend, before any block runs: within a compiled one nothing can be tried.
@@ -101,42 +107,54 @@ class Documents(Pattern):
 
 
 def attend_by_documents(model: Any, layout: Layout, on_host: bool = False) -> None:
-    """Let a Hugging Face model attend by documents on the layout's devices, if it can.
+    """Make a Hugging Face model attend by documents on the layout's devices, if it can.
 
     `on_host`: the model only runs on a CPU, for a trial before the launch. No kernel of the
     layout's devices is tried there, so no line says that one does not work.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    text = model.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    size = max(size or 0 for size in of_layers(text, "head_dim")) or (
-        getattr(text, "hidden_size", 0) // heads if heads else 0
-    )
-    (caps, drops), before = caps_and_drops(text), model.config._attn_implementation
-    kernel, _ = choose(
-        layout, size, caps, drops or (before == "eager" and not caps), needs_mask(model)
-    )
+    text_config = model.config.get_text_config()
+    head_dim = _head_dim(text_config)
+    has_caps = has_soft_caps(text_config)
+    implementation = model.config._attn_implementation
+    has_dropout = has_score_dropout(text_config)
+    is_plain_eager = implementation == "eager" and not has_caps
+    has_own_scores = has_dropout or is_plain_eager
+    kernel, _ = choose(layout, head_dim, has_caps, has_own_scores, needs_mask(model))
     if kernel == "masked":
         return
     if on_host:
         kernel = "documents"
-    name = name_of(kernel, before)
-    whole = None if before == "eager" else AttentionInterface()[before]
-    AttentionInterface.register(name, partial(attention, whole))
-    AttentionMaskInterface.register(name, partial(mask, kernel, size, before))
+    name = name_of(kernel, implementation)
+    function = None if implementation == "eager" else AttentionInterface()[implementation]
+    AttentionInterface.register(name, partial(attention, function))
+    AttentionMaskInterface.register(name, partial(mask, kernel, head_dim, implementation))
     model.set_attn_implementation(name)
 
 
-def caps_and_drops(text: Any) -> tuple[bool, bool]:
-    """Whether the scores of attention are soft-capped, and have dropout, by a config."""
-    return bool(getattr(text, "attn_logit_softcapping", None)), any(
-        getattr(text, key, None) for key in SCORE_DROPOUTS
-    )
+def _head_dim(text_config: Any) -> int:
+    """Return the size of a model's largest attention heads; 0 if its config does not tell."""
+    largest: int = max(size or 0 for size in of_layers(text_config, "head_dim"))
+    heads = getattr(text_config, "num_attention_heads", None)
+    if largest or not heads:
+        return largest
+    width: int = getattr(text_config, "hidden_size", 0)
+    return width // heads
+
+
+def has_soft_caps(text_config: Any) -> bool:
+    """Return whether a config soft-caps the scores of attention."""
+    return bool(getattr(text_config, "attn_logit_softcapping", None))
+
+
+def has_score_dropout(text_config: Any) -> bool:
+    """Return whether a config sets dropout over the scores of attention."""
+    return any(getattr(text_config, key, None) for key in SCORE_DROPOUTS)
 
 
 def batch_in_hand() -> bool:
-    """Whether a model runs on a batch whose documents are known."""
+    """Return whether a model runs on a batch whose documents are known."""
     return _batch.get(None) is not None
 
 
@@ -144,69 +162,90 @@ def batch_in_hand() -> bool:
 def attending(
     model: Any, batch: Any, sequence: SequencePart | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The arguments of a model for a batch, or for this rank's part of it, and a context for its forward.
+    """Yield the arguments of a model for a batch, or for this rank's part of it; its forward runs in this context.
 
-    A mask of ones, or no positions, keep transformers from looking for documents in the positions, for which the host would wait.
+    A mask of ones, or no positions, keep transformers from searching documents in the positions, for
+    which the host would wait.
     """
-    inputs, rows = (
-        batch.inputs() if sequence is None else sequence.inputs(batch),
-        getattr(batch, "documents", None),
-    )
-    if rows is None or not by_documents(model):
-        if (
-            rows is not None and sequence is None and all(len(row) <= 1 for row in rows)
-        ):  # 0, 1, 2, … in each: the model's own
-            inputs = {
-                name: tensor
-                for name, tensor in inputs.items()
-                if name != "position_ids" or tensor.ndim > 2
-            }
-        yield inputs
+    inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
+    rows = getattr(batch, "documents", None)
+    if rows is not None and by_documents(model):
+        token = _batch.set(batch)
+        try:
+            yield {"attention_mask": torch.ones_like(batch.input_ids_BT)} | inputs
+        finally:
+            _batch.reset(token)
         return
-    token = _batch.set(batch)
-    try:
-        yield {"attention_mask": torch.ones_like(batch.input_ids_BT)} | inputs
-    finally:
-        _batch.reset(token)
+    if rows is not None and sequence is None and all(len(row) <= 1 for row in rows):
+        # Positions 0, 1, 2, … in each row, which the model makes itself.
+        positions = inputs.get("position_ids")
+        if positions is not None and positions.ndim <= 2:
+            inputs = {name: tensor for name, tensor in inputs.items() if name != "position_ids"}
+    yield inputs
 
 
 def mask(kernel: Kernel, head_dim: int, before: str, **options: Any) -> Any:
-    """In the place of a mask function of transformers: `Documents` of the batch in hand; None where is_causal says it all. Without a
-    batch, and for patterns that are neither all tokens nor causal ones nor a window of these, the mask of `before`."""
+    """Replacement for a mask function of transformers: return `Documents` of the current batch.
+
+    Returns None if `is_causal` tells everything. Without a batch, and for patterns that are neither
+    all tokens nor causal ones nor a window of these, returns the mask of the implementation `before`.
+    `head_dim`: size of a head. `options`: what transformers calls a mask function with.
+    """
+    batch = _batch.get(None)
+    if batch is None:
+        return _mask_without_batch(before, options)
+    window = options.get("local_size")
+    is_causal = options.get("allow_is_causal_skip", True)
+    sees_everything = options.get("allow_is_bidirectional_skip", False) and window is None
+    if not (is_causal or sees_everything):
+        return _mask_of_other_pattern(before, batch, options)
+    documents = Documents(batch, not sees_everything, window)
+    if sees_everything:
+        has_one_per_row = all(row == (documents.width,) for row in documents.lengths)
+    else:
+        # Padding stands behind all others, where no causal token sees it.
+        has_one_per_row = all(len(row) <= 1 for row in documents.lengths)
+    is_within_window = window is None or window >= documents.width
+    if has_one_per_row and before == "sdpa" and is_within_window:
+        return None
+    dtype = _autocast_type(batch.bounds_N.device.type) or options.get("dtype", torch.float32)
+    documents.prepare(kernel, dtype, head_dim)
+    return documents
+
+
+def _mask_without_batch(before: str, options: dict[str, Any]) -> Any:
+    """Return the mask of the implementation `before` while no batch is set."""
     from transformers import AttentionMaskInterface
 
-    from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
-
-    batch, window = _batch.get(None), options.get("local_size")
-    causal = options.get("allow_is_causal_skip", True)
-    everything = options.get("allow_is_bidirectional_skip", False) and window is None
-    if batch is not None and (causal or everything):
-        documents = Documents(batch, not everything, window)
-        # Padding stands behind all others, where no causal token sees it.
-        alone = all(
-            row == (documents.width,) if everything else len(row) <= 1 for row in documents.lengths
-        )
-        if alone and before == "sdpa" and (window is None or window >= documents.width):
-            return None
-        dtype = options.get("dtype", torch.float32)
-        documents.prepare(kernel, _autocast_type(batch.bounds_N.device.type) or dtype, head_dim)
-        return documents
-    if batch is not None and getattr(batch, "attention_mask_BT", None) is None:
-        options["attention_mask"], positions_BT = None, batch.position_ids_BT
-        if (documents_BT := find_packed_sequence_indices(positions_BT)) is not None:
-            options["mask_function"] = packed_mask(
-                options["mask_function"], positions_BT, documents_BT
-            )
     is_padded = has_padding()
-    if batch is None and is_padded is True:
+    if is_padded is True:
         options["allow_is_causal_skip"] = False
-    elif batch is None and is_padded is False:
+    elif is_padded is False:
         options["attention_mask"] = None
     return AttentionMaskInterface()[before](**options)
 
 
-def _autocast_type(device: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+def _mask_of_other_pattern(before: str, batch: Any, options: dict[str, Any]) -> Any:
+    """Return the mask of the implementation `before` over a batch, which keeps its documents apart."""
+    from transformers import AttentionMaskInterface
+
+    from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
+
+    if getattr(batch, "attention_mask_BT", None) is None:
+        options["attention_mask"] = None
+        documents_BT = find_packed_sequence_indices(batch.position_ids_BT)
+        if documents_BT is not None:
+            options["mask_function"] = packed_mask(
+                options["mask_function"], batch.position_ids_BT, documents_BT
+            )
+    return AttentionMaskInterface()[before](**options)
+
+
+def _autocast_type(device_type: str) -> torch.dtype | None:
+    """Return autocast's type on a kind of device; None if autocast is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def attention(
@@ -218,23 +257,28 @@ def attention(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """In the place of an attention function of transformers. Can be traced as a part of one graph.
+    """Replacement for an attention function of transformers. It can be traced as a part of one graph.
 
-    `whole`: that function; None: the eager one of the module's own class. `query`, `key` and
-    `value` are [B, H, T, D], the result is [B, T, H, D]. Tokens of padding get zeros, or numbers
-    that mean nothing.
+    `whole`: the function that it replaces; None: the eager one of the module's own class. `query`,
+    `key` and `value` are [B, H, T, D], the result is [B, T, H, D] and None for the scores. Tokens of
+    padding get zeros, or numbers that mean nothing.
     """
     if not isinstance(attention_mask, Documents):
         function: Any = _eager(module) if whole is None else whole
-        made: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, **options)
-        return made
-    documents, cap, scale = attention_mask, options.get("softcap"), options.get("scaling")
+        result: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, **options)
+        return result
+    documents = attention_mask
+    cap = options.get("softcap")
+    scale = options.get("scaling")
     low = _autocast_type(query.device.type)
     if low is not None:
         # Rotary positions leave queries and keys in fp32, values not; autocast knows no operator
         # but torch's own scaled_dot_product_attention, which casts them like this.
-        query, key, value = query.to(low), key.to(low), value.to(low)
-    has_own = bool(options.get("dropout")) or (whole is None and cap is None)  # sinks, for one
+        query = query.to(low)
+        key = key.to(low)
+        value = value.to(low)
+    # An eager function without soft caps has something else of its own, such as sinks.
+    has_own = bool(options.get("dropout")) or (whole is None and cap is None)
     is_of_one_size = query.shape[-1] == value.shape[-1]
     if documents.kernel is not None and not has_own and is_of_one_size:
         return documents.kernel(query, key, value, documents, scale, cap), None
@@ -249,6 +293,7 @@ def attention(
 
 
 def _eager(module: Any) -> Any:
+    """Return the eager attention function beside a module's class; None if there is none."""
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
@@ -261,14 +306,15 @@ def _by_function(
     value: Tensor,
     options: dict[str, Any],
 ) -> Tensor:
-    """Each document by a function of transformers.
+    """Compute each document by a function of transformers.
 
-    sdpa has no soft caps, and none of what a class without sdpa does besides.
+    sdpa has no soft caps, and lacks what a class without sdpa does besides.
     """
     from drumline.vendor.transformers import sdpa_attention_forward
 
-    function = partial(_eager(module) if is_additive else sdpa_attention_forward, module)
-    return one_by_one(function, documents, is_additive, query, key, value, **options)
+    function = _eager(module) if is_additive else sdpa_attention_forward
+    of_module = partial(function, module)
+    return one_by_one(of_module, documents, is_additive, query, key, value, **options)
 
 
 # A class's own eager function may have dropout, or weights of its own: nobody can register it.
@@ -284,31 +330,45 @@ def one_by_one(
     value: Tensor,
     **options: Any,
 ) -> Tensor:
-    """Each document by `whole`, a function of transformers, which gives [1, n, H, D]. `additive`: it takes a mask of numbers and nothing
-    else. Rows and documents are split and put together again: the gradient of a slice would be as large as what it is cut from.
+    """Compute each document by `whole`, a function of transformers that returns [1, n, H, D].
 
-    A row of padding alone, which fills up the last batch, counts as a document: each parameter gets its gradient in each micro-batch, or
-    DDP would not reduce it."""
+    `additive`: `whole` takes a mask of numbers and nothing else. Rows and documents are split and
+    joined again: the gradient of a slice would be as large as the tensor that it is cut from.
+
+    A row of only padding, which fills up the last batch, counts as a document: each parameter gets its
+    gradient in each micro-batch, or DDP would not reduce it.
+    """
     rows = []
-    for of_documents, *of_row in zip(
-        documents.lengths, query.split(1), key.split(1), value.split(1), strict=True
-    ):
-        lengths = of_documents or (documents.width,)
+    by_row = zip(documents.lengths, query.split(1), key.split(1), value.split(1), strict=True)
+    for row_lengths, row_query, row_key, row_value in by_row:
+        lengths = row_lengths or (documents.width,)
         padding = documents.width - sum(lengths)
-        queries, *seen = (tensor.split([*lengths, padding], 2)[: len(lengths)] for tensor in of_row)
+        queries = _split_documents(row_query, lengths, padding)
+        keys = _split_documents(row_key, lengths, padding)
+        values = _split_documents(row_value, lengths, padding)
         if documents.branches:
-            seen = [
-                (first, *(torch.cat([first, part], 2) for part in rest)) for first, *rest in seen
-            ]
-        made = [
-            out
-            for part in zip(queries, *seen, strict=True)
-            for out in _of_one(whole, documents, additive, options, *part)
-        ]
+            keys = _behind_first(keys)
+            values = _behind_first(values)
+        outs: list[Tensor] = []
+        for document in zip(queries, keys, values, strict=True):
+            outs += _of_one(whole, documents, additive, options, *document)
         if padding:
-            made.append(query.new_zeros(1, padding, query.shape[1], value.shape[-1]))
-        rows.append(torch.cat(made, 1) if len(made) > 1 else made[0])
+            outs.append(query.new_zeros(1, padding, query.shape[1], value.shape[-1]))
+        rows.append(torch.cat(outs, 1) if len(outs) > 1 else outs[0])
     return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def _split_documents(row: Tensor, lengths: tuple[int, ...], padding: int) -> tuple[Tensor, ...]:
+    """Return the documents of a row [1, H, T, D], without the padding at its end."""
+    parts = row.split([*lengths, padding], 2)
+    return parts[: len(lengths)]
+
+
+def _behind_first(documents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the first document, and the others joined to it: [1, H, n, D] each."""
+    first, *rest = documents
+    joined = [torch.cat([first, document], 2) for document in rest]
+    return (first, *joined)
 
 
 def _of_one(
@@ -320,36 +380,38 @@ def _of_one(
     key: Tensor,
     value: Tensor,
 ) -> Iterator[Tensor]:
-    """A document's attention, with a window in stretches of so many queries, each with the keys that they see. Keys before its own are
-    those of what it goes on from."""
+    """Yield a document's attention, [1, n, H, D] in one or more parts.
+
+    With a window these are stretches of as many queries as the window is long, each with the keys that
+    they see. Keys ahead of the document's own are those of the document that it continues.
+    """
     length, keys, window = query.shape[2], key.shape[2], documents.window
     before = keys - length
     if window is None or window >= keys:
-        allowed = (
-            band(length, keys, before, None, query, additive)
-            if (additive or before) and documents.causal
-            else None
-        )
-        yield whole(
-            query, key, value, allowed, **options | {"is_causal": documents.causal and not before}
-        )[0]
+        allowed = None
+        if documents.causal and (additive or before):
+            allowed = band(length, keys, before, None, query, additive)
+        is_causal = documents.causal and not before
+        yield whole(query, key, value, allowed, **options | {"is_causal": is_causal})[0]
         return
     for start in range(before, keys, window):
-        stop, first = min(start + window, keys), max(0, start - window + 1)
+        stop = min(start + window, keys)
+        first = max(0, start - window + 1)
         allowed = band(stop - start, stop - first, start - first, window, query, additive)
-        part = (
-            query[:, :, start - before : stop - before],
-            key[:, :, first:stop],
-            value[:, :, first:stop],
-        )
-        yield whole(*part, allowed, **options | {"is_causal": False})[0]
+        queries = query[:, :, start - before : stop - before]
+        seen_keys = key[:, :, first:stop]
+        seen_values = value[:, :, first:stop]
+        yield whole(queries, seen_keys, seen_values, allowed, **options | {"is_causal": False})[0]
 
 
 def band(
     queries: int, keys: int, offset: int, window: int | None, like: Tensor, additive: bool
 ) -> Tensor:
-    """Which keys a query sees, [1, 1, queries, keys]: those up to it, of these the last `window`. Query i stands at key i + `offset`.
-    bool, or `additive` numbers, of the type of `like`."""
+    """Return which keys a query sees, [1, 1, queries, keys]: those up to it, of these the last `window`.
+
+    Query i stands at key i + `offset`. The result is bool, or with `additive` numbers of the type of
+    `like`.
+    """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(offset)
     if window is not None:
         seen = seen.triu(offset - window + 1)
@@ -358,8 +420,7 @@ def band(
     return like.new_zeros(1, 1, queries, keys).masked_fill(~seen, torch.finfo(like.dtype).min)
 
 
-# ------------------------------------------------------------------------------------------------- the operator of compiled blocks
-# Low-level names: the kernel of a `custom_op` runs below autograd, and the backward here needs it.
+# The operator of compiled blocks. Low-level names: the kernel of a `custom_op` runs below autograd, and the backward here needs it.
 torch.library.define(
     "drumline::attend",
     "(Tensor query, Tensor key, Tensor value, Tensor lengths_BN, bool causal, SymInt? window,"
@@ -382,15 +443,17 @@ def attend(
     branches: bool,
     scale: float | None,
 ) -> Tensor:
-    """Each document by torch's scaled_dot_product_attention: [B, H, T, D] in, [B, T, H, D] out.
+    """Compute each document by torch's scaled_dot_product_attention: [B, H, T, D] in, [B, T, H, D] out.
 
     `lengths_BN`: see `Documents`; a tensor, so that other lengths are not compiled anew.
     """
     from drumline.vendor.transformers import sdpa_attention_forward
 
-    rows = lengths_BN.tolist()  # in host memory: nobody waits for a device
-    lengths = tuple(tuple(length for length in row if length >= 0) for row in rows)
-    pattern = Pattern(lengths, query.shape[2], causal, window, branches)
+    lengths = []
+    # In host memory: nobody waits for a device.
+    for row in lengths_BN.tolist():
+        lengths.append(tuple(length for length in row if length >= 0))
+    pattern = Pattern(tuple(lengths), query.shape[2], causal, window, branches)
     module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
     function = partial(sdpa_attention_forward, module)
     with torch.autocast(query.device.type, enabled=False):
@@ -407,7 +470,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *pattern: Any
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value. Computes the forward again, of which nothing is kept."""
+    """Return the gradients of query, key and value. Computes the forward again, which keeps nothing."""
     again: list[Any] = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():
         out = attend(*again, *pattern)
@@ -439,30 +502,31 @@ torch.library.impl("drumline::attend_backward", ("cpu", "cuda"), attend_backward
 torch.library.register_autograd("drumline::attend", _go_back, setup_context=_keep_inputs)
 
 
-# ------------------------------------------------------------------------------------------------- kernels for variable lengths
+# Kernels for variable lengths. The scale of scores, or their soft cap; None: the default, or no cap.
 Numbers = float | None
 
 
 def _ends_to_end(*tensors_BHTD: Tensor) -> list[Tensor]:
-    """[B × T, H, D] of each."""
+    """Return each tensor with its rows end to end, [B × T, H, D]."""
     return [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors_BHTD]
 
 
 def _in_rows(out_NHD: Tensor, like_BHTD: Tensor) -> Tensor:
-    """[B, T, H, D] of the rows end to end."""
+    """Return rows that are end to end as [B, T, H, D]. `like_BHTD`: a tensor of that B and T."""
     return out_NHD.reshape(like_BHTD.shape[0], like_BHTD.shape[2], *out_NHD.shape[1:])
 
 
 def _reach(documents: Documents) -> tuple[int, int]:
-    """Tokens to the left and to the right that a token sees, -1 for all."""
-    return (-1 if documents.window is None else documents.window - 1), (
-        0 if documents.causal else -1
-    )
+    """Return how many tokens to the left and to the right a token sees; -1: all."""
+    left = -1 if documents.window is None else documents.window - 1
+    right = 0 if documents.causal else -1
+    return left, right
 
 
 def varlen(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers
 ) -> Tensor:
+    """torch's own attention over documents of different lengths."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert cap is None, "it has no soft caps"
@@ -471,16 +535,17 @@ def varlen(
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             options["enable_gqa"] = True
         else:
-            key, value = (
-                tensor.repeat_interleave(query.shape[1] // key.shape[1], 1)
-                for tensor in (key, value)
-            )
-    bounds, longest = documents.bounds_N, documents.longest
+            queries_per_key = query.shape[1] // key.shape[1]
+            key = key.repeat_interleave(queries_per_key, 1)
+            value = value.repeat_interleave(queries_per_key, 1)
+    bounds = documents.bounds_N
+    longest = documents.longest
     q, k, v = _ends_to_end(query, key, value)
     out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
     return _in_rows(out, query)
 
 
+# Name → module of FlashAttention, once it is imported.
 _packages: dict[str, Any] = {}
 
 
@@ -497,33 +562,42 @@ def flash(
     if module not in _packages:
         # At the trial: in a graph nothing can be imported.
         _packages[module] = import_module(module)
-    function = _packages[module]
-    bounds, longest = documents.bounds_N, documents.longest
+    package = _packages[module]
+    bounds = documents.bounds_N
+    longest = documents.longest
     options = {
         "softmax_scale": scale,
         "causal": documents.causal,
         "window_size": _reach(documents),
         "softcap": cap or 0.0,
     }
-    out = function.flash_attn_varlen_func(
-        *_ends_to_end(query, key, value), bounds, bounds, longest, longest, **options
-    )
-    return _in_rows(out[0] if isinstance(out, tuple) else out, query)
+    q, k, v = _ends_to_end(query, key, value)
+    out = package.flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, **options)
+    # Some versions also return the log-sum-exp.
+    if isinstance(out, tuple):
+        out = out[0]
+    return _in_rows(out, query)
 
 
 def flex(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: Numbers, cap: Numbers
 ) -> Tensor:
-    """flex_attention, compiled on a GPU; on a CPU it has no gradients there, and runs as it is."""
+    """flex_attention, compiled on a GPU. On a CPU it runs as it is, since it has no gradients compiled there."""
     from torch.nn.attention.flex_attention import flex_attention
 
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in _ends_to_end(query, key, value))
-    capped = None if cap is None else partial(_capped, cap)
-    compiles = query.is_cuda and not torch.compiler.is_compiling()  # else it is a part of a graph
-    run: Any = _compiled(flex_attention) if compiles else flex_attention
-    grouped = query.shape[1] != key.shape[1]
-    out: Any = run(
-        q, k, v, score_mod=capped, block_mask=documents.block_mask, scale=scale, enable_gqa=grouped
+    function: Any = flex_attention
+    # While a graph is compiled, this is a part of it.
+    if query.is_cuda and not torch.compiler.is_compiling():
+        function = _compiled(flex_attention)
+    out: Any = function(
+        q,
+        k,
+        v,
+        score_mod=None if cap is None else partial(_capped, cap),
+        block_mask=documents.block_mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return _in_rows(out[0].transpose(0, 1), query)
 
@@ -533,18 +607,21 @@ def _capped(cap: float, score: Tensor, *_place: Tensor) -> Tensor:
 
 
 def block_mask(documents: Documents) -> Any:
-    """flex_attention's mask: which blocks of pairs of all tokens hold some that may meet."""
+    """Return flex_attention's mask: which blocks of token pairs hold some that attend to each other."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    bounds_N, total = documents.bounds_N, len(documents.lengths) * documents.width
+    bounds_N = documents.bounds_N
+    total = len(documents.lengths) * documents.width
     places_T = torch.arange(total, device=bounds_N.device, dtype=bounds_N.dtype)
     owner_T = torch.bucketize(places_T, bounds_N, right=True)
 
     def meet(_row: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = owner_T[q] == owner_T[k]
+        is_seen = owner_T[q] == owner_T[k]
         if documents.causal:
-            seen = seen & (q >= k)
-        return seen if documents.window is None else seen & (q - k < documents.window)
+            is_seen = is_seen & (q >= k)
+        if documents.window is not None:
+            is_seen = is_seen & (q - k < documents.window)
+        return is_seen
 
     return create_block_mask(
         meet, None, None, total, total, device=str(bounds_N.device), _compile=bounds_N.is_cuda
@@ -566,52 +643,42 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 
 @lru_cache
 def _works(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether a kernel gives what documents one by one give, and their gradients, tried on 48 tokens; a line in the log where not.
+    """Return whether a kernel gives the results and gradients of documents one by one.
 
-    Tried in a thread of its own, where nothing of a model's forward holds: it may be one that is computed again, whose hooks would take the
-    trial for a part of it, or one under autocast."""
+    It is tried on 48 tokens. If it does not work, a line in the log says so.
+
+    It is tried in a thread of its own, since a model's forward may be running in this one: under
+    autocast, or as a recomputation, whose hooks would take the trial for a part of it.
+    """
     with ThreadPoolExecutor(1, "drumline-trial") as thread:
-        return thread.submit(on_this_gpu(_agrees), kernel, device, dtype, head_dim).result()
+        trial = thread.submit(on_this_gpu(_agrees), kernel, device, dtype, head_dim)
+        return trial.result()
+
+
+# The trial's two rows of 24 tokens: two documents and padding, and one document.
+_TRIAL_WIDTH = 24
+_TRIAL_LENGTHS = ((9, 13), (24,))
+_TRIAL_BOUNDS = (0, 9, 22, 24, 48)
 
 
 def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Try a kernel in this thread (see `_works`)."""
     generator = torch.Generator(device).manual_seed(0)
-    inputs = [
-        torch.randn(2, 4, 24, head_dim, device=device, generator=generator)
-        .to(dtype)
-        .requires_grad_()
-        for _ in range(3)
-    ]
-    bounds_N = torch.tensor([0, 9, 22, 24, 48], dtype=torch.int32, device=device)
-    documents = Documents(
-        SimpleNamespace(
-            documents=((9, 13), (24,)), bounds_N=bounds_N, input_ids_BT=inputs[0][:, 0, :, 0]
-        ),
-        True,
-        None,
+    inputs = []
+    for _ in range(3):
+        tensor = torch.randn(2, 4, _TRIAL_WIDTH, head_dim, device=device, generator=generator)
+        inputs.append(tensor.to(dtype).requires_grad_())
+    batch = SimpleNamespace(
+        documents=_TRIAL_LENGTHS,
+        bounds_N=torch.tensor(_TRIAL_BOUNDS, dtype=torch.int32, device=device),
+        input_ids_BT=inputs[0][:, 0, :, 0],
     )
-
-    def plain(q: Tensor, k: Tensor, v: Tensor, _: None, is_causal: bool) -> tuple[Tensor]:
-        return (
-            functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2),
-        )
-
-    def answers(out_BTHD: Tensor) -> list[Tensor]:
-        real = torch.cat([out_BTHD[0, :22], out_BTHD[1]]).float()
-        return [
-            real,
-            *(gradient.float() for gradient in torch.autograd.grad(real.square().sum(), inputs)),
-        ]
-
+    documents = Documents(batch, causal=True, window=None)
     try:
         with torch.enable_grad():
-            theirs = answers(KERNELS[kernel](*inputs, documents, None, None))
-            ours = answers(one_by_one(plain, documents, False, *inputs))
-        far = max(
-            float((one - other).detach().abs().max() / other.detach().abs().max())
-            for one, other in zip(theirs, ours, strict=True)
-        )
-        reason = f"it is {far:.1g} off" if not far <= 16 * torch.finfo(dtype).eps else ""
+            difference = _trial_difference(kernel, documents, inputs)
+        allowed = 16 * torch.finfo(dtype).eps
+        reason = "" if difference <= allowed else f"it is {difference:.1g} off"
     except Exception as error:  # noqa: BLE001 - kernels of others raise what they like
         reason = first_line(error)
     if reason:
@@ -621,3 +688,32 @@ def _agrees(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
             reason,
         )
     return not reason
+
+
+def _trial_difference(kernel: Kernel, documents: Documents, inputs: list[Tensor]) -> float:
+    """Return how far a kernel's results and gradients are from those of documents one by one.
+
+    It is the largest difference relative to the largest value of the same tensor. `inputs`: query, key
+    and value.
+    """
+    theirs = _trial_results(KERNELS[kernel](*inputs, documents, None, None), inputs)
+    ours = _trial_results(one_by_one(_plain_attention, documents, False, *inputs), inputs)
+    differences = []
+    for one, other in zip(theirs, ours, strict=True):
+        largest_difference = (one - other).detach().abs().max()
+        differences.append(float(largest_difference / other.detach().abs().max()))
+    return max(differences)
+
+
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, _: None, is_causal: bool) -> tuple[Tensor]:
+    """torch's scaled_dot_product_attention with the arguments and the result of a function of transformers."""
+    out_BHTD = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return (out_BHTD.transpose(1, 2),)
+
+
+def _trial_results(out_BTHD: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Return a trial's results without padding, and the gradients of their squares' sum, all in fp32."""
+    real_tokens = sum(_TRIAL_LENGTHS[0])
+    real = torch.cat([out_BTHD[0, :real_tokens], out_BTHD[1]]).float()
+    gradients = torch.autograd.grad(real.square().sum(), inputs)
+    return [real, *(gradient.float() for gradient in gradients)]

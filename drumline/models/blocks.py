@@ -1,6 +1,8 @@
-"""The repeated blocks of a model (units of checkpointing, compilation, sharding and adapters), and its weights one by one. The planner
-counts by shapes, by what is trainable, and by how tensor parallelism cuts: a Hugging Face model's class and config have the style of each
-module."""
+"""The repeated blocks of a model, and how tensor parallelism cuts each of its weights.
+
+Blocks are the units of checkpointing, compilation, sharding and adapters. The planner counts the weights here by shape, by
+whether they are trainable, and by their style of tensor parallelism. A Hugging Face model's class and config name those styles.
+"""
 
 from __future__ import annotations
 
@@ -21,174 +23,262 @@ Units = Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 
 
 def set_blocks(model: nn.Module, units: Units | None) -> None:
-    """Set the blocks of a module that is no Hugging Face model: by their classes, or by a function that picks them; None: all in its
-    outermost lists of modules (nn.ModuleList). Raises PlanError for a class that it does not have."""
+    """Set the blocks of a module that is no Hugging Face model.
+
+    `units`: names of their classes, or a function that picks them from the model. None takes the
+    members of the model's outermost lists of modules (nn.ModuleList).
+    Raises PlanError for a class that no module of the model has.
+    """
     if units is None:
-        lists = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.ModuleList)
-        }
-        outer = [
-            module
-            for name, module in lists.items()
-            if not any(name.startswith(f"{other}.") for other in lists)
-        ]
-        chosen = [
-            block for found in outer for block in found if not isinstance(block, nn.ModuleList)
-        ]
+        chosen = _members_of_outer_lists(model)
     elif callable(units):
-        chosen = [*units(model)]
+        chosen = list(units(model))
     else:
-        classes = {type(module).__name__ for module in model.modules()}
-        if absent := sorted({*units} - classes):
-            fix = f"there are {', '.join(sorted(classes))}"
-            raise PlanError(
-                f"the model has no module of class {', '.join(absent)}", where="units", fix=fix
-            )
-        chosen = [module for module in model.modules() if type(module).__name__ in units]
+        chosen = _modules_of_classes(model, units)
     # A module that stands in a list more than once is one unit.
-    model._drumline_blocks = list(dict.fromkeys(chosen))  # type: ignore[assignment]  # a plain list: they stay where they are
+    distinct = list(dict.fromkeys(chosen))
+    # A plain list, so that the model does not get these modules as children a second time.
+    model._drumline_blocks = distinct  # type: ignore[assignment]
+
+
+def _members_of_outer_lists(model: nn.Module) -> list[nn.Module]:
+    """Return the members of every nn.ModuleList that lies in no other one."""
+    members: list[nn.Module] = []
+    lists = _module_lists(model)
+    prefixes = tuple(f"{name}." for name in lists)
+    for name, module_list in lists.items():
+        if name.startswith(prefixes):
+            continue
+        for member in module_list:
+            if not isinstance(member, nn.ModuleList):
+                members.append(member)
+    return members
+
+
+def _module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Return name → nn.ModuleList, in the model's order."""
+    lists = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            lists[name] = module
+    return lists
+
+
+def _modules_of_classes(model: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules whose class has one of these names. Raises PlanError for a name without a module."""
+    present = {type(module).__name__ for module in model.modules()}
+    absent = sorted(set(class_names) - present)
+    if absent:
+        what = f"the model has no module of class {', '.join(absent)}"
+        fix = f"there are {', '.join(sorted(present))}"
+        raise PlanError(what, where="units", fix=fix)
+    return [module for module in model.modules() if type(module).__name__ in class_names]
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, by the class names in `_no_split_modules` of Hugging Face models, or by `set_blocks`."""
+    """Return the repeated blocks of a model, in its order.
+
+    `set_blocks` sets them for any module. A Hugging Face model names their classes in
+    `_no_split_modules`.
+    """
     if hasattr(model, "_drumline_blocks"):
         return list(model._drumline_blocks)  # type: ignore[arg-type]
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    # FSDP2 puts its name before those of the classes that it wraps.
-    return [
-        module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names
-    ]
+    block_classes = _block_classes(model)
+    found = []
+    for module in model.modules():
+        # FSDP2 puts its name before those of the classes that it wraps.
+        if type(module).__name__.removeprefix("FSDP") in block_classes:
+            found.append(module)
+    return found
+
+
+def _block_classes(model: nn.Module) -> set[str]:
+    """Return the class names of a Hugging Face model's blocks; none for any other module."""
+    names: Any = getattr(model, "_no_split_modules", None)
+    return set(names or ())
 
 
 def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
-    """Name and list of a model's blocks: the only ModuleList of nothing but `_no_split_modules`; None where it is not just one."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module)
-        and all(type(block).__name__ in names for block in module)
-    ]
-    return found[0] if len(found) == 1 else None
+    """Return name and list of a model's blocks: its only nn.ModuleList that holds nothing but blocks.
+
+    Blocks are told by `_no_split_modules`. None unless there is exactly one such list.
+    """
+    block_classes = _block_classes(model)
+    found = []
+    for name, module_list in _module_lists(model).items():
+        member_classes = {type(member).__name__ for member in module_list}
+        if member_classes and member_classes <= block_classes:
+            found.append((name, module_list))
+    if len(found) != 1:
+        return None
+    return found[0]
 
 
 def uncut(model: Any) -> str:
-    """Why its blocks cannot be stages; empty where they may be. Two stages would train two copies of a weight that blocks share."""
+    """Return why a model's blocks cannot be cut into pipeline stages; empty if they can.
+
+    Two stages would train two copies of a weight that blocks share.
+    """
     found = block_list(model)
     if found is None:
         return f"{type(model).__name__} has no single list of blocks to cut into stages"
+    list_name, _ = found
+    prefix = f"{list_name}."
+    # Parameter → number of its block in the list; empty outside of the list.
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        block = name.removeprefix(found[0]).split(".")[1] if name.startswith(f"{found[0]}.") else ""
-        if owners.setdefault(id(parameter), block) != block:
+        block_number = ""
+        if name.startswith(prefix):
+            block_number = name.removeprefix(prefix).split(".")[0]
+        owner = owners.setdefault(id(parameter), block_number)
+        if owner != block_number:
             return f"blocks of {type(model).__name__} share weights"
     return ""
 
 
-# Layers by these names (a config's layer_types) mix tokens in attention alone.
+# Kinds of layers (a config's `layer_types`) that mix tokens only in attention.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+# Those of them whose attention is built from the lengths of documents alone.
+LAYERS_BY_LENGTHS = {"full_attention", "sliding_attention", "attention"}
+
+
+def _layer_kinds(model: Any) -> set[str]:
+    """Return the kinds of layers that a language model's config lists (`layer_types`)."""
+    text_config = model.config.get_text_config()
+    return set(getattr(text_config, "layer_types", None) or ())
 
 
 def whole_sequences(model: Any) -> str:
-    """Why a rank cannot have a part of each sequence, by the model's class and config; empty if it can."""
-    if not all(
-        getattr(model, flag, False) for flag in ("_supports_attention_backend", "_supports_sdpa")
-    ):
+    """Return why context parallelism cannot cut a model's sequences; empty if it can.
+
+    The answer follows from the model's class and config.
+    """
+    supports_interface = getattr(model, "_supports_attention_backend", False)
+    supports_sdpa = getattr(model, "_supports_sdpa", False)
+    if not (supports_interface and supports_sdpa):
         return "its attention does not go through transformers' attention interface with sdpa"
-    mixing = sorted(
-        {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - ATTENTION_LAYERS
-    )
-    return f"its layers of kind {mixing[0]} mix tokens without attention" if mixing else ""
+    mixing = _layer_kinds(model) - ATTENTION_LAYERS
+    if mixing:
+        return f"its layers of kind {min(mixing)} mix tokens without attention"
+    return ""
 
 
 def needs_mask(model: Any) -> str:
-    """Why its attention takes a mask and not the lengths of documents, by the model's class and config; empty where lengths will do."""
+    """Return why a model's attention takes a mask; empty if it can take the lengths of documents.
+
+    The answer follows from the model's class and config.
+    """
     module = sys.modules.get(type(model).__module__)
-    if not getattr(model, "_supports_attention_backend", False) or not hasattr(
-        module, "eager_attention_forward"
-    ):
+    supports_interface = getattr(model, "_supports_attention_backend", False)
+    if not supports_interface or not hasattr(module, "eager_attention_forward"):
         return "its attention does not go through transformers' attention interface"
-    if getattr(model.config, "vision_config", None) is not None or getattr(
-        model.config, "is_encoder_decoder", False
-    ):
+    has_vision = getattr(model.config, "vision_config", None) is not None
+    has_encoder = getattr(model.config, "is_encoder_decoder", False)
+    if has_vision or has_encoder:
         return "it is no model of text alone"
-    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - {
-        "full_attention",
-        "sliding_attention",
-        "attention",
-    }
-    return f"it has layers of kind {min(kinds)}" if kinds else ""
+    unknown = _layer_kinds(model) - LAYERS_BY_LENGTHS
+    if unknown:
+        return f"it has layers of kind {min(unknown)}"
+    return ""
 
 
-def counted(model: Any) -> dict[str, Any]:
-    """The fields of ModelFacts that every model has."""
+def common_facts(model: Any) -> dict[str, Any]:
+    """Return the fields of ModelFacts that every model has, by name. The model may be on the meta device."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    batch_norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    block_parameters: list[int] = []
     found = block_list(model)
-    block_weights, end_weights = _weights_of(model)
+    if found is not None:
+        _, module_list = found
+        block_parameters = [_count_entries(block.parameters()) for block in module_list]
+    block_weights, end_weights = _weights_by_block(model)
     return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "batch_norms": sum(isinstance(module, BatchNorm) for module in model.modules()),
+        "parameters": _count_entries(model.parameters()),
+        "frozen": _count_entries(frozen),
+        "batch_norms": len(batch_norms),
         "classes": frozenset(type(module).__name__ for module in model.modules()),
-        "block_parameters": tuple(sum(p.numel() for p in block.parameters()) for block in found[1])
-        if found
-        else (),
+        "block_parameters": tuple(block_parameters),
         "block_weights": block_weights,
         "end_weights": end_weights,
         "recomputes": bool(getattr(model, "supports_gradient_checkpointing", False)),
-        "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        "buffer_bytes": sum(buffer.nbytes for buffer in model.buffers()),
     }
 
 
-def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weight, ...]]:
-    """The weights of each block, and those outside of all blocks; tied ones once. `model` may be on the meta device."""
-    found, styles = blocks(model), _styles(model)
-    inside = {id(module): index for index, module in enumerate(found)}
-    of_blocks: list[list[Weight]] = [[] for _ in found]
-    rest: list[Weight] = []
-    modules, passed = dict(model.named_modules()), False
-    ends = (None, None) if reads_images(model) else vocabulary(model)
-    embedding, head = (
-        None if layer is None else getattr(whole_layer(layer), "weight", None) for layer in ends
-    )
-    of_both_ends = set[int]()
-    if embedding is not None and embedding is head:
-        of_both_ends.add(id(embedding))
-        # Trainable rows of tokens lie over both ends, too.
-        token_rows: Any = ends[0] and ends[0]._modules.get("token_adapter")
-        if token_rows is not None:
-            of_both_ends |= {id(rows) for rows in token_rows.trainable_tokens_delta.values()}
+def _count_entries(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _weights_by_block(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weight, ...]]:
+    """Return the weights of each block, and the weights outside of all blocks; tied ones once.
+
+    The model may be on the meta device.
+    """
+    all_blocks = blocks(model)
+    block_index = {id(block): index for index, block in enumerate(all_blocks)}
+    in_blocks: list[list[Weight]] = [[] for _ in all_blocks]
+    outside: list[Weight] = []
+    styles = _styles_by_layer(model)
+    in_both_ends = _parameters_in_both_ends(model)
+    modules = dict(model.named_modules())
+    has_passed_blocks = False
     for name, parameter in model.named_parameters():
         *path, last = name.split(".")
-        around = [modules[".".join(path[: i + 1])] for i in range(len(path))]
+        enclosing = [modules[".".join(path[: depth + 1])] for depth in range(len(path))]
+        style = ""
+        if enclosing:
+            style = styles.get(id(enclosing[-1]), "")
         # The innermost block: its weights are no part of an outer one.
-        depth = max((i for i, module in enumerate(around) if id(module) in inside), default=None)
-        shape, style = tuple(parameter.shape), styles.get(id(around[-1]) if around else 0, "")
-        owners = tuple(type(module).__name__ for module in around[depth or 0 :])
-        if depth is not None:
-            block, passed = of_blocks[inside[id(around[depth])]], True
-            block.append(
-                Weight(
-                    ".".join([*path[depth + 1 :], last]),
-                    shape,
-                    parameter.requires_grad,
-                    style,
-                    owners,
-                )
-            )
-        else:
-            place: Place = (
-                "both" if id(parameter) in of_both_ends else "after" if passed else "before"
-            )
-            rest.append(Weight(name, shape, parameter.requires_grad, style, owners, place))
-    same: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
-    return tuple(same.setdefault(block, block) for block in map(tuple, of_blocks)), tuple(rest)
+        depths = [depth for depth, module in enumerate(enclosing) if id(module) in block_index]
+        first_owner = max(depths, default=0)
+        owners = tuple(type(module).__name__ for module in enclosing[first_owner:])
+        shape = tuple(parameter.shape)
+        if depths:
+            has_passed_blocks = True
+            name_in_block = ".".join([*path[first_owner + 1 :], last])
+            weight = Weight(name_in_block, shape, parameter.requires_grad, style, owners)
+            in_blocks[block_index[id(enclosing[first_owner])]].append(weight)
+            continue
+        place: Place = "before"
+        if id(parameter) in in_both_ends:
+            place = "both"
+        elif has_passed_blocks:
+            place = "after"
+        outside.append(Weight(name, shape, parameter.requires_grad, style, owners, place))
+    # Equal blocks share one tuple: a model has up to a hundred of them.
+    distinct: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
+    block_weights = []
+    for weights in in_blocks:
+        as_tuple = tuple(weights)
+        block_weights.append(distinct.setdefault(as_tuple, as_tuple))
+    return tuple(block_weights), tuple(outside)
+
+
+def _parameters_in_both_ends(model: Any) -> set[int]:
+    """Return the ids of the parameters that embedding and head share, also beneath adapters."""
+    if reads_images(model):
+        return set()
+    embedding, head = vocabulary(model)
+    embedding_weight = _own_weight(embedding)
+    if embedding_weight is None or embedding_weight is not _own_weight(head):
+        return set()
+    shared = {id(embedding_weight)}
+    # Trainable rows of tokens lie over both ends, too.
+    token_rows = embedding._modules.get("token_adapter")
+    if token_rows is not None:
+        shared |= {id(rows) for rows in token_rows.trainable_tokens_delta.values()}
+    return shared
+
+
+def _own_weight(layer: Any) -> Any:
+    """Return the weight of a layer beneath its adapters; None for no layer, or one without a weight."""
+    if layer is None:
+        return None
+    return getattr(whole_layer(layer), "weight", None)
 
 
 def vision_tower(model: Any) -> Any:
-    """The vision tower of a model. Raises ModelError if it has none of transformers' names for it."""
+    """Return the vision tower of a model. Raises ModelError if it has none of transformers' names for it."""
     for part in (model.base_model, model):
         for name in ("visual", "vision_tower", "vision_model"):
             if hasattr(part, name):
@@ -198,40 +288,69 @@ def vision_tower(model: Any) -> Any:
 
 
 def tower_flops(model: Any) -> float:
-    """FLOPs of the tower for one image token, forward and backward, without attention: for each parameter 6 (4 if it is frozen, 2 if the
-    whole tower is) times the patches of a token; parameters behind the merger count once."""
-    tower, total, vision = vision_tower(model), 0.0, model.config.vision_config
-    if (merge := getattr(vision, "spatial_merge_size", None)) is not None:
-        patches = merge**2
-    elif (tokens := getattr(model.config, "mm_tokens_per_image", None)) is not None:
-        patches = (vision.image_size // vision.patch_size) ** 2 // tokens
-    else:
-        patches = round(1 / getattr(vision, "pixel_shuffle_ratio", 1.0) ** 2)
-    trainable = any(p.requires_grad for p in tower.parameters())
+    """Return the FLOPs of the vision tower for one image token, forward and backward, without attention.
+
+    A parameter costs 6 FLOPs for each patch: 2 in forward, and 2 each for the gradients of inputs
+    and weights. A frozen one costs 4, and 2 if the whole tower is frozen, which then has no
+    backward. Parameters behind the merger see the merged patches of a token once.
+    """
+    tower = vision_tower(model)
+    patches = _patches_per_token(model.config)
+    is_tower_trainable = any(parameter.requires_grad for parameter in tower.parameters())
+    total = 0.0
     for name, parameter in tower.named_parameters():
-        times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else patches
-        total += (
-            times * parameter.numel() * (6 if parameter.requires_grad else 4 if trainable else 2)
-        )
+        if "merger" in name:
+            uses = 1
+        elif name == "pos_embed.weight":  # it is looked up and added, not multiplied
+            uses = 0
+        else:
+            uses = patches
+        if parameter.requires_grad:
+            flops_per_use = 6
+        elif is_tower_trainable:
+            flops_per_use = 4
+        else:
+            flops_per_use = 2
+        total += uses * parameter.numel() * flops_per_use
     return total
 
 
-def _styles(model: Any) -> dict[int, str]:
-    """Layer → its style of tensor parallelism (see parallel.tensor_parallel); embedding and head are cut by the vocabulary, and experts by
-    their number, also where no plan names them."""
+def _patches_per_token(config: Any) -> int:
+    """Return how many patches of an image become one token of the language model."""
+    vision = config.vision_config
+    merge = getattr(vision, "spatial_merge_size", None)
+    if merge is not None:
+        return int(merge**2)
+    tokens_per_image = getattr(config, "mm_tokens_per_image", None)
+    if tokens_per_image is not None:
+        patches_per_image = (vision.image_size // vision.patch_size) ** 2
+        return int(patches_per_image // tokens_per_image)
+    return round(1 / getattr(vision, "pixel_shuffle_ratio", 1.0) ** 2)
+
+
+def _styles_by_layer(model: Any) -> dict[int, str]:
+    """Return the id of each layer that tensor parallelism cuts → its style (see parallel.tensor_parallel).
+
+    Embedding and head are cut by the vocabulary, and experts by their number, also where no plan names them.
+    """
     experts = {id(model.get_submodule(name)): "experts" for name in expert_modules(model)}
-    if reads_images(model) or not (plan := tensor_plan(model)):
+    if reads_images(model):
         return experts
-    modules, (embedding, head) = dict(model.named_modules()), vocabulary(model)
-    styles = {
-        id(layer): style
-        for name, style in plan.items()
-        if name in modules
-        for layer in cut_layers(modules[name], style)
-    }
+    plan = tensor_plan(model)
+    if not plan:
+        return experts
+    styles: dict[int, str] = {}
+    modules = dict(model.named_modules())
+    for name, style in plan.items():
+        if name in modules:
+            for layer in cut_layers(modules[name], style):
+                styles[id(layer)] = style
+    embedding, head = vocabulary(model)
     if head is not None:
         styles[id(whole_layer(head))] = "head"
-    return styles | experts | {id(whole_layer(embedding)): "embedding"}
+    styles |= experts
+    styles[id(whole_layer(embedding))] = "embedding"
+    return styles
 
 
 # Plans for classes that carry none, by type of model. GPT-2's queries, keys and values lie in one layer: all heads are on each rank.
@@ -249,38 +368,53 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 
 
 def tensor_plan(model: Any) -> dict[str, str]:
-    """Name of a module (or of a single parameter) → style, for all modules of the plan that the model has; {} without a plan. Embedding and
-    head are left out: they are always cut by vocabulary. Experts are cut by their number, whatever the plan has for them."""
-    plan = getattr(model, "_tp_plan", None) or {}
+    """Return name of a module (or of a single parameter) → its style of tensor parallelism; {} without a plan.
+
+    Embedding and head are left out, since they are always cut by the vocabulary. Experts are cut by
+    their number, whatever the plan has for them.
+    """
+    styles = _planned_styles(model)
+    experts = []
+    if "moe_tp_experts" in styles.values():
+        experts = expert_modules(model)
+        styles |= dict.fromkeys(experts, "experts")
+    inside_experts = tuple(f"{name}." for name in experts)
+    plan = {}
+    for name, style in styles.items():
+        if style is not None and not name.startswith(inside_experts):
+            plan[name] = style
+    return plan
+
+
+def _planned_styles(model: Any) -> dict[str, str | None]:
+    """Return name → style by the model's plan, or by ours for its type, of each module and parameter.
+
+    The style is None if the plan does not name it.
+    """
     by_vocabulary = vocabulary(model)
     names = [name for name, module in model.named_modules() if module not in by_vocabulary]
     names += [name for name, _ in model.named_parameters()]
-    styles = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names}
-    own = (
-        {} if plan else OWN_PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), {})
-    )
-    if own or not hasattr(
-        model, "get_input_embeddings"
-    ):  # a user's plan may have some of the numbered layers
-        plan = own or plan
-        styles = {
-            name: next((plan[key] for key in plan if fnmatchcase(name, key)), None)
-            for name in names
-        }
-    experts = expert_modules(model) if "moe_tp_experts" in styles.values() else []
-    styles = {
-        name: style
-        for name, style in styles.items()
-        if not any(name.startswith(f"{module}.") for module in experts)
-    }
-    return {
-        name: style
-        for name, style in (styles | dict.fromkeys(experts, "experts")).items()
-        if style is not None
-    }
+    plan = getattr(model, "_tp_plan", None) or {}
+    is_huggingface = hasattr(model, "get_input_embeddings")
+    is_plan_of_patterns = not is_huggingface
+    if not plan:
+        model_type = getattr(getattr(model, "config", None), "model_type", "")
+        plan = OWN_PLANS.get(model_type, {})
+        is_plan_of_patterns = True
+    styles: dict[str, str | None] = {}
+    for name in names:
+        if is_plan_of_patterns:
+            # A user's plan may have some of the numbered layers.
+            patterns = [pattern for pattern in plan if fnmatchcase(name, pattern)]
+            style = plan[patterns[0]] if patterns else None
+        else:
+            # transformers writes `layers.*.mlp.up_proj` for the layers of all numbers.
+            style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        styles[name] = style
+    return styles
 
 
-# A module of such layers alone gives each rank all that it computes.
+# Styles that leave a layer's output whole. A module of only such layers gives each rank all that it computes.
 WHOLE_OUTPUTS = {
     "colwise_gather_output",
     "colwise_rep",
@@ -290,69 +424,73 @@ WHOLE_OUTPUTS = {
 
 
 def regions(model: Any) -> list[str]:
-    """The modules whose layers begin with columns of a tensor-parallel plan: attentions and feed-forwards."""
-    starts = (
-        name.rpartition(".")[0] for name, style in tensor_plan(model).items() if style in ROWS_CUT
-    )
-    return list(dict.fromkeys(starts))
+    """Return the names of modules whose layers begin with columns of a tensor-parallel plan: attentions and feed-forwards."""
+    outer_names = []
+    for name, style in tensor_plan(model).items():
+        if style in ROWS_CUT:
+            outer_name, _, _ = name.rpartition(".")
+            outer_names.append(outer_name)
+    return list(dict.fromkeys(outer_names))
 
 
 def blocks_in_a_row(model: nn.Module) -> dict[str, nn.Module]:
-    """Name → block, of those that hand on a stream to each other: members of a list, also where a stage of a pipeline lacks some."""
-    found = {id(block) for block in blocks(model)}
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-    ]
-    return {
-        f"{name}.{number}": block
-        for name, members in lists
-        for number, block in members.named_children()
-        if id(block) in found
-    }
+    """Return name → block, of the blocks that hand on hidden states to each other.
+
+    These are members of a list, also if a stage of a pipeline lacks some of its members.
+    """
+    block_ids = {id(block) for block in blocks(model)}
+    in_a_row = {}
+    for list_name, module_list in _module_lists(model).items():
+        for number, member in module_list.named_children():
+            if id(member) in block_ids:
+                in_a_row[f"{list_name}.{number}"] = member
+    return in_a_row
 
 
 def expert_modules(model: nn.Module) -> list[str]:
-    """Names of the modules that hold all experts of a layer, each tensor by their number first."""
+    """Return the names of modules that hold all experts of a layer, each tensor [experts, …]."""
+    return [name for name, module in model.named_modules() if _holds_experts(module)]
 
-    def holds(module: Any) -> bool:
-        number, own = (
-            getattr(module, "num_experts", None),
-            [p for p in module._parameters.values() if p is not None],
-        )
-        return (
-            bool(own)
-            and all(p.shape[:1] == (number,) for p in own)
-            and any(p.ndim == 3 for p in own)
-        )
 
-    return [name for name, module in model.named_modules() if holds(module)]
+def _holds_experts(module: Any) -> bool:
+    number = getattr(module, "num_experts", None)
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if any(parameter.shape[:1] != (number,) for parameter in own):
+        return False
+    return any(parameter.ndim == 3 for parameter in own)
 
 
 def whole_stream(model: Any) -> str:
-    """Why tensor-parallel ranks cannot have a part of the tokens between the layers that are cut; empty where they can."""
-    if block_list(model) is None or not (plan := tensor_plan(model)):
+    """Return why tensor-parallel ranks cannot each hold a part of the tokens between cut layers; empty if they can."""
+    plan = tensor_plan(model)
+    if block_list(model) is None or not plan:
         return "it has no single list of blocks, or no plan for them"
-    modules, inside = dict(model.named_modules()), regions(model)
-    for name in inside:
-        styles = {style for layer, style in plan.items() if layer.startswith(f"{name}.")}
+    modules = dict(model.named_modules())
+    region_names = regions(model)
+    for region in region_names:
+        styles = {style for layer, style in plan.items() if layer.startswith(f"{region}.")}
         if styles and styles <= WHOLE_OUTPUTS:
-            return f"{type(modules[name]).__name__} of its blocks gives whole sequences"
+            return f"{type(modules[region]).__name__} of its blocks gives whole sequences"
+    inside_cut: set[int] = set()
+    if region_names:
+        # A plan may name single parameters, which are no modules.
+        cut = [modules[name] for name in (*region_names, *plan) if name in modules]
+        inside_cut = {id(module) for layer in cut for module in layer.modules()}
     for block in blocks_in_a_row(model).values():
-        if any(modules[name] is block for name in inside):
+        if any(modules[region] is block for region in region_names):
             return "the layers of its blocks are in no modules of their own"
-        # A plan may name single parameters.
-        cut = [modules[name] for name in (*inside, *plan) if name in modules]
-        within = {id(module) for layer in cut for module in layer.modules()} if inside else set()
         for module in block.modules():
-            mixes = (
-                any(p is not None and p.ndim > 1 for p in module._parameters.values())
-                and "Router" not in type(module).__name__
-            )
-            if id(module) not in within and mixes:
+            if id(module) not in inside_cut and _may_mix_tokens(module):
                 return f"{type(module).__name__} of its blocks is not cut, and may need whole sequences"
     return ""
+
+
+def _may_mix_tokens(module: nn.Module) -> bool:
+    """Return whether a module has a matrix of its own, and is no router, which takes each token by itself."""
+    if "Router" in type(module).__name__:
+        return False
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return any(parameter.ndim > 1 for parameter in own)
 
 
 def vocabulary(model: Any) -> tuple[Any, Any]:
@@ -369,21 +507,26 @@ def vocabulary(model: Any) -> tuple[Any, Any]:
 def is_head_tied(model: Any) -> bool:
     """Return whether the head's weight is the embedding's, beneath adapters."""
     embedding, head = vocabulary(model)
-    if embedding is None or head is None:
-        return False
-    weight = getattr(whole_layer(head), "weight", None)
-    return weight is not None and weight is getattr(whole_layer(embedding), "weight", None)
+    head_weight = _own_weight(head)
+    return head_weight is not None and head_weight is _own_weight(embedding)
 
 
 def whole_layer(module: nn.Module) -> Any:
-    """The base layer of one of PEFT's layers, also beneath trainable rows of tokens; any other layer itself."""
-    module = module._modules.get("token_adapter") or module
-    return getattr(module, "base_layer", module)
+    """Return the base layer of one of PEFT's layers, also beneath trainable rows of tokens; any other layer itself."""
+    adapted = module._modules.get("token_adapter") or module
+    return getattr(adapted, "base_layer", adapted)
 
 
 def cut_layers(module: nn.Module, style: str) -> list[nn.Module]:
-    """The layers that a style cuts: the module, or the base layer of a LoRA layer and the LoRA factor on the cut side. The other factor
-    stays whole, and so does its gradient, since the hidden state between them is whole."""
-    factors = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
-    inner = getattr(module, factors, None) if factors else None
-    return [whole_layer(module), *(inner.values() if inner is not None else ())]
+    """Return the layers that a style cuts: the module, or of a LoRA layer its base layer and one factor.
+
+    That is the factor on the cut side. The other factor stays whole, and so does its gradient,
+    since the hidden state between them is whole.
+    """
+    layers = [whole_layer(module)]
+    cut_factor = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
+    if cut_factor is not None:
+        factors = getattr(module, cut_factor, None)
+        if factors is not None:
+            layers += factors.values()
+    return layers

@@ -37,56 +37,74 @@ def lay_out(
     draws: bool = True,
     draw_device: str | None = None,
 ) -> tuple[Any, Source]:
-    """A model in fp32 (or `dtype`) without weights, and the source of its weights: `path`, or `seed` if init is random.
+    """Return a model without weights, in fp32 or `dtype`, and the source of its weights.
 
-    It ends in `head`; a head of classes has as many logits as there are `labels`. If the files have no head of classes, scores or values,
-    or one of another shape, it is drawn; with `draws` False that is an error, since a frozen model needs a trained head.
+    The weights are those of `path`, or drawn from `seed` if `init` is random. The model ends in `head`;
+    a head of classes has as many logits as there are `labels`. If the files have no head of classes,
+    scores or values, or one of another shape, it is drawn. With `draws` False that is an error, since a
+    frozen model needs a trained head.
 
-    Parameters and persistent buffers are on the meta device, other buffers are real. A model whose weights cannot be read in parts is
-    built whole on `device`; the reason is logged. Attention is transformers' own, where it has no such: its default, sdpa, or eager for a
-    class without sdpa (`models.attention` lays ours over it).
+    Parameters and persistent buffers are on the meta device, other buffers are real. A model whose
+    weights cannot be read in parts is built whole on `device`; the reason is logged. Attention is
+    transformers' own. If `model.attention` names none of transformers', it is the default: sdpa, or
+    eager for a class without sdpa (`models.attention` replaces it).
+
     `draw_device`: the device that the run trains on, whose generator draws; None: `device`.
     `checkpoint_keys`: names of tensors that a checkpoint will fill; if these are all, no file is read.
-    Raises ModelError, also if the folder lacks weights of some part of the model (transformers would draw them).
+    Raises ModelError, also if the folder lacks weights of some part of the model (transformers would
+    draw them).
     """
     quiet()
     config, growth = load_grown(path, model)
     config = _unpacked(with_classes(config, head, labels), model)
-    own = model.attention in ("auto", "documents", "varlen")
+    is_ours = model.attention in ("auto", "documents", "varlen")
     options = {
         "dtype": dtype or torch.float32,
-        "attn_implementation": None if own else model.attention,
+        "attn_implementation": None if is_ours else model.attention,
     }
     pretrained = path if model.init == "pretrained" else None
     try:
         built = _without_weights(path, model, config, options, head)
-        if all(checkpoint_keys.intersection(names) for names in aliases(built)):
+        if _has_all(checkpoint_keys, built):
             return built, Loaded()
         if pretrained is None:
             return built, Drawn(built, seed, draw_device or device)
-        fresh = extra_heads(built)
-        files = from_files(pretrained, model, built, fresh, growth)
-        lacking = fresh - files.places.keys()
+        heads = extra_heads(built)
+        files = from_files(pretrained, model, built, heads, growth)
+        lacking = heads - files.places.keys()
         if not draws:
             _require_heads(lacking, pretrained)
-        return built, replace(
-            files, rest=Drawn(built, seed, draw_device or device)
-        ) if lacking else files
+        if not lacking:
+            return built, files
+        drawn = Drawn(built, seed, draw_device or device)
+        return built, replace(files, rest=drawn)
     except Whole as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
     with drawing(seed):
         if pretrained is None:
-            remote = {"trust_remote_code": model.trust_remote_code}
-            built = from_hub(
-                path or "model.config",
-                model,
-                lambda: auto_class(config, head).from_config(config, **options, **remote),
-            )
+            built = _drawn_whole(path, model, config, options, head)
         else:
             built = _pretrained(pretrained, model, config, options, head, draws, growth)
     built = with_head(built, head)
     built.config.use_cache = False
     return built.to(device), Loaded()
+
+
+def _has_all(checkpoint_keys: frozenset[str], built: Any) -> bool:
+    """Return whether a checkpoint fills each tensor of a model, under one of its names."""
+    return all(checkpoint_keys.intersection(names) for names in aliases(built))
+
+
+def _drawn_whole(
+    path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head
+) -> Any:
+    """Return a whole model that its own initialisation draws from torch's random numbers."""
+
+    def build() -> Any:
+        make = auto_class(config, head).from_config
+        return make(config, **options, trust_remote_code=model.trust_remote_code)
+
+    return from_hub(path or "model.config", model, build)
 
 
 def build_model(
@@ -98,7 +116,7 @@ def build_model(
     labels: tuple[str, ...] = (),
     checkpoint_keys: frozenset[str] = frozenset(),
 ) -> Any:
-    """`lay_out`, filled: the whole model on `device`."""
+    """Return the model of `lay_out` with its weights, whole on `device`."""
     built, source = lay_out(
         path, model, seed, device, checkpoint_keys=checkpoint_keys, head=head, labels=labels
     )
@@ -107,8 +125,11 @@ def build_model(
 
 
 def _unpacked(config: Any, model: ModelConfig) -> Any:
-    """The config, by which transformers unpacks weights of fp8 or mxfp4 as it reads them, on a GPU too, since they learn in another type;
-    where none are read, it says nothing of packed weights."""
+    """Return a config with which transformers unpacks weights of fp8 or mxfp4 as it reads them.
+
+    It does so on a GPU too, since they are trained in another type. If none are read, the config has
+    nothing about packed weights.
+    """
     packed = getattr(config, "quantization_config", None)
     if packed is not None and model.init == "random":
         del config.quantization_config
@@ -120,7 +141,7 @@ def _unpacked(config: Any, model: ModelConfig) -> Any:
 def _without_weights(
     path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head
 ) -> Any:
-    """The model on the meta device, apart from the buffers that no file holds. Raises Whole if that is not reliable."""
+    """Return the model on the meta device, apart from the buffers that no file holds. Raises Whole if that is not reliable."""
     if type(config).__module__.startswith("transformers_modules"):
         raise Whole("it brings code of its own")
     if getattr(config, "quantization_config", None) is not None:
@@ -149,38 +170,50 @@ def _pretrained(
     draws: bool,
     growth: Growth | None,
 ) -> Any:
+    """Return a whole model that transformers reads from a folder or hub id.
+
+    Raises ModelError if the files lack weights of a language model, and with `draws` False of a head.
+    """
     stored = config
     if growth is not None and growth.added:
         stored = deepcopy(config)
         set_rows(stored, growth.stored)
-    plain, options = (
-        options,
-        options | hub_options(path, model) | {"config": stored, "output_loading_info": True},
-    )
-    options |= {"ignore_mismatched_sizes": True} if head not in LM else {}
-    built, report = from_hub(
-        path, model, lambda: cast(Any, auto_class(config, head).from_pretrained(path, **options))
-    )
+    reading = options | hub_options(path, model)
+    reading |= {"config": stored, "output_loading_info": True}
+    if head not in LM:
+        reading["ignore_mismatched_sizes"] = True
+
+    def read() -> Any:
+        return cast(Any, auto_class(config, head).from_pretrained(path, **reading))
+
+    built, report = from_hub(path, model, read)
     if growth is not None and growth.changes_rows:
         grow_whole(built, growth)
-    lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    lacking = set(report["missing_keys"])
+    for name, *_ in report["mismatched_keys"]:
+        lacking.add(name)
+    heads = extra_heads(built)
     if not draws:
-        _require_heads(extra_heads(built) & lacking, path)
-    if missing := lacking - extra_heads(built):
-        first, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        larger = "model.config asks for a larger model than this: take it back, or set model.init: random"
-        raise ModelError(
-            f"has no weights for {first}{more}",
-            where=path,
-            fix=larger if model.config else "name a whole model",
-        )
-    _as_laid_out(built, on_meta(config, head, path, model, **plain), path)
+        _require_heads(heads & lacking, path)
+    missing = lacking - heads
+    if missing:
+        what = f"has no weights for {min(missing)}"
+        if len(missing) > 1:
+            what += f" and {len(missing) - 1} more"
+        fix = "name a whole model"
+        if model.config:
+            fix = "model.config asks for a larger model than this: take it back, or set model.init: random"
+        raise ModelError(what, where=path, fix=fix)
+    _match_layout(built, on_meta(config, head, path, model, **options), path)
     return built
 
 
-def _as_laid_out(built: Any, laid_out: Any, where: str) -> None:
-    """Freeze what the model's own class freezes, such as the bias of a router: as transformers reads weights, all of them learn. Raises
-    ModelError where it did not tie what the config ties."""
+def _match_layout(built: Any, laid_out: Any, where: str) -> None:
+    """Freeze what the model's own class freezes, such as the bias of a router.
+
+    Once transformers has read weights, all of them are trainable. `laid_out`: the same model on the
+    meta device. Raises ModelError if transformers did not tie what the config ties.
+    """
     frozen = {
         name for name, parameter in laid_out.named_parameters() if not parameter.requires_grad
     }
@@ -194,10 +227,8 @@ def _as_laid_out(built: Any, laid_out: Any, where: str) -> None:
 
 
 def _require_heads(lacking: frozenset[str], path: str) -> None:
+    """Raise ModelError if a frozen model lacks weights of its head."""
     if lacking:
         what = f"has no weights for {min(lacking)}, and a frozen model keeps them as they are drawn"
-        raise ModelError(
-            what,
-            where=path,
-            fix="name a model whose head was trained, such as RUN/export of a reward run",
-        )
+        fix = "name a model whose head was trained, such as RUN/export of a reward run"
+        raise ModelError(what, where=path, fix=fix)

@@ -20,7 +20,7 @@ LM: tuple[Head, ...] = ("lm", "valued")
 
 
 def auto_class(config: Any, head: Head = "lm") -> Any:
-    """The Auto class, for `from_config` and `from_pretrained`. A language model may be a vision-language model."""
+    """Return the Auto class of a config and a head. A language model may be a vision-language model."""
     import transformers
 
     if head in LM and is_vision_language(config):
@@ -29,24 +29,26 @@ def auto_class(config: Any, head: Head = "lm") -> Any:
 
 
 def is_vision_language(config: Any) -> bool:
-    """Whether transformers builds a model of images and text from this config."""
+    """Return whether transformers builds a model of images and text from this config."""
     from drumline.vendor.transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    return (
-        config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        and getattr(config, "vision_config", None) is not None
-    )
+    if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return False
+    return getattr(config, "vision_config", None) is not None
 
 
 def of_layers(config: Any, key: str) -> list[Any]:
-    """A config's value of a key; where its layers differ in it, which transformers does not let one read of the whole, each layer's."""
+    """Return a config's value of a key in a list; if its layers differ in it, each layer's value.
+
+    transformers refuses to read such a key from the whole config.
+    """
     if key in (getattr(config, "per_layer_attributes", None) or ()):
         return [getattr(layer, key, None) for layer in config.per_layer_config]
     return [getattr(config, key, None)]
 
 
 def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
-    """The config, with the number and names of the head's logits set; a score is one logit without a name."""
+    """Set the number and names of the head's logits in a config, and return it. A score is one logit without a name."""
     # By this key of transformers `ends_in_classes` recognises a built model.
     config.problem_type = CLASSES if head in ("text", "image") else None
     if head == "score":
@@ -58,51 +60,65 @@ def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
 
 
 def in_own_order(config: Any, labels: tuple[str, ...]) -> tuple[str, ...]:
-    """The classes in the order of a model that was trained on just these: its logits keep their meaning. Else `labels` as they are."""
-    own = _named(config)
+    """Return the classes in the model's order, so that its logits keep their meaning.
+
+    That is the order of a model that was trained on exactly these classes. Else returns `labels` as
+    they are.
+    """
+    own = _class_names(config)
     return own if set(own) == set(labels) else labels
 
 
 def require_classes(config: Any, labels: tuple[str, ...], where: str) -> None:
-    """Raises ModelError for a classifier of other classes than `labels`; the names that transformers makes up (LABEL_0) fit any."""
-    own = _named(config)
-    if own != labels and not all(name == f"LABEL_{index}" for index, name in enumerate(own)):
-        few = [", ".join(names[:5]) + ", …" * (len(names) > 5) for names in (own, labels)]
-        fix = "name a model of these classes, or rows of those"
-        raise ModelError(f"tells apart {few[0]}, and the rows have {few[1]}", where=where, fix=fix)
+    """Raise ModelError for a classifier of other classes than `labels`.
+
+    The names that transformers makes up (LABEL_0) fit any classes.
+    """
+    own = _class_names(config)
+    made_up = tuple(f"LABEL_{index}" for index in range(len(own)))
+    if own in (labels, made_up):
+        return
+    what = f"tells apart {_first_names(own)}, and the rows have {_first_names(labels)}"
+    raise ModelError(what, where=where, fix="name a model of these classes, or rows of those")
 
 
-def _named(config: Any) -> tuple[str, ...]:
+def _first_names(names: tuple[str, ...]) -> str:
+    """Return up to five names, separated by commas."""
+    text = ", ".join(names[:5])
+    if len(names) > 5:
+        text += ", …"
+    return text
+
+
+def _class_names(config: Any) -> tuple[str, ...]:
     names = getattr(config, "id2label", None) or {}
     return tuple(str(names[index]) for index in sorted(names))
 
 
 def ends_in_classes(model: Any) -> bool:
+    """Return whether a model is a classifier of texts or images (see `with_classes`)."""
     return getattr(model.config, "problem_type", None) == CLASSES
 
 
 def reads_images(model: Any) -> bool:
-    """Whether a model reads images alone: the main input of a vision-language model is text."""
+    """Return whether a model reads only images. The main input of a vision-language model is text."""
     return getattr(model, "main_input_name", "input_ids") == "pixel_values"
 
 
 def is_encoder(model: Any) -> bool:
-    """Whether the config of a language model makes it a bidirectional encoder, as for BERT. Others are found by trying."""
-    return getattr(model.config, "is_decoder", None) is False and any(
-        getattr(m, "is_decoder", None) is False for m in model.modules()
-    )
+    """Return whether the config of a language model makes it a bidirectional encoder, as for BERT.
+
+    Other bidirectional models are found by trying.
+    """
+    if getattr(model.config, "is_decoder", None) is not False:
+        return False
+    return any(getattr(module, "is_decoder", None) is False for module in model.modules())
 
 
 def bidirectional(model: Any) -> ModelError:
-    """The error for next-token training of a model that attends to later tokens."""
-    decoder = (
-        "set model.config.is_decoder: true, under which its tokens see those before them alone, or "
-        if is_encoder(model)
-        else ""
-    )
+    """Return the error for next-token training of a model that attends to later tokens."""
     what = f"{type(model).__name__} reads in both directions: each token would see the next one, which it is to predict"
-    return ModelError(
-        what,
-        where="model",
-        fix=f"{decoder}use algorithm: classify, or name a causal language model",
-    )
+    fix = "use algorithm: classify, or name a causal language model"
+    if is_encoder(model):
+        fix = f"set model.config.is_decoder: true, under which its tokens see those before them alone, or {fix}"
+    return ModelError(what, where="model", fix=fix)

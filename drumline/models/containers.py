@@ -1,4 +1,4 @@
-"""Tensors in whatever holds them, batches and what models return, and the types of low precision."""
+"""Tensors inside batches and the return values of models, whatever holds them, and the types of low precision."""
 
 from __future__ import annotations
 
@@ -15,46 +15,67 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def each_tensor(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
-    """The same with every tensor changed, in what torch knows (dictionaries, lists, tuples), other mappings, and dataclasses. Any other
-    object stays as it is."""
-    return tree_map(
-        lambda value: change(value) if isinstance(value, torch.Tensor) else _within(change, value),
-        values,
-    )
+    """Return the same values with `change` applied to every tensor in them.
+
+    Tensors are found in what torch knows (dictionaries, lists, tuples), other mappings, and
+    dataclasses. Any other object stays as it is.
+    """
+
+    def change_leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        return _change_within(change, value)
+
+    return tree_map(change_leaf, values)
 
 
-def _within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """A copy of a container that torch does not know, with what it holds changed; where nothing is, it stays itself."""
+def _change_within(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return a copy of a container that torch does not know, with its tensors changed; itself if none changes."""
+    is_mapping = isinstance(value, MutableMapping)
+    items: dict[Any, Any] = {}
     if isinstance(value, MutableMapping):
-        held = dict(value)
+        items = dict(value)
     elif is_dataclass(value) and not isinstance(value, type):
-        held = {
-            field.name: getattr(value, field.name)
-            for field in fields(value)
-            if hasattr(value, field.name)
-        }
-    else:
+        for field in fields(value):
+            if hasattr(value, field.name):
+                items[field.name] = getattr(value, field.name)
+    changed = {}
+    for key, item in items.items():
+        new_item = each_tensor(change, item)
+        if new_item is not item:
+            changed[key] = new_item
+    if not changed:
         return value
-    changed = {
-        key: new for key, old in held.items() if (new := each_tensor(change, old)) is not old
-    }
-    made = copy.copy(value) if changed else value
-    for key, new in changed.items():
-        if isinstance(value, MutableMapping):
-            made[key] = new
+    copied = copy.copy(value)
+    for key, new_item in changed.items():
+        if is_mapping:
+            copied[key] = new_item
         else:
-            object.__setattr__(made, key, new)  # it may be frozen
-    return made
+            object.__setattr__(copied, key, new_item)  # a dataclass may be frozen
+    return copied
 
 
 def lowered(values: Any, precision: str) -> Any:
-    """The same with floating-point tensors in the type of a low `precision`, where weights are kept in it and nothing casts."""
+    """Return the same values with floating-point tensors in the type of a low `precision`.
+
+    This is for weights that are kept in that type, with no autocast. Other precisions change nothing.
+    """
     dtype = LOW_PRECISION.get(precision)
-    return each_tensor(lambda t: t.to(dtype) if dtype and t.is_floating_point() else t, values)
+
+    def lower(tensor: torch.Tensor) -> torch.Tensor:
+        if dtype is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype)
+
+    return each_tensor(lower, values)
 
 
 def precise(values: Any) -> Any:
-    """The same with floating-point tensors of less than 32 bits in fp32."""
-    return each_tensor(
-        lambda t: t.float() if t.is_floating_point() and t.itemsize < 4 else t, values
-    )
+    """Return the same values with floating-point tensors of less than 32 bits in fp32."""
+
+    def make_precise(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and tensor.itemsize < 4:
+            return tensor.float()
+        return tensor
+
+    return each_tensor(make_precise, values)

@@ -27,16 +27,17 @@ from drumline.models.blocks import blocks, expert_modules, tensor_plan, vocabula
 from drumline.models.classes import of_layers
 from drumline.models.small import with_few_layers
 
+# Tokens of the trial's row.
 TOKENS = 8
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CutTrial:
-    """What a trial found.
+    """The result of a trial.
 
-    `failure`: why the model's code does not work on a rank's part; empty where it does, or where that
-    is not known.
+    `failure`: why the model's code does not work on a rank's part; empty if it does, or if that is not
+    known.
     `on_parts`: names of the modules whose own weights are whole and act on tensors that are cut.
     """
 
@@ -48,8 +49,8 @@ class CutTrial:
 class _Graph:
     """Nodes of the autograd graph of a trial.
 
-    `parts`: of tensors whose features are cut. `wholes`: of those that each rank has whole. `ends`: of
-    what layers cut by columns take, which is cut, too.
+    `parts`: nodes of tensors whose features are cut. `wholes`: nodes of tensors that each rank has
+    whole. `ends`: nodes of the inputs of layers cut by columns, which are cut, too.
     """
 
     parts: set[Any] = field(default_factory=set)
@@ -82,17 +83,16 @@ def try_cut(model: Any) -> CutTrial:
         _run(trial)
     except Exception as error:  # noqa: BLE001 - it did run before it was cut
         where = _innermost_module(error)
-        return CutTrial(
-            failure=f"{where} does not run on a rank's part of the model: {first_line(error)}"
-        )
-    return _judge(trial, graph)
+        failure = f"{where} does not run on a rank's part of the model: {first_line(error)}"
+        return CutTrial(failure=failure)
+    return _result_of(trial, graph)
 
 
 def weights_on_parts(model: Any) -> list[str]:
     """Return the names of the modules whose own weights are whole on each rank and act on parts.
 
-    The gradient of such a weight on a rank is a summand. Raises PlanError where the model's code does
-    not run on a part.
+    The gradient of such a weight on a rank is a summand. Raises PlanError if the model's code does not
+    run on a part.
     """
     trial = try_cut(model)
     if trial.failure:
@@ -107,13 +107,17 @@ def _without_number(name: str) -> str:
 
 
 def _smallest_cut(model: Any) -> int | None:
-    """Return the least number of ranks that the model's heads divide by; None where there is none."""
+    """Return the least number of ranks that divides the model's heads; None if there is none."""
     if not hasattr(model, "get_input_embeddings"):
         return None
-    text = model.config.get_text_config()
-    heads = [*of_layers(text, "num_attention_heads"), *of_layers(text, "num_key_value_heads")]
-    common = math.gcd(*(int(number) for number in heads if number))
-    return next((ranks for ranks in range(2, common + 1) if common % ranks == 0), None)
+    text_config = model.config.get_text_config()
+    heads = of_layers(text_config, "num_attention_heads")
+    kv_heads = of_layers(text_config, "num_key_value_heads")
+    common = math.gcd(*(int(number) for number in [*heads, *kv_heads] if number))
+    for ranks in range(2, common + 1):
+        if common % ranks == 0:
+            return ranks
+    return None
 
 
 def _innermost_module(error: BaseException) -> str:
@@ -127,11 +131,13 @@ def _innermost_module(error: BaseException) -> str:
 
 
 def _copy_on_meta(model: Any) -> Any:
+    """Return a copy of a model with few layers on the meta device; of a stage of a pipeline with all of the model's layers."""
     is_stage = len(blocks(model)) < model.config.get_text_config().num_hidden_layers
     config = copy.deepcopy(model.config) if is_stage else with_few_layers(model)
     # Attention of Drumline's own needs the lengths of documents.
     config._attn_implementation = "eager"
-    if getattr(config, "output_router_logits", False):  # its loss takes masks of another shape
+    # The router's loss takes masks of another shape.
+    if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
     with drawing(0), torch.device("meta"):
         built = type(model)(config)
@@ -139,8 +145,9 @@ def _copy_on_meta(model: Any) -> Any:
 
 
 def _run(trial: Any) -> None:
+    """Run a forward over a row of tokens."""
     ids_BT = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
-    # Without a mask, transformers looks at values to make one.
+    # Without a mask, transformers reads values to make one.
     mask_B1TT = torch.zeros(1, 1, TOKENS, TOKENS, device="meta", dtype=trial.dtype)
     with torch.enable_grad():
         trial(input_ids=ids_BT, attention_mask=mask_B1TT, use_cache=False)
@@ -166,8 +173,10 @@ def _cut_layers(trial: Any, plan: dict[str, str], ranks: int, graph: _Graph) -> 
 
 
 def _whole(forward: Callable[..., Tensor], graph: _Graph) -> Callable[..., Tensor]:
-    def run(*given: Any) -> Tensor:
-        out = forward(*given)
+    """Return the forward of a layer whose output each rank has whole."""
+
+    def run(*inputs: Any) -> Tensor:
+        out = forward(*inputs)
         graph.wholes.add(out.grad_fn)
         return out
 
@@ -177,7 +186,7 @@ def _whole(forward: Callable[..., Tensor], graph: _Graph) -> Callable[..., Tenso
 def _part_of_outputs(
     forward: Callable[..., Tensor], ranks: int, graph: _Graph
 ) -> Callable[..., Tensor]:
-    """The forward of a layer cut by rows, of which a rank has the first part."""
+    """Return the forward of a layer cut by rows, with the first part of its outputs."""
 
     def run(x: Tensor) -> Tensor:
         whole = forward(x)
@@ -189,10 +198,12 @@ def _part_of_outputs(
 
 
 def _of_part(name: str, layer: Any, ranks: int, graph: _Graph) -> Callable[..., Tensor]:
+    """Return the forward of a layer cut by columns, which takes the first part of its inputs."""
     forward = layer.forward
     if isinstance(layer, nn.Linear):
         features = layer.in_features
-    else:  # GPT-2's layers have inputs first
+    else:
+        # GPT-2's layers have inputs first.
         features = int(layer.weight.shape[0])
     expected = math.ceil(features / ranks)
 
@@ -208,17 +219,17 @@ def _of_part(name: str, layer: Any, ranks: int, graph: _Graph) -> Callable[..., 
 
 
 def _pass_tokens_on(hidden: Tensor, *_choices: Any) -> Tensor:
-    """Return a new tensor of what experts would give: as many features as they take."""
+    """Return the tokens as a new tensor, in place of the experts' output of the same shape."""
     return hidden * 1
 
 
 def _experts(graph: _Graph) -> Callable[..., Tensor]:
-    """The forward of experts, which take tokens, their choices, and weights of these (`parallel.experts`)."""
+    """Return the forward of experts, which take tokens, their choices, and weights of these (`parallel.experts`)."""
 
-    def run(*given: Tensor) -> Tensor:
-        if len(given) != 3:
+    def run(*inputs: Tensor) -> Tensor:
+        if len(inputs) != 3:
             raise ValueError("experts are given tokens without choices")
-        hidden_ND, _, weights_Nk = given
+        hidden_ND, _, weights_Nk = inputs
         out = hidden_ND * weights_Nk.sum(-1, keepdim=True).to(hidden_ND.dtype)
         graph.wholes.add(out.grad_fn)
         return out
@@ -226,14 +237,14 @@ def _experts(graph: _Graph) -> Callable[..., Tensor]:
     return run
 
 
-def _judge(trial: Any, graph: _Graph) -> CutTrial:
+def _result_of(trial: Any, graph: _Graph) -> CutTrial:
+    """Return which whole weights act on parts, or that whole tensors do, which fails."""
     names = {id(weight): name for name, weight in trial.named_parameters()}
     modules: list[str] = []
     for node in _nodes_between(graph):
         if node in graph.wholes:
-            return CutTrial(
-                failure="its code mixes whole tensors with parts, and would lack gradients"
-            )
+            failure = "its code mixes whole tensors with parts, and would lack gradients"
+            return CutTrial(failure=failure)
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
             modules.append(name.rpartition(".")[0])
@@ -241,7 +252,7 @@ def _judge(trial: Any, graph: _Graph) -> CutTrial:
 
 
 def _nodes_between(graph: _Graph) -> Iterator[Any]:
-    """The nodes from layers cut by columns back to layers cut by rows, or to a whole tensor."""
+    """Yield the nodes from layers cut by columns back to layers cut by rows, or to a whole tensor."""
     waiting = [node for node in graph.ends if node is not None]
     seen = {*graph.parts}
     while waiting:

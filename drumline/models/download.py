@@ -1,4 +1,4 @@
-"""A model of the hub on this disk before a rank asks for it: a bar counts its bytes, where ranks would each wait in silence."""
+"""Download of a model before its ranks start, with progress. Ranks would each download it without a word."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from drumline.core.model import ModelConfig
 from drumline.models.files import OnProgress, from_hub
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-LEFT_OUT = ("*/*", "consolidated*")  # what transformers does not read
+# Files that transformers does not read.
+LEFT_OUT = ("*/*", "consolidated*")
 MIB = 2**20
 
 
 def download(path: str | None, model: ModelConfig, on_progress: OnProgress) -> None:
-    """Have the files of a hub id in the hub's cache; nothing for a folder. Raises ModelError."""
+    """Download the files of a hub id to the hub's cache; nothing to do for a folder. Raises ModelError."""
     if path is None or Path(path).is_dir() or model.init != "pretrained":
         return
     from huggingface_hub import snapshot_download
@@ -31,7 +32,7 @@ def download(path: str | None, model: ModelConfig, on_progress: OnProgress) -> N
 
 
 def _bar(phase: str, on_progress: OnProgress) -> Any:
-    """What the hub takes for its own bars; those that count bytes are reported."""
+    """Return a class for the hub's progress bars, which reports the bytes of the bars that count bytes."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     most = 0
@@ -43,9 +44,8 @@ def _bar(phase: str, on_progress: OnProgress) -> Any:
         def update(self, n: float | None = 1) -> bool | None:
             nonlocal most
             shown = super().update(n)
-            if (
-                self.unit == "B" and self.n > most
-            ):  # of what comes and what is written, whichever is further
+            # One bar counts what is downloaded and one what is written: the larger number is reported.
+            if self.unit == "B" and self.n > most:
                 most = self.n
                 on_progress(phase, int(most) // MIB, int(self.total or 0) // MIB or None)
             return shown

@@ -54,14 +54,20 @@ from drumline.models.vision import PROCESSOR_FILES, load_processor
 
 Which = Literal["last", "best"] | int
 PROVENANCE = "drumline.json"
+# Names of types in configs and commands → torch's.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 VALUE_FILE = "value_head.safetensors"
+# Tokens whose logits are compared, at most.
+TRIED_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """A finished export. `max_logit_difference`: between the model in memory and the folder read back, on a few tokens. `rounding`: what
-    `dtype` changed, ‖a − b‖ / ‖b‖ of the same logits."""
+    """A finished export.
+
+    `max_logit_difference`: between the model in memory and the folder read back, on a few tokens.
+    `rounding`: what `dtype` changed, ‖a − b‖ / ‖b‖ of the same logits.
+    """
 
     path: Path
     step: int
@@ -80,38 +86,32 @@ def export(
     adapter: bool = False,
     trust: bool = False,
 ) -> ExportResult:
-    """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`. `which`: the newest
-    checkpoint, the best by eval.metric (the newest where none was measured), or that of a step. `dtype`: a key of DTYPES, or auto, as
-    `checkpoint.export_dtype` of the run says. The adapters of a LoRA run are merged; `adapter`: only they are written, as PEFT's files.
-    An older export in `to` is replaced. Raises CheckpointError, ModelError, EnvironmentFault, and DrumlineError where the folder does not
-    read back as the same model; then `to` is as it was."""
+    """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`.
+
+    `which`: the newest checkpoint, the best by eval.metric (the newest if none was measured), or that of
+    a step. `dtype`: a key of DTYPES, or auto, which takes `checkpoint.export_dtype` of the run.
+    `adapter`: write only the adapters of a LoRA run, as PEFT's files; else they are merged.
+    An older export in `to` is replaced. Raises CheckpointError, ModelError, EnvironmentFault, and
+    DrumlineError if the folder does not read back as the same model; then `to` is as it was.
+    """
     began = time.time()
     if dtype not in ("auto", *DTYPES):
-        raise EnvironmentFault(
-            f"no dtype {dtype!r}", where="--dtype", fix=f"one of auto, {', '.join(DTYPES)}"
-        )
+        fix = f"one of auto, {', '.join(DTYPES)}"
+        raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=fix)
     plan = plan_of(run_dir, trust)
     base = _base_of(plan) if adapter else None
     checkpoint = _choose(run_dir / "checkpoints", which)
     _require_free(to)
     progress("export", 0, 4)
-    # Attention as a reader of the folder gets it: that of the run may need another device, and rounds differently.
-    source = plan.config.model.model_copy(update={"attention": "auto"})
+    source = _with_own_attention(plan.config.model)
     model = _filled(plan, source, checkpoint, merged=not adapter)
-    value = {
-        name: tensor.detach().contiguous()
-        for name, tensor in model.state_dict().items()
-        if name.startswith(f"{VALUE}.")
-    }
-    if value:  # it is no part of the language model
-        delattr(model, VALUE)
+    value = _take_value_head(model)
     dtype = _dtype(dtype, plan, adapter)
     trainable, rounding = _round(model, dtype, plan, checkpoint)
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
-    with beside(
-        to, "cannot write", to, "choose a folder on a disk with space, or one that is yours"
-    ) as temporary:
+    fix = "choose a folder on a disk with space, or one that is yours"
+    with beside(to, "cannot write", to, fix) as temporary:
         _require_space(to.parent, trainable)
         _save_reader(plan, source, model, temporary)
         if base is not None:
@@ -120,37 +120,63 @@ def export(
             model.save_pretrained(temporary)
         if value:
             save_file(value, temporary / VALUE_FILE)
-        origin = {
+        origin: dict[str, Any] = {
             "drumline": __version__,
             "run": str(run_dir),
             "checkpoint": checkpoint.name,
             "step": step,
             "dtype": dtype,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
         }
-        origin |= {"torch": torch.__version__, "transformers": transformers.__version__}
-        # Which PEFT's files have no place for.
-        origin |= {"labels": [*plan.labels]} if plan.labels else {}
+        # PEFT's files have no place for these.
+        if plan.labels:
+            origin["labels"] = list(plan.labels)
         if source.may_grow and not plan.config.images_alone:
             # A reader of an adapter gives its base as many.
             origin["rows"] = model.get_input_embeddings().weight.shape[0]
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
         expected = _logits(model.float(), plan)
-        del model, trainable  # so that the host has only one of the two models in memory
+        # So the host has only one of the two models in memory.
+        del model, trainable
         gc.collect()
-        difference = _require_read_back(
-            _read_back(temporary, base, plan, source), expected, plan, temporary
-        )
+        again = _read_back(temporary, base, plan, source)
+        difference = _require_read_back(again, expected, plan, temporary)
         progress("export", 3, 4)
-        _share_alike(temporary)
+        _give_usual_modes(temporary)
         take_name(temporary, to, temporary.with_name(f"{temporary.name}-old"))
     progress("export", 4, 4)
     return ExportResult(to, step, time.time() - began, difference, dtype, rounding)
 
 
+def _with_own_attention(model: ModelConfig) -> ModelConfig:
+    """Return the model's options with attention as a reader of the folder gets it.
+
+    The run's attention may need another device, and rounds differently.
+    """
+    return model.model_copy(update={"attention": "auto"})
+
+
+def _take_value_head(model: Any) -> dict[str, torch.Tensor]:
+    """Remove the value head, which is no part of the language model, and return its tensors; {} without one."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.startswith(f"{VALUE}."):
+            tensors[name] = tensor.detach().contiguous()
+    if tensors:
+        delattr(model, VALUE)
+    return tensors
+
+
 def _dtype(wanted: str, plan: Plan, adapter: bool) -> str:
-    """A key of DTYPES. Weights that were drawn are exported as they were trained; files of another type, or of none, count as fp32."""
-    wanted = plan.config.checkpoint.export_dtype if wanted == "auto" else wanted
+    """Return the type to write, a key of DTYPES.
+
+    Weights that were drawn are exported as they were trained. Files of another type, or of none, count
+    as fp32.
+    """
+    if wanted == "auto":
+        wanted = plan.config.checkpoint.export_dtype
     if wanted != "auto":
         return wanted
     if adapter:
@@ -159,7 +185,10 @@ def _dtype(wanted: str, plan: Plan, adapter: bool) -> str:
         return plan.config.precision.master
     config = load_config(plan.model_path, plan.config.model)
     loaded = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    return {f"torch.{name}": key for key, name in DTYPES.items()}.get(str(loaded), "fp32")
+    for key, name in DTYPES.items():
+        if str(loaded) == f"torch.{name}":
+            return key
+    return "fp32"
 
 
 def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[Any], float]:
@@ -198,61 +227,78 @@ def _round(model: Any, dtype: str, plan: Plan, checkpoint: Path) -> tuple[list[A
 
 
 def exported(run_dir: Path, adapter: bool, progress: OnProgress, trust: bool = False) -> Path:
-    """The folder that `export` writes of a run: RUN/export where that has this form and the checkpoint that the run exports, else a new one
-    beside it. Raises what `export` raises."""
-    plan, root = plan_of(run_dir, trust), run_dir / "checkpoints"
+    """Return a folder that `export` has written of a run, or write one.
+
+    RUN/export is taken if it has this form and the checkpoint that the run exports, else a folder
+    beside it. Raises what `export` raises.
+    """
+    plan = plan_of(run_dir, trust)
+    root = run_dir / "checkpoints"
     which: Which = "last" if plan.config.checkpoint.export == "last" else "best"
-    wanted = (pointed(root, "best") if which == "best" else None) or pointed(root, "latest")
-    for name in ("export", "adapter" if adapter else "merged"):
+    checkpoint = pointed(root, "best") if which == "best" else None
+    if checkpoint is None:
+        checkpoint = pointed(root, "latest")
+    own_name = "adapter" if adapter else "merged"
+    for name in ("export", own_name):
         folder = run_dir / name
-        if (folder / (adapters.CONFIG if adapter else "config.json")).exists() and (
-            folder / PROVENANCE
-        ).exists():
-            found = read_object(folder / PROVENANCE, ModelError, f"remove {folder}").get(
-                "checkpoint"
-            )
-            if (
-                wanted is None or found == wanted.name
-            ):  # where no checkpoint was kept, the folder is all there is
-                return folder
-    to = run_dir / ("export" if not (run_dir / "export").exists() else name)
+        if _is_export_of(folder, adapter, checkpoint):
+            return folder
+    to = run_dir / "export"
+    if to.exists():
+        to = run_dir / own_name
     return export(run_dir, to, which, progress, adapter=adapter, trust=trust).path
 
 
+def _is_export_of(folder: Path, adapter: bool, checkpoint: Path | None) -> bool:
+    """Return whether a folder is an export of a checkpoint, of its adapter or merged.
+
+    `checkpoint` None: no checkpoint was kept, and the folder is all there is.
+    """
+    config_file = folder / (adapters.CONFIG if adapter else "config.json")
+    provenance_file = folder / PROVENANCE
+    if not config_file.exists() or not provenance_file.exists():
+        return False
+    provenance = read_object(provenance_file, ModelError, f"remove {folder}")
+    return checkpoint is None or provenance.get("checkpoint") == checkpoint.name
+
+
 def read_run(run_dir: Path, trust: bool = False) -> tuple[Any, Any, Path]:
-    """(model in eval mode, fp32, adapters merged; its tokenizer; its best checkpoint) of a run: what `export` would write, in memory.
-    Raises CheckpointError if the run has no whole checkpoint."""
+    """Return a run's model, tokenizer and best checkpoint: what `export` would write, in memory.
+
+    The model is in eval mode and fp32, its adapters merged. Raises CheckpointError if the run has no
+    whole checkpoint.
+    """
     checkpoint = _choose(run_dir / "checkpoints", "best")
-    return *read_checkpoint(plan_of(run_dir, trust), checkpoint), checkpoint
+    model, tokenizer = read_checkpoint(plan_of(run_dir, trust), checkpoint)
+    return model, tokenizer, checkpoint
 
 
 def read_checkpoint(plan: Plan, checkpoint: Path) -> tuple[Any, Any]:
-    """(model, tokenizer) as `read_run` gives them, of one checkpoint."""
-    source = plan.config.model.model_copy(update={"attention": "auto"})
-    return _filled(plan, source, checkpoint, merged=True), load_tokenizer(plan.model_path, source)
+    """Return model and tokenizer of one checkpoint, as `read_run` does."""
+    source = _with_own_attention(plan.config.model)
+    model = _filled(plan, source, checkpoint, merged=True)
+    return model, load_tokenizer(plan.model_path, source)
 
 
 def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> Any:
-    """The model with a checkpoint's weights in eval mode, adapters injected or merged. The generation config is the original model's."""
+    """Return the model with a checkpoint's weights in eval mode, adapters injected or merged.
+
+    The generation config is the original model's.
+    """
     from transformers import GenerationConfig
 
-    path, adapter, seed, head = (
-        plan.model_path,
-        plan.config.adapter,
-        plan.config.run.seed,
-        plan.config.head,
-    )
+    path = plan.model_path
+    adapter = plan.config.adapter
+    seed = plan.config.run.seed
+    head = plan.config.head
     if plan.base is not None and weights_digest(path) not in (None, plan.base):
         what = "its frozen weights are not those that the run was trained on top of"
         raise ModelError(what, where=f"model {path}", fix="bring the old ones back")
-    # A checkpoint has the trainable weights only: what is frozen is read from the model's files, or drawn again.
-    kept = frozenset(
-        name.removeprefix("model.")
-        for name in read_manifest(checkpoint).tensors
-        if name.startswith("model.")
-    )
+    # A checkpoint has only the trainable weights: frozen ones are read from the model's files, or drawn again.
+    kept = _model_tensors(checkpoint)
+    weights_seed = derive(seed, "weights")
     built = build_model(
-        path, model, derive(seed, "weights"), head=head, labels=plan.labels, checkpoint_keys=kept
+        path, model, weights_seed, head=head, labels=plan.labels, checkpoint_keys=kept
     )
     freeze(built, model.freeze)
     if isinstance(adapter, LoRAConfig):
@@ -260,7 +306,7 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     load(checkpoint, canonical_tensors(built), alone=True)
     built.config.use_cache = True
     if head in LM and path is not None:
-        # A model without one keeps that which transformers makes from the config.
+        # A model without one keeps what transformers makes from the config.
         with contextlib.suppress(OSError):
             built.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if isinstance(adapter, LoRAConfig):
@@ -270,6 +316,12 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     if merged:
         built.requires_grad_(True)
     return built.eval()
+
+
+def _model_tensors(checkpoint: Path) -> frozenset[str]:
+    """Return the names of the model's tensors that a checkpoint has."""
+    names = read_manifest(checkpoint).tensors
+    return frozenset(name.removeprefix("model.") for name in names if name.startswith("model."))
 
 
 def _merge(model: Any, plan: Plan, checkpoint: Path) -> None:
@@ -292,36 +344,54 @@ def _merge(model: Any, plan: Plan, checkpoint: Path) -> None:
 
 
 def _save_reader(plan: Plan, model: ModelConfig, module: Any, folder: Path) -> None:
-    """Save the tokenizer or image processor. With a chat template of its own the model also ends texts where that ends an answer."""
+    """Save the tokenizer or the image processor to `folder`.
+
+    A model with a chat template of its own also ends texts where that template ends an answer.
+    """
     config = module.config
+    path = plan.model_path
     if plan.config.images_alone:
-        load_processor(
-            plan.model_path, model, config, getattr(plan.config.algorithm, "image_size", None)
-        ).save_pretrained(folder)
+        image_size = getattr(plan.config.algorithm, "image_size", None)
+        load_processor(path, model, config, image_size).save_pretrained(folder)
         return
-    tokenizer = load_tokenizer(plan.model_path, model)
+    tokenizer = load_tokenizer(path, model)
     if plan.config.head not in LM:
-        # transformers' own classifiers find the last token of padded rows by it: before the first that pads, so none may end a text.
-        if tokenizer.pad_token_id is None or tokenizer.pad_token_id in end_ids(tokenizer):
+        # transformers' own classifiers find the last token of padded rows by the padding id: it is the
+        # one before the first that pads, so the padding id may end no text.
+        padding_id = tokenizer.pad_token_id
+        if padding_id is None or padding_id in end_ids(tokenizer):
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(_padding(tokenizer))
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     tokenizer.save_pretrained(folder)
-    if (
-        model.chat_template is not None
-        and (generation := getattr(module, "generation_config", None)) is not None
-    ):
-        ends = generation.eos_token_id
-        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        if more := sorted(end_ids(tokenizer) - set(ends)):
-            generation.eos_token_id = [*ends, *more]
-    place = tokenizer_folder(plan.model_path or model.tokenizer or "")
-    for name in PROCESSOR_FILES if place else ():
-        if found := find_file(place, name, model, _raise_exceptions_for_connection_errors=False):
-            shutil.copyfile(found, folder / name)
+    if model.chat_template is not None:
+        _add_ends(getattr(module, "generation_config", None), end_ids(tokenizer))
+    tokenizer_files = tokenizer_folder(path or model.tokenizer or "")
+    if not tokenizer_files:
+        return
+    for name in PROCESSOR_FILES:
+        file = find_file(
+            tokenizer_files, name, model, _raise_exceptions_for_connection_errors=False
+        )
+        if file:
+            shutil.copyfile(file, folder / name)
+
+
+def _add_ends(generation_config: Any, ids: set[int]) -> None:
+    """Make a generation config end texts at these token ids, too. None stays None."""
+    if generation_config is None:
+        return
+    ends = generation_config.eos_token_id
+    if ends is None:
+        ends = []
+    elif not isinstance(ends, list):
+        ends = [ends]
+    more = sorted(ids - set(ends))
+    if more:
+        generation_config.eos_token_id = [*ends, *more]
 
 
 def _padding(tokenizer: Any) -> int:
-    """A special token that begins and ends no text; without one that which fills rows in training."""
+    """Return the id of a special token that begins and ends no text; without one, the id that fills rows in training."""
     bounds = {tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id}
     free = special_ids(tokenizer) - end_ids(tokenizer) - bounds
     if tokenizer.unk_token_id in free:
@@ -330,89 +400,87 @@ def _padding(tokenizer: Any) -> int:
 
 
 def _base_of(plan: Plan) -> str:
-    """The base model of the adapter, by its folder or id. Raises ModelError if it has none."""
+    """Return the folder or id of the adapter's base model. Raises ModelError if there is none."""
     if plan.config.adapter.kind != "lora":
-        raise ModelError(
-            "this run has no adapter",
-            where=plan.run_dir,
-            fix="export the whole model: leave --adapter out",
-        )
+        fix = "export the whole model: leave --adapter out"
+        raise ModelError("this run has no adapter", where=plan.run_dir, fix=fix)
     if plan.model_path is None or not plan.config.model.as_published:
         what = "the frozen model of this run lies in no folder that a reader could lay the adapter over"
-        raise ModelError(
-            what, where=plan.run_dir, fix="export the merged model: leave --adapter out"
-        )
+        fix = "export the merged model: leave --adapter out"
+        raise ModelError(what, where=plan.run_dir, fix=fix)
     return plan.model_path
 
 
 def _known_as(model: ModelConfig, base: str) -> str:
-    """How a reader on any machine finds the base: one of the hub by its id, in place of the folder of the copy here."""
+    """Return the name by which a reader on any machine finds the base: a hub id rather than the folder of its copy here."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return model.id if model.id is not None and Path(base).is_relative_to(HF_HUB_CACHE) else base
+    if model.id is not None and Path(base).is_relative_to(HF_HUB_CACHE):
+        return model.id
+    return base
 
 
 def plan_of(run_dir: Path, trust: bool) -> Plan:
-    """The plan of a run folder. `trust`: whether the model's own code may run; the folder, perhaps a stranger's, does not decide that."""
+    """Return the plan of a run folder.
+
+    `trust`: whether the model's own code may run. The folder does not decide that, since it may be a
+    stranger's.
+    """
     path = run_dir / "plan.json"
     if not path.exists():
         what = "not a run folder: it has no plan.json"
-        raise CheckpointError(
-            what, where=str(run_dir), fix="name the folder that `drumline train` printed"
-        )
+        fix = "name the folder that `drumline train` printed"
+        raise CheckpointError(what, where=str(run_dir), fix=fix)
     plan = Plan.load(path, trust)
     if plan.config.plain:
+        what = "a module of your own is no Hugging Face model"
         fix = "its weights are in export/model.safetensors of the run, where checkpoint.export is not none; drumline.load gives the module"
-        raise ModelError(
-            "a module of your own is no Hugging Face model", where=str(run_dir), fix=fix
-        )
+        raise ModelError(what, where=str(run_dir), fix=fix)
     model = plan.config.model.model_copy(update={"trust_remote_code": trust})
-    return plan.model_copy(update={"config": plan.config.model_copy(update={"model": model})})
+    config = plan.config.model_copy(update={"model": model})
+    return plan.model_copy(update={"config": config})
 
 
 def _choose(root: Path, which: Which) -> Path:
-    """The checkpoint to read. Raises CheckpointError; only `last` skips damaged ones."""
-    path = (
-        root / folder_name(which)
-        if isinstance(which, int)
-        else pointed(root, "best")
-        if which == "best"
-        else None
-    )
+    """Return the checkpoint to read. Raises CheckpointError; only `last` skips damaged ones."""
+    path = None
+    if isinstance(which, int):
+        path = root / folder_name(which)
+    elif which == "best":
+        path = pointed(root, "best")
     if path is not None:
         check(path, verify=True, alone=True)
         return path
     found = newest(root, verify=True, alone=True)
     if found.path is None:
-        reasons = "; ".join(reason for _, reason in found.skipped)
-        what = f"no whole checkpoint{': ' if reasons else ''}{reasons}"
+        what = "no whole checkpoint"
+        reasons = [reason for _, reason in found.skipped]
+        if reasons:
+            what += f": {'; '.join(reasons)}"
         raise CheckpointError(what, where=str(root), fix="train first, or set checkpoint.every")
     return found.path
 
 
 def _require_free(to: Path) -> None:
-    """Raises EnvironmentFault unless `to` is empty or holds an older export."""
-    if (
-        to.exists()
-        and any(to.iterdir() if to.is_dir() else [to])
-        and not (to / PROVENANCE).exists()
-    ):
-        raise EnvironmentFault(
-            "holds something that is not an export of Drumline",
-            where=str(to),
-            fix="name another folder with --to",
-        )
+    """Raise EnvironmentFault unless `to` is empty or holds an older export."""
+    if not to.exists() or (to / PROVENANCE).exists():
+        return
+    is_empty_folder = to.is_dir() and not any(to.iterdir())
+    if not is_empty_folder:
+        what = "holds something that is not an export of Drumline"
+        raise EnvironmentFault(what, where=str(to), fix="name another folder with --to")
 
 
 def _require_space(folder: Path, trainable: list[Any]) -> None:
-    """Raises EnvironmentFault before half an hour of writing rather than after it."""
-    needed, free = sum(p.numel() * p.element_size() for p in trainable), free_bytes(folder)
+    """Raise EnvironmentFault for a full disk now, rather than after half an hour of writing."""
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
+    free = free_bytes(folder)
     if free < needed:
         what = f"the model takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free"
         raise EnvironmentFault(what, where=str(folder), fix="choose another disk with --to")
 
 
-def _share_alike(folder: Path) -> None:
+def _give_usual_modes(folder: Path) -> None:
     """Give all files the mode of a new file under the umask: safetensors makes its files readable by the owner alone."""
     mode = (folder / PROVENANCE).stat().st_mode
     for path in folder.rglob("*"):
@@ -421,21 +489,19 @@ def _share_alike(folder: Path) -> None:
 
 
 def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -> Any:
-    """The model that transformers reads from a folder, or PEFT with `base`, in fp32."""
+    """Return the model that transformers reads from a folder, or PEFT over `base`, in fp32."""
     quiet()
     head: Head = "lm" if plan.config.head in LM else plan.config.head
     if base is not None:
-        return adapters.read_over(
-            build_model(base, model, seed=0, head=head, labels=plan.labels), folder
-        )
+        base_model = build_model(base, model, seed=0, head=head, labels=plan.labels)
+        return adapters.read_over(base_model, folder)
     # The folder has a config, a tokenizer and rows of its own.
     own = model.model_copy(update={"config": {}, "tokenizer": None, "new_tokens": ()})
     config = load_config(str(folder), own)
-    found = tuple(config.id2label.get(index) for index in range(len(plan.labels)))
-    if found != plan.labels:
-        raise DrumlineError(
-            f"the folder names the classes otherwise: {list(found)}", where=str(folder)
-        )
+    labels = tuple(config.id2label.get(index) for index in range(len(plan.labels)))
+    if labels != plan.labels:
+        what = f"the folder names the classes otherwise: {list(labels)}"
+        raise DrumlineError(what, where=str(folder))
     return auto_class(config, head).from_pretrained(
         str(folder),
         dtype=torch.float32,
@@ -445,23 +511,28 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
 
 
 def _logits(model: Any, plan: Plan) -> Any:
-    """The logits of a few tokens (with an image for a vision-language model), float[1, T, V]; of a classifier float[1, C]."""
-    if reads_images(model):
-        grey = grey_image(model.config, "cpu", getattr(plan.config.algorithm, "image_size", None))
-        inputs = {"pixel_values": torch.linspace(-2, 2, grey.numel()).view_as(grey)}
-    else:
-        text = model.config.get_text_config()
-        ids_BT = (
-            torch.arange(min(16, getattr(text, "max_position_embeddings", None) or 16))[None]
-            % text.vocab_size
-        )
-        inputs = (
-            probe(model, ids_BT).inputs()
-            if is_vision_language(model.config)
-            else {"input_ids": ids_BT}
-        )
+    """Return the logits of a few tokens, float[1, T, V]; of a classifier float[1, C].
+
+    A vision-language model also gets an image.
+    """
+    inputs = _trial_inputs(model, plan)
     with torch.no_grad():
         return model.eval()(**inputs).logits
+
+
+def _trial_inputs(model: Any, plan: Plan) -> dict[str, torch.Tensor]:
+    """Return the arguments of a model for `_logits`."""
+    if reads_images(model):
+        grey = grey_image(model.config, "cpu", getattr(plan.config.algorithm, "image_size", None))
+        pixels = torch.linspace(-2, 2, grey.numel()).view_as(grey)
+        return {"pixel_values": pixels}
+    text_config = model.config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None) or TRIED_TOKENS
+    ids_T = torch.arange(min(TRIED_TOKENS, positions)) % text_config.vocab_size
+    ids_BT = ids_T[None]
+    if is_vision_language(model.config):
+        return probe(model, ids_BT).inputs()
+    return {"input_ids": ids_BT}
 
 
 def _require_read_back(model: Any, expected: torch.Tensor, plan: Plan, folder: Path) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,9 +19,9 @@ from drumline.core.registry import nearest
 from drumline.errors import ModelError
 from drumline.foreign import first_line, judged
 from drumline.models import adapters
-from drumline.models.attention import caps_and_drops
+from drumline.models.attention import has_score_dropout, has_soft_caps
 from drumline.models.blocks import (
-    counted,
+    common_facts,
     expert_modules,
     is_head_tied,
     needs_mask,
@@ -50,8 +51,8 @@ from drumline.models.vocabulary import Growth, growth_of, set_rows
 
 # Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-# Config keys of GPT-2, Llama, BERT, OPT and StarCoder 2 for dropout over a block's outputs to the residual stream, and of Mixtral for
-# noise on it before the router.
+# Config keys of GPT-2, Llama, BERT, OPT and StarCoder 2 for dropout over a block's outputs to the residual stream, and of Mixtral
+# for noise on it before the router.
 STREAM_DROPOUTS = (
     "resid_pdrop",
     "residual_dropout",
@@ -60,14 +61,16 @@ STREAM_DROPOUTS = (
     "dropout",
     "router_jitter_noise",
 )
+# Config keys without which the sizes of a model are not known.
+SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 # Keys that a model reads, though the class of its config does not declare them.
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
-_NOT_TAKEN = (
-    "transformers does not take this",
-    "model.config",
-    ModelError,
-    "mend the values under model.config",
-)
+# Kinds of layers whose attention sees a window.
+WINDOWED_LAYERS = {"sliding_attention", "chunked_attention"}
+# FLOPs of a token for each parameter in a matrix product: 2 in forward, and 2 each for the gradients of inputs and of weights, which
+# a frozen parameter does not have.
+TRAINABLE_FLOPS = 6
+FROZEN_FLOPS = 4
 
 
 def load_config(path: str | None, model: ModelConfig) -> Any:
@@ -81,9 +84,9 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
 
 
 def load_grown(path: str | None, model: ModelConfig) -> tuple[Any, Growth | None]:
-    """Return `load_config`, and its rows beside those of the model's files.
+    """Return the config of `load_config`, and how its rows differ from those of the model's files.
 
-    These are None where the model asks for neither new tokens nor a tokenizer.
+    The latter is None if the model names neither new tokens nor a tokenizer.
     """
     config = stored_config(path, model)
     growth = growth_of(config, path, model)
@@ -93,86 +96,110 @@ def load_grown(path: str | None, model: ModelConfig) -> tuple[Any, Growth | None
 
 
 def stored_config(path: str | None, model: ModelConfig) -> Any:
-    """The Hugging Face config of the model's files, with the values of `model.config`."""
+    """Return the Hugging Face config of the model's files, with the values of `model.config`."""
+    check_counts(model.config, "model.config")
+    if path is None:
+        return _config_of_values(model)
+    check_folder(Path(path))
+    return _set_values(_config_of_files(path, model), model.config)
+
+
+def _config_of_files(path: str, model: ModelConfig) -> Any:
+    """Return the Hugging Face config in a folder or of a hub id."""
     from transformers import AutoConfig, PreTrainedConfig
 
-    check_counts(model.config, "model.config")
-    if path is not None:
-        check_folder(Path(path))
+    def read() -> Any:
+        options = hub_options(path, model)
+        values, _ = PreTrainedConfig.get_config_dict(path, **options)
+        check_counts(values, f"{path}: config.json")
+        return AutoConfig.from_pretrained(path, **options)
 
-        def make() -> Any:
-            options = hub_options(path, model)
-            check_counts(
-                PreTrainedConfig.get_config_dict(path, **options)[0], f"{path}: config.json"
-            )
-            return AutoConfig.from_pretrained(path, **options)
+    return from_hub(path, model, read, "its config.json")
 
-        return _lay_over(from_hub(path, model, make, "its config.json"), model.config)
-    values = {**(full_config(model.shape) if model.shape else {}), **model.config}
-    kind = values.get("model_type")
-    if kind is None:
+
+def _config_of_values(model: ModelConfig) -> Any:
+    """Return the Hugging Face config of `model.shape` and `model.config`, for a model without files."""
+    from transformers import AutoConfig
+
+    values: dict[str, Any] = {}
+    if model.shape:
+        values |= full_config(model.shape)
+    values |= model.config
+    model_type = values.pop("model_type", None)
+    if model_type is None:
         what = "neither an id nor a config with model_type"
-        raise ModelError(
-            what, where="model", fix="set model.id, model.shape, or model.config.model_type"
-        )
+        fix = "set model.id, model.shape, or model.config.model_type"
+        raise ModelError(what, where="model", fix=fix)
     try:
-        config = AutoConfig.for_model(kind)
+        config = AutoConfig.for_model(model_type)
     except (ValueError, TypeError):
-        what = f"transformers knows no model_type {kind!r}"
-        raise ModelError(
-            what, where="model.config.model_type", fix="use one such as llama, qwen3 or gpt2"
-        ) from None
-    values = {key: value for key, value in values.items() if key != "model_type"}
+        what = f"transformers knows no model_type {model_type!r}"
+        where = "model.config.model_type"
+        fix = "use one such as llama, qwen3 or gpt2"
+        raise ModelError(what, where=where, fix=fix) from None
     _require_known(config, values)
-    with judged(*_NOT_TAKEN):
-        return AutoConfig.for_model(kind, **values)
+    with _refused_values():
+        return AutoConfig.for_model(model_type, **values)
 
 
-def _lay_over(config: Any, values: dict[str, Any]) -> Any:
-    """The config with values set. Keys that follow from them are updated unless they are set too: a head size from width and heads, the
-    kinds of layers from their number (the pattern is cut, or repeated)."""
+def _refused_values() -> AbstractContextManager[None]:
+    """Within the context an error is one of the values under `model.config`."""
+    what = "transformers does not take this"
+    return judged(what, "model.config", ModelError, "mend the values under model.config")
+
+
+def _set_values(config: Any, values: dict[str, Any]) -> Any:
+    """Set values in a config of files, and return it.
+
+    Keys that follow from the values are updated unless they are set too: a head size from width and
+    heads, and the kinds of layers from their number (the pattern is cut, or repeated).
+    """
     if not values:
         return config
-    kind = values.get("model_type", config.model_type)
-    if kind != config.model_type:
-        what = f"the model's files are of type {config.model_type}, not {kind}"
+    model_type = values.get("model_type", config.model_type)
+    if model_type != config.model_type:
+        what = f"the model's files are of type {config.model_type}, not {model_type}"
         fix = "leave it out, or set model.id: null for a new model of model.config alone"
         raise ModelError(what, where="model.config.model_type", fix=fix)
     _require_known(config, values)
-    width, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
-    followed = bool(width and heads and of_layers(config, "head_dim") == [width // heads])
-
-    with judged(*_NOT_TAKEN):
+    head_dim_follows = _is_head_dim_derived(config)
+    with _refused_values():
         for key, value in values.items():
             setattr(config, key, value)
-        if followed and "head_dim" not in values:
+        if head_dim_follows and "head_dim" not in values:
             config.head_dim = config.hidden_size // config.num_attention_heads
-        kinds, layers = (
-            getattr(config, "layer_types", None),
-            getattr(config, "num_hidden_layers", None),
-        )
-        if kinds and layers and "layer_types" not in values:
-            config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
+        layer_types = getattr(config, "layer_types", None)
+        layers = getattr(config, "num_hidden_layers", None)
+        if layer_types and layers and "layer_types" not in values:
+            config.layer_types = [layer_types[i % len(layer_types)] for i in range(layers)]
         if hasattr(config, "validate"):
             config.validate()
     return config
 
 
+def _is_head_dim_derived(config: Any) -> bool:
+    """Return whether a config's head size is its width over its heads."""
+    width = getattr(config, "hidden_size", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not width or not heads:
+        return False
+    return of_layers(config, "head_dim") == [width // heads]
+
+
 def _require_known(config: Any, values: dict[str, Any]) -> None:
-    """Raises ModelError for an unknown key. transformers takes any key silently, so a typing error would train another model."""
+    """Raise ModelError for an unknown key.
+
+    transformers takes any key silently, so a typing error would train another model.
+    """
+    undeclared = UNDECLARED.get(config.model_type, ())
     for key in values:
-        if (
-            of_layers(config, key) == [None]
-            and not hasattr(config, key)
-            and key not in UNDECLARED.get(config.model_type, ())
-        ):
-            guess = nearest(key, [name for name in config.to_dict() if not name.startswith("_")])
-            fix = f"did you mean {guess}?" if guess else "see the model's config.json for its keys"
-            raise ModelError(
-                f"the config of {config.model_type} has no key {key!r}",
-                where=f"model.config.{key}",
-                fix=fix,
-            )
+        if of_layers(config, key) != [None] or hasattr(config, key) or key in undeclared:
+            continue
+        known = [name for name in config.to_dict() if not name.startswith("_")]
+        guess = nearest(key, known)
+        fix = f"did you mean {guess}?" if guess else "see the model's config.json for its keys"
+        what = f"the config of {config.model_type} has no key {key!r}"
+        raise ModelError(what, where=f"model.config.{key}", fix=fix)
 
 
 def facts(
@@ -182,17 +209,22 @@ def facts(
     head: Head = "lm",
     frozen_names: Sequence[str] = (),
 ) -> ModelFacts:
-    """Sizes of the model that a config describes, built on the meta device: no memory, no weights. `length`: tokens of a training row.
-    `adapter`: injected first; raises ModelError if its targets are not in the model. `head` image: `length` is the side of a square image,
-    and a training row counts as one token. `frozen_names`: see `models.freeze`; parameters without requires_grad are frozen.
+    """Return the sizes of the model that a config describes. It is built on the meta device, without weights.
 
-    FLOPs of a token, forward and backward: 6 for each parameter in a matrix product (Kaplan et al. 2020; the embedding is a look-up, a tied
-    one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022, appendix B; width is heads × head
-    size). PaLM counts all pairs of positions of a row, causal or not, one document or several. A frozen parameter has no gradient, so it
-    counts 4. A token uses only the experts that its router chooses. A vision tower works for image tokens alone: its products are counted
-    apart, without its attention, which depends on the sizes of images.
+    `length`: tokens of a training row. `adapter`: injected first. `head` image: `length` is the side of
+    a square image, and a training row counts as one token. `frozen_names`: see `models.freeze`;
+    parameters without requires_grad are frozen.
 
-    Raises ModelError for a model whose shapes are not known.
+    FLOPs of a token, forward and backward, are 6 for each parameter in a matrix product (Kaplan et al.
+    2020; the embedding is a look-up, a tied one counts once as the head), and 12·layers·width·length of
+    attention (PaLM, Chowdhery et al. 2022, appendix B; width is heads × head size). PaLM counts all
+    pairs of positions of a row, causal or not, one document or several. A frozen parameter has no
+    gradient, so it counts 4. A token uses only the experts that its router chooses. A vision tower
+    works for image tokens alone: its products are counted separately, without its attention, which
+    depends on the sizes of images.
+
+    Raises ModelError for a model whose shapes are not known, and for an adapter's targets that are not
+    in the model.
     """
     model = on_meta(config, head)
     with _judged(config):
@@ -213,138 +245,190 @@ def on_meta(
     source: ModelConfig | None = None,
     **options: Any,
 ) -> Any:
-    """The model of a config, without memory. `path`, `source`: its origin, for errors. `options`: of `from_config`. Raises ModelError."""
+    """Return the model of a config, without memory.
+
+    `path`, `source`: its origin, for errors. `options`: of `from_config`.
+    Raises ModelError for a config that describes no model.
+    """
     # A class of the model's own code: loading this config required the agreement to run that.
-    remote = type(config).__module__.startswith("transformers_modules")
+    is_remote = type(config).__module__.startswith("transformers_modules")
     with _judged(config):
         with torch.device("meta"):
             make = auto_class(config, head).from_config
-            model: Any = from_hub(
-                path,
-                source or ModelConfig(),
-                lambda: make(config, trust_remote_code=remote, **options),
-            )
+            build = partial(make, config, trust_remote_code=is_remote, **options)
+            model: Any = from_hub(path, source or ModelConfig(), build)
         for tensor in model.state_dict(keep_vars=True).values():
-            if (
-                not tensor.is_meta
-            ):  # its class makes it by what takes no notice of the device, such as torch.normal
-                there = torch.empty_like(tensor, device="meta")
-                weight = isinstance(tensor, torch.nn.Parameter)
-                torch.utils.swap_tensors(
-                    tensor, torch.nn.Parameter(there, tensor.requires_grad) if weight else there
-                )
+            # Its class makes such a tensor by a function that ignores the device, such as torch.normal.
+            if not tensor.is_meta:
+                _move_to_meta(tensor)
         return with_head(model, head)
 
 
+def _move_to_meta(tensor: torch.Tensor) -> None:
+    """Take away a tensor's memory; the object stays."""
+    on_meta_device = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        on_meta_device = torch.nn.Parameter(on_meta_device, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, on_meta_device)
+
+
 def _judged(config: Any) -> AbstractContextManager[None]:
-    place = getattr(config, "name_or_path", None) or "model.config"
-    return judged(
-        "its config describes no model that can be built",
-        f"{place}",
-        ModelError,
-        "mend its config.json",
-    )
+    """Within the context an error is one of the config."""
+    what = "its config describes no model that can be built"
+    where = getattr(config, "name_or_path", None) or "model.config"
+    return judged(what, f"{where}", ModelError, "mend its config.json")
+
+
+class _Experts(NamedTuple):
+    """The experts of each mixture in a model; 1 and 1 for a model without."""
+
+    number: int
+    per_token: int
 
 
 def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
-    config, text, counts = model.config, model.config.get_text_config(), counted(model)
-    for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        if getattr(text, key, None) is None:
-            what = f"the shapes of {type(model).__name__} are not known: its config has no {key}"
-            raise ModelError(
-                what, where="model", fix="give a model with a transformer's layers and heads"
-            )
-    outside = counts["parameters"] - sum(counts["block_parameters"])
+    """Return the sizes of a model of text, or of text and images, on the meta device (see `facts`)."""
+    config = model.config
+    text_config = config.get_text_config()
+    _require_shape(model, text_config)
+    counts = common_facts(model)
+    layers = int(text_config.num_hidden_layers)
+    hidden = int(text_config.hidden_size)
+    heads = int(text_config.num_attention_heads)
+    head_dim = max(int(size or hidden // heads) for size in of_layers(text_config, "head_dim"))
+    width = heads * head_dim
+    is_bidirectional_classifier = head == "text" and is_bidirectional(model)
+    has_tower = head in LM and is_vision_language(config)
+    experts = _experts_of(text_config)
+    has_experts = bool(expert_modules(model))
+    products = _product_flops(model, experts, has_tower)
+    head_parameters = _head_parameters(model)
     embedding = whole_layer(model.get_input_embeddings()).weight
-    output_head = model.get_output_embeddings()
-    tied = is_head_tied(model)
-    layers, hidden, heads = (
-        int(text.num_hidden_layers),
-        int(text.hidden_size),
-        int(text.num_attention_heads),
-    )
-    width = heads * max(int(size or hidden // heads) for size in of_layers(text, "head_dim"))
-    tower = (
-        {id(p) for p in vision_tower(model).parameters()}
-        if head in LM and is_vision_language(config)
-        else set()
-    )
-    at_end = {
-        id(p): p
-        for module in (output_head, score_head(model))
-        if module is not None
-        for p in module.parameters()
-    }.values()
-    ahead = head == "text" and is_bidirectional(model)
-    # Matrix products: the tower works for image tokens alone, and an embedding that is no head is a look-up.
-    apart = tower if tied else {*tower, id(embedding)}
-    experts = int(
-        getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
-    )
-    chosen = min(experts, int(getattr(text, "num_experts_per_tok", None) or experts))
-    flops = {}
-    for name, p in model.named_parameters():
-        is_looked_up = ".lora_embedding_A." in name  # a factor with a column for each token
-        if id(p) not in apart and not is_looked_up:
-            flops[name] = (6 if p.requires_grad else 4) * p.numel()
-    products = sum(
-        number * chosen / experts if ".experts." in name else number
-        for name, number in flops.items()
-    )
-    # Where the config has no kind for each layer, one window is that of all of them.
-    all_layers = [
-        "full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"
-    ]
-    caps, drops = caps_and_drops(text)
+    outside_blocks = counts["parameters"] - sum(counts["block_parameters"])
+    only_in_head = [parameter for parameter in head_parameters if parameter is not embedding]
     return ModelFacts(
         **counts,
         **_cuts(model),
-        name=str(text.model_type),
+        name=str(text_config.model_type),
         flops_per_token=float(products + 12 * layers * width * length),
-        vocab_size=int(text.vocab_size),
-        max_positions=int(getattr(text, "max_position_embeddings", None) or 0) or None,
+        vocab_size=int(text_config.vocab_size),
+        max_positions=int(getattr(text_config, "max_position_embeddings", None) or 0) or None,
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=math.gcd(
-            *(int(number or heads) for number in of_layers(text, "num_key_value_heads"))
-        ),
-        head_dim=width // heads,
-        embedding_parameters=outside - sum(p.numel() for p in at_end if p is not embedding),
-        head_parameters=sum(p.numel() for p in at_end),
+        kv_heads=_kv_heads(text_config, heads),
+        head_dim=head_dim,
+        embedding_parameters=outside_blocks - _count_entries(only_in_head),
+        head_parameters=_count_entries(head_parameters),
         attention_flops=float(12 * width * length),
-        bidirectional=ahead,
-        first_position=first_position(model) if ahead else 0,
-        vision_language=bool(tower),
+        bidirectional=is_bidirectional_classifier,
+        first_position=first_position(model) if is_bidirectional_classifier else 0,
+        vision_language=has_tower,
         trains_router=head in LM and trains_router(model),
-        flops_per_image_token=tower_flops(model) if tower else 0.0,
-        # Trainable rows of a tied head are laid over it in its own forward.
-        changes_logits=any(getattr(text, key, None) not in (None, 1.0) for key in LOGIT_KEYS)
-        or (output_head is not None and whole_layer(output_head) is not output_head),
+        flops_per_image_token=tower_flops(model) if has_tower else 0.0,
+        changes_logits=_changes_logits(model, text_config),
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
-        caps_scores=caps,
-        drops_scores=drops,
-        experts=experts if expert_modules(model) else 0,
-        experts_per_token=chosen if expert_modules(model) else 0,
-        windows=bool(
-            {"sliding_attention", "chunked_attention"}.intersection(
-                getattr(text, "layer_types", None) or all_layers
-            )
-        ),
-        drops_stream=any(getattr(text, key, None) for key in STREAM_DROPOUTS),
+        caps_scores=has_soft_caps(text_config),
+        drops_scores=has_score_dropout(text_config),
+        experts=experts.number if has_experts else 0,
+        experts_per_token=experts.per_token if has_experts else 0,
+        windows=_has_windows(text_config),
+        drops_stream=any(getattr(text_config, key, None) for key in STREAM_DROPOUTS),
     )
 
 
+def _require_shape(model: Any, text_config: Any) -> None:
+    """Raise ModelError for a config without a key that sizes depend on."""
+    for key in SHAPE_KEYS:
+        if getattr(text_config, key, None) is None:
+            what = f"the shapes of {type(model).__name__} are not known: its config has no {key}"
+            fix = "give a model with a transformer's layers and heads"
+            raise ModelError(what, where="model", fix=fix)
+
+
+def _experts_of(text_config: Any) -> _Experts:
+    """Return the experts of a config's mixtures, and how many of them take a token."""
+    number = getattr(text_config, "num_local_experts", None)
+    number = number or getattr(text_config, "num_experts", None) or 1
+    per_token = getattr(text_config, "num_experts_per_tok", None) or number
+    return _Experts(int(number), min(int(number), int(per_token)))
+
+
+def _product_flops(model: Any, experts: _Experts, has_tower: bool) -> float:
+    """Return the FLOPs of a text token's matrix products with weights, forward and backward.
+
+    An embedding that is no head is a look-up, and a vision tower works for image tokens alone.
+    """
+    not_multiplied: set[int] = set()
+    if has_tower:
+        not_multiplied |= {id(parameter) for parameter in vision_tower(model).parameters()}
+    if not is_head_tied(model):
+        not_multiplied.add(id(whole_layer(model.get_input_embeddings()).weight))
+    summands: list[float] = []
+    for name, parameter in model.named_parameters():
+        # This factor has a column for each token, which is looked up.
+        is_looked_up = ".lora_embedding_A." in name
+        if id(parameter) in not_multiplied or is_looked_up:
+            continue
+        flops_per_entry = TRAINABLE_FLOPS if parameter.requires_grad else FROZEN_FLOPS
+        flops = flops_per_entry * parameter.numel()
+        if ".experts." in name:
+            summands.append(flops * experts.per_token / experts.number)
+        else:
+            summands.append(flops)
+    return sum(summands)
+
+
+def _head_parameters(model: Any) -> list[torch.nn.Parameter]:
+    """Return the parameters of the output head and the score head, each once."""
+    parameters: dict[int, torch.nn.Parameter] = {}
+    for layer in (model.get_output_embeddings(), score_head(model)):
+        if layer is not None:
+            for parameter in layer.parameters():
+                parameters[id(parameter)] = parameter
+    return list(parameters.values())
+
+
+def _count_entries(parameters: Sequence[torch.nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _kv_heads(text_config: Any, heads: int) -> int:
+    """Return the heads of keys and values; if layers differ, the greatest number that divides them all."""
+    numbers = [int(number or heads) for number in of_layers(text_config, "num_key_value_heads")]
+    return math.gcd(*numbers)
+
+
+def _changes_logits(model: Any, text_config: Any) -> bool:
+    """Return whether the logits are more than the head over the hidden states."""
+    if any(getattr(text_config, key, None) not in (None, 1.0) for key in LOGIT_KEYS):
+        return True
+    # Trainable rows of a tied head are computed in its own forward.
+    output_head = model.get_output_embeddings()
+    return output_head is not None and whole_layer(output_head) is not output_head
+
+
+def _has_windows(text_config: Any) -> bool:
+    """Return whether the attention of some layers sees a window."""
+    layer_types = getattr(text_config, "layer_types", None)
+    if layer_types:
+        return not WINDOWED_LAYERS.isdisjoint(layer_types)
+    # Without a kind for each layer, one window is that of all of them.
+    return getattr(text_config, "sliding_window", None) is not None
+
+
 def _cuts(model: Any) -> dict[str, Any]:
-    """How a model of text can be cut, and why not."""
-    cut = tensor_plan(model)
+    """Return the fields of ModelFacts for how a model of text can be cut, and why not."""
+    plan = tensor_plan(model)
+    # Empty if the projections of attention are gathered.
+    cut_in_heads = [
+        name
+        for name, style in plan.items()
+        if style == "colwise" and ("attn" in name or "attention" in name)
+    ]
     return {
-        "tp_styles": frozenset(cut.values()),
-        # False where the projections of attention are gathered.
-        "tp_cuts_heads": any(
-            style == "colwise" and ("attn" in name or "attention" in name)
-            for name, style in cut.items()
-        ),
+        "tp_styles": frozenset(plan.values()),
+        "tp_cuts_heads": bool(cut_in_heads),
         "tp_failure": try_cut(model).failure,
         "needs_mask": needs_mask(model),
         "whole_stream": whole_stream(model),
@@ -354,56 +438,55 @@ def _cuts(model: Any) -> dict[str, Any]:
 
 
 def _facts_of_images(model: Any, side: int) -> ModelFacts:
-    """Sizes of an image classifier on the meta device. A training row is one token, so `flops_per_token` is of one image.
+    """Return the sizes of an image classifier on the meta device.
 
-    torch's FlopCounterMode counts the forward pass (matrix products and convolutions, with attention) of one image of `side` × `side`;
-    backward costs twice that, once for the inputs and once for the trainable weights. Raises ModelError if the model does not take images
-    of that size.
+    A training row is one token, so `flops_per_token` is of one image. torch's FlopCounterMode counts the
+    forward pass of one image of `side` × `side` (matrix products and convolutions, with attention).
+    Backward costs twice that, once for the inputs and once for the trainable weights.
+    Raises ModelError if the model does not take images of that size.
     """
     counter = FlopCounterMode(display=False)
-    pixels = torch.empty(
-        1, int(getattr(model.config, "num_channels", 3)), side, side, device="meta"
-    )
+    channels = int(getattr(model.config, "num_channels", 3))
+    pixels = torch.empty(1, channels, side, side, device="meta")
     try:
         with counter, torch.no_grad():
             model.eval()(pixel_values=pixels)
     except (RuntimeError, ValueError) as error:
-        what = (
-            f"{type(model).__name__} does not take images of {side} × {side}: {first_line(error)}"
-        )
-        raise ModelError(
-            what, where="algorithm.image_size", fix="use the size that the model was made for"
-        ) from None
-    counts = counted(model)
+        reason = first_line(error)
+        what = f"{type(model).__name__} does not take images of {side} × {side}: {reason}"
+        fix = "use the size that the model was made for"
+        raise ModelError(what, where="algorithm.image_size", fix=fix) from None
+    counts = common_facts(model)
+    # Forward, the gradients of inputs, and the gradients of the trainable part of the weights.
+    passes = 3.0 - counts["frozen"] / counts["parameters"]
     sizes = getattr(model.config, "hidden_sizes", None)
+    hidden = sizes[-1] if sizes else getattr(model.config, "hidden_size", 0)
+    depths = getattr(model.config, "depths", ())
     return ModelFacts(
         **counts,
         name=str(model.config.model_type),
-        flops_per_token=counter.get_total_flops() * (3.0 - counts["frozen"] / counts["parameters"]),
+        flops_per_token=counter.get_total_flops() * passes,
         vocab_size=0,
         max_positions=None,
-        layers=len(counts["block_parameters"]) or int(sum(getattr(model.config, "depths", ()))),
-        hidden=int(sizes[-1] if sizes else getattr(model.config, "hidden_size", 0)),
+        layers=len(counts["block_parameters"]) or int(sum(depths)),
+        hidden=int(hidden),
     )
 
 
 def check_fits(
     config: Any, tokenizer: Any, max_length: int, where: str = "model.tokenizer"
 ) -> None:
-    """Raises ModelError if the tokenizer has more ids than the embedding has rows, or `max_length` exceeds the model's positions."""
-    text = config.get_text_config()
-    if not all(
-        isinstance(getattr(text, key, None), kind)
-        for key, kind in (("vocab_size", int), ("max_position_embeddings", int | None))
-    ):
-        raise ModelError(
-            "vocab_size or max_position_embeddings is no whole number",
-            where=f"{config.name_or_path or 'model'}: config.json",
-        )
-    if len(tokenizer) > text.vocab_size:
-        what = f"the tokenizer has {len(tokenizer)} tokens but the embedding only {text.vocab_size} rows"
+    """Raise ModelError if the tokenizer has more ids than the embedding has rows, or `max_length` exceeds the model's positions."""
+    text_config = config.get_text_config()
+    rows = getattr(text_config, "vocab_size", None)
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(rows, int) or not isinstance(positions, int | None):
+        what = "vocab_size or max_position_embeddings is no whole number"
+        raise ModelError(what, where=f"{config.name_or_path or 'model'}: config.json")
+    if len(tokenizer) > rows:
+        what = f"the tokenizer has {len(tokenizer)} tokens but the embedding only {rows} rows"
         fix = "name the tokenizer's folder as model.tokenizer, and the embedding grows"
         if where != "model.tokenizer":
             fix = "give that model the policy's tokenizer or new_tokens, or name another model"
         raise ModelError(what, where=where, fix=fix)
-    check_length(getattr(text, "max_position_embeddings", None), max_length)
+    check_length(positions, max_length)

@@ -1,5 +1,7 @@
-"""Summed cross-entropy, and log-probabilities of tokens: from logits, and from a linear head without making all logits at once. Pure tensor
-functions. N tokens, V entries of the vocabulary, D width."""
+"""Summed cross-entropy and log-probabilities of tokens, from logits, or from a linear head without all logits in memory at once.
+
+These are pure tensor functions. N tokens, M of them with a target, V entries of the vocabulary, D width.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+# Log-probabilities and entropies of tokens.
 Answers = tuple[Tensor, Tensor | None]
 IGNORE = -100
 # softmax − one-hot lies in [−1, 1]: this power of two brings it near fp16's largest value (65504), and small ones out of its zero.
@@ -20,7 +23,10 @@ FP16_SCALE = 2.0**15
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """This rank's rows of the head: those from `first` on. The ranks of `group` have all rows and get the same tokens."""
+    """This rank's rows of the head, which begin at row `first`.
+
+    Together the ranks of `group` have all rows, and they get the same tokens.
+    """
 
     group: dist.ProcessGroup
     first: int
@@ -46,18 +52,21 @@ def linear_cross_entropy(
     part: VocabularyPart | None = None,
     learned_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy(hidden @ weightᵀ + bias, targets)` with the logits of at most `chunk` tokens in memory at once.
+    """Return `cross_entropy(hidden @ weightᵀ + bias, targets)` with at most `chunk` tokens' logits in memory at once.
 
-    The forward computes the gradients of hidden, weight and bias chunk by chunk, while it has the logits: the loss is a sum, so backward
-    only scales them, and nothing is computed twice (the idea of Cut Cross-Entropy, Wijmans et al. 2025, and of Liger's fused head, Hsu et
-    al. 2024; unlike those this is plain PyTorch). Rows without a target are left out before the product. Under autocast the product runs
-    in its type, as a linear layer would; softmax, sums and the gradients of the products are fp32. fp16's loss scale is not known in the
-    forward, so these gradients have a scale of their own. `chunk` 0: all logits at once. One backward, and no second derivatives.
+    The forward computes the gradients of hidden, weight and bias chunk by chunk, while it has the
+    logits: the loss is a sum, so backward only scales them, and nothing is computed twice. The idea is
+    that of Cut Cross-Entropy (Wijmans et al. 2025) and of Liger's fused head (Hsu et al. 2024); unlike
+    those this is plain PyTorch. Rows without a target are left out before the product. Under autocast
+    the product runs in its type, as a linear layer would; softmax, sums and the gradients of the
+    products are fp32. fp16's loss scale is not known in the forward, so these gradients have a scale of
+    their own. One backward, and no second derivatives.
 
-    `part`: weight and bias are this rank's rows. Softmax is over the rows of all ranks (Megatron-LM's vocabulary-parallel loss, Shoeybi et
-    al. 2019): loss, first choice and hidden's gradient are those of the whole head on each rank. Collective.
-
-    `learned_M`: int64, the rows with a target. None: they are looked for, and the host waits.
+    `chunk`: 0 for all logits at once.
+    `part`: weight and bias are this rank's rows. Softmax is over the rows of all ranks (Megatron-LM's
+    vocabulary-parallel loss, Shoeybi et al. 2019): loss, first choice and hidden's gradient are those of
+    the whole head on each rank. Collective.
+    `learned_M`: int64, the rows with a target. None: they are searched, and the host waits.
     """
     if part is None and chunk == 0:
         return cross_entropy(functional.linear(hidden_ND, weight_VD, bias_V), targets_N)
@@ -89,7 +98,7 @@ def linear_summed_loss(
 def _as_options(
     targets_N: Tensor, chunk: int, part: VocabularyPart | None, learned_M: Tensor | None
 ) -> tuple[Any, ...]:
-    """Return the arguments of `_LinearCrossEntropy` behind the head's."""
+    """Return the arguments of `_LinearCrossEntropy` that follow the head's."""
     if learned_M is None:
         learned_M = _learned(targets_N)
     size = chunk or max(1, len(targets_N))
@@ -98,6 +107,8 @@ def _as_options(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """The sum of `linear_cross_entropy` with gradients from the forward, and the first choices if requested."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -108,15 +119,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         learned_M: Tensor,
         *options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        chunk, part, wanted, with_choices = options
+        chunk, part, is_grad_enabled, with_choices = options
         dtype = _product_dtype(hidden_ND)
         precise = torch.promote_types(dtype, torch.float32)
         scale = FP16_SCALE if dtype == torch.float16 else None
-        wants = [wanted and needed for needed in ctx.needs_input_grad[:3]]
+        wants = [is_grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         correct_N = torch.zeros_like(targets_N, dtype=torch.bool) if with_choices else None
         grads = _Gradients(hidden_ND, weight_VD, bias_V, wants, precise)
         chosen_parts, total_parts = [], []
-        # Of a chunk of rows whose targets are all in this part; the same for each chunk.
+        # The entries of −one-hot of a chunk whose targets are all in this part; the same for each chunk.
         largest = min(chunk, len(learned_M))
         minus_one_N1 = torch.full((largest, 1), -1.0, dtype=precise, device=hidden_ND.device)
         with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -180,18 +191,24 @@ def _first_choice(logits_NV: Tensor, part: VocabularyPart | None) -> tuple[Tenso
 
 
 def _product_dtype(hidden_ND: Tensor) -> torch.dtype:
-    """The dtype in which a linear layer would multiply these: autocast's where it is on."""
-    kind = hidden_ND.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
+    """Return the type in which a linear layer would multiply hidden states: autocast's if it is on."""
+    device_type = hidden_ND.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return hidden_ND.dtype
 
 
 class _Piece(NamedTuple):
     """Rows with a target whose logits are in memory at once."""
 
-    rows: Tensor  # int64[n], in all N
-    targets: Tensor  # int64[n]
-    column: Tensor  # int64[n, 1]: of the target in this part of the head; if it is in another, any
-    is_mine: Tensor | None  # bool[n, 1]: whether the target is in this part; None: each one is
+    # int64[n], in all N rows.
+    rows: Tensor
+    # int64[n].
+    targets: Tensor
+    # int64[n, 1]: the target's number in this part of the head; any number if it is in another part.
+    column: Tensor
+    # bool[n, 1]: whether the target is in this part of the head. None: every target is.
+    is_mine: Tensor | None
 
 
 def _pieces(
@@ -223,8 +240,11 @@ def _sums(
     part: VocabularyPart | None,
     entropy: bool = False,
 ) -> Sequence[Tensor]:
-    """Of each row, over the whole vocabulary, with d = logit − top: the target's d, Σ exp(d), with `entropy` also Σ exp(d) d. Writes exp(d)
-    over the logits, with `entropy` d. `column`, `is_mine`: see `_Piece`."""
+    """Return sums of each row over the whole vocabulary: the target's d, Σ exp(d), and with `entropy` Σ exp(d) d.
+
+    Here d = logit − top. Writes exp(d) over the logits, with `entropy` d. `column`, `is_mine`: see
+    `_Piece`. Collective with `part`.
+    """
     logits.sub_(top[:, None])
     chosen = logits.gather(1, column)
     if is_mine is not None:
@@ -241,7 +261,10 @@ def _sums(
 
 
 class _Gradients:
-    """The gradients of hidden states, weight and bias of a head, summed over chunks in `precise`; None where `wants` is false."""
+    """The gradients of hidden states, weight and bias of a head, summed over chunks in `precise`.
+
+    `wants`: which of the three are needed; the others are None.
+    """
 
     def __init__(
         self,
@@ -252,19 +275,24 @@ class _Gradients:
         precise: torch.dtype,
     ) -> None:
         self.precise = precise
-        tensors = zip((hidden_ND, weight_VD, bias_V), wants, strict=True)
-        self.hidden, self.weight, self.bias = (
-            torch.zeros_like(tensor, dtype=precise) if wanted else None
-            for tensor, wanted in tensors
-        )
+        needs_hidden, needs_weight, needs_bias = wants
+        self.hidden = torch.zeros_like(hidden_ND, dtype=precise) if needs_hidden else None
+        self.weight = torch.zeros_like(weight_VD, dtype=precise) if needs_weight else None
+        self.bias = torch.zeros_like(bias_V, dtype=precise) if needs_bias else None
 
     def add(self, rows: Tensor, grad: Tensor, hidden: Tensor, weight: Tensor, scale: Any) -> None:
-        """Add the part of `rows`. `grad`: of logits, [n, V] in `precise`, overwritten. `scale`: a power of two for fp16; None: 1."""
+        """Add the gradients from some rows.
+
+        `rows`: int64[n], numbers of these in all N. `grad`: the gradient of their logits, [n, V] in
+        `precise`, which is overwritten. `scale`: a power of two for fp16; None: 1.
+        """
         if self.bias is not None:
             self.bias += grad.sum(0)
         if self.weight is not None and not grad.is_cuda:
             self.weight.addmm_(grad.T, hidden.to(self.precise))
-        low = (grad if scale is None else grad.mul_(scale)).to(hidden.dtype)
+        if scale is not None:
+            grad = grad.mul_(scale)
+        low = grad.to(hidden.dtype)
         if self.hidden is not None:
             self.hidden[rows] = self._product(low, weight, scale)
         if self.weight is None or not grad.is_cuda:
@@ -275,13 +303,16 @@ class _Gradients:
         elif isinstance(scale, Tensor):  # a factor of the product is a number of the host
             self.weight += self._product(low.T, hidden, scale)
         else:
-            torch.addmm(
-                self.weight, low.T, hidden, self.precise, alpha=1 / (scale or 1), out=self.weight
-            )
+            factor = 1.0 if scale is None else 1 / scale
+            weight_VD = self.weight
+            torch.addmm(weight_VD, low.T, hidden, self.precise, alpha=factor, out=weight_VD)
 
     def _product(self, a: Tensor, b: Tensor, scale: Any) -> Tensor:
-        """a @ b / scale in `precise`, also for factors of 16 bits: rounding to 16 bits would lose, and in fp16 overflow, what fp32 sums
-        hold. A GPU's matrix units sum in fp32 anyhow; a CPU multiplies in fp32 for fp16, and rounds once for bf16."""
+        """Return a @ b / scale in `precise`, also for factors of 16 bits.
+
+        Rounding to 16 bits would lose, and in fp16 overflow, what fp32 sums hold. A GPU's matrix units
+        sum in fp32 anyhow. A CPU multiplies in fp32 for fp16, and rounds once for bf16.
+        """
         if a.is_cuda and a.dtype != self.precise:
             product = torch.mm(a, b, out_dtype=self.precise)
         elif a.dtype == torch.float16:
@@ -293,7 +324,10 @@ class _Gradients:
     def total(
         self, part: VocabularyPart | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(hidden, weight, bias); that of hidden is the sum over the parts of the head. Collective with `part`."""
+        """Return the gradients of hidden states, weight and bias. Collective with `part`.
+
+        The gradient of hidden states is summed over the parts of the head.
+        """
         if self.hidden is not None and part is not None:
             dist.all_reduce(self.hidden, group=part.group)
         return self.hidden, self.weight, self.bias
@@ -306,20 +340,23 @@ def log_probs(
     entropy: bool = False,
     learned_M: Tensor | None = None,
 ) -> Answers:
-    """log softmax(logits / temperature)[target] in fp32, [N], 0 where the target is −100; with `entropy` also that of the distributions
-    in nats, 0 in the same places, else None. `learned_M`: as in `linear_cross_entropy`."""
+    """Return log softmax(logits / temperature)[target], fp32[N], and with `entropy` the distributions' entropies.
+
+    The entropies are in nats, fp32[N]; without `entropy` None. Both are 0 where the target is −100.
+    `learned_M`: as in `linear_cross_entropy`.
+    """
     target_rows = _learned(targets_N) if learned_M is None else learned_M
-    logits = logits_NV[target_rows]
-    log_NV = functional.log_softmax(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1
-    )
-    empty_N = log_NV.new_zeros(len(targets_N))
-    chosen_N = empty_N.index_copy(
-        0, target_rows, log_NV.gather(1, targets_N[target_rows][:, None]).squeeze(1)
-    )
-    return chosen_N, empty_N.index_copy(
-        0, target_rows, -(log_NV.exp() * log_NV).sum(-1)
-    ) if entropy else None
+    logits_MV = logits_NV[target_rows]
+    precise = torch.promote_types(logits_MV.dtype, torch.float32)
+    log_probs_MV = functional.log_softmax(logits_MV.to(precise) / temperature, -1)
+    zeros_N = log_probs_MV.new_zeros(len(targets_N))
+    columns_M1 = targets_N[target_rows][:, None]
+    chosen_M = log_probs_MV.gather(1, columns_M1).squeeze(1)
+    chosen_N = zeros_N.index_copy(0, target_rows, chosen_M)
+    if not entropy:
+        return chosen_N, None
+    entropy_M = -(log_probs_MV.exp() * log_probs_MV).sum(-1)
+    return chosen_N, zeros_N.index_copy(0, target_rows, entropy_M)
 
 
 def linear_log_probs(
@@ -333,34 +370,36 @@ def linear_log_probs(
     part: VocabularyPart | None = None,
     learned_M: Tensor | None = None,
 ) -> Answers:
-    """`log_probs(hidden @ weightᵀ + bias, …)` with the logits of at most `chunk` tokens in memory at once, forward and backward.
+    """Return `log_probs(hidden @ weightᵀ + bias, …)` with at most `chunk` tokens' logits in memory, forward and backward.
 
-    The forward does not know the gradient of each token's answer, so it cannot compute gradients as `linear_cross_entropy` does: it keeps
-    the hidden states and each token's log-sum-exp, and backward computes the logits again, chunk by chunk (recomputation, Chen et al. 2016;
-    of softmax from its log-sum-exp, Cut Cross-Entropy, Wijmans et al. 2025). With p = softmax, H its entropy: d log p_target / d logit =
-    onehot − p, dH / d logit = −p (log p + H). Types are as in `linear_cross_entropy`; in fp16 a power of two of its own brings each chunk's
-    gradient near fp16's largest number, whatever the loss scale. `chunk` 0: all logits at once, by autograd. Any number of backwards, no
-    second derivatives.
+    The forward does not know the gradient of each token's answer, so it cannot compute gradients as
+    `linear_cross_entropy` does: it keeps the hidden states and each token's log-sum-exp, and backward
+    computes the logits again, chunk by chunk (recomputation, Chen et al. 2016; of softmax from its
+    log-sum-exp, Cut Cross-Entropy, Wijmans et al. 2025). With p = softmax, H its entropy:
+    d log p_target / d logit = onehot − p, dH / d logit = −p (log p + H). Types are as in
+    `linear_cross_entropy`; in fp16 a power of two of its own brings each chunk's gradient near fp16's
+    largest number, whatever the loss scale. Any number of backwards, no second derivatives.
 
-    `part`: weight and bias are this rank's rows, and the answers those of the whole head. Collective, backward too. `learned_M`: as there.
+    `chunk`: 0 for all logits at once, by autograd.
+    `part`: weight and bias are this rank's rows, and the answers those of the whole head. Collective,
+    backward too.
+    `learned_M`: as in `linear_cross_entropy`.
     """
-    learned_M = _learned(targets_N) if learned_M is None else learned_M
+    if learned_M is None:
+        learned_M = _learned(targets_N)
     if part is None and chunk == 0:
-        return log_probs(
-            functional.linear(hidden_ND, weight_VD, bias_V),
-            targets_N,
-            temperature,
-            entropy,
-            learned_M,
-        )
-    chunk = chunk or max(1, len(targets_N))
+        logits_NV = functional.linear(hidden_ND, weight_VD, bias_V)
+        return log_probs(logits_NV, targets_N, temperature, entropy, learned_M)
+    rows_at_once = chunk or max(1, len(targets_N))
     answers: Answers = _LinearLogProbs.apply(
-        hidden_ND, weight_VD, bias_V, targets_N, learned_M, chunk, temperature, entropy, part
+        hidden_ND, weight_VD, bias_V, targets_N, learned_M, rows_at_once, temperature, entropy, part
     )
     return answers
 
 
 class _LinearLogProbs(torch.autograd.Function):
+    """The answers of `linear_log_probs`, whose backward computes the logits again."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -372,12 +411,16 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> Answers:
         learned_M, chunk, temperature, entropy, part = options
         dtype = _product_dtype(hidden_ND)
-        ctx.dtype, ctx.chunk, ctx.temperature, ctx.part = dtype, chunk, temperature, part
+        ctx.dtype = dtype
+        ctx.chunk = chunk
+        ctx.temperature = temperature
+        ctx.part = part
         ctx.set_materialize_grads(False)
         precise = torch.promote_types(dtype, torch.float32)
-        chosen_N, total_N, entropy_N = (
-            torch.zeros(len(targets_N), dtype=precise, device=hidden_ND.device) for _ in range(3)
-        )
+        tokens = len(targets_N)
+        chosen_N = torch.zeros(tokens, dtype=precise, device=hidden_ND.device)
+        total_N = torch.zeros(tokens, dtype=precise, device=hidden_ND.device)
+        entropy_N = torch.zeros(tokens, dtype=precise, device=hidden_ND.device)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, chunk, part, len(weight)):
@@ -396,7 +439,9 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(
             hidden_ND, weight_VD, bias_V, targets_N, learned_M, total_N, entropy_N
         )
-        return chosen_N, entropy_N if entropy else None
+        if not entropy:
+            return chosen_N, None
+        return chosen_N, entropy_N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -405,37 +450,45 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         hidden_ND, weight_VD, bias_V, targets_N, learned_M, total_N, entropy_N = ctx.saved_tensors
         dtype = ctx.dtype
-        grads = _Gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3], total_N.dtype)
+        wants = ctx.needs_input_grad[:3]
+        grads = _Gradients(hidden_ND, weight_VD, bias_V, wants, total_N.dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
             for piece in _pieces(learned_M, targets_N, ctx.chunk, ctx.part, len(weight)):
                 rows = piece.rows
                 hidden = hidden_ND[rows].to(dtype)
-                log_p = _logits(hidden, weight, bias, ctx.temperature).sub_(total_N[rows][:, None])
-                chosen, entropy = (
-                    None if grad_N is None else grad_N[rows].to(log_p.dtype)
-                    for grad_N in (grad_chosen_N, grad_entropy_N)
-                )
+                logits = _logits(hidden, weight, bias, ctx.temperature)
+                log_p = logits.sub_(total_N[rows][:, None])
+                grad_chosen = _rows_of(grad_chosen_N, rows, log_p.dtype)
+                grad_entropy = _rows_of(grad_entropy_N, rows, log_p.dtype)
                 grad = _grad_logits(
-                    log_p, chosen, entropy, entropy_N[rows], piece.column, piece.is_mine
-                ).div_(ctx.temperature)
-                grads.add(
-                    rows, grad, hidden, weight, _scale(grad) if dtype == torch.float16 else None
+                    log_p, grad_chosen, grad_entropy, entropy_N[rows], piece.column, piece.is_mine
                 )
+                grad = grad.div_(ctx.temperature)
+                scale = _scale(grad) if dtype == torch.float16 else None
+                grads.add(rows, grad, hidden, weight, scale)
         pairs = zip(grads.total(ctx.part), (hidden_ND, weight_VD, bias_V), strict=True)
-        return (*(None if grad is None else grad.to(of.dtype) for grad, of in pairs), *[None] * 6)
+        results = [None if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs]
+        return (*results, *[None] * 6)
+
+
+def _rows_of(tensor_N: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the entries of a tensor at `rows` in `dtype`; None of None."""
+    return None if tensor_N is None else tensor_N[rows].to(dtype)
 
 
 def _cast(
     weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    return weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+    bias = None if bias_V is None else bias_V.to(dtype)
+    return weight_VD.to(dtype), bias
 
 
 def _learned(targets_N: Tensor) -> Tensor:
-    """Indices of the rows with a target. On a GPU the host waits for their number: who knows it, gives `learned_M`.
+    """Return the numbers of the rows with a target, int64[M]. On a GPU the host waits for how many there are.
 
-    That is each batch that was collated, also cut into parts. What comes here is targets that were made on the device.
+    Callers that know the rows pass `learned_M` instead: every batch that was collated, also cut into
+    parts. This is for targets that were made on the device.
     """
     return (targets_N != IGNORE).nonzero().squeeze(1)
 
@@ -453,21 +506,27 @@ def _grad_logits(
     column: Tensor,
     is_mine: Tensor | None,
 ) -> Tensor:
-    """The gradient of logits / temperature, [n, V]."""
-    p, chosen = (
-        log_p.exp(),
-        (torch.zeros_like(entropy) if grad_chosen is None else grad_chosen)[:, None],
-    )
+    """Return the gradient of logits / temperature, [n, V], written over `log_p`.
+
+    `grad_chosen`, `grad_entropy`: the gradients of the answers, [n]; None: zero. `entropy`: [n].
+    `column`, `is_mine`: see `_Piece`.
+    """
+    p = log_p.exp()
+    if grad_chosen is None:
+        grad_chosen = torch.zeros_like(entropy)
+    chosen = grad_chosen[:, None]
     if grad_entropy is None:
         grad = p.mul_(-chosen)
     else:
-        grad = p.mul_(log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(chosen))
+        of_entropy = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        grad = p.mul_(of_entropy.sub_(chosen))
     if is_mine is not None:
         chosen = torch.where(is_mine, chosen, 0.0)
     return grad.scatter_add_(1, column, chosen)
 
 
 def _scale(grad: Tensor) -> Tensor:
-    """The power of two that brings the largest entry near FP16_SCALE, as a tensor, so that the host does not wait."""
+    """Return the power of two that brings the largest entry near FP16_SCALE, as a tensor: the host does not wait."""
     largest = grad.abs().amax().clamp_min(torch.finfo(grad.dtype).tiny)
-    return torch.exp2((FP16_SCALE / largest).log2().floor().clamp(-100, 100))
+    exponent = (FP16_SCALE / largest).log2().floor()
+    return torch.exp2(exponent.clamp(-100, 100))

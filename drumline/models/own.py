@@ -1,4 +1,4 @@
-"""A module of the user's own: what makes it, and the weights that a run has left for it."""
+"""A module of the user's own: the function that builds it, and the weights that a run has saved for it."""
 
 from __future__ import annotations
 
@@ -28,103 +28,122 @@ from drumline.models.shards import (
 )
 from drumline.models.tape import lay_out_module
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a number
+# Bytes of a number → the integer type of that size.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def own_build(plan: Plan) -> Callable[[], nn.Module]:
-    """The function that makes it, with its options. Raises ConfigError where there is none, and so does the function where it fails."""
+    """Return the function that builds the plan's module, with its options.
+
+    Raises ConfigError if there is no such function. The function raises it if it fails.
+    """
     model = plan.config.model
     builder = partial(find_builder(model, Path(plan.base_dir)), **model.options)
-    return lambda: imported(builder, model.builder or "", _where(model), doing="calling")
+    return partial(imported, builder, model.builder or "", _where(model), doing="calling")
 
 
 def find_builder(model: ModelConfig, base_dir: Path) -> Callable[..., nn.Module]:
-    """The function alone. Raises ConfigError where there is none."""
-    return find_function(
-        model.builder or "",
-        "models",
-        base_dir,
-        _where(model),
-        "the model",
-        "install it, or write file.py:function",
-    )
+    """Return the function that builds a module, without its options. Raises ConfigError if there is none."""
+    name = model.builder or ""
+    fix = "install it, or write file.py:function"
+    return find_function(name, "models", base_dir, _where(model), "the model", fix)
 
 
 def _where(model: ModelConfig) -> str:
+    """Return the key of the config that names the builder."""
     return "model.path" if model.kind == "python" else "model.kind"
 
 
 def require_trainable(model: nn.Module, *, cut: bool, deepspeed: bool) -> None:
-    """`cut`: ranks keep parts of its weights, or of their optimizer's state. Raises ModelError for what no engine, or that one, trains."""
+    """Raise ModelError for a module that no engine can train, or not the engine of this run.
+
+    `cut`: ranks keep parts of its weights, or of their optimizer's state.
+    """
     saved = extra_states(model)
     for path, module in model.named_modules():
-        if has_extra_state(module) and path not in saved:
-            what = f"get_extra_state of {path or 'it'} gives what JSON does not have, so no checkpoint has it"
-            raise ModelError(
-                what, where="model", fix="keep it in buffers: self.register_buffer(name, tensor)"
-            )
-        if getattr(module, "sparse", False) is True and isinstance(
-            module, nn.Embedding | nn.EmbeddingBag
-        ):
-            raise ModelError(
-                f"{path or 'it'} has sparse gradients",
-                where="model",
-                fix="they are not averaged: build it with sparse=False",
-            )
-        if cut and getattr(module, "max_norm", None) is not None:
-            what = f"max_norm of {path or 'it'} changes a weight in forward, which is lost where weights are cut"
-            raise ModelError(
-                what, where="model", fix="use ddp, or normalise in forward what it returns"
-            )
+        _require_trainable_module(path or "it", module, is_saved=path in saved, cut=cut)
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if (cut and len(types) > 1) or (deepspeed and torch.float64 in types):
-        what = f"weights of {' and '.join(sorted(str(dtype).removeprefix('torch.') for dtype in types))} are not cut"
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in types)
+        what = f"weights of {' and '.join(names)} are not cut"
         raise ModelError(what, where="model", fix="use ddp, or float32 for all")
     for name, parameter in model.named_parameters():
-        what, fix = "", ""
-        if nn.parameter.is_lazy(parameter):
-            what, fix = "has no shape yet", "give the layer its sizes, in place of a lazy one"
-        elif parameter.is_complex():
-            what, fix = (
-                "is complex",
-                "keep real and imaginary parts in a last dimension of 2, and call torch.view_as_complex in forward",
-            )
-        elif cut and parameter.ndim == 0:
-            what, fix = (
-                "has no dimension to cut it along",
-                "make it a vector of one: torch.ones(1); or use ddp",
-            )
-        elif cut and not deepspeed and not parameter.is_contiguous():
-            what, fix = "is not contiguous", "leave memory_format out of build, or use ddp"
-        elif deepspeed and parameter._backward_hooks:
-            what, fix = "has a hook, and DeepSpeed keeps weights of its own", "use fsdp2, or ddp"
-        if what:
-            raise ModelError(f"{name} {what}", where="model", fix=fix)
+        _require_trainable_parameter(name, parameter, cut, deepspeed)
+
+
+def _require_trainable_module(name: str, module: nn.Module, *, is_saved: bool, cut: bool) -> None:
+    """Raise ModelError for a module that cannot be trained. `is_saved`: checkpoints have its extra state."""
+    if has_extra_state(module) and not is_saved:
+        what = f"get_extra_state of {name} gives what JSON does not have, so no checkpoint has it"
+        fix = "keep it in buffers: self.register_buffer(name, tensor)"
+        raise ModelError(what, where="model", fix=fix)
+    is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    if is_embedding and getattr(module, "sparse", False) is True:
+        what = f"{name} has sparse gradients"
+        fix = "they are not averaged: build it with sparse=False"
+        raise ModelError(what, where="model", fix=fix)
+    if cut and getattr(module, "max_norm", None) is not None:
+        what = (
+            f"max_norm of {name} changes a weight in forward, which is lost where weights are cut"
+        )
+        fix = "use ddp, or normalise in forward what it returns"
+        raise ModelError(what, where="model", fix=fix)
+
+
+def _require_trainable_parameter(
+    name: str, parameter: nn.Parameter, cut: bool, deepspeed: bool
+) -> None:
+    """Raise ModelError for a parameter that cannot be trained."""
+    if nn.parameter.is_lazy(parameter):
+        what = "has no shape yet"
+        fix = "give the layer its sizes, in place of a lazy one"
+    elif parameter.is_complex():
+        what = "is complex"
+        fix = "keep real and imaginary parts in a last dimension of 2, and call torch.view_as_complex in forward"
+    elif cut and parameter.ndim == 0:
+        what = "has no dimension to cut it along"
+        fix = "make it a vector of one: torch.ones(1); or use ddp"
+    elif cut and not deepspeed and not parameter.is_contiguous():
+        what = "is not contiguous"
+        fix = "leave memory_format out of build, or use ddp"
+    elif deepspeed and parameter._backward_hooks:
+        what = "has a hook, and DeepSpeed keeps weights of its own"
+        fix = "use fsdp2, or ddp"
+    else:
+        return
+    raise ModelError(f"{name} {what}", where="model", fix=fix)
 
 
 def require_same(model: nn.Module) -> None:
-    """Raises ModelError where ranks have built other weights, such as those of a module that was made before, unseeded. Collective."""
+    """Raise ModelError if ranks have built different weights. Collective.
+
+    This finds the weights of a module that was made before, unseeded.
+    """
     if not dist.is_initialized():
         return
-    mine = {
-        name: int(weight.detach().reshape(-1).view(BITS[weight.itemsize]).sum())
-        for name, weight in model.named_parameters()
-    }
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
-    if other := [name for name in mine if any(each.get(name) != mine[name] for each in of_all)]:
-        what = f"{other[0]} is not the same on all ranks"
-        raise ModelError(
-            what,
-            where="build",
-            fix="make the module inside of build, which draws from the run's seed",
-        )
+    checksums = {}
+    for name, weight in model.named_parameters():
+        as_integers = weight.detach().reshape(-1).view(BITS[weight.itemsize])
+        checksums[name] = int(as_integers.sum())
+    of_all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, checksums)
+    for name, checksum in checksums.items():
+        if any(of_rank.get(name) != checksum for of_rank in of_all_ranks):
+            what = f"{name} is not the same on all ranks"
+            fix = "make the module inside of build, which draws from the run's seed"
+            raise ModelError(what, where="build", fix=fix)
 
 
 def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
-    """(the module on the CPU in eval mode, with the weights of the best or the last checkpoint in `run_dir`; that checkpoint)."""
+    """Return the module in eval mode on the CPU with the weights of a checkpoint of a run, and the checkpoint.
+
+    `which`: best, or last. Raises CheckpointError if the run has no checkpoint.
+    """
     root = run_dir / "checkpoints"
-    checkpoint = best_or_latest(root) if which == "best" else pointed(root, "latest")
+    if which == "best":
+        checkpoint = best_or_latest(root)
+    else:
+        checkpoint = pointed(root, "latest")
     if checkpoint is None:
         raise CheckpointError("nothing was saved", where=str(run_dir))
     seed = derive(plan.config.run.seed, "weights")
@@ -134,17 +153,23 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
     freeze(module, plan.config.model.freeze)
     check(checkpoint, verify=True, alone=True)
     load(checkpoint, canonical_tensors(module), alone=True)
-    set_extra_states(module, read_state(checkpoint).get("engine", {}).get("modules", {}))
+    engine_state = read_state(checkpoint).get("engine", {})
+    set_extra_states(module, engine_state.get("modules", {}))
     return module.eval(), checkpoint
 
 
 def export_weights(plan: Plan, which: str) -> Path:
-    """The module's state dict as RUN/export/model.safetensors, of the best or the last checkpoint; its floats in
-    `checkpoint.export_dtype`, where that is not auto."""
+    """Write the module's state dict to RUN/export/model.safetensors, and return the folder.
+
+    `which`: the best or the last checkpoint. Floats are written in `checkpoint.export_dtype`, unless
+    that is auto.
+    """
     folder = Path(plan.run_dir) / "export"
     module, _ = read_module(plan, folder.parent, which)
-    if (dtype := plan.config.checkpoint.export_dtype) != "auto":
-        module.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+    dtype = plan.config.checkpoint.export_dtype
+    if dtype != "auto":
+        types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        module.to(types[dtype])
     folder.mkdir(exist_ok=True)
     save_model(module, str(folder / "model.safetensors"))
     return folder

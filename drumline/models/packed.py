@@ -1,10 +1,13 @@
-"""Frozen linear layers in 4 or 8 bits (QLoRA, Dettmers et al. 2023), by which strategy ever they are spread: codes lie in a tensor of the
-type that weights are gathered in, as FSDP-QLoRA has it, so what shards or gathers it moves bits and casts nothing; scales, an eighth of a
-bit for each entry, are whole on each rank.
+"""Frozen linear layers whose weights are packed in 4 or 8 bits (QLoRA, Dettmers et al. 2023), under every strategy.
 
-4bit is the format of bitsandbytes: NormalFloat in blocks of 64 along the rows, two codes a byte; the blocks' scales, less their mean, in
-bytes of its dynamic map, of which every 256 share an fp32 one. 8bit: whole numbers up to 127 times an fp32 scale for every 256 entries.
-A product is made of the weight in the type that it computes in, unpacked for it, and again for backward.
+The codes of a weight lie in a parameter of the type that weights are gathered in, as FSDP-QLoRA has it: what shards or gathers
+this parameter moves its bits and casts nothing. The scales take an eighth of a bit for each entry and are whole on each rank.
+
+- 4bit is the format of bitsandbytes: NormalFloat in blocks of 64 entries along the rows, two codes a byte. The mean of the blocks'
+  scales is subtracted from them. The rest is stored in bytes of bitsandbytes' dynamic map, and every 256 of them share an fp32 scale.
+- 8bit: whole numbers from -127 to 127 times an fp32 scale for every 256 entries.
+
+A product unpacks the weight in the type that it computes in, and backward unpacks it again.
 """
 
 from __future__ import annotations
@@ -20,13 +23,16 @@ from torch.nn import functional
 from drumline.core.facts import packs
 from drumline.models.blocks import blocks
 
-# Entries that share a scale; scales that share another, and entries of 8 bits that share one.
-BLOCK, GROUP = (
-    64,
-    256,
-)
+# Entries of a 4-bit weight that share a scale.
+BLOCK = 64
+# Scales of a 4-bit weight that share another scale; entries of an 8-bit weight that share a scale.
+GROUP = 256
+LARGEST_INT8 = 127
+# A divisor for blocks of zeros only.
+SMALLEST_SCALE = 1e-30
+# The 16 values of NormalFloat.
 CODES = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334, -0.09105003625154495,
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022833234, -0.09105003625154495,
     0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
@@ -34,141 +40,193 @@ Bits = Literal["4bit", "8bit"]
 
 
 class PackedLinear(nn.Module):
-    """A linear layer (or GPT-2's Conv1D) whose weight [R, C] is packed. `packed`: [R, C × bits / 8 / bytes of an entry], a frozen
-    parameter, on the meta device until it is filled with what `take` gives."""
+    """A linear layer (or GPT-2's Conv1D) whose weight [R, C] is packed.
+
+    `packed`: a frozen parameter [R, C × bits / 8 / bytes of an entry]. It is on the meta device until
+    it is filled with what `take` returns.
+    """
 
     def __init__(self, layer: Any, bits: Bits, storage: torch.dtype) -> None:
         super().__init__()
         self.bits: Bits = bits
-        self.turned, self.bias = not isinstance(layer, nn.Linear), layer.bias
+        self.bias = layer.bias
         self.shape = torch.Size(layer.weight.shape)
-        self.in_features, self.out_features = self.shape if self.turned else self.shape[::-1]
-        self.scales: tuple[
-            torch.Tensor, ...
-        ] = ()  # no buffers: DDP would send them before each step
-        width = self.shape[1] * int(bits[0]) // 8 // storage.itemsize
-        empty = torch.empty(self.shape[0], width, dtype=storage, device="meta")
+        self.has_inputs_first = not isinstance(layer, nn.Linear)
+        if self.has_inputs_first:
+            self.in_features, self.out_features = self.shape
+        else:
+            self.out_features, self.in_features = self.shape
+        # These are no buffers: DDP would send buffers before each step.
+        self.scales: tuple[torch.Tensor, ...] = ()
+        rows, columns = self.shape
+        bits_per_entry = int(bits.removesuffix("bit"))
+        packed_width = columns * bits_per_entry // 8 // storage.itemsize
+        empty = torch.empty(rows, packed_width, dtype=storage, device="meta")
         self.packed = nn.Parameter(empty, requires_grad=False)
         if not layer.weight.is_meta:
-            self.packed = nn.Parameter(
-                self.take(layer.weight.detach().float()), requires_grad=False
-            )
+            codes = self.take(layer.weight.detach().float())
+            self.packed = nn.Parameter(codes, requires_grad=False)
 
     @property
     def weight(self) -> torch.Tensor:
-        """What is multiplied, [R, C] in fp32: DoRA takes its lengths."""
+        """The unpacked weight, [R, C] in fp32. DoRA takes the lengths of its rows."""
         return self.unpacked(torch.float32)
 
     def take(self, weight: torch.Tensor) -> torch.Tensor:
-        """Pack a whole weight, float[R, C]: keep its scales, and give what `packed` holds of all ranks."""
-        codes, self.scales = (_four if self.bits == "4bit" else _eight)(weight.float())
+        """Pack a whole weight, float[R, C]: keep its scales and return what `packed` holds over all ranks."""
+        if self.bits == "4bit":
+            codes, self.scales = _pack_4bit(weight.float())
+        else:
+            codes, self.scales = _pack_8bit(weight.float())
         return codes.view(self.packed.dtype)
 
     def unpacked(self, dtype: torch.dtype, packed: torch.Tensor | None = None) -> torch.Tensor:
-        """The weight in `dtype`, of `packed` or what this layer holds, which must be whole by now."""
-        codes = (self.packed if packed is None else packed).detach().view(torch.uint8)
-        self.scales = tuple(each.to(codes.device) for each in self.scales)
+        """Return the weight, [R, C] in `dtype`, from `packed` or from what this layer holds, which must be whole."""
+        if packed is None:
+            packed = self.packed
+        codes = packed.detach().view(torch.uint8)
+        self.scales = tuple(scale.to(codes.device) for scale in self.scales)
         if self.bits == "8bit":
-            values = codes.view(torch.int8).view(-1, GROUP) * self.scales[0][:, None]
-            return values.view(self.shape).to(dtype)
+            return self._unpack_8bit(codes, dtype)
+        return self._unpack_4bit(codes, dtype)
+
+    def _unpack_8bit(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        (scales,) = self.scales
+        values = codes.view(torch.int8).view(-1, GROUP) * scales[:, None]
+        return values.view(self.shape).to(dtype)
+
+    def _unpack_4bit(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         numbers, largest, mean = self.scales
-        wide = functional.pad(_map(codes.device)[numbers.int()], (0, -len(numbers) % GROUP)).view(
-            -1, GROUP
-        )
-        scales = (wide * largest[:, None]).flatten()[: len(numbers)] + mean
+        block_count = len(numbers)
+        differences = _dynamic_map(codes.device)[numbers.int()]
+        scales = (_pad_to_groups(differences) * largest[:, None]).flatten()[:block_count] + mean
         if codes.is_cuda and _has_kernel():
             from bitsandbytes.functional import QuantState, dequantize_4bit
 
-            state = QuantState(scales, self.shape, _table(codes.device), BLOCK, "nf4", dtype)
-            whole: torch.Tensor = dequantize_4bit(codes.view(-1, 1), state)
-            return whole
-        pairs = _pairs(codes.device)[codes.flatten().int()]
-        return (pairs.view(-1, BLOCK) * scales[:, None]).view(self.shape).to(dtype)
+            state = QuantState(scales, self.shape, _code_table(codes.device), BLOCK, "nf4", dtype)
+            weight: torch.Tensor = dequantize_4bit(codes.view(-1, 1), state)
+            return weight
+        pairs = _pair_table(codes.device)[codes.flatten().int()]
+        values = pairs.view(-1, BLOCK) * scales[:, None]
+        return values.view(self.shape).to(dtype)
 
     @torch.compiler.disable
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        kind = inputs.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
+        device_type = inputs.device.type
+        dtype = inputs.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
         out: torch.Tensor = _Product.apply(inputs.to(dtype), self)
-        return out if self.bias is None else out + self.bias.to(dtype)
+        if self.bias is None:
+            return out
+        return out + self.bias.to(dtype)
 
 
 class _Product(torch.autograd.Function):
-    """Nothing is kept for backward: the weight is unpacked again, when whoever shards it has gathered it again."""
+    """The product of inputs and a packed weight, which keeps nothing for backward.
+
+    Backward unpacks the weight again, once the strategy that shards it has gathered it again.
+    """
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
         ctx.layer = layer
         weight = layer.unpacked(inputs.dtype)
-        return inputs @ (weight if layer.turned else weight.T)
+        if layer.has_inputs_first:
+            return inputs @ weight
+        return inputs @ weight.T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         weight = ctx.layer.unpacked(grad.dtype)
-        return grad @ (weight.T if ctx.layer.turned else weight), None
+        if ctx.layer.has_inputs_first:
+            return grad @ weight.T, None
+        return grad @ weight, None
 
 
 def pack(model: Any, bits: Bits, storage: torch.dtype) -> None:
-    """Put `PackedLinear` in the place of each frozen linear layer in the blocks whose shape can be packed, also beneath adapters. A layer
-    on the meta device is to be filled. `storage`: the type that weights are gathered in."""
+    """Replace each frozen linear layer in the blocks by a `PackedLinear` if its shape can be packed, also beneath adapters.
+
+    The packed layer of one on the meta device is to be filled later.
+    `storage`: the type that weights are gathered in.
+    """
+    for block in blocks(model) or [model]:
+        owners: list[Any] = list(block.modules())
+        for owner in owners:
+            for name, layer in list(owner.named_children()):
+                if not _is_packable(layer):
+                    continue
+                setattr(owner, name, PackedLinear(layer, bits, storage))
+                if not layer.weight.is_meta:
+                    _measure_magnitudes(owner)
+
+
+def _is_packable(layer: Any) -> bool:
     from drumline.vendor.transformers import Conv1D
 
-    for block in blocks(model) or [model]:
-        for owner in list[Any](block.modules()):
-            for name, layer in list(owner.named_children()):
-                if (
-                    isinstance(layer, nn.Linear | Conv1D)
-                    and not layer.weight.requires_grad
-                    and packs(tuple(layer.weight.shape))
-                ):
-                    setattr(owner, name, PackedLinear(layer, bits, storage))
-                    for lengths in (
-                        ()
-                        if layer.weight.is_meta
-                        else getattr(owner, "lora_magnitude_vector", {}).values()
-                    ):
-                        whole = owner.base_layer.weight + owner.get_delta_weight("default")
-                        lengths.weight.data.copy_(whole.norm(dim=int(not owner.fan_in_fan_out)))
+    if not isinstance(layer, nn.Linear | Conv1D) or layer.weight.requires_grad:
+        return False
+    return packs(tuple(layer.weight.shape))
+
+
+def _measure_magnitudes(owner: Any) -> None:
+    """Set DoRA's lengths to those of the weight as it is packed. `owner`: PEFT's layer, or any other module."""
+    for magnitude in getattr(owner, "lora_magnitude_vector", {}).values():
+        weight = owner.base_layer.weight + owner.get_delta_weight("default")
+        inputs_dim = 0 if owner.fan_in_fan_out else 1
+        magnitude.weight.data.copy_(weight.norm(dim=inputs_dim))
 
 
 def scales_of(model: nn.Module) -> list[torch.Tensor]:
-    """What packed layers keep besides parameters."""
-    return [
-        scale
-        for module in model.modules()
-        if isinstance(module, PackedLinear)
-        for scale in module.scales
-    ]
+    """Return the scales of all packed layers, which these keep besides their parameters."""
+    scales: list[torch.Tensor] = []
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            scales += module.scales
+    return scales
 
 
-def _four(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Codes, uint8[R, C / 2], the first entry of two in the upper bits; numbers of the map, their fp32 scales, and the mean."""
+def _pack_4bit(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return codes, uint8[R, C / 2], and scales of a weight, fp32[R, C].
+
+    The first entry of two is in the upper bits of a byte. The scales are numbers of the dynamic map,
+    uint8[blocks]; the fp32 scale of every 256 of these; and the mean of the blocks' scales.
+    """
     blocked = weight.reshape(-1, BLOCK)
     largest = blocked.abs().amax(1)
-    codes = torch.bucketize(
-        blocked / largest.clamp_min(1e-30)[:, None], _between(_table(weight.device)), out_int32=True
-    ).to(torch.uint8)
+    codes = _nearest_in_table(blocked, largest, _code_table(weight.device))
     mean = largest.mean()
-    apart = functional.pad(largest - mean, (0, -len(largest) % GROUP)).view(-1, GROUP)
-    most = apart.abs().amax(1)
-    numbers = torch.bucketize(
-        apart / most.clamp_min(1e-30)[:, None], _between(_map(weight.device)), out_int32=True
-    ).to(torch.uint8)
+    differences = _pad_to_groups(largest - mean)
+    largest_difference = differences.abs().amax(1)
+    numbers = _nearest_in_table(differences, largest_difference, _dynamic_map(weight.device))
     pairs = codes.view(len(weight), -1, 2)
-    return (pairs[:, :, 0] << 4) | pairs[:, :, 1], (
-        numbers.flatten()[: len(largest)].clone(),
-        most,
-        mean,
-    )
+    packed = (pairs[:, :, 0] << 4) | pairs[:, :, 1]
+    # The clone leaves out the memory of the padding.
+    numbers_of_blocks = numbers.flatten()[: len(largest)].clone()
+    return packed, (numbers_of_blocks, largest_difference, mean)
 
 
-def _eight(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Codes, int8[R, C], and fp32 scales."""
-    blocked = weight.reshape(-1, GROUP)
-    scales = blocked.abs().amax(1) / 127
-    codes = (blocked / scales.clamp_min(1e-30)[:, None]).round().to(torch.int8)
+def _pack_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return codes, int8[R, C], and fp32 scales of a weight, fp32[R, C]."""
+    grouped = weight.reshape(-1, GROUP)
+    scales = grouped.abs().amax(1) / LARGEST_INT8
+    codes = (grouped / scales.clamp_min(SMALLEST_SCALE)[:, None]).round().to(torch.int8)
     return codes.view(weight.shape), (scales,)
+
+
+def _nearest_in_table(
+    rows: torch.Tensor, scales: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    """Return the number of the nearest entry of a sorted table, uint8, for each value divided by its row's scale."""
+    midpoints = (table[1:] + table[:-1]) / 2
+    scaled = rows / scales.clamp_min(SMALLEST_SCALE)[:, None]
+    return torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8)
+
+
+def _pad_to_groups(values: torch.Tensor) -> torch.Tensor:
+    """Return values [n] in rows [groups, GROUP]; zeros fill the last row."""
+    return functional.pad(values, (0, -len(values) % GROUP)).view(-1, GROUP)
 
 
 @lru_cache
@@ -176,29 +234,31 @@ def _has_kernel() -> bool:
     return find_spec("bitsandbytes") is not None
 
 
-def _between(table: torch.Tensor) -> torch.Tensor:
-    return (table[1:] + table[:-1]) / 2
-
-
 @lru_cache
-def _table(device: torch.device) -> torch.Tensor:
+def _code_table(device: torch.device) -> torch.Tensor:
+    """Return the values of NormalFloat, fp32[16]."""
     return torch.tensor(CODES, device=device)
 
 
 @lru_cache
-def _pairs(device: torch.device) -> torch.Tensor:
-    """float[256, 2]: what the two codes of a byte mean."""
+def _pair_table(device: torch.device) -> torch.Tensor:
+    """Return the values of the two codes in each byte, fp32[256, 2]."""
     byte = torch.arange(256, device=device)
-    return _table(device)[torch.stack([byte >> 4, byte & 15], 1)]
+    codes = torch.stack([byte >> 4, byte & 15], 1)
+    return _code_table(device)[codes]
 
 
 @lru_cache
-def _map(device: torch.device) -> torch.Tensor:
-    """bitsandbytes' dynamic map of a byte with a sign (Dettmers et al. 2022): seven powers of ten, each cut into twice as many parts as the
-    one below it; 0 and 1."""
-    found = [0.0, 1.0]
+def _dynamic_map(device: torch.device) -> torch.Tensor:
+    """Return bitsandbytes' dynamic map of a byte with a sign (Dettmers et al. 2022), fp32[256], sorted.
+
+    It has seven powers of ten, each cut into twice as many parts as the one below it, and 0 and 1.
+    """
+    values = [0.0, 1.0]
     for power in range(7):
         edges = torch.linspace(0.1, 1, 2**power + 1)
-        parts = ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (power - 6)).tolist()
-        found += [*parts, *(-part for part in parts)]
-    return torch.tensor(sorted(found), device=device)
+        centres = (edges[1:] + edges[:-1]) / 2
+        positive = (centres * 10.0 ** (power - 6)).tolist()
+        values += positive
+        values += [-value for value in positive]
+    return torch.tensor(sorted(values), device=device)

@@ -1,8 +1,9 @@
 """Limits of time and memory for chat templates, which are programs of strangers. Jinja's sandbox prevents other harm.
 
-A rendering may take `MOST_STEPS` steps (blocks, calls, filters) and `MOST_SECONDS` of its thread's time; its output and every value may
-have `MOST_SIZE`. Steps are counted, since no alarm reaches a thread. Single operations that counting cannot stop (9**9**9,
-`center(10**9)`) are refused before they run. Only public parts of Jinja are used: its sandbox class is changed, for every sandbox.
+A rendering may take `MOST_STEPS` steps (blocks, calls, filters) and `MOST_SECONDS` of its thread's time. Its output and every
+value may have `MOST_SIZE`. Steps are counted, since no alarm reaches a thread. Single operations that counting cannot stop
+(9**9**9, `center(10**9)`) are refused before they run. Only public parts of Jinja are used: its sandbox class is changed, for every
+sandbox.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -20,32 +21,44 @@ from jinja2.compiler import CodeGenerator
 from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
 MOST_STEPS = 5_000_000
-MOST_SECONDS = 5.0  # of the thread that renders
-MOST_SIZE = 2**26  # characters or entries; a conversation of a million tokens has some 2**22
-MOST_MADE = 2**30  # of all larger values together
-MOST_SOURCE = 2**20  # characters of a template; the longest have 20,000
-MOST_WIDTH = 10**5  # of padding, indents, repetitions and digits
+# Seconds of the thread that renders.
+MOST_SECONDS = 5.0
+# Characters or entries of a value; a conversation of a million tokens has about 2**22.
+MOST_SIZE = 2**26
+# Characters or entries of all larger values (those above MOST_WIDTH) together.
+MOST_MADE = 2**30
+# Characters of a template; the longest known have 20,000.
+MOST_SOURCE = 2**20
+# Characters of padding and indents; repetitions; bits of whole numbers.
+MOST_WIDTH = 10**5
 # Filters and methods of texts whose result may be much larger: by a number, a format, or by joining.
 _GROWING = {
-    "center",
-    "ljust",
-    "rjust",
-    "zfill",
-    "expandtabs",
-    "indent",
-    "truncate",
-    "tojson",
-    "round",
     "batch",
+    "center",
+    "expandtabs",
+    "format",
+    "format_map",
+    "indent",
+    "join",
+    "ljust",
+    "replace",
+    "rjust",
+    "round",
     "slice",
+    "strftime_now",
+    "sum",
+    "tojson",
+    "truncate",
+    "zfill",
 }
-_GROWING |= {"sum", "format", "format_map", "replace", "join", "strftime_now"}
+_FORMATTING = ("format", "format_map", "strftime_now")
 # Their time is quadratic in the text; no conversation needs them.
 _SLOW = (
     "wordwrap",
     "urlize",
     "striptags",
 )
+# A width of five digits or more in a format, or one that an argument sets.
 _WIDE = re.compile(r"\d{5}|%[^a-zA-Z%]*\*")
 
 
@@ -54,6 +67,8 @@ class TooMuch(jinja2.TemplateError):
 
 
 class _Spent(threading.local):
+    """The steps of this thread's rendering, characters written, sizes of larger values, and when it must end."""
+
     steps = size = made = 0
     until = float("inf")
 
@@ -65,30 +80,38 @@ def step(characters: int = 0) -> None:
     """Count a step, and the characters that it writes. Raises TooMuch."""
     _spent.steps += 1
     _spent.size += characters
-    if _spent.steps > MOST_STEPS or (_spent.steps % 64 == 0 and time.thread_time() > _spent.until):
+    # The clock is read only every 64 steps, since reading it costs more than a step.
+    is_late = _spent.steps % 64 == 0 and time.thread_time() > _spent.until
+    if _spent.steps > MOST_STEPS or is_late:
         raise TooMuch(f"it takes more than {MOST_STEPS} steps or {MOST_SECONDS:g} seconds")
     if _spent.size > MOST_SIZE:
         raise TooMuch(f"it writes more than {MOST_SIZE} characters")
 
 
 def counted_text(text: str) -> str:
-    """`text`, after counting its characters. Raises TooMuch."""
+    """Return `text`, after counting its characters. Raises TooMuch."""
     step(len(text))
     return text
 
 
 def sized(value: Any) -> Any:
-    """`value`, after counting its size. Raises TooMuch."""
+    """Return `value`, after counting its size. Raises TooMuch."""
     step()
-    size = len(value) if isinstance(value, str) else _size(value, {})
-    _spent.made += size if size > MOST_WIDTH else 0
+    size = _size(value)
+    if size > MOST_WIDTH:
+        _spent.made += size
     if size > MOST_SIZE or _spent.made > MOST_MADE:
         raise TooMuch(f"it makes a value of more than {MOST_SIZE} characters")
     return value
 
 
-def _size(value: Any, known: dict[int, int]) -> int:
-    """Characters, bits and entries of a value; a repeated part counts each time."""
+def _size(value: Any) -> int:
+    """Return the characters, bits and entries of a value; a repeated part counts each time."""
+    return _size_with(value, {})
+
+
+def _size_with(value: Any, known: dict[int, int]) -> int:
+    """Return `_size` of a value. `known`: the sizes of containers that were measured already, by their ids."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, int):
@@ -96,50 +119,74 @@ def _size(value: Any, known: dict[int, int]) -> int:
     if not isinstance(value, list | tuple | dict):
         return 1
     if id(value) not in known:
-        known[id(value)] = 0  # for a value that contains itself
-        parts: Iterable[Any] = (
-            (part for pair in value.items() for part in pair) if isinstance(value, dict) else value
-        )
-        known[id(value)] = 1 + sum(_size(part, known) for part in parts)
+        # Ends the recursion of a value that contains itself.
+        known[id(value)] = 0
+        size = 1 + sum(_size_with(part, known) for part in value)
+        if isinstance(value, dict):
+            size += sum(_size_with(part, known) for part in value.values())
+        known[id(value)] = size
     return known[id(value)]
 
 
 def _watched(items: Any) -> Iterator[Any]:
-    """The items of an iterable. Raises TooMuch once they are too large together."""
+    """Yield the items of an iterable. Raises TooMuch once they are too large together."""
     size = 0
     for item in items:
-        size += _size(item, {})
+        size += _size(item)
         step()
         if size > MOST_SIZE:
             raise TooMuch(f"it makes a list of more than {MOST_SIZE} characters")
         yield item
 
 
-def _affordable(name: str, given: Any, arguments: Iterable[Any]) -> None:
-    """Raises TooMuch for a call whose result would be too large. `given`: its text or list."""
+def _require_affordable(name: str, value: Any, arguments: Iterable[Any]) -> None:
+    """Raise TooMuch for a call of a growing filter or method whose result would be too large.
+
+    `name`: the filter's or method's. `value`: its text or list.
+    """
     arguments = list(arguments)
-    wide = any(isinstance(a, int) and abs(a) > MOST_WIDTH for a in arguments)
-    if name in ("format", "format_map", "strftime_now"):
-        wide = wide or any(
-            isinstance(text, str) and _WIDE.search(text) for text in (given, *arguments)
-        )
-    size = _size(given, {})
-    if name in ("replace", "join", "indent"):
-        size *= max((_size(a, {}) for a in arguments), default=1) or 1
-    if name == "sum":
-        size = len(given) * size if any(isinstance(a, str | list | tuple) for a in arguments) else 0
-    if name == "join" and arguments and not isinstance(given, str):
-        size = _size(given, {}) + len(given) * _size(arguments[0], {})
-    if wide or (
-        size > MOST_SIZE and (name != "replace" or _replaced(given, arguments) > MOST_SIZE)
+    if (
+        _has_wide_argument(name, value, arguments)
+        or _result_size(name, value, arguments) > MOST_SIZE
     ):
         raise TooMuch(f"{name} would make a value that is too large")
 
 
-def _replaced(text: Any, arguments: list[Any]) -> int:
-    """The number of characters of a text after `replace`."""
+def _has_wide_argument(name: str, value: Any, arguments: list[Any]) -> bool:
+    """Return whether an argument is a large number, or a format has a large width."""
+    if any(isinstance(argument, int) and abs(argument) > MOST_WIDTH for argument in arguments):
+        return True
+    if name not in _FORMATTING:
+        return False
+    texts = [text for text in (value, *arguments) if isinstance(text, str)]
+    return any(_WIDE.search(text) for text in texts)
+
+
+def _result_size(name: str, value: Any, arguments: list[Any]) -> int:
+    """Return an upper bound of the size of a call's result, without numbers in its arguments."""
+    size = _size(value)
+    if name == "join" and arguments and not isinstance(value, str):
+        separator = arguments[0]
+        return size + len(value) * _size(separator)
+    if name in ("replace", "join", "indent"):
+        largest = max((_size(argument) for argument in arguments), default=1)
+        bound = size * max(1, largest)
+        if name == "replace" and bound > MOST_SIZE:
+            return _size_after_replace(value, arguments)
+        return bound
+    if name == "sum":
+        # Lists are added to a list that grows with each of them.
+        adds_lists = any(isinstance(argument, str | list | tuple) for argument in arguments)
+        return len(value) * size if adds_lists else 0
+    return size
+
+
+def _size_after_replace(text: Any, arguments: Sequence[Any]) -> int:
+    """Return the number of characters of a text after `replace`."""
     text, old, new = str(text), *map(str, (*arguments, "", "")[:2])
-    return len(text) + (text.count(old) if old else len(text) + 1) * len(new)
+    # An empty text stands before each character, and at the end.
+    replacements = text.count(old) if old else len(text) + 1
+    return len(text) + replacements * len(new)
 
 
 class _Counting(CodeGenerator):
@@ -147,26 +194,30 @@ class _Counting(CodeGenerator):
 
     def blockvisit(self, nodes_: Iterable[nodes.Node], frame: Any) -> None:
         body = list(nodes_)
-        fixed = sum(
-            len(c.data)
-            for n in body
-            if isinstance(n, nodes.Output)
-            for c in n.nodes
-            if isinstance(c, nodes.TemplateData)
-        )
-        self.writeline(f"environment.step({fixed})")
+        fixed_characters = sum(_fixed_characters(node) for node in body)
+        self.writeline(f"environment.step({fixed_characters})")
         super().blockvisit(body, frame)
 
-    def _output_child_pre(self, *given: Any) -> None:
+    def _output_child_pre(self, *arguments: Any) -> None:
         self.write("environment.counted_text(")
-        super()._output_child_pre(*given)
+        super()._output_child_pre(*arguments)
 
-    def _output_child_post(self, *given: Any) -> None:
-        super()._output_child_post(*given)
+    def _output_child_post(self, *arguments: Any) -> None:
+        super()._output_child_post(*arguments)
         self.write(")")
 
 
-def _measured(name: str) -> Callable[[Any, Any, Any], None]:
+def _fixed_characters(node: nodes.Node) -> int:
+    """Return the number of characters that an output writes whatever its values are."""
+    if not isinstance(node, nodes.Output):
+        return 0
+    texts = [child.data for child in node.nodes if isinstance(child, nodes.TemplateData)]
+    return sum(len(text) for text in texts)
+
+
+def _sized_visit(name: str) -> Callable[[Any, Any, Any], None]:
+    """Return the visit of a node that writes a call of `sized` around its value. `name`: of Jinja's visit."""
+
     def visit(self: Any, node: Any, frame: Any) -> None:
         self.write("environment.sized(")
         getattr(CodeGenerator, name)(self, node, frame)
@@ -176,89 +227,125 @@ def _measured(name: str) -> Callable[[Any, Any, Any], None]:
 
 
 for _name in ("visit_Concat", "visit_Filter", "visit_List", "visit_Tuple", "visit_Dict"):
-    setattr(_Counting, _name, _measured(_name))
+    setattr(_Counting, _name, _sized_visit(_name))
 
 
 class _Limited(jinja2.Template):
-    def new_context(self, *given: Any, **more: Any) -> Any:
-        _spent.steps = _spent.size = _spent.made = 0
+    """A template whose renderings begin with nothing spent."""
+
+    def new_context(self, *arguments: Any, **named: Any) -> Any:
+        _spent.steps = 0
+        _spent.size = 0
+        _spent.made = 0
         _spent.until = time.thread_time() + MOST_SECONDS
-        return super().new_context(*given, **more)
+        return super().new_context(*arguments, **named)
 
 
-def _filter(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-    first = 1 if hasattr(make, "jinja_pass_arg") else 0
+def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that is refused if its result would be too large."""
+    # Some filters take the environment or the context before the value.
+    value_place = 1 if hasattr(function, "jinja_pass_arg") else 0
 
-    @wraps(make)
-    def bounded(*given: Any, **more: Any) -> Any:
-        value = given[first]
-        if hasattr(value, "__next__") or (name in ("join", "sum") and not isinstance(value, str)):
-            value = list(_watched(value)) if name in ("join", "sum") else _watched(value)
-            given = (*given[:first], value, *given[first + 1 :])
+    @wraps(function)
+    def limited(*arguments: Any, **named: Any) -> Any:
+        before = arguments[:value_place]
+        value = arguments[value_place]
+        after = arguments[value_place + 1 :]
+        is_iterator = hasattr(value, "__next__")
+        if name in ("join", "sum"):
+            if is_iterator or not isinstance(value, str):
+                value = list(_watched(value))
+        elif is_iterator:
+            value = _watched(value)
         if name in _GROWING:
-            _affordable(name, value, (*given[first + 1 :], *more.values()))
-        return make(*given, **more)
+            _require_affordable(name, value, (*after, *named.values()))
+        return function(*before, value, *after, **named)
 
-    return bounded
-
-
-_from_string, _call, _binop = Sandbox.from_string, Sandbox.call, Sandbox.call_binop
+    return limited
 
 
-def _compile(self: Sandbox, source: Any, *given: Any, **more: Any) -> jinja2.Template:
+# Jinja's own functions, which ours call.
+_from_string = Sandbox.from_string
+_call = Sandbox.call
+_call_binop = Sandbox.call_binop
+
+
+def _limited_from_string(
+    self: Sandbox, source: Any, *arguments: Any, **named: Any
+) -> jinja2.Template:
+    """Replacement for `Sandbox.from_string`: compile a template whose filters are limited."""
     if len(source) > MOST_SOURCE:
         raise TooMuch(f"a template of {len(source)} characters is none")
     self.globals.pop("lipsum", None)
-    self.filters = {
-        name: _filter(name, make) for name, make in self.filters.items() if name not in _SLOW
-    }
-    return _from_string(self, source, *given, **more)
+    filters = {}
+    for name, function in self.filters.items():
+        if name not in _SLOW:
+            filters[name] = _limited_filter(name, function)
+    self.filters = filters
+    return _from_string(self, source, *arguments, **named)
 
 
-def _called(self: Sandbox, context: Any, called: Any, *given: Any, **more: Any) -> Any:
+def _limited_call(
+    self: Sandbox, context: Any, function: Any, /, *arguments: Any, **named: Any
+) -> Any:
+    """Replacement for `Sandbox.call`: call a function or method unless its result would be too large.
+
+    The first arguments have no names, since a macro may have arguments of any name.
+    """
     step()
-    name = getattr(called, "__name__", "")
+    name = getattr(function, "__name__", "")
     if name in _GROWING:
         # The sandbox wraps `format`.
-        owner = getattr(getattr(called, "__wrapped__", called), "__self__", None)
-        separated = name == "join" and given
-        if separated:
-            given = (list(_watched(given[0])), *given[1:])
-        _affordable(
-            name,
-            given[0] if separated else owner,
-            (owner,) if separated else (*given, *more.values()),
-        )
-    return _call(self, context, called, *given, **more)
+        method = getattr(function, "__wrapped__", function)
+        text = getattr(method, "__self__", None)
+        if name == "join" and arguments:
+            # The text of the method separates the parts.
+            parts = list(_watched(arguments[0]))
+            arguments = (parts, *arguments[1:])
+            _require_affordable(name, parts, (text,))
+        else:
+            _require_affordable(name, text, (*arguments, *named.values()))
+    return _call(self, context, function, *arguments, **named)
 
 
-def _operated(self: Sandbox, context: Any, operator: str, left: Any, right: Any) -> Any:
+def _limited_binop(self: Sandbox, context: Any, operator: str, left: Any, right: Any) -> Any:
+    """Replacement for `Sandbox.call_binop`: apply an operator unless its result would be too large."""
     if operator == "%" and isinstance(left, str):
-        _affordable("format", left, right if isinstance(right, tuple) else (right,))
+        values = right if isinstance(right, tuple) else (right,)
+        _require_affordable("format", left, values)
     elif operator in ("*", "**"):
-        whole = isinstance(left, int) and isinstance(right, int)
         if operator == "*" and isinstance(right, str | list | tuple):
             left, right = right, left
-        times = abs(right) if isinstance(right, int) else 1
-        size = (
-            _size(left, {}) + _size(right, {})
-            if whole and operator == "*"
-            else _size(left, {}) * times
-        )
-        if size > (MOST_WIDTH if whole else MOST_SIZE):
-            raise TooMuch(f"{operator} would make a value that is too large")
-    return sized(_binop(self, context, operator, left, right))
+        _require_affordable_product(operator, left, right)
+    return sized(_call_binop(self, context, operator, left, right))
+
+
+def _require_affordable_product(operator: str, left: Any, right: Any) -> None:
+    """Raise TooMuch for a product or power that would be too large."""
+    are_whole_numbers = isinstance(left, int) and isinstance(right, int)
+    limit_of_size = MOST_WIDTH if are_whole_numbers else MOST_SIZE
+    if are_whole_numbers and operator == "*":
+        size = _size(left) + _size(right)
+    else:
+        repetitions = abs(right) if isinstance(right, int) else 1
+        size = _size(left) * repetitions
+    if size > limit_of_size:
+        raise TooMuch(f"{operator} would make a value that is too large")
 
 
 def limit() -> None:
     """Make every sandbox of this process count. May be called again."""
-    parts: dict[str, Any] = {"code_generator_class": _Counting, "template_class": _Limited}
-    parts |= {
-        "from_string": _compile,
-        "call": _called,
-        "call_binop": _operated,
+    replacements: dict[str, Any] = {
+        "code_generator_class": _Counting,
+        "template_class": _Limited,
+        "from_string": _limited_from_string,
+        "call": _limited_call,
+        "call_binop": _limited_binop,
         "intercepted_binops": frozenset(["*", "**", "+", "%"]),
+        # Compiled templates call these by their names (see `_Counting`).
+        "step": staticmethod(step),
+        "counted_text": staticmethod(counted_text),
+        "sized": staticmethod(sized),
     }
-    parts |= {function.__name__: staticmethod(function) for function in (step, counted_text, sized)}
-    for name, part in parts.items():
-        setattr(Sandbox, name, part)
+    for name, replacement in replacements.items():
+        setattr(Sandbox, name, replacement)

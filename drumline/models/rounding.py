@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+# How often the weights are moved.
 DRAWS = 3
-MARGIN = 4  # the largest of a few random distances may be smaller than the next one
+# The largest of a few random distances may be smaller than the next one.
+MARGIN = 4
+# Random numbers that are drawn for a weight, and used again for its other entries.
 PATTERN_ENTRIES = 2**16
 # Low bits of an fp32 number within which rounding to a narrower type moves it: half a unit in the
 # last place of 8 and of 11 bits.
@@ -31,7 +34,7 @@ Bits = Callable[[torch.Tensor], int]
 def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return the largest absolute difference of two tensors.
 
-    It is infinite where their shapes differ or a number is not finite.
+    It is infinite if their shapes differ or a number is not finite.
     """
     if one.shape != other.shape:
         return math.inf
@@ -90,7 +93,7 @@ def rounding_limit(
 
 @contextmanager
 def _moved(weights: list[tuple[torch.Tensor, int]], seed: int) -> Iterator[None]:
-    """Within, the low bits of weights are others: exclusive or with random ones, which undoes itself."""
+    """Within the context the low bits of weights are random: an exclusive or, which undoes itself."""
     _flip_low_bits(weights, seed)
     try:
         yield
@@ -99,7 +102,10 @@ def _moved(weights: list[tuple[torch.Tensor, int]], seed: int) -> Iterator[None]
 
 
 def _flip_low_bits(weights: list[tuple[torch.Tensor, int]], seed: int) -> None:
-    """`weights`: each with the number of its low bits."""
+    """Change low bits of weights by an exclusive or with random bits, in place.
+
+    `weights`: each with the number of its low bits. The same `seed` again undoes the change.
+    """
     generator = torch.Generator().manual_seed(seed)
     for weight, low_bits in weights:
         rows: Any = torch.atleast_1d(weight).view(torch.int32)

@@ -1,6 +1,11 @@
-"""Heads that no language model has: a number for each token (scores of reward and value models, the value head of a policy), and classes. A
-score model is transformers' sequence classifier with one label: a trunk and the linear layer `score`. If the files (a causal LM's) lack its
-weight, the model's initialisation draws it. B samples, C classes, T tokens, D the width of the trunk."""
+"""Heads that no language model has: a number for each token, and classes.
+
+A number for each token is the score of a reward or value model, or the value head of a policy. A score model is transformers' sequence
+classifier with one label: a trunk and the linear layer `score`. If the files (a causal LM's) lack the weight of `score`, the model's
+initialisation draws it.
+
+B samples, C classes, T tokens, D the width of the trunk.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,18 @@ from drumline.models.sequence import SequencePart
 from drumline.models.small import close, try_small
 
 VALUE = "value_head"
-TRIED_SIDE = 64  # pixels, of models that take any size
+# Pixels of the side of a trial's image, for models that take any size.
+TRIED_SIDE = 64
+# Added to a trial's token ids: low ids have special meanings.
+FIRST_PLAIN_ID = 16
 
 
 class ValueHead(nn.Linear):
-    """The value of each token, a linear function of the hidden states that the policy's head reads. It starts at zero: the first values are
-    0, and they send no gradient into the trunk. A random head would change the policy by noise."""
+    """The value of each token, a linear function of the hidden states that the policy's head reads.
+
+    It starts at zero: the first values are 0, and they send no gradient into the trunk. A random head
+    would change the policy by noise.
+    """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         with drawing(None, torch.device(device).type):
@@ -33,7 +44,7 @@ class ValueHead(nn.Linear):
         self._init_weights(self)
 
     def _init_weights(self, _module: nn.Module) -> None:
-        """By transformers' functions, which `shards.Drawn` patches."""
+        """Initialise by transformers' functions, which `shards.Drawn` patches."""
         from drumline.vendor.transformers import initialization
 
         initialization.zeros_(self.weight)
@@ -41,81 +52,92 @@ class ValueHead(nn.Linear):
 
 
 def score_parts(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """(trunk, score) of a score model; None for any other."""
+    """Return (trunk, score) of a score model; None for any other."""
     parts = last_token_head(model)
-    return parts if parts is not None and parts[1].out_features == 1 else None
+    if parts is None:
+        return None
+    _, head = parts
+    return parts if head.out_features == 1 else None
 
 
 def score_head(model: Any) -> nn.Linear | None:
-    """The head with one number for each token; None without one."""
+    """Return the head with one number for each token; None if the model has none."""
     parts = score_parts(model)
-    return parts[1] if parts else getattr(model, VALUE, None)
+    if parts is None:
+        return getattr(model, VALUE, None)
+    _, score = parts
+    return score
 
 
 def with_head(model: Any, head: Head) -> Any:
-    """A fresh model with the head that transformers has no class for. Raises ModelError for a model that cannot have `head`."""
+    """Return a fresh model with the head that transformers has no class for. Raises ModelError if it cannot have `head`."""
     if head == "score" and (score_parts(model) is None or is_bidirectional(model)):
         what = (
             f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
         )
-        raise ModelError(
-            what, where="model", fix="name a causal language model, or a reward model made of one"
-        )
+        fix = "name a causal language model, or a reward model made of one"
+        raise ModelError(what, where="model", fix=fix)
     if head == "valued":
-        if (output_head := model.get_output_embeddings()) is None:
+        output_head = model.get_output_embeddings()
+        if output_head is None:
             what = f"{type(model).__name__} has no output embedding to lay a value head beside"
             raise ModelError(what, where="algorithm.value", fix="use value: separate")
-        setattr(
-            model,
-            VALUE,
-            ValueHead(
-                output_head.weight.shape[1], output_head.weight.dtype, output_head.weight.device
-            ),
-        )
+        weight = output_head.weight
+        setattr(model, VALUE, ValueHead(weight.shape[1], weight.dtype, weight.device))
     return model
 
 
 def language_weights(
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a policy without those of its value head: sampling needs only the language model."""
-    return ((name, tensor) for name, tensor in weights if not name.startswith(f"{VALUE}."))
+    """Yield the weights of a policy without its value head's: sampling needs only the language model."""
+    for name, tensor in weights:
+        if not name.startswith(f"{VALUE}."):
+            yield name, tensor
 
 
 def extra_heads(model: Any) -> frozenset[str]:
-    """Names of the tensors of heads that no language model has: files may lack them, and beside an adapter they are fully trainable."""
-    if (
-        model.get_output_embeddings() is None
-    ):  # a classifier: all outside of the trunk, and a pooler, which masked language models lack
-        return frozenset(
-            name
-            for name in model.state_dict()
-            if not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
-        )
-    return frozenset(name for name in model.state_dict() if name.startswith(f"{VALUE}."))
+    """Return the names of tensors of heads that no language model has.
+
+    Files may lack them, and beside an adapter they are fully trainable.
+    """
+    names = list(model.state_dict())
+    if model.get_output_embeddings() is not None:
+        return frozenset(name for name in names if name.startswith(f"{VALUE}."))
+    # A classifier: everything outside of the trunk, and a pooler, which masked language models lack.
+    trunk = f"{model.base_model_prefix}."
+    return frozenset(name for name in names if not name.startswith(trunk) or ".pooler." in name)
 
 
 def last_token_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """(trunk, head) of a model with a linear layer on the last token's hidden state, as transformers' decoders have; None for others."""
-    trunk, head = model.base_model, getattr(model, "score", None)
-    return (trunk, head) if trunk is not model and isinstance(head, nn.Linear) else None
+    """Return (trunk, head) of a model with a linear layer on the last token's hidden state; None for others.
+
+    transformers' decoders that classify have such a head.
+    """
+    trunk = model.base_model
+    head = getattr(model, "score", None)
+    if trunk is model or not isinstance(head, nn.Linear):
+        return None
+    return trunk, head
 
 
 def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -> torch.Tensor:
-    """float[B, C] of a batch of texts or images; of sequences cut over ranks (`sequence`) the same on all of these. A text without
-    attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by its place and not by the padding id, so a
-    text may end in that id."""
-    parts = (
-        None
-        if reads_images(model) or getattr(batch, "attention_mask_BT", None) is not None
-        else last_token_head(model)
-    )
+    """Return the logits of a batch of texts or images, float[B, C].
+
+    `sequence`: sequences are cut over ranks, and all of these get the same logits. A text without
+    attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by its
+    place and not by the padding id, so a text may end in that id.
+    """
+    parts = None
+    has_mask = getattr(batch, "attention_mask_BT", None) is not None
+    if not has_mask and not reads_images(model):
+        parts = last_token_head(model)
     if parts is None:
         with attending(model, batch, sequence) as inputs:
             logits_BC: torch.Tensor = model(**inputs).logits
         if sequence is None:
             return logits_BC
-        # The head reads the first token.
+        # The head reads the first token, which is in the first part.
         return sequence.total(logits_BC * float(sequence.index == 0))
     trunk, head = parts
     with attending(model, batch, sequence) as inputs:
@@ -123,87 +145,101 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
     if sequence is None:
         rows_B = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
         # A trial's rows are full.
-        picked: torch.Tensor = head(hidden_BTD[rows_B, getattr(batch, "last_B", -1)])
-        return picked
-    places_BT = torch.arange(batch.input_ids_BT.shape[1], device=hidden_BTD.device).expand_as(
-        batch.input_ids_BT
-    )
-    here_Bt1 = (sequence.cut(places_BT) == batch.last_B[:, None])[:, :, None].to(hidden_BTD.dtype)
-    return sequence.total(head((hidden_BTD * here_Bt1).sum(1)) * here_Bt1.sum(1))
+        last_B = getattr(batch, "last_B", -1)
+        logits_of_last_BC: torch.Tensor = head(hidden_BTD[rows_B, last_B])
+        return logits_of_last_BC
+    places_T = torch.arange(batch.input_ids_BT.shape[1], device=hidden_BTD.device)
+    places_Bt = sequence.cut(places_T.expand_as(batch.input_ids_BT))
+    is_last_Bt = places_Bt == batch.last_B[:, None]
+    is_last_Bt1 = is_last_Bt[:, :, None].to(hidden_BTD.dtype)
+    # Zeros on ranks whose part has no last token, and their logits are multiplied by zero.
+    last_hidden_BD = (hidden_BTD * is_last_Bt1).sum(1)
+    return sequence.total(head(last_hidden_BD) * is_last_Bt1.sum(1))
 
 
 def side_of_model(config: Any) -> int | None:
-    """The only side of images that a model takes, in pixels; None: any."""
+    """Return the only side of images that a model takes, in pixels; None: any."""
     size = getattr(config, "image_size", None)
-    return int(size[0] if isinstance(size, list | tuple) else size) if size else None
+    if not size:
+        return None
+    if isinstance(size, list | tuple):
+        return int(size[0])
+    return int(size)
 
 
 def grey_image(config: Any, device: Any, side: int | None = None) -> torch.Tensor:
-    """float[1, C, H, W] zeros of a size that the model takes. `side`: that of the training images, if set."""
-    side = side or side_of_model(config) or TRIED_SIDE
-    return torch.zeros(1, int(getattr(config, "num_channels", 3)), side, side, device=device)
+    """Return zeros of a size that the model takes, float[1, C, H, W]. `side`: of the training images, if set."""
+    pixels = side or side_of_model(config) or TRIED_SIDE
+    channels = int(getattr(config, "num_channels", 3))
+    return torch.zeros(1, channels, pixels, pixels, device=device)
 
 
 def is_bidirectional(model: Any) -> bool:
-    """Whether a text classifier attends to later tokens, so that its batches need an attention mask. `model` may be on meta. Tried on a
-    small copy. A bidirectional model must obey the mask; the head of any other must read the last token. Raises ModelError where it does
-    not."""
+    """Return whether a text classifier attends to later tokens, so that its batches need an attention mask.
 
-    def trial(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
-        ids_BT = (
-            ids_BT + 16
-        ) % small.config.get_text_config().vocab_size  # low ids have special meanings
-        changed_BT = ids_BT.clone()
-        changed_BT[:, -1] = ids_BT[:, 0]
-        first, other = (small.base_model(input_ids=ids)[0][:, 0] for ids in (ids_BT, changed_BT))
-        ones_BT = torch.ones_like(ids_BT)
-        logits = small(input_ids=ids_BT, attention_mask=ones_BT).logits
-        if not close(first, other):
-            pad = small.config.get_text_config().pad_token_id or 0
-            padded_BT, mask_BT = (
-                torch.nn.functional.pad(ids_BT, (0, 3), value=pad),
-                torch.nn.functional.pad(ones_BT, (0, 3)),
-            )
-            return True, close(small(input_ids=padded_BT, attention_mask=mask_BT).logits, logits)
-        parts = last_token_head(small)
-        return False, parts is not None and close(
-            parts[1](parts[0](input_ids=ids_BT).last_hidden_state[:, -1]), logits
-        )
+    `model` may be on the meta device. It is tried on a small copy. A bidirectional model must obey the
+    mask, and the head of any other must read the last token. Raises ModelError if it does not.
+    """
+    sees_later_tokens, works = try_small(model, "cpu", _try_classifier)
+    if works:
+        return sees_later_tokens
+    if sees_later_tokens:
+        reason = "its padding is seen through the attention mask"
+    else:
+        reason = "its class is not a linear layer on the last token"
+    what = f"{type(model).__name__} cannot be trained as a classifier here: {reason}"
+    raise ModelError(what, where="model", fix="name another model")
 
-    ahead, works = try_small(model, "cpu", trial)
-    if not works:
-        what = (
-            "its padding is seen through the attention mask"
-            if ahead
-            else "its class is not a linear layer on the last token"
-        )
-        raise ModelError(
-            f"{type(model).__name__} cannot be trained as a classifier here: {what}",
-            where="model",
-            fix="name another model",
-        )
-    return ahead
+
+def _try_classifier(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:
+    """Return whether a small classifier attends to later tokens, and whether it can be trained here."""
+    plain_ids_BT = _plain_ids(small, ids_BT)
+    changed_BT = plain_ids_BT.clone()
+    changed_BT[:, -1] = plain_ids_BT[:, 0]
+    first = small.base_model(input_ids=plain_ids_BT)[0][:, 0]
+    first_of_changed = small.base_model(input_ids=changed_BT)[0][:, 0]
+    ones_BT = torch.ones_like(plain_ids_BT)
+    logits = small(input_ids=plain_ids_BT, attention_mask=ones_BT).logits
+    if not close(first, first_of_changed):
+        padding_id = small.config.get_text_config().pad_token_id or 0
+        padded_BT = torch.nn.functional.pad(plain_ids_BT, (0, 3), value=padding_id)
+        mask_BT = torch.nn.functional.pad(ones_BT, (0, 3))
+        logits_of_padded = small(input_ids=padded_BT, attention_mask=mask_BT).logits
+        return True, close(logits_of_padded, logits)
+    parts = last_token_head(small)
+    if parts is None:
+        return False, False
+    trunk, head = parts
+    last_hidden = trunk(input_ids=plain_ids_BT).last_hidden_state[:, -1]
+    return False, close(head(last_hidden), logits)
+
+
+def _plain_ids(small: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+    """Return a trial's token ids without the lowest ones, which have special meanings."""
+    return (ids_BT + FIRST_PLAIN_ID) % small.config.get_text_config().vocab_size
 
 
 def first_position(model: Any) -> int | None:
-    """The position id that the model gives to the first token (RoBERTa: padding id + 1); None if it takes none. Found by trying."""
+    """Return the position id of the first token (RoBERTa: padding id + 1); None if the model takes none.
 
-    def trial(small: Any, ids_BT: torch.Tensor) -> int | None:
-        ids_BT = (ids_BT + 16) % small.config.get_text_config().vocab_size
-        if "position_ids" not in inspect.signature(small.forward).parameters:
-            return None
-        by_itself = small(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)).logits
-        for first in (0, (small.config.get_text_config().pad_token_id or 0) + 1):
-            positions_BT = torch.arange(first, first + ids_BT.shape[1])[None]
-            if close(
-                small(
-                    input_ids=ids_BT,
-                    attention_mask=torch.ones_like(ids_BT),
-                    position_ids=positions_BT,
-                ).logits,
-                by_itself,
-            ):
-                return first
+    It is found by trying.
+    """
+    return try_small(model, "cpu", _try_first_position)
+
+
+def _try_first_position(small: Any, ids_BT: torch.Tensor) -> int | None:
+    """Return the first position id with which a small model has the logits that it has without positions."""
+    plain_ids_BT = _plain_ids(small, ids_BT)
+    if "position_ids" not in inspect.signature(small.forward).parameters:
         return None
-
-    return try_small(model, "cpu", trial)
+    ones_BT = torch.ones_like(plain_ids_BT)
+    without_positions = small(input_ids=plain_ids_BT, attention_mask=ones_BT).logits
+    padding_id = small.config.get_text_config().pad_token_id or 0
+    for first in (0, padding_id + 1):
+        positions_BT = torch.arange(first, first + plain_ids_BT.shape[1])[None]
+        with_positions = small(
+            input_ids=plain_ids_BT, attention_mask=ones_BT, position_ids=positions_BT
+        ).logits
+        if close(with_positions, without_positions):
+            return first
+    return None

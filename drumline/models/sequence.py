@@ -1,5 +1,7 @@
-"""Sequences cut over ranks: the inputs of each rank's model, and how results of the parts become results of the whole. B rows, T tokens of
-the whole sequence, t = T / parts of one part."""
+"""Sequences cut over ranks: the inputs of each rank's model, and how results of the parts become results of the whole.
+
+B rows, T tokens of the whole sequence, t = T / parts tokens of one part.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ from drumline.dist.copies import copied_to
 
 
 class SequencePart:
-    """This rank's part of every sequence: part `index` of `parts`. A part is one contiguous stretch, or with `folded` two, one from either
-    end (0 and 3, 1 and 2 of four): if each rank keeps its queries, causal attention is then the same work for all. Forward and backward
-    must run within the context `around`. `positions_BT`: the position ids of the whole sequences that were cut last, on which attention
-    masks depend; None before the first cut. Until then the model runs whole sequences (`active` False), as in the trials at build time."""
+    """This rank's part of every sequence: part `index` of `parts`.
+
+    A part is one contiguous stretch. With `folded` it is two, one from either end (of four stretches
+    0 and 3, or 1 and 2): if each rank keeps its queries, causal attention is then the same work for
+    all. Forward and backward must run within the context `around`. `positions_BT`: the position ids of
+    the whole sequences that were cut last, on which attention masks depend; None before the first cut.
+    Until then the model runs whole sequences (`active` False), as in the trials at build time.
+    """
 
     def __init__(
         self,
@@ -27,25 +33,34 @@ class SequencePart:
         folded: bool = False,
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        self.group, self.index, self.parts = group, dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.index = dist.get_rank(group)
+        self.parts = dist.get_world_size(group)
         self.around = around
-        last = 2 * self.parts - 1
-        # Of each rank.
-        self.stretches = [[i, last - i] if folded else [i] for i in range(self.parts)]
+        # The numbers of each rank's stretches.
+        self.stretches = [[rank] for rank in range(self.parts)]
+        if folded:
+            last = 2 * self.parts - 1
+            self.stretches = [[rank, last - rank] for rank in range(self.parts)]
         self.positions_BT: torch.Tensor | None = None
-        self.mask_BT: torch.Tensor | None = (
-            None  # the tokens that others attend to; None: all, under causal attention
-        )
+        # The tokens that others attend to; None: all, under causal attention.
+        self.mask_BT: torch.Tensor | None = None
         self.active = False
 
+    @property
+    def stretch_count(self) -> int:
+        """How many stretches a whole sequence has."""
+        return sum(len(stretches) for stretches in self.stretches)
+
     def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
-        """The arguments of a model for this part of a batch. The mask of ones has the whole length: without it transformers would take
-        documents from the positions of one part. `parallel.context_parallel` makes the real mask."""
-        self.positions_BT, self.mask_BT, self.active = (
-            batch.position_ids_BT,
-            getattr(batch, "attention_mask_BT", None),
-            True,
-        )
+        """Return the arguments of a model for this part of a batch.
+
+        The mask of ones has the whole length: without it transformers would take documents from the
+        positions of one part. `parallel.context_parallel` makes the real mask.
+        """
+        self.positions_BT = batch.position_ids_BT
+        self.mask_BT = getattr(batch, "attention_mask_BT", None)
+        self.active = True
         return {
             "input_ids": self.cut(batch.input_ids_BT),
             "position_ids": self.cut(batch.position_ids_BT),
@@ -53,26 +68,29 @@ class SequencePart:
         }
 
     def cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
-        """This rank's [B, t, …] of [B, T, …]."""
-        number = sum(map(len, self.stretches))
+        """Return this rank's part, [B, t, …], of [B, T, …]."""
         # Not by a list of places: torch would copy it to the device, and the host would wait.
-        stretches = whole_BT.unflatten(1, (number, -1)).unbind(1)
-        return torch.cat([stretches[place] for place in self.stretches[self.index]], 1)
+        stretches = whole_BT.unflatten(1, (self.stretch_count, -1)).unbind(1)
+        return torch.cat([stretches[number] for number in self.stretches[self.index]], 1)
 
     def places(self, places_M: npt.NDArray[np.int64], like_BT: torch.Tensor) -> torch.Tensor:
-        """Return those of some places, int64[M] in the B × T of the whole, that lie in this part, as places in its B × t.
+        """Return the places in this part's B × t of those among `places_M` that lie in this part, int64.
 
-        The host counts them, so it does not wait for the device of `like_BT`, a tensor of that B × T.
+        `places_M`: places in the B × T of the whole. `like_BT`: a tensor of that B × T. The host counts
+        the places, so it does not wait for the device of `like_BT`.
         """
         rows, width = like_BT.shape
-        number = sum(map(len, self.stretches))
         is_chosen = np.zeros(rows * width, bool)
         is_chosen[places_M] = True
-        of_part = is_chosen.reshape(rows, number, -1)[:, self.stretches[self.index]]
-        return copied_to(like_BT.device, torch.from_numpy(np.flatnonzero(of_part)))
+        in_stretches = is_chosen.reshape(rows, self.stretch_count, -1)
+        in_part = in_stretches[:, self.stretches[self.index]]
+        return copied_to(like_BT.device, torch.from_numpy(np.flatnonzero(in_part)))
 
     def gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
-        """[B, T] on every rank from each rank's [B, t]. Each rank gets the gradient of its own part (see `_Total`). Collective."""
+        """Return [B, T] on every rank from each rank's [B, t]. Collective.
+
+        Each rank gets the gradient of its own part (see `_Total`).
+        """
         if part_Bt.dtype == torch.bool:  # gloo has no collectives for bool
             return self._gather(part_Bt.to(torch.uint8)).bool()
         whole_BT: torch.Tensor = _Gathered.apply(part_Bt, self)
@@ -81,19 +99,31 @@ class SequencePart:
     def _gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
         all_NBt = part_Bt.new_empty((self.parts, *part_Bt.shape))
         dist.all_gather(list(all_NBt.unbind()), part_Bt.contiguous(), group=self.group)
-        order = [stretch for of_rank in self.stretches for stretch in of_rank]
-        stretches = all_NBt.transpose(0, 1).flatten(1).unflatten(1, (len(order), -1)).unbind(1)
-        return torch.cat([stretches[order.index(place)] for place in range(len(order))], 1)
+        gathered_numbers: list[int] = []
+        for numbers in self.stretches:
+            gathered_numbers += numbers
+        by_row = all_NBt.transpose(0, 1).flatten(1)
+        gathered = by_row.unflatten(1, (self.stretch_count, -1)).unbind(1)
+        in_order = [
+            gathered[gathered_numbers.index(number)] for number in range(self.stretch_count)
+        ]
+        return torch.cat(in_order, 1)
 
     def total(self, part_sum: torch.Tensor) -> torch.Tensor:
-        """Σ over the parts, the same on every rank; its gradient goes only into this rank's summand. Collective."""
+        """Return the sum over the parts, the same on every rank. Collective.
+
+        Its gradient goes only into this rank's summand.
+        """
         total: torch.Tensor = _Total.apply(part_sum, self.group)
         return total
 
 
 class _Total(torch.autograd.Function):
-    """A sum over ranks whose backward starts from each rank's own summand, so that gradients of weights are one summand a rank, as for data
-    parallelism. (The gradient of an all-reduce would count the loss once for each rank.)"""
+    """A sum over ranks whose backward starts from each rank's own summand.
+
+    So the gradients of weights are one summand a rank, as in data parallelism. The gradient of an
+    all-reduce would count the loss once for each rank.
+    """
 
     @staticmethod
     def forward(ctx: Any, part_sum: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -107,6 +137,8 @@ class _Total(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
+    """`SequencePart._gather`, whose backward takes each rank's own part of the gradient."""
+
     @staticmethod
     def forward(ctx: Any, part_Bt: torch.Tensor, part: SequencePart) -> torch.Tensor:
         ctx.part = part

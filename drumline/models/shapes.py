@@ -1,5 +1,8 @@
-"""Shapes of well-known public models, for plans without the hub. Each row is from the model's config.json on the hub; tests compare the
-numbers of parameters with the published ones. Any other model is planned from its folder, from the hub, or by `model.shape`."""
+"""Shapes of well-known public models, for plans without the hub.
+
+Each row is from the model's config.json on the hub. Tests compare the numbers of parameters with the published ones. Any other model is
+planned from its folder, from the hub, or by `model.shape`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from drumline.errors import ModelError
 
 @dataclass(frozen=True)
 class Known:
-    """`id`: on the hub; `values`: of the Hugging Face config, `model_type` among them."""
+    """A well-known model: its id on the hub, and the values of its config, `model_type` among them."""
 
     id: str
     values: dict[str, Any]
@@ -32,37 +35,39 @@ SIZES = (
 
 
 def _rows(text: str) -> dict[str, Known]:
-    """Below each `[kind key=value …]`, lines of `name id hidden intermediate layers heads kv_heads vocabulary positions [key=value …]`."""
-    keys, common, made = (
-        [*SIZES, "vocab_size", "max_position_embeddings"],
-        dict[str, Any](),
-        dict[str, Known](),
-    )
-    for row in text.strip().splitlines():
-        columns = [word for word in row.strip(" []").split() if "=" not in word]
-        more = {
-            key: json.loads(value)
-            for key, _, value in (
-                word.partition("=") for word in row.strip(" []").split() if "=" in word
-            )
-        }
-        if row.startswith("["):
-            common = {"model_type": columns[0], **more}
+    """Return short name → model, for the lines of a table.
+
+    A line `[model_type key=value …]` has values for all lines below it. Each of these is
+    `name id hidden intermediate layers heads kv_heads vocabulary positions [key=value …]`.
+    """
+    keys = [*SIZES, "vocab_size", "max_position_embeddings"]
+    common: dict[str, Any] = {}
+    rows: dict[str, Known] = {}
+    for line in text.strip().splitlines():
+        columns = []
+        named: dict[str, Any] = {}
+        for word in line.strip(" []").split():
+            key, equals, value = word.partition("=")
+            if equals:
+                named[key] = json.loads(value)
+            else:
+                columns.append(word)
+        if line.startswith("["):
+            common = {"model_type": columns[0], **named}
         else:
-            made[columns[0]] = Known(
-                columns[1],
-                {**common, **dict(zip(keys, map(int, columns[2:]), strict=True)), **more},
-            )
-    return made
+            name, model_id, *numbers = columns
+            sizes = dict(zip(keys, map(int, numbers), strict=True))
+            rows[name] = Known(model_id, {**common, **sizes, **named})
+    return rows
 
 
 def _sized(sizes: Sequence[int], **more: Any) -> dict[str, Any]:
-    """Values of a config: as many of SIZES as there are, and `more`."""
+    """Return values of a config: as many of SIZES as `sizes` has, and `more`."""
     return {**dict(zip(SIZES, sizes, strict=False)), **more}
 
 
 def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
-    """With a SigLIP tower for images of 896 pixels."""
+    """Return a Gemma 3 with a SigLIP tower for images of 896 pixels. `sizes`: in the order of SIZES."""
     text = _sized(
         sizes,
         model_type="gemma3_text",
@@ -83,7 +88,7 @@ def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
 
 
 def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
-    """`small`: with the smaller tower, and a head tied to the embedding."""
+    """Return a Qwen3-VL. `sizes`: in the order of SIZES. `small`: with the smaller tower, and a head tied to the embedding."""
     text = _sized(
         sizes,
         model_type="qwen3_vl_text",
@@ -113,7 +118,7 @@ def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
 
 
 def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
-    """`each`: of so many layers one is a mixture of experts."""
+    """Return a Llama 4. `each`: one layer of this many is a mixture of experts."""
     text = _sized(
         (5120, 8192, 48, 40, 8),
         model_type="llama4_text",
@@ -252,53 +257,59 @@ _INSTRUCT = ("llama-3-", "llama-3.1-", "llama-3.2-", "llama-4-", "qwen2.5-", "sm
 
 
 def find(name: str) -> Known | None:
-    """The row of a model by its short name or its hub id, tuned or not (`meta-llama/Llama-3.1-8B-Instruct`); None if there is none."""
+    """Return a known model by its short name or its hub id, tuned or not; None if it is not known.
+
+    A tuned one is, for example, `meta-llama/Llama-3.1-8B-Instruct`.
+    """
     short = _short(name)
-    for word in (short, _TUNED.sub("", short)):
+    untuned = _TUNED.sub("", short)
+    for word in (short, untuned):
         for form in (word, word.removeprefix("meta-")):
             if form in KNOWN:
                 return KNOWN[form]
-    return next(
-        (row for row in KNOWN.values() if _TUNED.sub("", _short(row.id)) == _TUNED.sub("", short)),
-        None,
-    )
+    for known in KNOWN.values():
+        if _TUNED.sub("", _short(known.id)) == untuned:
+            return known
+    return None
 
 
 def hub_id(name: str) -> str:
-    """The hub id of a short name, for a tuned model that of the tuned one; any other name unchanged."""
-    short, known = _short(name), find(name)
+    """Return the hub id of a short name, for a tuned model the tuned one's; any other name unchanged."""
+    known = find(name)
     if known is None or "/" in name:
         return name
+    short = _short(name)
     if short.removeprefix("meta-") in KNOWN or short == _short(known.id):
         return known.id
-    tuned = short[len(_TUNED.sub("", short)) :]
-    if tuned == "-instruct" and short.removeprefix("meta-").startswith(_INSTRUCT):
+    tuning = short[len(_TUNED.sub("", short)) :]
+    if tuning == "-instruct" and short.removeprefix("meta-").startswith(_INSTRUCT):
         return f"{known.id}-Instruct"
-    return (
-        f"{known.id.removesuffix('-pt')}-it"
-        if tuned == "-it" and short.startswith("gemma")
-        else name
-    )
+    if tuning == "-it" and short.startswith("gemma"):
+        return f"{known.id.removesuffix('-pt')}-it"
+    return name
 
 
 def _short(name: str) -> str:
+    """Return a model's name without its owner, in lower case and with hyphens."""
     return name.rpartition("/")[2].lower().replace("_", "-")
 
 
 def near(name: str) -> list[str]:
-    """Up to three known names that are similar to an unknown one."""
+    """Return up to three known names that are similar to an unknown one."""
     return difflib.get_close_matches(name.rpartition("/")[2].lower(), KNOWN, n=3, cutoff=0.5)
 
 
 def full_config(shape: ModelShape) -> dict[str, Any]:
-    """The config values of a Llama of this shape."""
+    """Return the config values of a Llama of this shape."""
+    # Two thirds of four times the width, as in Llama, up to the next multiple of 256.
+    usual_intermediate = 256 * -(-8 * shape.hidden // 768)
     return {
         "model_type": "llama",
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads or shape.heads,
-        "intermediate_size": shape.intermediate or 256 * -(-8 * shape.hidden // 768),
+        "intermediate_size": shape.intermediate or usual_intermediate,
         "vocab_size": shape.vocabulary,
         "max_position_embeddings": shape.positions,
         "tie_word_embeddings": shape.tied,
@@ -306,24 +317,24 @@ def full_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def with_config(known: Known, model: ModelConfig) -> ModelConfig:
-    """The model with the config values of a known one instead of its id."""
-    return model.model_copy(
-        update={"id": None, "revision": None, "config": {**known.values, **model.config}}
-    )
+    """Return the model's options with the config values of a known model instead of its id."""
+    config = {**known.values, **model.config}
+    return model.model_copy(update={"id": None, "revision": None, "config": config})
 
 
 def unknown(name: str, reason: str) -> ModelError:
-    """The error for a model whose shape is not known."""
+    """Return the error for a model whose shape is not known."""
+    fix = "write it out: model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocabulary: 128256}"
     guesses = near(name)
-    fix = (f"did you mean {' or '.join(guesses)}? Or " if guesses else "") + "write it out:"
-    shape = "model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocabulary: 128256}"
-    return ModelError(
-        f"no shape is known of this model: {reason}", where=f"model {name}", fix=f"{fix} {shape}"
-    )
+    if guesses:
+        fix = f"did you mean {' or '.join(guesses)}? Or {fix}"
+    what = f"no shape is known of this model: {reason}"
+    return ModelError(what, where=f"model {name}", fix=fix)
 
 
 def check_length(positions: int | None, max_length: int) -> None:
-    """Raises ModelError if `max_length` exceeds the model's positions; None: it has no end of its own."""
-    if positions is not None and 0 < positions < max_length:  # -1 of XLNet is none
+    """Raise ModelError if `max_length` exceeds the model's positions; None: the model has no limit."""
+    # XLNet has no limit either, and writes -1.
+    if positions is not None and 0 < positions < max_length:
         what = f"sequences of {max_length} tokens are longer than the model's {positions} positions"
         raise ModelError(what, where="data.max_length", fix=f"at most {positions}")

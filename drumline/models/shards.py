@@ -1,10 +1,11 @@
 """Weights for models without memory, part by part: a rank reads from the files only its own part.
 
-A model is built on the meta device, the transforms shard it, and then `Values.fill` gives each parameter memory and values. So a rank
-never has more than its own part in memory, and one slice of one tensor while it reads.
+A model is built on the meta device, the transforms shard it, and then `Values.fill` gives each parameter memory and values. So a
+rank never has more in memory than its own part, and one slice of one tensor while it reads.
 
-Random weights are drawn piece by piece by the model's own initialisation: the same however the model is sharded. A piece is a block (a
-member of a list of modules), or a module outside of them with its own weights. Its random numbers depend only on the seed and its name.
+Random weights are drawn piece by piece by the model's own initialisation, so they are the same however the model is sharded. A
+piece is a block (a member of a list of modules), or a module outside of the blocks with its own weights. Its random numbers depend
+only on the seed and its name.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import torch
@@ -34,8 +35,11 @@ from drumline.models.vocabulary import GrownRows, Growth, vocabulary_parameter_i
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
 Init = Callable[[nn.Module], None]
-NUMBERED = re.compile(r".*?\.\d+\.")  # up to the number of a block
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# The part of a module's path up to the number of its block.
+NUMBERED = re.compile(r".*?\.\d+\.")
+# Files of a model in several safetensors files, and in one.
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 class Whole(Exception):
@@ -46,7 +50,10 @@ class Source(Protocol):
     """A source of the weights of a model."""
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        """Fill `tensors`, parameters and buffers of `model` or of a part of it, by their names in files; of DTensors the local part."""
+        """Fill `tensors`: parameters and buffers of `model`, or of a part of it, by their names in files.
+
+        Of a DTensor its local part is filled.
+        """
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Stored:
 
 
 class Loaded:
-    """No source: the model was built whole, or a checkpoint fills it."""
+    """The source of a model that has all values already: it was built whole, or a checkpoint fills it."""
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         assert not tensors, f"nothing to fill {next(iter(tensors))} with"
@@ -67,8 +74,11 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Values:
-    """The values for a model on the meta device, after the transforms have sharded it. `device`: cpu or cuda:N. `seed`: of fresh adapters.
-    `checkpoint_keys`: names to leave empty, since a checkpoint fills them."""
+    """The values for a model on the meta device, after the transforms have sharded it.
+
+    `device`: cpu or cuda:N. `seed`: of fresh adapters. `checkpoint_keys`: names to leave empty,
+    since a checkpoint fills them.
+    """
 
     source: Source
     device: str
@@ -78,85 +88,132 @@ class Values:
     def fill(
         self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None
     ) -> None:
-        """Give all tensors of `model` on the meta device memory and values. It may be a part of the model (a stage of a pipeline), under
-        the same names. `offloaded`: parameters are in host memory, buffers on the device. `owners`: only the tensors of these modules,
-        without their children's. Each tensor object stays and only its content is swapped: tied weights stay tied, and FSDP2 keeps its
-        references."""
-        chosen = [*(model.modules() if owners is None else owners)]
-        owned = {
-            id(tensor)
-            for owner in chosen
-            for tensor in (*owner._parameters.values(), *owner._buffers.values())
-        }
-        for owner in chosen:
+        """Give all tensors of `model` on the meta device memory and values.
+
+        It may be a part of the model (a stage of a pipeline), under the same names. `offloaded`:
+        parameters are in host memory, buffers on the device. `owners`: fill only the tensors of
+        these modules, without their children's. Each tensor object stays and only its content is
+        swapped: tied weights stay tied, and FSDP2 keeps its references.
+        """
+        owner_list = list(model.modules() if owners is None else owners)
+        self._move_buffers(owner_list)
+        empty = _empty_names(model, owner_list)
+        if empty:
+            self._allocate(model, offloaded, owners)
+        allocated: dict[str, torch.Tensor] = dict(model.named_parameters())
+        allocated |= dict(model.named_buffers())
+        to_fill = {name: allocated[name] for name in empty if name not in self.checkpoint_keys}
+        if getattr(self.source, "by_name", False):
+            self.source.put(to_fill, model)
+            return
+        self._fill_derived(model, to_fill)
+        from_source = {}
+        for name, tensor in to_fill.items():
+            if adapters.is_adapter(name):
+                copy_part(tensor, adapters.first_values(name, tensor.shape, self.seed))
+            else:
+                from_source[file_name(name)] = tensor
+        self.source.put(from_source, model)
+
+    def _move_buffers(self, owners: list[nn.Module]) -> None:
+        """Move the buffers of these modules that have values to the device."""
+        for owner in owners:
             for name, buffer in owner._buffers.items():
                 if buffer is not None and not buffer.is_meta:
                     owner._buffers[name] = buffer.to(self.device)
-        tensors = chain(model.named_parameters(), model.named_buffers())  # tied ones once
-        empty = [name for name, tensor in tensors if tensor.is_meta and id(tensor) in owned]
 
-        def real(tensor: torch.Tensor) -> torch.Tensor:
-            on_host = offloaded and isinstance(tensor, nn.Parameter)
-            return (
-                torch.empty_like(tensor, device="cpu" if on_host else self.device)
-                if tensor.is_meta
-                else tensor
-            )
+    def _allocate(
+        self, model: nn.Module, offloaded: bool, owners: Collection[nn.Module] | None
+    ) -> None:
+        """Give tensors on the meta device memory: those of `owners`, or all of the model."""
+
+        def allocate(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_meta:
+                return tensor
+            device = self.device
+            if offloaded and isinstance(tensor, nn.Parameter):
+                device = "cpu"
+            return torch.empty_like(tensor, device=device)
 
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
-            if owners is None and empty:
+            if owners is None:
                 # FSDP2 checks a module's parameters after those of all its children.
-                model._apply(real)
-            for owner in (owners or ()) if empty else ():
-                owner._apply(real, recurse=False)
+                model._apply(allocate)
+            else:
+                for owner in owners:
+                    owner._apply(allocate, recurse=False)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
-        filled: dict[str, torch.Tensor] = {
-            **dict(model.named_parameters()),
-            **dict(model.named_buffers()),
-        }
-        wanted = {name: filled[name] for name in empty if name not in self.checkpoint_keys}
-        if getattr(self.source, "by_name", False):
-            return self.source.put(wanted, model)
-        self._begin(model, wanted)
-        for name in filter(adapters.is_adapter, list(wanted)):
-            tensor = wanted.pop(name)
-            copy_part(tensor, adapters.first_values(name, tensor.shape, self.seed))
-        self.source.put({file_name(name): tensor for name, tensor in wanted.items()}, model)
 
-    def _begin(self, model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
-        """Fill, and take out of `wanted`, what begins as a function of a whole weight: those are read a block at a time."""
-        layers = [
-            (path, layer)
-            for path, layer in adapters.starting(model)
-            if any(name.startswith(f"{path}.") for name in wanted)
-        ]
-        for _, group in groupby(layers, lambda each: (NUMBERED.match(each[0]) or [each[0]])[0]):
-            here = [*group]
-            bases = {path: whole_layer(layer) for path, layer in here}
-            names = {
-                path: f"{path}.weight" if bases[path] is layer else f"{path}.base_layer.weight"
-                for path, layer in here
-            }
-            whole = {
-                path: torch.empty(getattr(base, "shape", None) or base.weight.shape)
-                for path, base in bases.items()
-            }
-            self.source.put(
-                {file_name(names[path]): weight for path, weight in whole.items()}, model
-            )
-            for path, layer in here:
-                for name, value in adapters.begin(layer, whole[path].to(self.device)).items():
-                    if (tensor := wanted.pop(f"{path}.{name}", None)) is not None:
+    def _fill_derived(self, model: nn.Module, to_fill: dict[str, torch.Tensor]) -> None:
+        """Fill the tensors that begin as a function of a whole weight, and remove them from `to_fill`.
+
+        The whole weights are read a block at a time.
+        """
+        layers = []
+        for path, layer in adapters.starting(model):
+            if any(name.startswith(f"{path}.") for name in to_fill):
+                layers.append((path, layer))
+        for _, group in groupby(layers, _block_of_path):
+            layers_of_block = list(group)
+            whole_weights = self._read_whole_weights(layers_of_block, model)
+            for path, layer in layers_of_block:
+                whole_weight = whole_weights[path].to(self.device)
+                for name, value in adapters.begin(layer, whole_weight).items():
+                    tensor = to_fill.pop(f"{path}.{name}", None)
+                    if tensor is not None:
                         copy_part(tensor, value)
+
+    def _read_whole_weights(
+        self, layers: list[tuple[str, Any]], model: nn.Module
+    ) -> dict[str, torch.Tensor]:
+        """Return path of a layer → its base layer's whole weight, read from the source to host memory."""
+        whole_weights = {}
+        by_file_name = {}
+        for path, layer in layers:
+            base = whole_layer(layer)
+            # A packed layer has the shape of its unpacked weight.
+            shape = getattr(base, "shape", None) or base.weight.shape
+            whole_weights[path] = torch.empty(shape)
+            name = f"{path}.weight" if base is layer else f"{path}.base_layer.weight"
+            by_file_name[file_name(name)] = whole_weights[path]
+        self.source.put(by_file_name, model)
+        return whole_weights
+
+
+def _block_of_path(named_layer: tuple[str, Any]) -> str:
+    """Return the path of the block that a layer is in; of a layer outside of blocks its own path."""
+    path, _ = named_layer
+    block = NUMBERED.match(path)
+    return path if block is None else block[0]
+
+
+def _empty_names(model: nn.Module, owners: list[nn.Module]) -> list[str]:
+    """Return the names of the tensors on the meta device that these modules own; tied ones once."""
+    owned = set()
+    for owner in owners:
+        for tensor in _own_tensors(owner):
+            owned.add(id(tensor))
+    named_tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters()]
+    named_tensors += model.named_buffers()
+    return [name for name, tensor in named_tensors if tensor.is_meta and id(tensor) in owned]
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module without its children's."""
+    entries = [*module._parameters.values(), *module._buffers.values()]
+    return [tensor for tensor in entries if tensor is not None]
 
 
 @dataclass(frozen=True)
 class FromFiles:
-    """safetensors files. `places`: file and key of each tensor, of tied weights under all names. `rest`: the source of all others.
-    `grown`: names of tensors by token, which get the rows of `growth`."""
+    """The source of weights in safetensors files.
+
+    `places`: file and key of each tensor, of tied weights under all names. `rest`: the source of all
+    others. `grown`: names of tensors with a row for each token, which get the rows of `growth`.
+    """
 
     places: dict[str, Stored] = field(repr=False)
     rest: Source = field(default_factory=Loaded)
@@ -164,40 +221,48 @@ class FromFiles:
     grown: frozenset[str] = frozenset()
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        by_file: dict[Path, list[str]] = {}
-        for name in filter(self.places.__contains__, tensors):
-            by_file.setdefault(self.places[name].file, []).append(name)
-        for file, names in by_file.items():
+        names_by_file: dict[Path, list[str]] = {}
+        not_in_files = {}
+        for name, tensor in tensors.items():
+            if name in self.places:
+                names_by_file.setdefault(self.places[name].file, []).append(name)
+            else:
+                not_in_files[name] = tensor
+        for file, names in names_by_file.items():
             with safe_open(file, framework="pt") as file_tensors:
                 for name in names:
-                    source = file_tensors.get_slice(self.places[name].key)
+                    stored = file_tensors.get_slice(self.places[name].key)
                     if self.growth is not None and name in self.grown:
-                        source = GrownRows(source, self.growth)
-                    copy_part(tensors[name], source)
-        self.rest.put(
-            {name: tensor for name, tensor in tensors.items() if name not in self.places}, model
-        )
+                        stored = GrownRows(stored, self.growth)
+                    copy_part(tensors[name], stored)
+        self.rest.put(not_in_files, model)
 
 
 def copy_part(tensor: torch.Tensor, source: Any) -> None:
-    """Fill a tensor from `source`, an unsharded tensor, slice object of safetensors or `GrownRows`; a DTensor takes its local part. Under
-    FSDP2 × TP a part is contiguous too: the rows of one tensor-parallel rank, cut again."""
-    local, offset = tensor, (0,) * tensor.ndim
+    """Fill a tensor from an unsharded one; a DTensor takes its local part.
+
+    `source`: a tensor, a slice object of safetensors, or `GrownRows`. Under FSDP2 × TP a part is
+    contiguous too: the rows of one tensor-parallel rank, cut again.
+    """
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
         local = tensor.to_local()
         assert local.shape == torch.Size(shape), (local.shape, shape)
-    if local.numel():
-        place = tuple(
-            slice(start, start + length) for start, length in zip(offset, local.shape, strict=True)
-        )
-        with torch.no_grad():
-            if isinstance(source, GrownRows):
-                source.copy_to(local, place)
-            else:
-                local.copy_(source[place])
+    else:
+        local = tensor
+        offset = (0,) * tensor.ndim
+    if local.numel() == 0:
+        return
+    place = tuple(
+        slice(start, start + length) for start, length in zip(offset, local.shape, strict=True)
+    )
+    with torch.no_grad():
+        if isinstance(source, GrownRows):
+            source.copy_to(local, place)
+        else:
+            local.copy_(source[place])
 
 
 def from_files(
@@ -207,10 +272,14 @@ def from_files(
     fresh: frozenset[str] = frozenset(),
     growth: Growth | None = None,
 ) -> FromFiles:
-    """The source of `model` (whole, on the meta device) in the safetensors files of a folder or hub id, with the options of `source`.
-    Raises Whole if the files' names and shapes do not match those of the model one to one; it leaves tensors of `fresh` out if they are
-    missing or have another shape. With `growth` embedding and head of the model have its rows, and those of the files fewer.
-    Raises ModelError where the files have different values for weights that the config ties."""
+    """Return the source of a model's weights in the safetensors files of a folder or hub id.
+
+    `model`: whole, on the meta device. `source`: the options of the model. `fresh`: names of tensors
+    that are left out if they are missing or have another shape. With `growth` embedding and head of
+    the model have its rows, and those of the files fewer.
+    Raises Whole if the files' names and shapes do not match those of the model one to one, and
+    ModelError if the files have different values for weights that the config ties.
+    """
     stored = _renamed(model, _stored(path, source))
     places: dict[str, Stored] = {}
     grown = set[str]()
@@ -223,31 +292,34 @@ def from_files(
         shape = tuple(tensor.shape)
         if growth is not None and id(tensor) in tensors_by_token:
             shape = (growth.stored, *shape[1:])
-            grown |= {*names}
-        if fresh.issuperset(names) and not any(place.shape == shape for place in found):
+            grown.update(names)
+        shapes = {place.shape for place in found}
+        if fresh.issuperset(names) and shape not in shapes:
             continue
         if not found:
             raise Whole(f"its files have no tensor {names[0]}")
-        if any(place.shape != shape for place in found):
-            raise Whole(f"{found[0].key} has another shape in its files")
-        if any(not _equal(found[0], other) for other in found[1:]):
-            raise torn(found[0].key, found[1].key, path)
-        places |= dict.fromkeys(names, found[0])
+        first, *rest = found
+        if shapes != {shape}:
+            raise Whole(f"{first.key} has another shape in its files")
+        for other in rest:
+            if not _have_equal_values(first, other):
+                raise torn(first.key, rest[0].key, path)
+        places |= dict.fromkeys(names, first)
     return FromFiles(places, growth=growth, grown=frozenset(grown))
 
 
 def torn(one: str, other: str, where: str) -> ModelError:
-    """The error for weights that a config ties over files where they differ: nobody but the user knows which of the two models is meant."""
+    """Return the error for weights that a config ties and that differ in the files.
+
+    Only the user knows which of the two models is meant.
+    """
     what = f"its config makes {one} and {other} one weight, and its files hold two that differ"
-    return ModelError(
-        what,
-        where=where,
-        fix="set model.config.tie_word_embeddings: false to train both, or mend the files",
-    )
+    fix = "set model.config.tie_word_embeddings: false to train both, or mend the files"
+    return ModelError(what, where=where, fix=fix)
 
 
 def aliases(model: Any) -> list[list[str]]:
-    """The names of each tensor to be stored: one, or more for tied weights."""
+    """Return the names of each tensor to be stored: one, or more for tied weights."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_tensor.setdefault(id(tensor), []).append(name)
@@ -255,37 +327,39 @@ def aliases(model: Any) -> list[list[str]]:
 
 
 def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
-    """Stored tensors by the model's names; transformers has tables of old names. Raises Whole if transformers would join, cut or transpose
-    stored tensors."""
+    """Return the model's name of each stored tensor → the tensor; transformers has tables of old names.
+
+    Raises Whole if transformers would join, cut or transpose stored tensors.
+    """
     from drumline.vendor.transformers import WeightRenaming, get_model_conversion_mapping
 
-    changes = get_model_conversion_mapping(model)
-    renamed = {}
+    renamings = []
+    conversions = []
+    for change in get_model_conversion_mapping(model):
+        if isinstance(change, WeightRenaming):
+            renamings.append(change)
+        else:
+            conversions.append(change)
+    by_name = {}
     for tensor in stored:
         name = tensor.key
-        for change in changes:
-            if isinstance(change, WeightRenaming):
-                name, _ = change.rename_source_key(name)
-        if any(
-            change.rename_source_key(name)[1]
-            for change in changes
-            if not isinstance(change, WeightRenaming)
-        ):
-            raise Whole(f"transformers converts {tensor.key} as it loads it")
-        renamed[name] = tensor
-    return renamed
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        for conversion in conversions:
+            _, matched = conversion.rename_source_key(name)
+            if matched:
+                raise Whole(f"transformers converts {tensor.key} as it loads it")
+        by_name[name] = tensor
+    return by_name
 
 
 def _stored(path: str, source: ModelConfig) -> list[Stored]:
-    """The tensors of a model's safetensors files. Raises Whole if there are none, or they cannot be read."""
+    """Return the tensors of a model's safetensors files. Raises Whole if there are none, or they cannot be read."""
     stored = []
     try:
-        # As transformers reads a folder that was saved to twice.
-        index = None if find_file(path, SINGLE, source) else find_file(path, INDEX, source)
-        for name in (
-            sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else [SINGLE]
-        ):
-            if (file := find_file(path, name, source)) is None:
+        for name in _file_names(path, source):
+            file = find_file(path, name, source)
+            if file is None:
                 raise Whole("it has no safetensors files")
             with safe_open(file, framework="pt") as file_tensors:
                 for key in file_tensors.keys():  # noqa: SIM118 - no dict
@@ -296,23 +370,56 @@ def _stored(path: str, source: ModelConfig) -> list[Stored]:
     return stored
 
 
-def _equal(one: Stored, other: Stored) -> bool:
-    """Whether two stored tensors are equal; read a few rows at a time."""
+def _file_names(path: str, source: ModelConfig) -> list[str]:
+    """Return the names of a model's safetensors files: one, or those of its index.
+
+    Like transformers in a folder that was saved to twice, this takes the single file first.
+    """
+    if find_file(path, SINGLE, source):
+        return [SINGLE]
+    index = find_file(path, INDEX, source)
+    if not index:
+        return [SINGLE]
+    file_of_tensor = json.loads(index.read_text())["weight_map"]
+    return sorted(set(file_of_tensor.values()))
+
+
+def _have_equal_values(one: Stored, other: Stored) -> bool:
+    """Return whether two stored tensors are equal; they are read a few rows at a time."""
     with (
         safe_open(one.file, framework="pt") as first,
         safe_open(other.file, framework="pt") as second,
     ):
-        left, right = first.get_slice(one.key), second.get_slice(other.key)
+        left = first.get_slice(one.key)
+        right = second.get_slice(other.key)
         rows = one.shape[0]
         step = max(1, rows // 64)
-        return all(
-            torch.equal(left[i : i + step], right[i : i + step]) for i in range(0, rows, step)
-        )
+        for start in range(0, rows, step):
+            stop = start + step
+            if not torch.equal(left[start:stop], right[start:stop]):
+                return False
+    return True
+
+
+class Entry(NamedTuple):
+    """A parameter or buffer, where its module keeps it."""
+
+    name: str  # in the whole model
+    holder: dict[str, Any]  # the module's `_parameters` or `_buffers`
+    key: str  # in the holder
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.holder[self.key]
+        return tensor
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A module that is drawn at once, for a block with all its children. `init`: the initialisation of the model that it belongs to."""
+    """A module that is drawn at once, a block with all its children.
+
+    `init`: the initialisation of the model that the module belongs to.
+    """
 
     name: str
     module: nn.Module
@@ -320,19 +427,26 @@ class Piece:
     init: Init
 
     def draw(self) -> None:
+        """Draw the module's weights from torch's random numbers, in place."""
         if self.block:
             _depth_first(self.module, self.init)
         else:
             self.init(self.module)
 
-    def places(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """(full name, the dictionary of its module that holds it, its key there) of each parameter and buffer."""
-        for prefix, module in self.module.named_modules() if self.block else [("", self.module)]:
-            path = ".".join(part for part in (self.name, prefix) if part)
-            for tensors in (module._parameters, module._buffers):
-                for key, tensor in tensors.items():
+    def entries(self) -> Iterator[Entry]:
+        """Yield each parameter and buffer that the piece draws."""
+        modules = self.module.named_modules() if self.block else [("", self.module)]
+        for prefix, module in modules:
+            path = _join(self.name, prefix)
+            for holder in (module._parameters, module._buffers):
+                for key, tensor in holder.items():
                     if tensor is not None:
-                        yield f"{path}.{key}" if path else key, tensors, key
+                        yield Entry(_join(path, key), holder, key)
+
+
+def _join(path: str, name: str) -> str:
+    """Return the path of a module or tensor called `name` in the module at `path`; each may be empty."""
+    return ".".join(part for part in (path, name) if part)
 
 
 class Drawn:
@@ -349,89 +463,99 @@ class Drawn:
         self.model = copy.deepcopy(model)
         self.seed = seed
         self.device = device if torch.device(device).type == "cuda" else "cpu"
-        self.first = {name: names[0] for names in aliases(self.model) for name in names}
+        self.first_names: dict[str, str] = {}
+        for names in aliases(self.model):
+            self.first_names |= dict.fromkeys(names, names[0])
         self._require_pieces()
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        wanted: dict[str, list[torch.Tensor]] = {}
+        to_fill: dict[str, list[torch.Tensor]] = {}
         for name, tensor in tensors.items():
-            wanted.setdefault(self.first[name], []).append(tensor)
+            to_fill.setdefault(self.first_names[name], []).append(tensor)
         for piece in _pieces(self.model):
-            places = [
-                (name, tensors, key)
-                for name, tensors, key in piece.places()
-                if self.first.get(name) == name
+            # Each tied weight belongs to the piece of its first name.
+            entries = [
+                entry for entry in piece.entries() if self.first_names.get(entry.name) == entry.name
             ]
-            if not any(name in wanted for name, _, _ in places):
+            if to_fill.keys().isdisjoint(entry.name for entry in entries):
                 continue
-            empty = [(tensors, key, tensors[key]) for _, tensors, key in places]
-            for _, tensors, key in places:
-                full = torch.empty_like(tensors[key], device=self.device)
-                tensors[key] = (
-                    nn.Parameter(full, requires_grad=False)
-                    if isinstance(tensors[key], nn.Parameter)
-                    else full
-                )
+            without_memory = [entry.tensor for entry in entries]
+            for entry in entries:
+                self._allocate(entry)
             with torch.no_grad(), drawing(derive(self.seed, piece.name), self.device):
                 piece.draw()
-            for name, tensors, key in places:
-                for tensor in wanted.get(name, ()):
-                    copy_part(tensor, tensors[key].detach())
-            for tensors, key, tensor in empty:
-                tensors[key] = tensor
+            for entry in entries:
+                for tensor in to_fill.get(entry.name, ()):
+                    copy_part(tensor, entry.tensor.detach())
+            for entry, tensor in zip(entries, without_memory, strict=True):
+                entry.holder[entry.key] = tensor
+
+    def _allocate(self, entry: Entry) -> None:
+        """Replace a tensor of the copied model by one with memory."""
+        tensor = torch.empty_like(entry.tensor, device=self.device)
+        if isinstance(entry.tensor, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=False)
+        entry.holder[entry.key] = tensor
 
     def _require_pieces(self) -> None:
-        """Run the initialisation on the meta device, where nothing is drawn, and check which tensors it writes to. Raises Whole."""
+        """Raise Whole unless the initialisation works piece by piece.
+
+        It runs on the meta device, where nothing is drawn, and the tensors that it writes to are
+        recorded.
+        """
         from drumline.vendor.transformers import initialization
 
         drawn: set[int] = set()
 
-        def note(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        def record(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             drawn.add(id(tensor))
             return tensor
 
-        weights = {
-            id(tensors[key]): name
-            for piece in _pieces(self.model)
-            for name, tensors, key in piece.places()
-            if name in self.first
-        }
+        weights = {}
+        for piece in _pieces(self.model):
+            for entry in piece.entries():
+                if entry.name in self.first_names:
+                    weights[id(entry.tensor)] = entry.name
         functions = initialization.TORCH_INIT_FUNCTIONS
-        noted = (
-            mock.patch.dict(functions, dict.fromkeys(functions, note)),
-            mock.patch.object(initialization, "copy_", note),
-        )
-        with noted[0], noted[1], torch.no_grad():
+        with (
+            mock.patch.dict(functions, dict.fromkeys(functions, record)),
+            mock.patch.object(initialization, "copy_", record),
+            torch.no_grad(),
+        ):
             for piece in _pieces(self.model, empty=True):
                 drawn.clear()
                 piece.draw()
-                own = {id(tensors[key]) for _, tensors, key in piece.places()}
-                if (drawn & weights.keys()) - own:
-                    raise Whole(
-                        f"{type(piece.module).__name__} initialises weights of other modules"
-                    )
-                if missed := (weights.keys() & own) - drawn:
+                own = {id(entry.tensor) for entry in piece.entries()}
+                foreign = (drawn & weights.keys()) - own
+                if foreign:
+                    owner = type(piece.module).__name__
+                    raise Whole(f"{owner} initialises weights of other modules")
+                missed = (weights.keys() & own) - drawn
+                if missed:
                     raise Whole(f"{weights[missed.pop()]} is initialised by its constructor")
 
 
 def _pieces(
     module: nn.Module, empty: bool = False, name: str = "", init: Any = None
 ) -> Iterator[Piece]:
-    """The pieces in the model's order. `empty`: also those without a tensor."""
+    """Yield the pieces of a module in the model's order.
+
+    `empty`: also pieces without a tensor. `name`: the module's path. `init`: the initialisation of
+    the module around it.
+    """
     init = getattr(module, "_init_weights", init)
     for key, child in module.named_children():
-        path = f"{name}.{key}" if name else key
+        path = _join(name, key)
         if isinstance(module, nn.ModuleList):
             yield Piece(path, child, True, init)
         else:
             yield from _pieces(child, empty, path, init)
-    if empty or any(
-        tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())
-    ):
+    if empty or _own_tensors(module):
         yield Piece(name, module, False, init)
 
 
 def _depth_first(module: nn.Module, init: Init) -> None:
+    """Initialise a module after its children, each by the initialisation of the innermost model around it."""
     init = getattr(module, "_init_weights", init)
     for child in module.children():
         _depth_first(child, init)
@@ -439,19 +563,27 @@ def _depth_first(module: nn.Module, init: Init) -> None:
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`model.<fqn>` → the model's tensor, for each trainable parameter (tied ones once, under the first name) and persistent buffer. Frozen
-    parameters are left out: building the model again gives them."""
-    tensors = {
-        f"model.{name}": parameter.data
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    return tensors | {f"model.{name}": buffer for name, buffer in _persistent(model)}
+    """Return `model.<name>` → tensor, for each trainable parameter and persistent buffer.
+
+    Tied parameters are there once, under the first name. Frozen parameters are left out: building
+    the model again gives them.
+    """
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            tensors[f"model.{name}"] = parameter.data
+    for name, buffer in _persistent_buffers(model):
+        tensors[f"model.{name}"] = buffer
+    return tensors
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`<fqn>` → the model's tensor, for each parameter, frozen or not (tied ones once, under the first name), and persistent buffer."""
-    return dict(model.named_parameters()) | dict(_persistent(model))
+    """Return name → tensor, for each parameter, frozen or not, and persistent buffer.
+
+    Tied parameters are there once, under the first name.
+    """
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    return tensors | dict(_persistent_buffers(model))
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -462,34 +594,39 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return {names[0]: names[1:] for names in by_parameter.values() if len(names) > 1}
 
 
-def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, buffer) of each buffer that the model's state dictionary has."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+                yield _join(prefix, name), buffer
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """Path of a module → what its own `get_extra_state` gives, where JSON has it."""
-    own = {
-        path: module.get_extra_state()
-        for path, module in model.named_modules()
-        if has_extra_state(module)
-    }
-    return {path: state for path, state in own.items() if in_json(state)}
+    """Return path of a module → what its own `get_extra_state` returns, if JSON can hold it."""
+    states = {}
+    for path, module in model.named_modules():
+        if has_extra_state(module):
+            state = module.get_extra_state()
+            if in_json(state):
+                states[path] = state
+    return states
 
 
 def set_extra_states(model: nn.Module, states: dict[str, Any]) -> None:
+    """Hand each module the state that `extra_states` has returned for it."""
     for path, module in model.named_modules():
         if path in states:
             module.set_extra_state(states[path])
 
 
 def has_extra_state(module: nn.Module) -> bool:
+    """Return whether a module's class overrides `get_extra_state`."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def in_json(value: Any) -> bool:
+    """Return whether a value comes back equal from JSON."""
     try:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):
@@ -497,5 +634,5 @@ def in_json(value: Any) -> bool:
 
 
 def file_name(name: str) -> str:
-    """The name of a tensor in the model's files: without the parts for what PEFT lays over its layer."""
+    """Return a tensor's name in the model's files, which has no part for PEFT's layers."""
     return name.replace(".token_adapter.", ".").replace(".base_layer.", ".")

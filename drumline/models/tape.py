@@ -1,15 +1,17 @@
-"""Any nn.Module laid out without memory. What its constructor did to each tensor is recorded, and played again where a part is needed. So a
-rank makes only what it holds, by whatever rules the module has (`reset_parameters`, `nn.init`, `apply`, copies of other weights), and every
-world size and strategy starts from the same weights: the i-th random call draws from a seed of its own."""
+"""Any nn.Module laid out without memory, by a recording of its constructor.
+
+The tape records what the constructor does to each tensor, and plays it again for the tensors that a rank holds. So a rank makes only its
+own part, by whatever rules the module has (`reset_parameters`, `nn.init`, `apply`, copies of other weights). Every world size and
+strategy starts from the same weights: the i-th random call draws from a seed of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,127 +24,148 @@ from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_l
 
 logger = logging.getLogger(__name__)
 Build = Callable[[], nn.Module]
-# They do nothing on the meta device, so a call of one of them is recorded as a whole.
-WHOLE = {
+# Functions that do nothing on the meta device, so a call of one is recorded as a whole; by their code.
+RECORDED_WHOLE = {
     function.__code__: function
     for function in (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.dirac_, nn.init.sparse_)
 }
-KEPT = {"_parameters", "_buffers", "_modules"}  # where a module has what `Values` fills
-LARGE = 2**20  # bytes of a tensor of the host
+# Attributes of a module that hold what `Values` fills.
+KEPT = {"_parameters", "_buffers", "_modules"}
+# Bytes of a tensor in host memory from which on it is not copied but watched.
+LARGE = 2**20
+# Operators that overwrite their first argument, whatever its values were.
 OVERWRITES = {
     getattr(torch.ops.aten, name) for name in ("zero_", "fill_", "copy_", "normal_", "uniform_")
 }
 
 
 def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Source]:
-    """The module that `build` makes, on the meta device, and where its first weights come from. Where its constructor looks at values
-    (`.item()`), or makes weights that are not on the device of torch's context, it is built whole in host memory on each rank instead, from
-    the same seed, and moved to `device`; the reason is logged."""
+    """Return the module that `build` makes, on the meta device, and the source of its first weights.
+
+    If its constructor reads values (`.item()`), or makes weights that are not on the device of torch's
+    context, it is built whole in host memory on each rank instead, from the same seed, and moved to
+    `device`; the reason is logged.
+    """
     tape = _Tape()
-    # Made while transformers had replaced torch.linspace, torch's list of what a device context governs lacks it from then on.
+    # If this list was made while transformers had replaced torch.linspace, it would lack it from then on.
     device_constructors.cache_clear()
     try:
         with constructing(seed), torch.device("meta"), tape:
             model = _module(build())
         return model, Played(tape, model, seed)
-    except Exception as reason:  # noqa: BLE001 - whatever fails without memory either works with it, or is raised again
-        first = str(reason).strip().partition("\n")[0]
+    except Exception as error:  # noqa: BLE001 - whatever fails without memory either works with it, or is raised again
+        reason, _, _ = str(error).strip().partition("\n")
     with constructing(seed):
         model = _module(build())
-    logger.warning("the whole model is built on each rank: %s", first)
+    logger.warning("the whole model is built on each rank: %s", reason)
     return model.to(device), Loaded()
 
 
 def _module(built: object) -> nn.Module:
+    """Return a module, or a list of stages as one module. Raises ModelError for anything else."""
     if isinstance(built, list) and built and all(isinstance(stage, nn.Module) for stage in built):
         return nn.Sequential(*built)
     if not isinstance(built, nn.Module):
-        raise ModelError(
-            f"build gave {type(built).__name__}, not a torch.nn.Module",
-            where="build",
-            fix="return the module, or its stages",
-        )
+        what = f"build gave {type(built).__name__}, not a torch.nn.Module"
+        raise ModelError(what, where="build", fix="return the module, or its stages")
     return built
 
 
-def _place(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory: which storage, and how it lies there. Not the tensor itself, which transforms swap."""
+def _view_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor without memory, which tells its storage and its place there.
+
+    The tensor itself will not do, since transforms swap it. A tensor with memory is returned as it is.
+    """
     return tensor.detach() if tensor.is_meta else tensor
 
 
-def _key(place: torch.Tensor) -> int:
-    return place.untyped_storage()._cdata
+def _storage_key(tensor: torch.Tensor) -> int:
+    """Return the key of a tensor's storage, the same for all its views."""
+    return tensor.untyped_storage()._cdata
 
 
 @dataclass(frozen=True)
 class _Call:
-    """An operator that wrote something. `reads`, `writes`: keys of storages. `draws`: which random call this is."""
+    """A call of an operator that wrote to tensors. Tensors without memory are views (see `_view_of`)."""
 
     operator: Any
     args: Any
     kwargs: Any
+    # The tensors that it returned.
     outs: list[Any]
+    # Keys of the storages that it read and wrote.
     reads: frozenset[int]
     writes: frozenset[int]
+    # The number of this random call; None: it draws nothing.
     draws: int | None
 
 
 class _Tape(TorchDispatchMode):
-    """Records the operators that write to tensors on the meta device. All storages are kept, so that a key stays one storage's."""
+    """Records the operators that write to tensors on the meta device.
+
+    All storages are kept, so that a key stays one storage's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.random_calls = 0
-        self.watched: list[tuple[torch.Tensor, int]] = []  # and the version that was read
-        # Keys: whose values the tape gives; torch.tensor puts others there unseen.
-        self.known, self.lost = (
-            set[int](),
-            set[int](),
-        )
+        # Large tensors of the host, and the version that was read.
+        self.watched: list[tuple[torch.Tensor, int]] = []
+        # Keys of storages whose values the tape makes.
+        self.known = set[int]()
+        # Keys of storages with other values, which torch.tensor writes without an operator.
+        self.lost = set[int]()
 
     def __enter__(self) -> Any:
-        self.before = sys.getprofile()
-        sys.setprofile(self._note)  # by their code: a module may have imported them under any name
+        self.profile_before = sys.getprofile()
+        # By their code: a module may have imported these functions under any name.
+        sys.setprofile(self._record_function)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        sys.setprofile(self.before)
+        sys.setprofile(self.profile_before)
         super().__exit__(*error)
 
-    def _note(self, frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code in WHOLE:
-            args = tree_map_only(torch.Tensor, _place, dict(frame.f_locals))
-            self._record(
-                WHOLE[frame.f_code],
-                (),
-                args,
-                [],
-                _keys(args["tensor"]),
-                frozenset(),
-                args["tensor"],
-                draws=True,
-            )
+    def _record_function(self, frame: Any, event: str, _: Any) -> None:
+        """Record a call of a function of RECORDED_WHOLE. Python calls this for every call."""
+        if event != "call" or frame.f_code not in RECORDED_WHOLE:
+            return
+        function = RECORDED_WHOLE[frame.f_code]
+        arguments = tree_map_only(torch.Tensor, _view_of, dict(frame.f_locals))
+        tensor = arguments["tensor"]
+        self._note_values((), arguments, new=frozenset(), overwritten=tensor)
+        self._record(function, (), arguments, outs=[], writes=_keys(tensor), draws=True)
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = operator(*args, **(kwargs or {}))
-        if operator is torch.ops.aten.detach.default:  # it reads no values; `_place` makes some
+        # It reads no values; `_view_of` calls it.
+        if operator is torch.ops.aten.detach.default:
             return out
-        args, kwargs, outs = tree_map_only(torch.Tensor, _place, (args, kwargs or {}, [out]))
-        changes, given = frozenset[int](), _keys((args, kwargs))
-        for position, argument in enumerate(operator._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                changes |= _keys(
-                    args[position] if position < len(args) else kwargs.get(argument.name)
-                )
-        first = _tensors(args)[0] if operator.overloadpacket in OVERWRITES else None
+        args, kwargs, outs = tree_map_only(torch.Tensor, _view_of, (args, kwargs or {}, [out]))
+        out_tensors = _tensors(outs)
+        new = _keys(outs) - _keys((args, kwargs))
+        overwritten = _tensors(args)[0] if operator.overloadpacket in OVERWRITES else None
+        self._note_values(args, kwargs, new, overwritten)
+        writes = _changed_keys(operator, args, kwargs) | new
         draws = torch.Tag.nondeterministic_seeded in operator.tags
-        self._record(
-            operator, args, kwargs, _tensors(outs), changes, _keys(outs) - given, first, draws
-        )
+        self._record(operator, args, kwargs, out_tensors, writes, draws)
         return out
+
+    def _note_values(self, args: Any, kwargs: Any, new: frozenset[int], overwritten: Any) -> None:
+        """Note which storages have values that the tape makes.
+
+        `new`: keys of the storages that the call made. `overwritten`: the tensor that the call
+        overwrites, whatever its values were; None: none.
+        """
+        if overwritten is not None and overwritten.is_meta:
+            is_whole_storage = overwritten.nbytes == overwritten.untyped_storage().nbytes()
+            if is_whole_storage:
+                self.known.add(_storage_key(overwritten))
+        self.lost |= _keys((args, kwargs)) - self.known
+        self.known |= new
 
     def _record(
         self,
@@ -150,145 +173,190 @@ class _Tape(TorchDispatchMode):
         args: Any,
         kwargs: Any,
         outs: list[Any],
-        changes: frozenset[int],
-        new: frozenset[int],
-        first: Any,
+        writes: frozenset[int],
         draws: bool,
     ) -> None:
-        """`changes`, `new`: keys of what is written in place, and of what is made. `first`: what is overwritten, of whatever it was."""
-        given = _keys((args, kwargs))
-        if first is not None and first.is_meta and first.nbytes == first.untyped_storage().nbytes():
-            self.known.add(_key(first))
-        self.lost |= given - self.known
-        self.known |= new
-        if not (changes or new):
+        """Record a call if it wrote to anything. `writes`: keys of the storages that it wrote."""
+        if not writes:
             return
-        args, kwargs = tree_map_only(torch.Tensor, self._kept, (args, kwargs))
-        if any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
-            self.lost |= changes | new  # it is somewhere else when this is played
-        self.calls.append(
-            _Call(
-                operator,
-                args,
-                kwargs,
-                outs,
-                given,
-                changes | new,
-                self.random_calls if draws else None,
-            )
-        )
+        reads = _keys((args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, self._keep, (args, kwargs))
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            # The generator will be in another state when the call is played.
+            self.lost |= writes
+        number = self.random_calls if draws else None
+        self.calls.append(_Call(operator, args, kwargs, outs, reads, writes, number))
         self.random_calls += draws
 
-    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a tensor of the host holds now: the constructor may write to it again. A large one, such as a file's, is not copied, but
-        watched."""
-        if tensor.is_meta or tensor.nbytes > LARGE:
-            self.watched += (
-                [] if tensor.is_meta or tensor.is_inference() else [(tensor, tensor._version)]
-            )
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the host as it is now: the constructor may write to it again.
+
+        A large one, such as a file's, is not copied, but watched.
+        """
+        if tensor.is_meta:
             return tensor
-        return tensor.clone()
+        if tensor.nbytes <= LARGE:
+            return tensor.clone()
+        if not tensor.is_inference():
+            self.watched.append((tensor, tensor._version))
+        return tensor
+
+
+def _changed_keys(operator: Any, args: Any, kwargs: Any) -> frozenset[int]:
+    """Return the keys of the storages that an operator changes in place, by its schema."""
+    changed = frozenset[int]()
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if position < len(args):
+            value = args[position]
+        else:
+            value = kwargs.get(argument.name)
+        changed |= _keys(value)
+    return changed
 
 
 class Played:
-    """First values of a module's tensors, by its own rules; a `shards.Source`. Raises Whole where they are not known from the tape."""
+    """The first values of a module's tensors, by its own rules; a `shards.Source`.
 
-    by_name = True  # of the module itself: a name that is an adapter's in another model means nothing here
+    Raises Whole if the tape does not have all of them.
+    """
+
+    # `put` gets the module's own names: one that is an adapter's in another model means nothing here.
+    by_name = True
 
     def __init__(self, tape: _Tape, model: nn.Module, seed: int) -> None:
-        self.calls, self.seed, self.lost = tape.calls, seed, tape.lost
-        tensors = chain(
-            model.named_parameters(remove_duplicate=False),
-            model.named_buffers(remove_duplicate=False),
-        )
-        # As they are now: transforms replace them.
-        self.laid_out = {name: _place(tensor) for name, tensor in tensors if tensor.is_meta}
+        self.calls = tape.calls
+        self.seed = seed
+        self.lost = tape.lost
+        # Key of a storage → the numbers of the calls that write to it.
         self.writers: dict[int, list[int]] = {}
-        for index, call in enumerate(self.calls):
+        for number, call in enumerate(self.calls):
             for key in call.writes:
-                self.writers.setdefault(key, []).append(index)
+                self.writers.setdefault(key, []).append(number)
+        # Views of the tensors as they are now: transforms replace these.
+        self.laid_out: dict[str, torch.Tensor] = {}
+        for name, tensor in _all_named_tensors(model):
+            if tensor.is_meta:
+                self.laid_out[name] = _view_of(tensor)
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
                 raise Whole(f"{name} is not made on the device of torch's context")
         if any(tensor._version != version for tensor, version in tape.watched):
             raise Whole("it writes to a large tensor of the host that it has copied from")
-        for place in self.laid_out.values():
-            self._needed(place)
-        for path, module in model.named_modules():
-            for key, value in vars(module).items():
-                if key not in KEPT and any(
-                    tensor.is_meta and not isinstance(tensor, nn.Parameter)
-                    for tensor in _tensors(value)
-                ):
-                    name = f"{path}.{key}" if path else key
-                    raise Whole(
-                        f"{name} is neither a parameter nor a buffer (register_buffer makes it one)"
-                    )
+        for view in self.laid_out.values():
+            self._calls_for(view)
+        _require_registered(model)
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        # As `shards.Drawn` has it: a rank that trains on a GPU draws there.
+        # As `shards.Drawn` does: a rank that trains on a GPU draws there.
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
         for name, tensor in tensors.items():
             with torch.no_grad():
                 copy_part(tensor, self._play(self.laid_out[name], device))
 
-    def _needed(self, place: torch.Tensor) -> list[int]:
-        """The calls that had a part in a tensor, in order."""
-        keys, calls = [_key(place)], set[int]()
+    def _calls_for(self, view: torch.Tensor) -> list[int]:
+        """Return the numbers of the calls that a tensor's values depend on, in order. Raises Whole if they are not recorded."""
+        numbers = set[int]()
+        # This list grows as the loop finds storages that the calls read.
+        keys = [_storage_key(view)]
         seen = set(keys)
         for key in keys:
             if key in self.lost or key not in self.writers:
                 raise Whole("it has values that are not there without memory")
-            for index in self.writers[key]:
-                calls.add(index)
-                keys += self.calls[index].reads - seen
-                seen |= self.calls[index].reads
-        return sorted(calls)
+            for number in self.writers[key]:
+                numbers.add(number)
+                reads = self.calls[number].reads
+                keys += reads - seen
+                seen |= reads
+        return sorted(numbers)
 
-    def _play(self, wanted: torch.Tensor, device: str) -> torch.Tensor:
-        storages: dict[int, torch.UntypedStorage] = {}
-
-        def real(place: torch.Tensor) -> torch.Tensor:
-            if not place.is_meta:
-                return place
-            size, made = (
-                place.untyped_storage().nbytes(),
-                torch.empty(0, dtype=place.dtype, device=device),
-            )
-            if _key(place) not in storages:  # it is overwritten now
-                storages[_key(place)] = torch.empty(
-                    size, dtype=torch.uint8, device=device
-                ).untyped_storage()
-            return made.set_(
-                storages[_key(place)], int(place.storage_offset()), place.size(), place.stride()
-            )
-
-        for index in self._needed(wanted):
-            call = self.calls[index]
-            args, kwargs = tree_map_only(torch.Tensor, real, (call.args, call.kwargs))
-            args, kwargs = tree_map_only(
-                torch.device, lambda _: torch.device(device), (args, kwargs)
-            )
-            with (
-                contextlib.nullcontext()
-                if call.draws is None
-                else drawing(derive(self.seed, call.draws), device)
-            ):
+    def _play(self, view: torch.Tensor, device: str) -> torch.Tensor:
+        """Return a tensor with its values, after the calls for it were run again on `device`."""
+        storages = _Storages(device)
+        for number in self._calls_for(view):
+            call = self.calls[number]
+            arguments = (call.args, call.kwargs)
+            arguments = tree_map_only(torch.Tensor, storages.tensor_of, arguments)
+            args, kwargs = tree_map_only(torch.device, lambda _: torch.device(device), arguments)
+            with self._random_numbers_of(call, device):
                 out = call.operator(*args, **kwargs)
-            for place, made in zip(call.outs, _tensors(out), strict=False):
-                if place.is_meta and _key(place) not in storages:
-                    if made.stride() != place.stride():
-                        made = torch.empty_strided(
-                            place.size(), place.stride(), dtype=place.dtype, device=device
-                        ).copy_(made)
-                    storages[_key(place)] = made.untyped_storage()
-        return real(wanted)
+            for out_view, tensor in zip(call.outs, _tensors(out), strict=False):
+                storages.keep(out_view, tensor)
+        return storages.tensor_of(view)
+
+    def _random_numbers_of(
+        self, call: _Call, device: str
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within the context a call draws from a seed of its own."""
+        if call.draws is None:
+            return contextlib.nullcontext()
+        return drawing(derive(self.seed, call.draws), device)
+
+
+class _Storages:
+    """Memory on a device for the storages of a recording."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.by_key: dict[int, torch.UntypedStorage] = {}
+
+    def tensor_of(self, view: torch.Tensor) -> torch.Tensor:
+        """Return the tensor with memory for a view of the recording; a tensor of the host as it is."""
+        if not view.is_meta:
+            return view
+        key = _storage_key(view)
+        if key not in self.by_key:
+            # Empty: the call that needs it overwrites it.
+            size = view.untyped_storage().nbytes()
+            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self.by_key[key] = memory.untyped_storage()
+        tensor = torch.empty(0, dtype=view.dtype, device=self.device)
+        return tensor.set_(self.by_key[key], int(view.storage_offset()), view.size(), view.stride())
+
+    def keep(self, view: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Take the memory of a tensor that a call returned for a view of the recording, if it is new."""
+        key = _storage_key(view) if view.is_meta else None
+        if key is None or key in self.by_key:
+            return
+        if tensor.stride() != view.stride():
+            with_strides = torch.empty_strided(
+                view.size(), view.stride(), dtype=view.dtype, device=self.device
+            )
+            tensor = with_strides.copy_(tensor)
+        self.by_key[key] = tensor.untyped_storage()
+
+
+def _all_named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of each parameter and buffer; tied ones under all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _require_registered(model: nn.Module) -> None:
+    """Raise Whole for a tensor without memory in an attribute that is neither a parameter nor a buffer."""
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in KEPT and _has_loose_tensor(value):
+                name = f"{path}.{key}" if path else key
+                raise Whole(
+                    f"{name} is neither a parameter nor a buffer (register_buffer makes it one)"
+                )
+
+
+def _has_loose_tensor(value: Any) -> bool:
+    """Return whether there is a tensor without memory that is no parameter in a value."""
+    return any(
+        tensor.is_meta and not isinstance(tensor, nn.Parameter) for tensor in _tensors(value)
+    )
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested values."""
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _keys(values: Any) -> frozenset[int]:
-    """Of the storages of all tensors without memory in there."""
-    return frozenset(_key(tensor) for tensor in _tensors(values) if tensor.is_meta)
+    """Return the keys of the storages of all tensors without memory in nested values."""
+    return frozenset(_storage_key(tensor) for tensor in _tensors(values) if tensor.is_meta)

@@ -34,24 +34,24 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
 
 
 def read_tokenizer(path: str | None, model: ModelConfig) -> Any:
-    """The tokenizer as its files have it, without `model.new_tokens`."""
+    """Return the tokenizer as its files have it, without `model.new_tokens`."""
     from transformers import AutoTokenizer
 
-    source, revision = model.tokenizer or path, tokenizer_revision(model)
+    source = model.tokenizer or path
+    revision = tokenizer_revision(model)
     if source is None:
         what = "a model written out by its config has no tokenizer"
         raise ModelError(what, where="model.tokenizer", fix="name a folder or hub id that has one")
-    source = tokenizer_folder(source)
-    check_folder(Path(source))
+    folder = tokenizer_folder(source)
+    check_folder(Path(folder))
     limit()
-    apart = model.model_copy(update={"revision": revision})
-    files = "its tokenizer_config.json or tokenizer.json"
-    return from_hub(
-        source,
-        apart,
-        lambda: _checked(AutoTokenizer.from_pretrained(source, **hub_options(source, apart))),
-        files,
-    )
+    own_model = model.model_copy(update={"revision": revision})
+
+    def read() -> Any:
+        options = hub_options(folder, own_model)
+        return _checked(AutoTokenizer.from_pretrained(folder, **options))
+
+    return from_hub(folder, own_model, read, "its tokenizer_config.json or tokenizer.json")
 
 
 def add_new_tokens(tokenizer: Any, model: ModelConfig) -> dict[str, int]:
@@ -68,33 +68,41 @@ def add_new_tokens(tokenizer: Any, model: ModelConfig) -> dict[str, int]:
     vocabulary = tokenizer.get_vocab()
     for token in tokens:
         if token not in vocabulary:
-            what, fix = f"the tokenizer does not take {token!r}", "write it in another way"
-            raise ModelError(what, where="model.new_tokens", fix=fix)
+            what = f"the tokenizer does not take {token!r}"
+            raise ModelError(what, where="model.new_tokens", fix="write it in another way")
     return {token: int(vocabulary[token]) for token in tokens}
 
 
 def _checked(tokenizer: Any) -> Any:
-    """The tokenizer, after a trial of the methods that are used later, which finds wrong values in its files. Raises any exception."""
-    ids = tokenizer("a b", add_special_tokens=True)["input_ids"]
+    """Return the tokenizer after a trial of the methods that are used later.
+
+    The trial finds wrong values in its files, and raises any exception.
+    """
+    ids = list(tokenizer("a b", add_special_tokens=True)["input_ids"])
     tokenizer.decode(ids)
-    tokenizer.convert_ids_to_tokens(
-        [*ids, *(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)]
-    )
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            ids.append(token_id)
+    tokenizer.convert_ids_to_tokens(ids)
+    if len(tokenizer) == 0:
+        raise ValueError("it has no tokens")
     template = tokenizer.chat_template
-    texts = (
-        []
-        if template is None
-        else list(template.values())
-        if isinstance(template, dict)
-        else [template]
-    )
-    if not len(tokenizer) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("chat_template is no text" if len(tokenizer) else "it has no tokens")
+    if template is None:
+        texts = []
+    elif isinstance(template, dict):
+        texts = list(template.values())
+    else:
+        texts = [template]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("chat_template is no text")
     return tokenizer
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """The id that fills short rows, which nothing attends to; without one the end-of-text token or id 0, which is logged."""
+    """Return the id that fills short rows, to which nothing attends.
+
+    Without a padding token it is the end-of-text token or id 0, which is logged.
+    """
     if tokenizer.pad_token_id is not None:
         return int(tokenizer.pad_token_id)
     instead = int(tokenizer.eos_token_id or 0)

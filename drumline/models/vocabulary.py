@@ -18,7 +18,8 @@ from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.tokenizer import add_new_tokens, read_tokenizer
 
-BLOCK = 4096  # rows that are read at once for a mean
+# Rows that are read at once for a mean.
+BLOCK = 4096
 WHERE = "model.new_tokens"
 
 
@@ -47,18 +48,19 @@ class Growth:
     @property
     def reused(self) -> int:
         """New tokens that take rows of the files."""
-        return sum(number < self.stored for number in self.initial_tokens)
+        reused = [token_id for token_id in self.initial_tokens if token_id < self.stored]
+        return len(reused)
 
     @property
     def changes_rows(self) -> bool:
-        """Whether the model's rows are other ones than those of its files."""
+        """Whether the model's rows differ from those of its files."""
         return self.added > 0 or bool(self.initial_tokens)
 
 
 def growth_of(config: Any, path: str | None, model: ModelConfig) -> Growth | None:
     """Return the rows that the model at `path` gets for `model.new_tokens` and `model.tokenizer`.
 
-    None where it asks for neither. `config`: as the model's files and `model.config` have it.
+    None if it names neither. `config`: as the model's files and `model.config` have it.
     Raises ModelError for new tokens of a model without a vocabulary, and for a text that has no
     tokens, or a token without a row.
     """
@@ -94,7 +96,7 @@ def stored_rows(config: Any) -> int | None:
 
 
 def set_rows(config: Any, rows: int) -> None:
-    """Set the size of the vocabulary, also where a config with a part for text has it twice."""
+    """Set the size of the vocabulary in a config. A config with a part for text may have it twice."""
     text = config.get_text_config()
     outer = getattr(config, "vocab_size", None)
     if text is not config and outer == text.vocab_size:
@@ -122,7 +124,8 @@ class GrownRows:
 
     def __init__(self, stored: Any, growth: Growth) -> None:
         """`stored`: a tensor, or a slice object of safetensors, with `growth.stored` rows."""
-        self.stored, self.growth = stored, growth
+        self.stored = stored
+        self.growth = growth
 
     def copy_to(self, part: torch.Tensor, place: tuple[slice, ...]) -> None:
         """Fill `part`, the whole tensor's part at `place`; each slice has a start and a stop."""
@@ -138,7 +141,7 @@ class GrownRows:
                 part[row - rows.start].copy_(self._initial_row(row)[tuple(columns)])
 
     def _initial_row(self, row: int) -> torch.Tensor:
-        """What a new row begins as, fp32[D] (of a bias fp32[])."""
+        """Return the first values of a new row, fp32[D] (of a bias fp32[])."""
         ids = self.growth.initial_tokens.get(row, ())
         if not ids:
             return self._mean
@@ -168,7 +171,7 @@ def vocabulary_parameter_ids(model: Any) -> set[int]:
 
 
 def grow_whole(model: Any, growth: Growth) -> None:
-    """Give a whole model in memory, which has the rows of its files, those of `growth`."""
+    """Give a whole model in memory the rows of `growth`. It has the rows of its files so far."""
     names = _vocabulary_parameter_names(model)
     stored = {name: model.get_parameter(name).detach().clone() for name in names}
     if growth.added:

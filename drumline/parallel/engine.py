@@ -1,5 +1,7 @@
-"""The seam between the training loop and whatever spreads a model: the loop sees only this. Trainable models side by side (a policy, and a
-value model of its own) are one engine."""
+"""The interface between the training loop and whatever spreads a model: the loop sees only this.
+
+Trainable models side by side (a policy, and a value model of its own) are one engine, `CompositeEngine`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from drumline.telemetry.memory_tracker import MemoryStats
 Sums = dict[str, float]
 DeviceSums = dict[str, torch.Tensor]  # fp64 scalars on this rank's device
 Read = Callable[[Any, Any], torch.Tensor]
-# Sections of tensors, of any role, that only some runs have: what they hold is lost where another goes on, and they start afresh without.
+# Sections of tensors, of any role, that only some runs have. What they hold is lost if a run without them resumes; a run that has them
+# and resumes without starts them afresh.
 OPTIONAL = ("outer", "compensation")
 POLICY = "policy"
 T = TypeVar("T")
@@ -130,24 +133,37 @@ class OpenEngine(Engine, Protocol):
 
 
 def added(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
-    """Sums over micro-batches (of a key `max_…` the largest). Each of `outs` has the same keys."""
+    """Return the sums over micro-batches, or for a key `max_…` the largest.
+
+    Each of `outs` has the same keys, with a scalar each.
+    """
     if not outs:
         return {}
     if len(outs) == 1:
         return {key: exact(value.detach()) for key, value in outs[0].items()}
-    stacked = torch.stack([torch.stack([exact(out[key].detach()) for key in out]) for out in outs])
-    columns = zip(outs[0], stacked.sum(0).unbind(), stacked.amax(0).unbind(), strict=True)
-    return {key: largest if key.startswith("max_") else whole for key, whole, largest in columns}
+    keys = list(outs[0])
+    rows = []
+    for out in outs:
+        rows.append(torch.stack([exact(out[key].detach()) for key in out]))
+    stacked = torch.stack(rows)
+    sums = dict(zip(keys, stacked.sum(0).unbind(), strict=True))
+    for key, largest in zip(keys, stacked.amax(0).unbind(), strict=True):
+        if key.startswith("max_"):
+            sums[key] = largest
+    return sums
 
 
 def total(outs: list[dict[str, torch.Tensor]]) -> Sums:
-    """The same, brought to the host in one go."""
+    """Return the sums over micro-batches as numbers, brought to the host by one copy."""
     sums = added(outs)
-    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
+    if not sums:
+        return {}
+    values = torch.stack(list(sums.values())).tolist()
+    return dict(zip(sums, values, strict=True))
 
 
 def reader(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
-    """An objective for `Engine.evaluate` that notes in `kept` what `read` gives for each micro-batch."""
+    """Return an objective for `Engine.evaluate` that appends to `kept` what `read` returns for each micro-batch."""
 
     def objective(outputs: Any, batch: Any) -> Any:
         kept.append(read(outputs, batch))
@@ -157,22 +173,26 @@ def reader(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
 
 
 class CompositeEngine:
-    """An Engine over the engines of several roles. Objectives are by role (role → objective), sums are added up, the norm is that of all
-    gradients together, and so clipping is.
+    """An Engine over the engines of several roles.
+
+    Objectives are by role (role → objective) and sums are added up. The norm, by which gradients
+    are clipped, is that of all gradients together.
 
     Calls for one model (infer, whole_weights, unsharded_model, an objective that is no mapping) go to the policy. Canonical names of
     another role's tensors have the role before them: `value/model.<fqn>`, so that an export or a run without it finds the policy's alone.
     """
 
     def __init__(self, engines: dict[str, Engine], rates: Mapping[str, float]) -> None:
-        """`engines`: by role, `policy` among them. `rates`: learning rate of a role as a part of the policy's, where it is another."""
-        self.engines, self.rates = engines, rates
+        """`engines`: by role, `policy` among them.
+
+        `rates`: learning rate of a role as a part of the policy's; 1 for a role that is missing.
+        """
+        self.engines = engines
+        self.rates = rates
         self.policy = engines[POLICY]
-        self.infer, self.whole_weights, self.unsharded_model = (
-            self.policy.infer,
-            self.policy.whole_weights,
-            self.policy.unsharded_model,
-        )
+        self.infer = self.policy.infer
+        self.whole_weights = self.policy.whole_weights
+        self.unsharded_model = self.policy.unsharded_model
 
     def begin_step(self, lr: float) -> None:
         for role, engine in self.engines.items():
@@ -182,82 +202,92 @@ class CompositeEngine:
         self, micro_batches: list[Any], objective: Any, denominator: float
     ) -> DeviceSums:
         assert objective.keys() == self.engines.keys(), "each trainable model has an objective"
-        return _added(
-            engine.forward_backward(micro_batches, objective[role], denominator)
-            for role, engine in self.engines.items()
-        )
+        sums_of_roles = []
+        for role, engine in self.engines.items():
+            sums = engine.forward_backward(micro_batches, objective[role], denominator)
+            sums_of_roles.append(sums)
+        return _added(sums_of_roles)
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         if not isinstance(objective, Mapping):
             return self.policy.evaluate(micro_batches, objective)
         batches = list(micro_batches)
-        return _added(
-            self.engines[role].evaluate(batches, wanted) for role, wanted in objective.items()
-        )
+        sums_of_roles = []
+        for role, role_objective in objective.items():
+            sums_of_roles.append(self.engines[role].evaluate(batches, role_objective))
+        return _added(sums_of_roles)
 
     def grad_norm(self) -> torch.Tensor:
-        return (
-            torch.stack([engine.grad_norm() for engine in self.engines.values()])
-            .square()
-            .sum()
-            .sqrt()
-        )
+        norms = torch.stack([engine.grad_norm() for engine in self.engines.values()])
+        return norms.square().sum().sqrt()
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         for role, engine in self.engines.items():
-            engine.step(lr and lr * self.rates.get(role, 1.0), grad_norm, finite)
+            role_lr: float | None = None
+            if lr is not None:
+                role_lr = lr * self.rates.get(role, 1.0)
+            engine.step(role_lr, grad_norm, finite)
 
     def rescales(self) -> bool:
         return any(engine.rescales() for engine in self.engines.values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            name if role == POLICY else f"{role}/{name}": tensor
-            for role, engine in self.engines.items()
-            for name, tensor in engine.tensors().items()
-        }
+        tensors: dict[str, torch.Tensor] = {}
+        for role, engine in self.engines.items():
+            prefix = "" if role == POLICY else f"{role}/"
+            for name, tensor in engine.tensors().items():
+                tensors[prefix + name] = tensor
+        return tensors
 
     def state(self) -> dict[str, Any]:
-        return self.policy.state() | {
-            "roles": {
-                role: engine.state() for role, engine in self.engines.items() if role != POLICY
-            }
-        }
+        roles: dict[str, Any] = {}
+        for role, engine in self.engines.items():
+            if role != POLICY:
+                roles[role] = engine.state()
+        return self.policy.state() | {"roles": roles}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        roles = state.get("roles", {})
         for role, engine in self.engines.items():
-            own = (
-                state
-                if role == POLICY
-                else {**state.get("roles", {}).get(role, {}), "step": state["step"]}
-            )
-            engine.load_state(own, of_role(tensors, role))
+            if role == POLICY:
+                role_state = state
+            else:
+                role_state = {**roles.get(role, {}), "step": state["step"]}
+            engine.load_state(role_state, of_role(tensors, role))
 
     def memory_stats(self) -> MemoryStats:
-        return sum(
-            (engine.memory_stats() for engine in self.engines.values()), MemoryStats(0, 0, 0)
-        )
+        stats = MemoryStats(0, 0, 0)
+        for engine in self.engines.values():
+            stats += engine.memory_stats()
+        return stats
 
     def exposed_communication(self) -> float | None:
+        # All engines are asked, whatever the first answers: the answer sets some of their clocks to 0.
         waits = [engine.exposed_communication() for engine in self.engines.values()]
-        return None if None in waits else math.fsum(wait for wait in waits if wait is not None)
+        if None in waits:
+            return None
+        return math.fsum(seconds for seconds in waits if seconds is not None)
 
 
 def of_role(named: Mapping[str, T], role: str) -> dict[str, T]:
-    """The tensors of a role, under the names that its own engine has for them."""
+    """Return what belongs to a role, under the names that the role's own engine has."""
     if role == POLICY:
         return {name: value for name, value in named.items() if "/" not in name}
-    return {
-        name.removeprefix(f"{role}/"): value
-        for name, value in named.items()
-        if name.startswith(f"{role}/")
-    }
+    prefix = f"{role}/"
+    found: dict[str, T] = {}
+    for name, value in named.items():
+        if name.startswith(prefix):
+            found[name.removeprefix(prefix)] = value
+    return found
 
 
 def _added(parts: Iterable[dict[str, N]]) -> dict[str, N]:
-    """The losses of all roles are one; other sums of one name are added up as well."""
+    """Return sums of several roles as one: the loss of all roles, and sums that share a name, are added up."""
     total: dict[str, N] = {}
     for sums in parts:
         for key, value in sums.items():
-            total[key] = total[key] + value if key in total else value
+            if key in total:
+                total[key] = total[key] + value
+            else:
+                total[key] = value
     return total

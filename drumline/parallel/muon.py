@@ -1,4 +1,4 @@
-"""Muon over parts of matrices: ranks that hold parts of one bring it to an owner, which makes it orthogonal, and sends the parts back."""
+"""Muon over parts of matrices: ranks that hold parts of a matrix bring it to an owner, which makes it orthogonal and returns the parts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from drumline.core.config import OptimizerConfig
 from drumline.parallel.norms import local
 from drumline.vendor.torch import compute_local_shape_and_global_offset, orthogonalise
 
-COEFFICIENTS, STEPS, EPSILON = (3.4445, -4.7750, 2.0315), 5, 1e-7  # those of torch.optim.Muon
+# The Newton-Schulz iteration of torch.optim.Muon.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+EPSILON = 1e-7
+# An orthogonal update times 0.2 √(larger side) is as large as an update of AdamW (Liu et al. 2025).
+ADAMW_RATIO = 0.2
 
 
 class _Mask(NamedTuple):
-    """Whether a step is taken, as scalars on one device, so that the host need not know: bool `is_passed_over`, and `is_taken` 1.0 or 0.0.
+    """Whether a step is taken, as scalars on one device, so that the host need not know.
 
-    None: it is taken. `shrinks_by`: what weights are multiplied by for their decay.
+    `is_passed_over` is a bool and `is_taken` is 1.0 or 0.0; both are None if the step is taken
+    anyway. `shrinks_by` is what weights are multiplied by for their decay.
     """
 
     is_passed_over: torch.Tensor | None
@@ -37,13 +43,17 @@ class _Mask(NamedTuple):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024), with the numbers of torch.optim.Muon: Nesterov momentum in fp32, cut as the weight is; Newton-Schulz in
-    bf16 on the whole matrix; the rate times 0.2 √(larger side), so that it is AdamW's (Liu et al. 2025).
+    """Muon (Jordan et al. 2024), with the numbers of torch.optim.Muon.
 
-    Matrices of one shape go in turn, one an owner: two all-to-alls in bf16. Where each rank has the whole, it computes all. Where a matrix
-    is cut along two axes of the mesh, each rank gathers it.
+    Nesterov momentum is fp32, cut as the weight is. Newton-Schulz runs in bf16 on the whole matrix.
+    The rate is multiplied by 0.2 √(larger side), so that it is AdamW's (Liu et al. 2025).
 
-    `found_inf`: a scalar on the device of the weights. Where it is 1, a step leaves all as it is, as the fused optimizers of torch do.
+    Matrices of one shape are dealt to owners, one to each: two all-to-alls in bf16. If each rank
+    has the whole matrix, each computes all. If a matrix is cut along two axes of the mesh, each
+    rank gathers it.
+
+    `found_inf`: a scalar on the device of the weights. If it is 1, a step leaves all as it is, as
+    the fused optimizers of torch do.
     """
 
     found_inf: torch.Tensor | None = None
@@ -58,29 +68,36 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             decay = group["lr"] * group["weight_decay"]
             masks: dict[torch.device, _Mask] = {}
-            for together in _rounds(
-                [parameter for parameter in group["params"] if parameter.grad is not None]
-            ):
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for together in _rounds(parameters):
                 device = local(together[0]).device
                 if device not in masks:
                     masks[device] = _Mask.make(self.found_inf, device, decay)
-                mask = masks[device]
-                means = [
-                    self._averaged(parameter, group["momentum"], mask) for parameter in together
-                ]
-                updates = _orthogonal(means, together[0])
-                for parameter, update in zip(together, updates, strict=True):
-                    rate = group["lr"] * 0.2 * math.sqrt(max(parameter.shape))
-                    change = update if mask.is_taken is None else update * mask.is_taken
-                    local(parameter).mul_(mask.shrinks_by).add_(change, alpha=-rate)
+                self._step_round(together, group, masks[device])
 
-    def _averaged(self, parameter: torch.Tensor, momentum: float, mask: _Mask) -> torch.Tensor:
-        """This rank's part of a gradient with momentum: bfloat16, as Newton-Schulz takes it."""
+    def _step_round(self, together: list[torch.Tensor], group: dict[str, Any], mask: _Mask) -> None:
+        """Step parameters of one shape that are cut alike."""
+        means = []
+        for parameter in together:
+            means.append(self._average(parameter, group["momentum"], mask))
+        updates = _orthogonal(means, together[0])
+        for parameter, update in zip(together, updates, strict=True):
+            rate = group["lr"] * ADAMW_RATIO * math.sqrt(max(parameter.shape))
+            if mask.is_taken is not None:
+                update = update * mask.is_taken
+            local(parameter).mul_(mask.shrinks_by).add_(update, alpha=-rate)
+
+    def _average(self, parameter: torch.Tensor, momentum: float, mask: _Mask) -> torch.Tensor:
+        """Take the gradient into its momentum, and return this rank's part of the Nesterov average.
+
+        It is bfloat16, as Newton-Schulz takes it.
+        """
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
-        mean, gradient = local(state["momentum_buffer"]), local(parameter.grad)
+        mean = local(state["momentum_buffer"])
+        gradient = local(parameter.grad)
         if mask.is_passed_over is not None:
             # The mean of the mean and itself is the mean, and finite.
             gradient = torch.where(mask.is_passed_over, mean, gradient)
@@ -88,95 +105,136 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(mean, momentum).bfloat16()
 
 
-def _cuts(parameter: torch.Tensor) -> list[tuple[int, int]]:
-    """(axis of the mesh, dimension of the matrix) of each cut."""
+class _Cut(NamedTuple):
+    """A dimension of a matrix that is cut along an axis of its mesh."""
+
+    axis: int
+    dim: int
+
+
+def _cuts(parameter: torch.Tensor) -> list[_Cut]:
     if not isinstance(parameter, DTensor):
         return []
-    placed: list[tuple[int, Any]] = list(enumerate(parameter.placements))
-    return [
-        (i, placement.dim)
-        for i, placement in placed
-        if parameter.device_mesh.size(i) > 1 and not placement.is_replicate()
-    ]
+    cuts = []
+    placements: tuple[Any, ...] = parameter.placements
+    for axis, placement in enumerate(placements):
+        if parameter.device_mesh.size(axis) > 1 and not placement.is_replicate():
+            cuts.append(_Cut(axis, placement.dim))
+    return cuts
 
 
 def _rounds(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Parameters that go at once: of one shape, cut alike, no more than there are owners."""
+    """Yield parameters that are stepped at once: of one shape, cut alike, at most one an owner."""
     alike: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
-        alike.setdefault((parameter.shape, *_cuts(parameter)), []).append(parameter)
-    for (_, *cuts), same in alike.items():
+        key = (parameter.shape, *_cuts(parameter))
+        alike.setdefault(key, []).append(parameter)
+    for same in alike.values():
         first = same[0]
-        most = (
-            first.device_mesh.size(cuts[0][0])
-            if len(cuts) == 1 and isinstance(first, DTensor)
-            else 1
-        )
-        yield from (same[start : start + most] for start in range(0, len(same), most))
+        cuts = _cuts(first)
+        owners = 1
+        if len(cuts) == 1 and isinstance(first, DTensor):
+            owners = first.device_mesh.size(cuts[0].axis)
+        for start in range(0, len(same), owners):
+            yield same[start : start + owners]
 
 
 def _orthogonal(parts: list[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
-    """This rank's parts of the matrices, made orthogonal. `like`: a parameter that is cut as they are."""
+    """Return this rank's parts of the matrices, made orthogonal.
+
+    `like`: a parameter that is cut as the matrices are.
+    """
     cuts = _cuts(like)
     if not cuts:
-        return [orthogonalise(part, COEFFICIENTS, STEPS, EPSILON) for part in parts]
+        return [_newton_schulz(part) for part in parts]
     assert isinstance(like, DTensor)
     if len(cuts) == 1:
-        return _by_owners(parts, like, *cuts[0])
+        return _orthogonal_by_owners(parts, like, cuts[0])
     shape, offset = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )
-    own = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    mesh, size, stride = like.device_mesh, like.shape, like.stride()
-    placed = [
-        DTensor.from_local(part, mesh, like.placements, run_check=False, shape=size, stride=stride)
-        for part in parts
-    ]
-    # On the mesh's device.
-    whole = [orthogonalise(matrix.full_tensor(), COEFFICIENTS, STEPS, EPSILON) for matrix in placed]
-    return [matrix[own].to(part.device) for matrix, part in zip(whole, parts, strict=True)]
-
-
-def _by_owners(parts: list[torch.Tensor], like: DTensor, axis: int, dim: int) -> list[torch.Tensor]:
-    """The same over one axis of the mesh, along which dimension `dim` is cut. The i-th matrix belongs to the i-th rank."""
-    mesh = like.device_mesh
-    group, ranks, rank = mesh.get_group(axis), mesh.size(axis), mesh.get_local_rank(axis)
-    rows, columns = like.shape[dim], like.shape[1 - dim]
-    each, here = math.ceil(rows / ranks), parts[0].shape[dim]
-    sent = parts[0].new_zeros(len(parts), each, columns)
-    for filled, part in zip(sent, parts, strict=True):
-        filled[:here] = part.T if dim else part
-    to_owners, from_owners = (
-        [int(r < len(parts)) for r in range(ranks)],
-        [int(rank < len(parts))] * ranks,
-    )
-    arrived = sent.new_empty(sum(from_owners), each, columns)
-    _exchange(arrived, sent, from_owners, to_owners, group)
-    if len(arrived):
-        whole = arrived.view(-1, columns)
-        matrix = orthogonalise(
-            whole[:rows].T if dim else whole[:rows], COEFFICIENTS, STEPS, EPSILON
+    own_part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    sharded = []
+    for part in parts:
+        matrix = DTensor.from_local(
+            part,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
         )
-        whole[:rows] = matrix.T if dim else matrix
-    _exchange(sent, arrived, to_owners, from_owners, group)
-    return [filled[:here].T if dim else filled[:here] for filled in sent]
+        sharded.append(matrix)
+    orthogonal = []
+    for matrix, part in zip(sharded, parts, strict=True):
+        # The gathered matrix is on the mesh's device; the parts may lie elsewhere.
+        whole = _newton_schulz(matrix.full_tensor())
+        orthogonal.append(whole[own_part].to(part.device))
+    return orthogonal
+
+
+def _newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    return orthogonalise(matrix, COEFFICIENTS, STEPS, EPSILON)
+
+
+def _orthogonal_by_owners(
+    parts: list[torch.Tensor], like: DTensor, cut: _Cut
+) -> list[torch.Tensor]:
+    """Return this rank's parts of matrices that are cut along one axis, made orthogonal.
+
+    The i-th rank along that axis owns the i-th matrix. Parts travel as rows of the cut dimension;
+    each is filled up to `most_rows`, so that all are of one size.
+    """
+    mesh = like.device_mesh
+    group = mesh.get_group(cut.axis)
+    ranks = mesh.size(cut.axis)
+    rank = mesh.get_local_rank(cut.axis)
+    is_cut_by_columns = cut.dim == 1
+    rows = like.shape[cut.dim]
+    columns = like.shape[1 - cut.dim]
+    most_rows = math.ceil(rows / ranks)
+    rows_here = parts[0].shape[cut.dim]
+    sent = parts[0].new_zeros(len(parts), most_rows, columns)
+    for filled, part in zip(sent, parts, strict=True):
+        if is_cut_by_columns:
+            filled[:rows_here] = part.T
+        else:
+            filled[:rows_here] = part
+    # One part to each rank that owns a matrix, and one from each rank if this one does.
+    to_owners = [int(owner < len(parts)) for owner in range(ranks)]
+    from_owners = [int(rank < len(parts))] * ranks
+    received = sent.new_empty(sum(from_owners), most_rows, columns)
+    _exchange(received, sent, from_owners, to_owners, group)
+    if len(received):
+        whole = received.view(-1, columns)
+        if is_cut_by_columns:
+            whole[:rows] = _newton_schulz(whole[:rows].T).T
+        else:
+            whole[:rows] = _newton_schulz(whole[:rows])
+    _exchange(sent, received, to_owners, from_owners, group)
+    if is_cut_by_columns:
+        return [filled[:rows_here].T for filled in sent]
+    return [filled[:rows_here] for filled in sent]
 
 
 def _exchange(
     out: torch.Tensor,
-    given: torch.Tensor,
+    sent: torch.Tensor,
     out_sizes: list[int],
-    sizes: list[int],
+    sent_sizes: list[int],
     group: dist.ProcessGroup,
 ) -> None:
-    """An all-to-all of whole rows; as bytes, since gloo has none of bf16."""
+    """Run an all-to-all of whole rows, as bytes: gloo has none of bf16."""
     dist.all_to_all_single(
-        out.view(torch.uint8), given.view(torch.uint8), out_sizes, sizes, group=group
+        out.view(torch.uint8), sent.view(torch.uint8), out_sizes, sent_sizes, group=group
     )
 
 
 class Joined:
-    """Several optimizers, as one. `found_inf`: what a fused one among them is to see in its step, as of an optimizer of its own."""
+    """Several optimizers as one.
+
+    `found_inf`: the flag that a fused optimizer among them reads in its step.
+    """
 
     found_inf: torch.Tensor | None = None
 
@@ -185,11 +243,17 @@ class Joined:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for part in self.parts for group in part.param_groups]
+        groups: list[dict[str, Any]] = []
+        for part in self.parts:
+            groups += part.param_groups
+        return groups
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+        states: dict[torch.Tensor, Any] = {}
+        for part in self.parts:
+            states.update(part.state)
+        return states
 
     def step(self) -> None:
         for part in self.parts:

@@ -1,10 +1,14 @@
-"""The native engines: PyTorch's autograd and optimizer over one process, copies, or what a strategy makes of a model, and what an engine
-does without gradients (evaluate, infer, hand out weights; a frozen model needs no more). The model is changed by ordered transforms."""
+"""The native engines: PyTorch's autograd and optimizer over a model that is spread by ordered transforms.
+
+`ForwardEngine` does what needs no gradients (evaluate, infer, return weights), which is all that a frozen model needs. `NativeEngine`
+trains.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -92,36 +96,54 @@ def prepare(
     overlaps: bool = True,
     make_optimizer: MakeOptimizer | None = None,
 ) -> E:
-    """Spread a model as planned: transforms in order, then its weights, then what the engine adds (an optimizer, where it trains).
-    `plain`: any module, not a Hugging Face model. `overlaps` False: copies are averaged without DDP, which has to see each forward
-    that a backward goes through. `make_optimizer`: in place of the plan's."""
+    """Spread a model as planned, fill its weights, and return the engine over it. Collective.
+
+    `engine`: builds the engine of (plan, model, spread, context of a forward). `plain`: any module,
+    not a Hugging Face model. `overlaps` False: copies are averaged without DDP, which has to see
+    each forward that a backward goes through. `make_optimizer`: in place of the plan's.
+    """
     config = plan.config
     # FSDP2 has work for one process alone, too: to keep its weights in host memory.
-    spreads = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
-    whole = device_mesh(plan.mesh, plan.device) if spreads else None
-    apply_fp8(model, plan)
-    if plan.mesh.tp > 1 and (
-        plan.mesh.pp == 1 or tensor_plan(model)
-    ):  # a stage may have no layer that is cut
-        assert whole is not None
-        apply_tp(model, whole["tp"], plan.stream_parts > 1, plan.activation_checkpointing == "none")
-    if plan.mesh.ep > 1:
-        assert whole is not None
-        apply_expert_parallelism(model, whole["ep"])
-    if config.model.sync_batchnorm and whole is not None:
-        apply_sync_batchnorm(model, plan.device, config.model.sync_batchnorm_ranks)
-    module = Plain(model, plan.batch) if plain else ForwardWithObjective(model)
+    is_spread = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
+    mesh = device_mesh(plan.mesh, plan.device) if is_spread else None
+    _apply_to_layers(plan, model, mesh)
+    module: Plain | ForwardWithObjective
+    if plain:
+        module = Plain(model, plan.batch)
+    else:
+        module = ForwardWithObjective(model)
     if config.model.kernels == "liger":
         apply_liger(model)
     if plan.mesh.cp > 1:
-        assert whole is not None and isinstance(module, ForwardWithObjective)
-        apply_context_parallel(module, model, whole["cp"], plan.cp_method, config.packs)
+        assert mesh is not None and isinstance(module, ForwardWithObjective)
+        apply_context_parallel(module, model, mesh["cp"], plan.cp_method, config.packs)
     apply_memory(model, plan)
     apply_compile(model, config.compile)
-    around = module.sequence.around if module.sequence is not None else contextlib.nullcontext
-    own = {} if make_optimizer is None else {"make_optimizer": make_optimizer}
-    spread = spread_over_data(plan, whole, model, [(module, model)], module, values, overlaps)
-    return engine(plan, model, spread, around, **own)
+    around: Around = contextlib.nullcontext
+    if module.sequence is not None:
+        around = module.sequence.around
+    options: dict[str, Any] = {}
+    if make_optimizer is not None:
+        options["make_optimizer"] = make_optimizer
+    spread = spread_over_data(plan, mesh, model, [(module, model)], module, values, overlaps)
+    return engine(plan, model, spread, around, **options)
+
+
+def _apply_to_layers(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Apply the transforms that replace or cut layers. `mesh`: None for one process alone."""
+    apply_fp8(model, plan)
+    # A stage of a pipeline may have no layer that is cut.
+    if plan.mesh.tp > 1 and (plan.mesh.pp == 1 or tensor_plan(model)):
+        assert mesh is not None
+        is_sequence_parallel = plan.stream_parts > 1
+        keeps_parts = plan.activation_checkpointing == "none"
+        apply_tp(model, mesh["tp"], is_sequence_parallel, keeps_parts)
+    if plan.mesh.ep > 1:
+        assert mesh is not None
+        apply_expert_parallelism(model, mesh["ep"])
+    options = plan.config.model
+    if options.sync_batchnorm and mesh is not None:
+        apply_sync_batchnorm(model, plan.device, options.sync_batchnorm_ranks)
 
 
 def spread_over_data(
@@ -133,14 +155,19 @@ def spread_over_data(
     values: Values,
     overlaps: bool,
 ) -> Spread:
-    """Data parallelism goes on last, around everything: the strategy's own, or copies of `module`. `roots`: see StrategySpec.spread."""
-    own: Spread | None = plan.config.strategy.spread(plan, whole, model, roots, values)
+    """Fill a model's weights, and spread it over the data ranks. Collective.
+
+    Data parallelism goes on last, around everything: the strategy's own, or copies of `module`.
+    `whole`: the mesh of all ranks, or None for one process alone. `roots`: see StrategySpec.spread.
+    """
+    strategy = plan.config.strategy
+    own: Spread | None = strategy.spread(plan, whole, model, roots, values)
     if own is not None:
         return own
     values.fill(model)
     if whole is None or plan.data_parallel != "ddp":
         return Unreplicated(module)
-    options, strategy = plan.config.strategy.copies(), plan.config.strategy
+    options = strategy.copies()
     bucket_bytes = int(options.bucket_cap_mb * 2**20)
     if strategy.optimizer_shards(plan.mesh) > strategy.shards(plan.mesh):
         return SharedStep(module, whole, bucket_bytes)
@@ -148,13 +175,16 @@ def spread_over_data(
         experts = whole["replicate"].get_group() if plan.mesh.ep > 1 else None
         return BucketedAllReduce(module, gradient_group(whole), bucket_bytes, experts)
     ddp = apply_ddp(module, options, gradient_group(whole))
-    return Replicated(
-        ddp, compress_ddp(ddp, options.compression, derive(plan.config.run.seed, "compression"))
-    )
+    seed = derive(plan.config.run.seed, "compression")
+    compressor = compress_ddp(ddp, options.compression, seed)
+    return Replicated(ddp, compressor)
 
 
 class ForwardEngine:
-    """A module whose forward runs model and objective together (so wrappers' hooks see all uses of a weight), spread over ranks."""
+    """A module that is spread over ranks.
+
+    Its forward runs model and objective together, so that wrappers' hooks see all uses of a weight.
+    """
 
     trains = False
 
@@ -162,16 +192,21 @@ class ForwardEngine:
         self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext
     ) -> None:
         """`around`: a context that each forward (and its backward) runs in."""
-        self.model, self.spread, self.around = model, spread, around
+        self.model = model
+        self.spread = spread
+        self.around = around
         self.device = plan.place
         # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
-        casts = plan.pure or (isinstance(spread, Sharded) and spread.casts)
-        self.autocast_dtype = None if casts else LOW_PRECISION.get(plan.precision)
+        casts_weights = isinstance(spread, Sharded) and spread.casts
+        self.autocast_dtype: torch.dtype | None = None
+        if not (plan.pure or casts_weights):
+            self.autocast_dtype = LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
         self.statistics = Statistics(self.batch_norms)
-        self.is_whole = isinstance(
+        keeps_copies = isinstance(
             spread, Unreplicated | Replicated | SharedStep | BucketedAllReduce
-        ) and plain_mesh(plan.mesh)
+        )
+        self.is_whole = keeps_copies and plain_mesh(plan.mesh)
         if not self.trains:
             self.model.eval()
         elif not self.model.training:  # a part that was built in eval mode stays in it
@@ -214,11 +249,13 @@ class ForwardEngine:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         trains = torch.is_grad_enabled()
+        module = self.spread.module if trains else self.spread.inner
         with self._autocast():
-            out = (self.spread.module if trains else self.spread.inner)((args, kwargs))
+            out = module((args, kwargs))
         if not trains and isinstance(self.spread, Sharded):
             self.spread.reshard()
-        return precise(out)  # a loss is made of it outside of autocast
+        # A loss is made of it outside of autocast.
+        return precise(out)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -246,7 +283,7 @@ class ForwardEngine:
         return outs
 
     def _come_together(self) -> None:
-        """Before the model is evaluated: state that differs between ranks becomes the same on all. Collective."""
+        """Make the state that differs between ranks the same on all, for an evaluation. Collective."""
         agree_on_statistics(self.batch_norms)
 
     def _train(self, mode: bool) -> None:
@@ -285,35 +322,44 @@ class NativeEngine(ForwardEngine):
         # A loop of the user's own may freeze some, and unfreeze others.
         self.learned = {*learning(model)}
         self.stepped = spread.stepped(self.named)
-        options, own = plan.config.optimizer, make_optimizer and make_optimizer(model)
-        inner = (
-            {id(p) for block in blocks(model) for p in block.parameters() if p.ndim == 2}
-            if options.kind == "muon"
-            else set()
-        )
-        matrices = frozenset(
-            name for name, parameter in self.named.items() if id(parameter) in inner
-        )
-        seed = plan.config.run.seed
-        low = (
-            (lambda groups: LowAdamW(groups, options, plan.config.precision, seed))
-            if plan.pure
-            else None
-        )
-        goes = InBackward if options.in_backward else OnHost if options.offload else None
-        if own is not None and self.stepped is not self.named:
-            what = "it steps the model's own parameters, and shard_optimizer parts of them"
-            raise PlanError(
-                what, where="make_optimizer", fix="use strategy=fsdp2, or leave make_optimizer out"
-            )
-        if goes is None or own is not None:
-            self.optimizer: Any = build_optimizer(self.stepped, options, own, matrices, low)
-        else:
-            self.optimizer = goes(self.named, lambda some: build_optimizer(some, options))
+        self.optimizer: Any = self._build_optimizer(plan, make_optimizer)
         if plan.config.compile.optimizer:
             compile_step(self.optimizer)
         self.gathers_fp8 = plan.config.precision.gather == "fp8"
         self.masks = isinstance(self.optimizer, OnHost) or masks(self.optimizer, self.device)
+
+    def _build_optimizer(self, plan: Plan, make_optimizer: MakeOptimizer | None) -> Any:
+        """Return the user's optimizer, or the plan's, with its state made."""
+        options = plan.config.optimizer
+        own: torch.optim.Optimizer | None = None
+        if make_optimizer is not None:
+            own = make_optimizer(self.model)
+        if own is not None and self.stepped is not self.named:
+            raise PlanError(
+                "it steps the model's own parameters, and shard_optimizer parts of them",
+                where="make_optimizer",
+                fix="use strategy=fsdp2, or leave make_optimizer out",
+            )
+        if own is None and options.in_backward:
+            return InBackward(self.named, lambda some: build_optimizer(some, options))
+        if own is None and options.offload:
+            return OnHost(self.named, lambda some: build_optimizer(some, options))
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
+        if plan.pure:
+            make = partial(_low_adamw, plan=plan)
+        matrices = frozenset[str]()
+        if options.kind == "muon":
+            matrices = self._matrices_in_blocks()
+        return build_optimizer(self.stepped, options, own, matrices, make)
+
+    def _matrices_in_blocks(self) -> frozenset[str]:
+        """Return the names of the two-dimensional parameters within blocks, which Muon steps."""
+        matrices: set[int] = set()
+        for block in blocks(self.model):
+            matrices |= {id(parameter) for parameter in block.parameters() if parameter.ndim == 2}
+        return frozenset(
+            name for name, parameter in self.named.items() if id(parameter) in matrices
+        )
 
     def forward_backward(
         self, micro_batches: list[Any], objective: Any, denominator: float
@@ -342,7 +388,8 @@ class NativeEngine(ForwardEngine):
             (loss_sum * self.loss_scale.scale(self.averaged_over / denominator)).backward()
 
     def divide(self, by: torch.Tensor) -> None:
-        if gradients := [local(g) for g in self._gradients()]:
+        gradients = self._local_gradients()
+        if gradients:
             foreach_mul_(gradients, (1.0 / by).to(gradients[0]))
 
     def begin_step(self, lr: float) -> None:
@@ -352,23 +399,23 @@ class NativeEngine(ForwardEngine):
     def grad_norm(self) -> torch.Tensor:
         if isinstance(self.optimizer, InBackward):
             return total_norm(self.optimizer.squares, self.device)
-        self.loss_scale.unscale([local(g) for g in self._gradients()])
-        counted = [
-            p.grad
-            for name, p in self.stepped.items()
-            if p.grad is not None and name not in self.counted_elsewhere
-        ]
+        self.loss_scale.unscale(self._local_gradients())
+        counted: list[torch.Tensor] = []
+        for name, parameter in self.stepped.items():
+            if parameter.grad is not None and name not in self.counted_elsewhere:
+                counted.append(parameter.grad)
         return global_norm(counted, self.device, self.group)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         self.statistics.settle(finite)
-        # Where the host has to know, it asks before it clips: the device is clipping while the answer comes.
+        # If the host has to know, it asks before it clips: the device is clipping while the answer
+        # comes.
         late_finite = None if self.masks else LateCopy(finite)
-        gradients = [local(g) for g in self._gradients()]
-        if (
-            self.max_grad_norm is not None and gradients
-        ):  # a pipeline's stage may have nothing trainable
-            # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded gradients are scaled alike.
+        gradients = self._local_gradients()
+        # A pipeline's stage may have nothing trainable.
+        if self.max_grad_norm is not None and gradients:
+            # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded
+            # gradients are scaled alike.
             factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
             foreach_mul_(gradients, factor.to(gradients[0]))
         if late_finite is None or late_finite.read():
@@ -394,7 +441,7 @@ class NativeEngine(ForwardEngine):
             self._weights_changed()
 
     def _weights_changed(self) -> None:
-        """Whatever changed them: FSDP2 must not gather them in fp8 with the scales of those before. Collective."""
+        """Make the scales anew that FSDP2 gathers weights in fp8 by. Collective."""
         if self.gathers_fp8:
             gathered_scales(self.model)
 
@@ -415,7 +462,7 @@ class NativeEngine(ForwardEngine):
         }
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        # The tensors are the engine's own, and filled; but for what is quantised or in bf16, whose copies they are.
+        # The tensors are the engine's own, already filled, or copies of what is quantised or in bf16.
         for name, tensor in self._kept().items():
             load_saved(tensor, tensors.get(name, tensor))
         load_numbers(self.optimizer, self.stepped, tensors)
@@ -430,33 +477,47 @@ class NativeEngine(ForwardEngine):
             self.spread.compressor.step = state["step"]
 
     def _kept(self) -> dict[str, torch.Tensor]:
-        frozen = {
-            f"model.{n}": p.data
-            for n, p in self.named.items()
-            if n in self.learned and not p.requires_grad
-        }
-        return (
-            frozen | canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.stepped)
-        )
+        """Return weights and optimizer state by canonical name.
+
+        Weights that a loop has frozen since the model was spread are among them.
+        """
+        frozen: dict[str, torch.Tensor] = {}
+        for name, parameter in self.named.items():
+            if name in self.learned and not parameter.requires_grad:
+                frozen[f"model.{name}"] = parameter.data
+        weights = canonical_tensors(self.model)
+        return frozen | weights | optimizer_tensors(self.optimizer, self.stepped)
 
     def memory_stats(self) -> MemoryStats:
-        return MemoryStats.of(
-            [*self.named.values(), *scales_of(self.model)],
-            [p.grad for p in self.named.values() if p.grad is not None],
-            [*tensors_in(*self.optimizer.state.values()), *getattr(self.optimizer, "copies", ())],
-        )
+        parameters = [*self.named.values(), *scales_of(self.model)]
+        gradients = [p.grad for p in self.named.values() if p.grad is not None]
+        states = tensors_in(*self.optimizer.state.values())
+        copies = getattr(self.optimizer, "copies", ())
+        return MemoryStats.of(parameters, gradients, [*states, *copies])
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.stepped.values() if p.grad is not None]
+    def _local_gradients(self) -> list[torch.Tensor]:
+        """Return this rank's parts of the gradients."""
+        return [local(p.grad) for p in self.stepped.values() if p.grad is not None]
+
+
+def _low_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
+    config = plan.config
+    return LowAdamW(groups, config.optimizer, config.precision, config.run.seed)
 
 
 def whole(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """A tensor, all of it, on `device`, where parts in host memory are brought first. Collective over the ranks that hold parts.
+    """Return all of a tensor on `device`. Collective over the ranks that hold parts.
 
-    Raises ModelError for a weight that is packed in 4 or 8 bits.
+    Parts in host memory are brought to the device first. Raises ModelError for a weight that is
+    packed in 4 or 8 bits.
     """
     if name.endswith(".packed"):
-        what = f"{name} is packed, and is not handed out whole"
-        raise ModelError(what, where="adapter.quantize", fix="use adapter.quantize=none for this")
-    tensor = tensor.detach().to(device)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        raise ModelError(
+            f"{name} is packed, and is not handed out whole",
+            where="adapter.quantize",
+            fix="use adapter.quantize=none for this",
+        )
+    on_device = tensor.detach().to(device)
+    if isinstance(on_device, DTensor):
+        return on_device.full_tensor()
+    return on_device

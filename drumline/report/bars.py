@@ -11,6 +11,8 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -28,12 +30,16 @@ LOOKING_FOR_HELP = "nothing fits; looking for what would help"
 
 @contextmanager
 def aside(display: bool) -> Iterator[OnProgress]:
-    """Bars on standard error, or a callback that shows nothing."""
+    """Draw bars on standard error. If `display` is false, the callback shows nothing."""
     if not display:
-        yield lambda phase, done, total: None
+        yield _show_nothing
         return
     with lossy(), bars(Console(stderr=True)) as on_progress:
         yield on_progress
+
+
+def _show_nothing(phase: str, done: int, total: int | None) -> None:
+    """Take the place of a callback that draws bars."""
 
 
 def notes(lines: Iterable[str]) -> None:
@@ -52,52 +58,70 @@ def told_if_slow(tell: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
         yield
     finally:
         timer.cancel()
-        timer.join()  # what is done next may fork
+        # What is done next may fork, and a fork must not copy a running thread.
+        timer.join()
 
 
 def line_if_slow(
     console: Console, phase: str, seconds: float = 2.0
 ) -> AbstractContextManager[None]:
     """Print a line that work goes on if what is inside takes longer than some seconds."""
-    return told_if_slow(lambda: console.print(f"{phase} …", highlight=False), seconds)
+
+    def tell() -> None:
+        console.print(f"{phase} …", highlight=False)
+
+    return told_if_slow(tell, seconds)
 
 
 @contextmanager
 def bars(console: Console) -> Iterator[OnProgress]:
-    """A callback (phase, done, total or None) that draws one bar a phase; without a terminal, one line when a phase begins."""
+    """Give a callback (phase, done, total or None) that draws one bar for each phase.
+
+    Without a terminal it prints one line when a phase begins.
+    """
     if not console.is_terminal:
-        seen: set[str] = set()
-
-        def line(phase: str, done: int, total: int | None) -> None:
-            if phase not in seen:
-                seen.add(phase)
-                console.print(f"{phase} …" + (f" ({total})" if total else ""), highlight=False)
-
-        yield line
+        yield _line_printer(console)
         return
-    # What is long gives way: at a width of 80 the phase is cut, and numbers and times are whole.
-    phase = TextColumn(
-        "{task.description}", table_column=Column(ratio=2, no_wrap=True, overflow="ellipsis")
-    )
-    columns = (
-        phase,
+    with Progress(*_columns(), console=console, expand=True) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def update(phase: str, done: int, total: int | None) -> None:
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=total)
+            progress.update(tasks[phase], completed=done, total=total)
+
+        yield update
+        for task in progress.tasks:
+            if task.total is None:  # its end was not known before it was over
+                done = max(1, task.completed)
+                progress.update(task.id, total=done, completed=done)
+
+
+def _line_printer(console: Console) -> OnProgress:
+    """Return a callback that prints one line when a phase begins."""
+    seen: set[str] = set()
+
+    def print_phase(phase: str, done: int, total: int | None) -> None:
+        if phase in seen:
+            return
+        seen.add(phase)
+        number = f" ({total})" if total else ""
+        console.print(f"{phase} …{number}", highlight=False)
+
+    return print_phase
+
+
+def _columns() -> tuple[ProgressColumn, ...]:
+    """Return the columns of a bar.
+
+    At a width of 80 a long phase is cut, so that numbers and times are whole.
+    """
+    phase = Column(ratio=2, no_wrap=True, overflow="ellipsis")
+    return (
+        TextColumn("{task.description}", table_column=phase),
         BarColumn(None, table_column=Column(ratio=1)),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("ETA"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, expand=True) as progress:
-        tasks: dict[str, int] = {}
-
-        def bar(phase: str, done: int, total: int | None) -> None:
-            if phase not in tasks:
-                tasks[phase] = progress.add_task(phase, total=total)
-            progress.update(tasks[phase], completed=done, total=total)  # type: ignore[arg-type]
-
-        yield bar
-        for task in progress.tasks:
-            if task.total is None:  # its end was not known before it was over
-                progress.update(
-                    task.id, total=max(1, task.completed), completed=max(1, task.completed)
-                )

@@ -21,24 +21,24 @@ from drumline.core.mistakes import kind_of, models_at
 from drumline.core.redact import redact
 from drumline.errors import UserError, printable
 from drumline.report.bars import notes
-from drumline.report.facts import APART, RunFacts, Trace, short_names
+from drumline.report.facts import APART, HELD_OUT, RunFacts, Trace, short_names
 from drumline.report.sections import short
 
-SURE = 0.05  # of Welch's test: a difference that is less likely by chance counts
-ROUNDING = 1e-5  # relative; what tests of parity hold losses of two strategies to
-ABSENT = "–"  # of a key that a run does not have
-# Columns that a name, and a word of another cell, are not broken in: together they fit a width of 80.
-MOST_NAME, MOST_WORD = (
-    36,
-    14,
-)
-HELD_OUT = "held out: "  # begins the names of curves that few steps have
-LAST = 0.1  # part of the common steps whose mean a curve is judged by
-# Words in a curve's name that say which way is better. Those of UNKNOWN say that nothing does.
-LOWER, UNKNOWN = (
-    {"loss", "perplexity", "kl", "error", "failed"},
-    {"rejected", "std", "stderr", "coefficient"},
-)
+SIGNIFICANT = 0.05  # p of Welch's test below which a difference counts
+# Relative difference up to which two means count as equal. The parity tests allow the losses of
+# two strategies as much.
+ROUNDING = 1e-5
+ABSENT = "–"  # shown for a key that a run does not have
+MOST_NAMES = 6  # runs of one side that are listed by name
+# Widest minimum width in characters of the first column and of the others. Shorter words are never
+# broken, and all columns together fit a terminal of 80 characters.
+MOST_NAME = 36
+MOST_WORD = 14
+LAST = 0.1  # a curve is judged by the mean of this last part of the common steps
+LARGEST_SHARE = 10  # relative changes from here on say nothing and are not shown
+# Words in a curve's name that tell which direction is better. Words of UNKNOWN overrule the others.
+UNKNOWN = {"rejected", "std", "stderr", "coefficient"}
+LOWER = {"loss", "perplexity", "kl", "error", "failed"}
 HIGHER = {
     "accuracy",
     "exact",
@@ -55,8 +55,12 @@ HIGHER = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """One curve: `values` of each run of both sides, NaN of one that ended without a number; `better`: -1 where lower is better, 1 where
-    higher is, 0 where that is not known; `p` None: no test is possible."""
+    """The comparison of one curve.
+
+    `values`: the final value of each run of side A and of side B; NaN if a run ended without a
+    number. `better`: -1 if lower is better, 1 if higher is better, 0 if unknown. `p`: of Welch's
+    test; None if no test is possible.
+    """
 
     name: str
     values: tuple[list[float], list[float]]
@@ -65,191 +69,242 @@ class Verdict:
 
     @property
     def difference(self) -> float:
-        """Of the means, B less A."""
+        """Return the mean of B minus the mean of A."""
         return statistics.fmean(self.values[1]) - statistics.fmean(self.values[0])
 
     @property
     def differs_by_rounding(self) -> bool:
-        """Whether the two are as close as fp32 keeps the same training under two strategies."""
-        a, b = statistics.fmean(self.values[0]), statistics.fmean(self.values[1])
-        return abs(b - a) <= ROUNDING * max(abs(a), abs(b))
+        """Return whether the means are as close as fp32 keeps one training under two strategies."""
+        mean_a = statistics.fmean(self.values[0])
+        mean_b = statistics.fmean(self.values[1])
+        return abs(mean_b - mean_a) <= ROUNDING * max(abs(mean_a), abs(mean_b))
 
     @property
     def winner(self) -> str:
-        ahead = self.difference * self.better
+        """Return the text of the column "better"."""
         if self.better == 0:
             return "–"
+        ahead = self.difference * self.better
         if math.isnan(ahead):
-            lost = [
-                name
-                for name, side in zip("AB", self.values, strict=True)
-                if any(map(math.isnan, side))
-            ]
-            return (
-                "neither has a number"
-                if len(lost) == 2
-                else f"{'B' if lost == ['A'] else 'A'}: {lost[0]} has no number"
-            )
+            return self._winner_by_numbers()
         if self.p is None and self.differs_by_rounding:
             return "alike"
         name = "B" if ahead > 0 else "A"
-        return (
-            f"{name} ahead, untested" if self.p is None else name if self.p < SURE else "not shown"
-        )
+        if self.p is None:
+            return f"{name} ahead, untested"
+        if self.p < SIGNIFICANT:
+            return name
+        return "not shown"
+
+    def _winner_by_numbers(self) -> str:
+        """Return which side wins because the other has a run without a number."""
+        is_a_lost = any(math.isnan(value) for value in self.values[0])
+        is_b_lost = any(math.isnan(value) for value in self.values[1])
+        if is_a_lost and is_b_lost:
+            return "neither has a number"
+        if is_a_lost:
+            return "B: A has no number"
+        return "A: B has no number"
 
 
 def compare(folders: list[Path]) -> None:
-    """Print the tables. Raises UserError where the folders are not two sides."""
+    """Print the keys and curves in which two sides of runs differ.
+
+    Raises UserError if the folders are not two sides.
+    """
     a, b = sides(folders)
     console = Console(highlight=False)
-    for name, side in (("A", a), ("B", b)):
-        names = ", ".join(short_names(side)[:6]) + (
-            f", … {len(side)} in all" if len(side) > 6 else ""
-        )
-        console.print(
-            Text(
-                printable(
-                    redact(
-                        f"{name}  {names}  ({'one run' if len(side) == 1 else f'{len(side)} runs'})"
-                    )
-                )
-            )
-        )
-    notes(f"{run.name}: {problem}" for run in (*a, *b) for problem in run.problems)
-    keys = _differences(a, b)
-    console.print(_table(["key", "A", "B"], keys) if keys else "\nno key of the config differs\n")
-    verdicts, last = judge(a, b)
+    _print_side(console, "A", a)
+    _print_side(console, "B", b)
+    for run in (*a, *b):
+        notes(f"{run.name}: {problem}" for problem in run.problems)
+    keys = _differing_keys(a, b)
+    if keys:
+        console.print(_table(["key", "A", "B"], keys))
+    else:
+        console.print("\nno key of the config differs\n")
+    verdicts, last_step = judge(a, b)
     if not verdicts:
         console.print("no curve is in both, so nothing can be compared")
         return
     console.print(
-        f"curves up to step {last:,}, which all have: the mean of the last {LAST:.0%} of its points; ± one standard deviation of runs"
+        f"curves up to step {last_step:,}, which all have: the mean of the last {LAST:.0%} of its points; ± one standard deviation of runs"
     )
-    known = {each.name for each in verdicts}
-    lost = (name for name in a[0].traces if name.startswith(HELD_OUT) and name not in known)
-    apart = [name for name in lost if all(name in run.curves for run in (*a, *b))]
-    notes(
-        [f"not compared, as no step after the first has them in all runs: {', '.join(apart)}"]
-        * bool(apart)
-    )
-    rows = [
-        (
-            each.name,
-            *map(_mean, each.values),
-            _change(each),
-            "" if each.p is None else f"{each.p:.2g}",
-            each.winner,
-        )
-        for each in verdicts
-    ]
+    not_compared = _names_without_common_steps(a, b, verdicts)
+    if not_compared:
+        names = ", ".join(not_compared)
+        notes([f"not compared, as no step after the first has them in all runs: {names}"])
+    rows = [_row(verdict) for verdict in verdicts]
     console.print(_table(["curve", "A", "B", "B − A", "p", "better"], rows))
-    seeds = [len(_by_seed(side, [0.0] * len(side))) for side in (a, b)]
-    console.print(_method(seeds[0], seeds[1], len(verdicts)))
+    console.print(_method(_seed_count(a), _seed_count(b), len(verdicts)))
+
+
+def _print_side(console: Console, side_name: str, runs: list[RunFacts]) -> None:
+    """Print the letter of a side, the names of its first runs and how many it has."""
+    names = ", ".join(short_names(runs)[:MOST_NAMES])
+    if len(runs) > MOST_NAMES:
+        names += f", … {len(runs)} in all"
+    number = "one run" if len(runs) == 1 else f"{len(runs)} runs"
+    line = f"{side_name}  {names}  ({number})"
+    console.print(Text(printable(redact(line))))
+
+
+def _names_without_common_steps(
+    a: list[RunFacts], b: list[RunFacts], verdicts: list[Verdict]
+) -> list[str]:
+    """Return the held-out curves that all runs have, but of which no verdict could be given."""
+    judged = {verdict.name for verdict in verdicts}
+    names = []
+    for name in a[0].traces:
+        is_candidate = name.startswith(HELD_OUT) and name not in judged
+        if is_candidate and all(name in run.curves for run in (*a, *b)):
+            names.append(name)
+    return names
+
+
+def _row(verdict: Verdict) -> tuple[str, ...]:
+    """Return the cells of one curve."""
+    p = "" if verdict.p is None else f"{verdict.p:.2g}"
+    mean_a = _mean(verdict.values[0])
+    mean_b = _mean(verdict.values[1])
+    return (verdict.name, mean_a, mean_b, _change(verdict), p, verdict.winner)
 
 
 def sides(folders: list[Path]) -> tuple[list[RunFacts], list[RunFacts]]:
-    """Two folders: a run, or all runs in it, each. Any other number: runs of two groups that differ in more than their seed."""
-    found = [_runs(folder) for folder in dict.fromkeys(folders)]
-    if len(found) == 2:
-        return found[0], found[1]
-    runs = [run for each in found for run in each]
-    alike: dict[str, list[RunFacts]] = {}
-    for run in runs:
-        alike.setdefault(run.group, []).append(run)
-    if len(alike) != 2:
-        what = (
-            "all of them are one run, or differ in run.seed only"
-            if len(alike) == 1
-            else f"they make {len(alike)} groups by their keys"
-        )
+    """Return the runs of side A and of side B.
+
+    Two folders are one side each: a run, or all runs inside. The runs of any other number of
+    folders are grouped by their keys; runs that differ in their seed alone are one group. Raises
+    UserError if there are not exactly two groups.
+    """
+    runs_by_folder = [_runs(folder) for folder in dict.fromkeys(folders)]
+    if len(runs_by_folder) == 2:
+        return runs_by_folder[0], runs_by_folder[1]
+    groups: dict[str, list[RunFacts]] = {}
+    for runs in runs_by_folder:
+        for run in runs:
+            groups.setdefault(run.group, []).append(run)
+    if len(groups) != 2:
+        if len(groups) == 1:
+            what = "all of them are one run, or differ in run.seed only"
+        else:
+            what = f"they make {len(groups)} groups by their keys"
         raise UserError(
             what,
             where="drumline compare",
             fix="name two different runs, or two folders of runs: drumline compare A B",
         )
-    one, other = alike.values()
-    return one, other
+    a, b = groups.values()
+    return a, b
 
 
 def _runs(folder: Path) -> list[RunFacts]:
+    """Return the run of a run folder, or all runs directly inside a folder."""
     if not folder.is_dir():
         raise UserError(
             "there is no such folder", where=str(folder), fix="name a run, or a folder of runs"
         )
     inside = sorted(path.parent for path in folder.glob("*/plan.json"))
-    return (
-        [RunFacts(folder)]
-        if (folder / "plan.json").exists() or not inside
-        else [RunFacts(each) for each in inside]
-    )
+    if (folder / "plan.json").exists() or not inside:
+        return [RunFacts(folder)]
+    return [RunFacts(path) for path in inside]
 
 
-def _differences(a: list[RunFacts], b: list[RunFacts]) -> list[tuple[str, str, str]]:
-    """Key, and what each side has, of the keys that differ. A section whose kinds differ is one row, with the keys that one kind has."""
+def _differing_keys(a: list[RunFacts], b: list[RunFacts]) -> list[tuple[str, str, str]]:
+    """Return (key, text of A, text of B) for each key whose values differ.
+
+    A section that has another kind on each side is one row, with the keys that only its kind has.
+    """
+    keys: dict[str, None] = {}
+    for run in (*a, *b):
+        keys.update(dict.fromkeys(run.config))
     rows: dict[str, tuple[str, str]] = {}
-    for key in dict.fromkeys(key for run in (*a, *b) for key in run.config):
-        one, other = _values(key, a), _values(key, b)
-        if one == other or key in APART[1:]:
+    for key in keys:
+        values_a = _values(key, a)
+        values_b = _values(key, b)
+        if values_a == values_b or key in APART[1:]:
             continue
-        section = _section_apart(key, a, b)
+        section = _differing_section(key, a, b)
         if section is None:
-            rows[key] = ", ".join(one), ", ".join(other)
+            rows[key] = ", ".join(values_a), ", ".join(values_b)
         else:
-            rows[section] = _whole(section, a, b), _whole(section, b, a)
-    return [(key, *values) for key, values in rows.items()]
+            rows[section] = _section_text(section, a, b), _section_text(section, b, a)
+    return [(key, text_a, text_b) for key, (text_a, text_b) in rows.items()]
 
 
 def _values(key: str, side: list[RunFacts]) -> list[str]:
-    return sorted({short(run.config[key]) if key in run.config else ABSENT for run in side})
+    """Return the different values of a key on one side as sorted texts."""
+    values = set()
+    for run in side:
+        values.add(short(run.config[key]) if key in run.config else ABSENT)
+    return sorted(values)
 
 
-def _section_apart(key: str, a: list[RunFacts], b: list[RunFacts]) -> str | None:
-    """The section of a key that one side lacks, or of a `kind`, where the sides have it of different kinds, or one has none; the outermost.
-    None where the key stands for itself."""
-    is_lonely = [ABSENT] in (_values(key, a), _values(key, b))
+def _differing_section(key: str, a: list[RunFacts], b: list[RunFacts]) -> str | None:
+    """Return the outermost section around a key that has another kind on each side, or is missing on one.
+
+    Only asked for a key that one side lacks, or that is a `kind`. None if the key stands for itself.
+    """
+    is_absent = [ABSENT] in (_values(key, a), _values(key, b))
     names = key.split(".")
     for length in range(1, len(names)):
         section = ".".join(names[:length])
         kind = f"{section}.kind"
         kinds_differ = _values(kind, a) != _values(kind, b)
-        # There it is null or empty, and has no keys.
+        # A section that is null or empty is itself a key of the flat config and has none below it.
         is_unset = any(section in run.config for run in (*a, *b))
-        if (kinds_differ and (is_lonely or key == kind)) or (is_unset and is_lonely):
+        if (kinds_differ and (is_absent or key == kind)) or (is_unset and is_absent):
             return section
-    if is_lonely and any(other.startswith(f"{key}.") for run in (*a, *b) for other in run.config):
+    if is_absent and any(_has_keys_below(run, key) for run in (*a, *b)):
         return key
     return None
 
 
-def _whole(section: str, side: list[RunFacts], other: list[RunFacts]) -> str:
-    """What one side has in a section: its kind, and keys that the other side lacks, but for those at their defaults."""
-    known = {key for run in other for key in run.config}
-    found = set()
-    for run in side:
-        if section in run.config:
-            found.add(short(run.config[section]))
+def _has_keys_below(run: RunFacts, section: str) -> bool:
+    """Return whether a run's config has a key inside of a section."""
+    return any(key.startswith(f"{section}.") for key in run.config)
+
+
+def _section_text(section: str, side: list[RunFacts], other: list[RunFacts]) -> str:
+    """Describe a section of one side: its kind, and its non-default keys that the other side lacks."""
+    keys_of_other: set[str] = set()
+    for run in other:
+        keys_of_other.update(run.config)
+    texts = {_section_text_of_run(section, run, keys_of_other) for run in side}
+    return "; ".join(sorted(texts))
+
+
+def _section_text_of_run(section: str, run: RunFacts, keys_of_other: set[str]) -> str:
+    """Describe a section of one run. `keys_of_other`: keys of the other side, which are left out."""
+    if section in run.config:
+        return short(run.config[section])
+    kind = run.config.get(f"{section}.kind")
+    defaults = _defaults(section, kind)
+    parts = []
+    if kind is not None:
+        parts.append(str(kind))
+    for key, value in run.config.items():
+        name = key.removeprefix(f"{section}.")
+        is_outside = name == key
+        if is_outside or name == "kind" or key in keys_of_other:
             continue
-        kind = run.config.get(f"{section}.kind")
-        defaults = _defaults(section, kind)
-        parts = [] if kind is None else [str(kind)]
-        for key, value in run.config.items():
-            name = key.removeprefix(f"{section}.")
-            if (
-                name not in (key, "kind")
-                and key not in known
-                and (name not in defaults or defaults[name] != value)
-            ):
-                parts.append(f"{name} {short(value)}")
-        is_there = any(key.startswith(f"{section}.") for key in run.config)
-        found.add(", ".join(parts) or ("defaults" if is_there else ABSENT))
-    return "; ".join(sorted(found))
+        is_default = name in defaults and defaults[name] == value
+        if not is_default:
+            parts.append(f"{name} {short(value)}")
+    if parts:
+        return ", ".join(parts)
+    return "defaults" if _has_keys_below(run, section) else ABSENT
 
 
 def _defaults(section: str, kind: Any) -> dict[str, Any]:
-    """Dotted key → default in a section of this kind; none where the section has keys without a default, or its kind is not known here."""
-    models = [
-        model for model in models_at(tuple(section.split("."))) if kind_of(model) in (None, kind)
-    ]
+    """Return the defaults of a section of this kind by dotted key.
+
+    Empty if the section has keys without a default, or if this version does not know the kind.
+    """
+    models = []
+    for model in models_at(tuple(section.split("."))):
+        if kind_of(model) in (None, kind):
+            models.append(model)
     if len(models) != 1:
         return {}
     try:
@@ -259,123 +314,195 @@ def _defaults(section: str, kind: Any) -> dict[str, Any]:
 
 
 def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[Verdict], int]:
-    """Of each curve that all runs have, and the last step that all have."""
+    """Return a verdict for each curve that all runs have, and the last step that all runs reached."""
     runs = [*a, *b]
-    # A run may have had no loss that is a number; what else has none was not measured.
-    names = [
-        name
-        for name in runs[0].traces
-        if all(name in (run.traces if name == "loss" else run.curves) for run in runs)
-    ]
-    last = min((run.reached for run in runs if run.reached), default=0)
+    reached = [run.reached for run in runs if run.reached]
+    last_step = min(reached, default=0)
     verdicts = []
-    for name in names:
-        traces = [run.traces[name] for run in runs]
-        if name.startswith(
-            HELD_OUT
-        ):  # of a step before the others', or before training, it says nothing of which is better
-            shared = set.intersection(*({step for step, _ in trace} for trace in traces)) - {0}
-            traces = [[point for point in trace if point[0] in shared] for trace in traces]
-        values = [_final(trace, last) for trace in traces]
-        if None not in values:
-            known = [value for value in values if value is not None]
-            one, other = known[: len(a)], known[len(a) :]
-            verdicts.append(
-                Verdict(
-                    name,
-                    (one, other),
-                    _direction(name, runs[0]),
-                    welch(_by_seed(a, one), _by_seed(b, other)),
-                )
-            )
-    return verdicts, last
+    for name in _common_names(runs):
+        finals = _final_values(name, runs, last_step)
+        if finals is None:
+            continue
+        of_a = finals[: len(a)]
+        of_b = finals[len(a) :]
+        p = welch(_mean_by_seed(a, of_a), _mean_by_seed(b, of_b))
+        verdicts.append(Verdict(name, (of_a, of_b), _direction(name, runs[0]), p))
+    return verdicts, last_step
 
 
-def _by_seed(runs: list[RunFacts], values: list[float]) -> list[float]:
-    """The mean of each seed: repeats of one differ by rounding, and are no sample of seeds."""
-    found: dict[str, list[float]] = {}
+def _common_names(runs: list[RunFacts]) -> list[str]:
+    """Return the names of curves that all runs have, in the order of the page."""
+    names = []
+    for name in runs[0].traces:
+        # Every run measures a loss, though it may never have been a number. Any other curve
+        # without a number was not measured.
+        if name == "loss":
+            is_common = all(name in run.traces for run in runs)
+        else:
+            is_common = all(name in run.curves for run in runs)
+        if is_common:
+            names.append(name)
+    return names
+
+
+def _final_values(name: str, runs: list[RunFacts], last_step: int) -> list[float] | None:
+    """Return the value that each run's curve is judged by; None if one has measured nothing."""
+    traces = [run.traces[name] for run in runs]
+    if name.startswith(HELD_OUT):
+        # An evaluation before the others', or before training, does not tell which run is better.
+        traces = _at_common_steps(traces)
+    values = []
+    for trace in traces:
+        value = _final_value(trace, last_step)
+        if value is None:
+            return None
+        values.append(value)
+    return values
+
+
+def _at_common_steps(traces: list[Trace]) -> list[Trace]:
+    """Return the points of the steps after step 0 that all traces have."""
+    steps_of_each = []
+    for trace in traces:
+        steps_of_each.append({step for step, _ in trace})
+    common = set.intersection(*steps_of_each) - {0}
+    filtered = []
+    for trace in traces:
+        filtered.append([point for point in trace if point[0] in common])
+    return filtered
+
+
+def _mean_by_seed(runs: list[RunFacts], values: list[float]) -> list[float]:
+    """Return the mean value of each seed.
+
+    Repeats of one seed differ by rounding alone, so they are not independent samples.
+    """
+    values_by_seed: dict[str, list[float]] = {}
     for run, value in zip(runs, values, strict=True):
-        found.setdefault(str(run.config.get("run.seed")), []).append(value)
-    return [statistics.fmean(each) for each in found.values()]
+        seed = str(run.config.get("run.seed"))
+        values_by_seed.setdefault(seed, []).append(value)
+    return [statistics.fmean(each) for each in values_by_seed.values()]
 
 
-def _final(trace: Trace, last: int) -> float | None:
-    """NaN where the end of a trace has no number, None where nothing was measured so far."""
-    values = [value for step, value in trace if step <= last]
-    numbers = [value for value in values[-max(1, round(LAST * len(values))) :] if value is not None]
-    return statistics.fmean(numbers) if numbers else math.nan if values else None
+def _seed_count(runs: list[RunFacts]) -> int:
+    """Return how many different seeds the runs have."""
+    return len({str(run.config.get("run.seed")) for run in runs})
+
+
+def _final_value(trace: Trace, last_step: int) -> float | None:
+    """Return the mean of the last part of a trace up to `last_step`.
+
+    NaN if that part has no number, None if nothing was measured up to then.
+    """
+    values = [value for step, value in trace if step <= last_step]
+    if not values:
+        return None
+    length = max(1, round(LAST * len(values)))
+    numbers = [value for value in values[-length:] if value is not None]
+    if not numbers:
+        return math.nan
+    return statistics.fmean(numbers)
 
 
 def _direction(name: str, run: RunFacts) -> int:
-    if name == f"held out: {run.config.get('eval.metric')}":
+    """Return -1 if lower values of a curve are better, 1 if higher values are, 0 if unknown.
+
+    `run`: its `eval.metric` and `eval.mode` decide about the metric that the user chose.
+    """
+    if name == f"{HELD_OUT}{run.config.get('eval.metric')}":
         return 1 if run.config.get("eval.mode") == "max" else -1
-    kind, _, of = name.partition(": ")
-    # Behind the colon stands what users name: of held-out sets and tasks before a slash, of rewards all of it, of domains behind reward/.
-    if kind == "held out" and "reward" in (before := of.split("/")[:-1]) and before[0] != "tasks":
-        return 1
-    parts = {*re.split("[_ ]", of.rpartition("/")[2] if kind == "held out" else kind)}
-    if parts & UNKNOWN:
+    kind, _, detail = name.partition(": ")
+    # Users choose parts of the text behind the colon: names of held-out sets and of tasks before a
+    # slash, all of a reward's name, and a domain's name behind reward/.
+    described = kind
+    if kind == "held out":
+        *path, described = detail.split("/")
+        if "reward" in path and path[0] != "tasks":
+            return 1
+    terms = set(re.split("[_ ]", described))
+    if terms & UNKNOWN:
         return 0
-    return -1 if parts & LOWER else 1 if parts & HIGHER else 0
+    if terms & LOWER:
+        return -1
+    if terms & HIGHER:
+        return 1
+    return 0
 
 
 def welch(one: list[float], other: list[float]) -> float | None:
-    """Two-sided p of Welch's t-test (Biometrika 34, 1947); None with fewer than two values on a side, or without any spread."""
-    if min(len(one), len(other)) < 2 or any(map(math.isnan, [*one, *other])):
-        return None
-    parts = [statistics.variance(side) / len(side) for side in (one, other)]
-    if (spread := sum(parts)) == 0:
-        return None
-    from mpmath import betainc  # sympy's, which torch brings
+    """Return the two-sided p of Welch's t-test (Biometrika 34, 1947).
 
-    square = (statistics.fmean(one) - statistics.fmean(other)) ** 2 / spread
-    freedom = spread**2 / sum(
-        part**2 / (len(side) - 1) for part, side in zip(parts, (one, other), strict=True)
-    )
-    return float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + square), regularized=True))
+    None if a side has fewer than two values, if a value is NaN, or if both sides have no spread.
+    """
+    if min(len(one), len(other)) < 2:
+        return None
+    if any(math.isnan(value) for value in (*one, *other)):
+        return None
+    variance_one = statistics.variance(one) / len(one)
+    variance_other = statistics.variance(other) / len(other)
+    variance = variance_one + variance_other
+    if variance == 0:
+        return None
+    from mpmath import betainc  # sympy requires it, and torch requires sympy
+
+    difference = statistics.fmean(one) - statistics.fmean(other)
+    t_squared = difference**2 / variance
+    # The Welch-Satterthwaite equation.
+    weighted = variance_one**2 / (len(one) - 1) + variance_other**2 / (len(other) - 1)
+    freedom = variance**2 / weighted
+    p = betainc(freedom / 2, 0.5, 0, freedom / (freedom + t_squared), regularized=True)
+    return float(p)
 
 
 def _mean(values: list[float]) -> str:
-    found = [value for value in values if not math.isnan(value)]
-    if len(found) < len(values):
-        return "no number" + (
-            f" in {len(values) - len(found)} of {len(values)}" if len(values) > 1 else ""
-        )
-    return f"{statistics.fmean(values):.5g}" + (
-        f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-    )
+    """Return the mean and the standard deviation as text, or how many values are no number."""
+    lost = sum(math.isnan(value) for value in values)
+    if lost:
+        return f"no number in {lost} of {len(values)}" if len(values) > 1 else "no number"
+    text = f"{statistics.fmean(values):.5g}"
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values):.2g}"
+    return text
 
 
 def _change(verdict: Verdict) -> str:
+    """Return B minus A as text, also relative to A; empty if a side has no number."""
     if math.isnan(verdict.difference):
         return ""
+    text = f"{verdict.difference:+.3g}"
     before = statistics.fmean(verdict.values[0])
-    share = verdict.difference / abs(before) if before else math.inf
-    return f"{verdict.difference:+.3g}" + (f" ({share:+.1%})" if abs(share) < 10 else "")
+    if before == 0:
+        return text
+    share = verdict.difference / abs(before)
+    if abs(share) < LARGEST_SHARE:
+        text += f" ({share:+.1%})"
+    return text
 
 
 def _method(a: int, b: int, curves: int) -> str:
+    """Return the line that explains the test. `a`, `b`: seeds of each side; `curves`: how many were tested."""
     if min(a, b) < 2:
         less = "A" if a < 2 else "B"
         return f"no test is possible: {less} has one seed. Two seeds or more of each side (run.seed=1, …) tell a difference from chance."
-    each = (
-        f"{curves} curves are each tested by itself: of twenty, one is below by chance."
-        if curves > 1
-        else ""
-    )
-    return f"p: Welch's t-test, two-sided, n = {a} and {b} seeds. “not shown”: p ≥ {SURE}. {each}"
+    warning = ""
+    if curves > 1:
+        warning = f"{curves} curves are each tested by itself: of twenty, one is below by chance."
+    return f"p: Welch's t-test, two-sided, n = {a} and {b} seeds. “not shown”: p ≥ {SIGNIFICANT}. {warning}"
 
 
 def _table(headers: list[str], rows: Sequence[tuple[str, ...]]) -> Table:
-    """A table whose columns are as wide as their longest word, so that no name breaks inside a word."""
-    cells = [[printable(redact(cell)) for cell in row] for row in rows]
+    """Return a table whose columns are as wide as their longest word, so that no word is broken."""
+    cells = []
+    for row in rows:
+        cells.append([printable(redact(cell)) for cell in row])
     table = Table(box=box.SIMPLE_HEAD)
     for place, header in enumerate(headers):
-        column = " ".join([header, *(row[place] for row in cells)])
-        longest = max(map(len, column.split()))
-        table.add_column(
-            header, overflow="fold", min_width=min(longest, MOST_NAME if place == 0 else MOST_WORD)
-        )
-    for row in cells:
-        table.add_row(*map(Text, row))
+        column = header.split()  # its words
+        for row_cells in cells:
+            column += row_cells[place].split()
+        longest = max(map(len, column))
+        limit = MOST_NAME if place == 0 else MOST_WORD
+        table.add_column(header, overflow="fold", min_width=min(longest, limit))
+    for row_cells in cells:
+        table.add_row(*map(Text, row_cells))
     return table

@@ -1,48 +1,57 @@
-"""Curves for a page: thinned out by means of bins with their least and most, and runs that differ in their seed alone as one mean with its
-band. Nothing is drawn that was not measured, and what was left out is counted."""
+"""The charts of a page: curves thinned out to means of bins, and runs that differ in their seed alone as one mean with a band.
+
+Nothing is drawn that was not measured, and what was left out is counted in the note of a chart.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
-from drumline.report.facts import Points, RunFacts
+from drumline.report.facts import HELD_OUT, RESTARTS, Points, RunFacts
 
 MOST_POINTS = 1000  # of a curve
 MOST_IN_ALL = 40_000  # of a chart
-FEWEST = 60
-HELD_OUT = "held out: "
+FEWEST = 60  # points that a curve may have however many curves a chart has
 MOST_BANDS = 12  # of a chart; of more groups only the means are drawn
 
+Chart = dict[str, Any]  # what draw.js draws, as JSON
+Series = dict[str, Any]  # a line of a chart, as JSON
 
-def binned(points: Points, most: int) -> dict[str, Any]:
-    """At most `most` points as {x, y}: where there are more, y is the mean of a bin, at its last step, beside the bin's `low` and `high`.
-    `size`: points of a bin; `of`: how many there were."""
+
+def binned(points: Points, most: int) -> Series:
+    """Return at most `most` points of a curve as {x, y, of}; `of`: how many points it has.
+
+    If it has more, y is the mean of a bin and x the last step of it. Then there are also the bin's
+    `low` and `high`, and `size`, the number of points of a bin.
+    """
     if len(points) <= most:
-        return {
-            "x": [step for step, _ in points],
-            "y": [_short(value) for _, value in points],
-            "of": len(points),
-        }
-    size = -(-len(points) // most)
-    bins = [points[start : start + size] for start in range(0, len(points), size)]
-    return {
-        "x": [each[-1][0] for each in bins],
-        "y": [_short(statistics.fmean(value for _, value in each)) for each in bins],
-        "low": [_short(min(value for _, value in each)) for each in bins],
-        "high": [_short(max(value for _, value in each)) for each in bins],
-        "of": len(points),
-        "size": size,
-    }
+        steps = [step for step, _ in points]
+        values = [_rounded(value) for _, value in points]
+        return {"x": steps, "y": values, "of": len(points)}
+    size = _ceil_div(len(points), most)
+    series: Series = {"x": [], "y": [], "low": [], "high": [], "of": len(points), "size": size}
+    for start in range(0, len(points), size):
+        in_bin = points[start : start + size]
+        values = [value for _, value in in_bin]
+        series["x"].append(in_bin[-1][0])
+        series["y"].append(_rounded(statistics.fmean(values)))
+        series["low"].append(_rounded(min(values)))
+        series["high"].append(_rounded(max(values)))
+    return series
 
 
-def band(repeated: list[Points], most: int) -> dict[str, Any]:
-    """The mean of several runs with one standard deviation on either side (of a sample: n − 1), at the steps that all of them have."""
-    common = sorted(set.intersection(*({step for step, _ in points} for points in repeated)))
-    values = [dict(points) for points in repeated]
-    size = max(1, -(-len(common) // most))
-    made: dict[str, Any] = {
+def band(repeated: list[Points], most: int) -> Series:
+    """Return the mean of several runs at the steps that all of them have, at most `most` points.
+
+    `low` and `high` are one standard deviation (of a sample: n − 1) below and above the mean.
+    """
+    runs = [dict(points) for points in repeated]
+    common = sorted(set.intersection(*(set(run) for run in runs)))
+    size = max(1, _ceil_div(len(common), most))
+    series: Series = {
         "x": [],
         "y": [],
         "low": [],
@@ -53,75 +62,71 @@ def band(repeated: list[Points], most: int) -> dict[str, Any]:
     }
     for start in range(0, len(common), size):
         steps = common[start : start + size]
-        means = [statistics.fmean(run[step] for step in steps) for run in values]
-        mean, spread = statistics.fmean(means), statistics.stdev(means)
-        made["x"].append(steps[-1])
-        for name, value in (("y", mean), ("low", mean - spread), ("high", mean + spread)):
-            made[name].append(_short(value))
-    return made
+        means = []
+        for run in runs:
+            means.append(statistics.fmean(run[step] for step in steps))
+        mean = statistics.fmean(means)
+        deviation = statistics.stdev(means)
+        series["x"].append(steps[-1])
+        series["y"].append(_rounded(mean))
+        series["low"].append(_rounded(mean - deviation))
+        series["high"].append(_rounded(mean + deviation))
+    return series
 
 
 def groups(runs: list[RunFacts]) -> list[list[int]]:
-    """Places of the runs that differ in their seed alone, and have different ones: a repeat of a seed begins another group."""
-    found: dict[tuple[str, int], list[int]] = {}
+    """Return the places of runs that differ in their seed alone and have different seeds.
+
+    A repeat of a seed begins another group.
+    """
+    places: dict[tuple[str, int], list[int]] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for place, run in enumerate(runs):
         seed = run.group, str(run.config.get("run.seed"))
-        found.setdefault((run.group, seen[seed]), []).append(place)
+        repeat = seen[seed]
+        places.setdefault((run.group, repeat), []).append(place)
         seen[seed] += 1
-    return list(found.values())
+    return list(places.values())
 
 
-def charts(runs: list[RunFacts], names: list[str]) -> list[dict[str, Any]]:
-    """One a name of a curve, of all runs that have it: what page.js draws."""
-    together = groups(runs)
-    found = dict.fromkeys(name for run in runs for name in run.curves)
-    if len(runs) == 1:  # what several sets of evaluation have in common is one chart, a line a set
-        sets = {
-            name: whole
-            for name in found
-            if "/" in name and (whole := f"{HELD_OUT}{name.rpartition('/')[2]}") in found
-        }
-        return [
-            _of_sets(name, runs[0], [each for each in sets if sets[each] == name])
-            for name in found
-            if name not in sets
-        ]
-    return [_chart(name, runs, names, together) for name in found]
+def charts(runs: list[RunFacts], names: list[str]) -> list[Chart]:
+    """Return one chart for each name of a curve, with the curves of all runs that have it."""
+    curve_names: dict[str, None] = {}
+    for run in runs:
+        curve_names.update(dict.fromkeys(run.curves))
+    if len(runs) == 1:
+        return _charts_of_one_run(runs[0], curve_names)
+    seed_groups = groups(runs)
+    return [_chart(name, runs, names, seed_groups) for name in curve_names]
+
+
+def _charts_of_one_run(run: RunFacts, names: Iterable[str]) -> list[Chart]:
+    """Return the charts of one run; a score of several evaluation sets is one chart with a line a set."""
+    sets_of_score: dict[str, list[str]] = {name: [] for name in names}
+    for name in list(sets_of_score):
+        # The curve of a set is called "held out: SET/SCORE", that of all sets "held out: SCORE".
+        _, slash, score = name.rpartition("/")
+        whole = f"{HELD_OUT}{score}"
+        if slash and whole in sets_of_score:
+            sets_of_score[whole].append(name)
+            del sets_of_score[name]
+    return [_chart_of_sets(name, run, sets) for name, sets in sets_of_score.items()]
 
 
 def _chart(
-    name: str, runs: list[RunFacts], names: list[str], together: list[list[int]]
-) -> dict[str, Any]:
+    name: str, runs: list[RunFacts], names: list[str], seed_groups: list[list[int]]
+) -> Chart:
+    """Return the chart of one curve. `seed_groups`: places of runs, a color each."""
     having = sum(name in run.curves for run in runs)
     most = max(FEWEST, min(MOST_POINTS, MOST_IN_ALL // max(1, having)))
-    series: list[dict[str, Any]] = []
-    for color, places in enumerate(together):
-        points = {place: runs[place].curves[name] for place in places if name in runs[place].curves}
-        repeated = len(points) > 1 and (mean := band([*points.values()], most))["x"]
-        crowded = len(together) > MOST_BANDS
-        if repeated:
-            shown = {
-                key: value
-                for key, value in mean.items()
-                if not crowded or key not in ("low", "high")
-            }
-            series.append(
-                {
-                    "name": f"{names[next(iter(points))]} and {len(points) - 1} more",
-                    "color": color,
-                    **shown,
-                }
-            )
-        for place, each in () if repeated and crowded else points.items():
-            series.append(
-                {
-                    "name": names[place],
-                    "color": color,
-                    "member": bool(repeated),
-                    **binned(each, most),
-                }
-            )
+    is_crowded = len(seed_groups) > MOST_BANDS
+    series: list[Series] = []
+    for color, places in enumerate(seed_groups):
+        curves = {}
+        for place in places:
+            if name in runs[place].curves:
+                curves[place] = runs[place].curves[name]
+        series += _series_of_group(curves, names, color, most, is_crowded)
     return {
         "kind": "lines",
         "title": name,
@@ -131,50 +136,76 @@ def _chart(
     }
 
 
-def _of_sets(name: str, run: RunFacts, sets: list[str]) -> dict[str, Any]:
-    """A curve of one run; of a score beside it that of each set."""
-    chart = _chart(name, [run], ["all sets" if sets else run.name], [[0]])
-    for color, each in enumerate(sets, 1):
-        label = each.removeprefix(HELD_OUT).rpartition("/")[0]
-        chart["series"].append(
-            {
-                "name": label,
-                "color": color,
-                "member": False,
-                **binned(run.curves[each], MOST_POINTS),
-            }
-        )
+def _series_of_group(
+    curves: dict[int, Points], names: list[str], color: int, most: int, is_crowded: bool
+) -> list[Series]:
+    """Return the lines of a group of seeds: their mean, if there are several, and each run.
+
+    `curves`: place of a run → its points. `is_crowded`: only the mean is drawn, without its band.
+    """
+    series: list[Series] = []
+    has_mean = False
+    if len(curves) > 1:
+        mean = band(list(curves.values()), most)
+        has_mean = bool(mean["x"])
+        if has_mean:
+            if is_crowded:
+                del mean["low"], mean["high"]
+            first = next(iter(curves))
+            label = f"{names[first]} and {len(curves) - 1} more"
+            series.append({"name": label, "color": color, **mean})
+    if has_mean and is_crowded:
+        return series
+    for place, points in curves.items():
+        line = {"name": names[place], "color": color, "member": has_mean}
+        series.append({**line, **binned(points, most)})
+    return series
+
+
+def _chart_of_sets(name: str, run: RunFacts, sets: list[str]) -> Chart:
+    """Return the chart of a curve of one run, with the curves of the evaluation sets beside it."""
+    label = "all sets" if sets else run.name
+    chart = _chart(name, [run], [label], [[0]])
+    for color, curve in enumerate(sets, 1):
+        set_name = curve.removeprefix(HELD_OUT).rpartition("/")[0]
+        line = {"name": set_name, "color": color, "member": False}
+        chart["series"].append({**line, **binned(run.curves[curve], MOST_POINTS)})
     return chart
 
 
 def _marks(run: RunFacts) -> list[dict[str, Any]]:
-    """Steps after which the run was started again."""
-    return [
-        {"x": event.get("step"), "text": "restart"}
-        for event in run.of("fault")
-        if event.get("action") in ("restart", "replan")
-    ]
+    """Return a mark at each step after which the run was started again."""
+    marks = []
+    for event in run.of("fault"):
+        if event.get("action") in RESTARTS:
+            marks.append({"x": event.get("step"), "text": "restart"})
+    return marks
 
 
-def _note(series: list[dict[str, Any]]) -> str:
-    """What the eye cannot see of the drawing."""
+def _note(series: list[Series]) -> str:
+    """Return what cannot be seen in a chart: how many seeds or points its lines stand for."""
     parts = []
-    if seeds := sorted({each["seeds"] for each in series if "seeds" in each}):
-        spread = (
-            " ± one standard deviation"
-            if any("low" in each for each in series if "seeds" in each)
-            else ""
-        )
+    means = [line for line in series if "seeds" in line]
+    if means:
+        seeds = sorted({line["seeds"] for line in means})
+        has_band = any("low" in line for line in means)
+        spread = " ± one standard deviation" if has_band else ""
         parts.append(f"mean{spread} of {' or '.join(map(str, seeds))} seeds")
-    thinned = [each for each in series if each.get("size", 1) > 1 and "seeds" not in each]
+    thinned = [line for line in series if line.get("size", 1) > 1 and "seeds" not in line]
     if thinned:
-        one = max(thinned, key=lambda each: each["of"])
+        longest = max(thinned, key=lambda line: line["of"])
         limits = ", the band from the least to the most of each" if len(series) == 1 else ""
         parts.append(
-            f"{one['of']:,} points drawn as {len(one['x']):,} means of {one['size']}{limits}"
+            f"{longest['of']:,} points drawn as {len(longest['x']):,} means of {longest['size']}{limits}"
         )
     return "; ".join(parts)
 
 
-def _short(value: float) -> float:
+def _ceil_div(number: int, divisor: int) -> int:
+    """Return the quotient of two whole numbers, rounded up."""
+    return -(-number // divisor)
+
+
+def _rounded(value: float) -> float:
+    """Return a value with the six digits that a chart can show."""
     return float(f"{value:.6g}")

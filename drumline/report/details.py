@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from drumline.core.explain import count
 from drumline.core.load import override
 from drumline.core.plan import LEFT_OUT
-from drumline.report.curves import MOST_POINTS, binned
-from drumline.report.facts import RunFacts, mapping, number, numbers
-from drumline.report.markup import Html, bytes_of, facts, join, moment, seconds_of, table, tag
+from drumline.report.curves import MOST_POINTS, Series, binned
+from drumline.report.facts import Points, RunFacts, as_mapping, as_number, as_numbers
+from drumline.report.markup import (
+    Html,
+    facts,
+    format_bytes,
+    format_seconds,
+    format_time,
+    join,
+    table,
+    tag,
+)
 from drumline.report.sections import Drawings
-from drumline.telemetry.truth import OFF
+from drumline.telemetry.truth import OFF, Comparison
 
-COUNTED = ("productive", "recompute", "startup", "restore", "save", "eval", "other")  # of goodput
-# Of memory.
-CATEGORIES = (
+# Purposes of the seconds in a run_end's goodput.
+PURPOSES = ("productive", "recompute", "startup", "restore", "save", "eval", "other")
+MEMORY_CATEGORIES = (
     "parameters",
     "gradients",
     "optimizer",
@@ -27,546 +36,573 @@ CATEGORIES = (
     "peak",
     "reserved",
 )
+# Fields of a step event and the names of their curves.
+STEP_SECONDS = {"data_s": "data", "compute_s": "compute", "comm_s": "waiting for other ranks"}
+DEVICE_CURVES = {
+    "utilisation": "utilisation, %",
+    "celsius": "temperature, °C",
+    "watts": "power, W",
+}
+# Kinds of events that are shown below the attempts.
+TROUBLES = {"hang": "hang", "replan": "new plan", "takeover": "another host's launcher"}
+NOT_SCORES = ("t", "step", "samples", "seconds")  # numbers of an evaluation's event
 MOST_EPISODES = 400
+MOST_RANKS = 8  # whose memory is drawn apart; of more only the least and the most
 
 
 def times(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Goodput of each attempt, seconds of a step, and the heat map of ranks and phases."""
-    made = []
-    ended = [
-        (f"attempt {place}", numbers((attempt.end or {}).get("goodput")))
-        for place, attempt in enumerate(run.attempts)
+    """Show goodput of each attempt, seconds of a step, and the heat map of ranks and phases."""
+    charts = [
+        *_draw_goodput(run, drawings),
+        *_draw_phases(run, drawings),
+        *_draw_step_seconds(run, drawings),
     ]
-    ended = [(name, goodput) for name, goodput in ended if goodput]
-    if ended:
-        series = [
-            {"name": part, "x": [goodput.get(part, 0.0) for _, goodput in ended]}
-            for part in COUNTED
-        ]
-        lost = len(run.attempts) - len(ended)
-        note = (
-            f"{lost} of {len(run.attempts)} attempts ended before they could write theirs"
-            if lost
-            else ""
-        )
-        rows = [name for name, _ in ended]
-        made.append(
-            drawings.add("bars", "Seconds of rank 0 by purpose", note, rows=rows, series=series)
-        )
-    if phases := {
-        name: seconds
-        for name, seconds in run.phases.items()
-        if any(second > 0 for second in seconds)
-    }:
-        ranks = max(map(len, phases.values()))
-        note = "by the clock of the host: on a GPU, whose work is queued, its time is in the phase that waits for it"
-        values = [
-            [seconds[rank] if rank < len(seconds) else None for rank in range(ranks)]
-            for seconds in phases.values()
-        ]
-        made.append(
-            drawings.add(
-                "heat", "Seconds by phase and rank", note, rows=list(phases), values=values
-            )
-        )
-    parts = {"data": "data_s", "compute": "compute_s", "waiting for other ranks": "comm_s"}
-    lines = [
-        {"name": name, "color": place, **binned(points, MOST_POINTS)}
-        for place, (name, key) in enumerate(parts.items())
-        if (points := run.points("step", key))
-    ]
-    if lines:
-        note = "means over ranks" + (
-            ""
-            if len(lines) > 2
-            else "; waiting for others is not measured apart, and counts as compute"
-        )
-        made.append(drawings.add("lines", "Seconds of a step", note, series=lines))
     below = []
-    if started := numbers(run.last("started").get("seconds")):
-        below.append(
-            tag(
-                "p",
-                "First step after ",
-                seconds_of(sum(started.values())),
-                ": ",
-                ", ".join(f"{k} {v:.1f} s" for k, v in started.items()),
-            )
-        )
-    return _grid(made, *below)
+    started = as_numbers(run.last("started").get("seconds"))
+    if started:
+        total = format_seconds(sum(started.values()))
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in started.items())
+        below.append(tag("p", "First step after ", total, ": ", parts))
+    return _grid(charts, below)
 
 
-def _grid(made: list[Html], *below: Any) -> Html | None:
-    """Drawings beside each other, and what stands below them."""
-    return (
-        join((tag("div", *made, class_="grid") if made else "", *below)) if made or below else None
-    )
+def _draw_goodput(run: RunFacts, drawings: Drawings) -> list[Html]:
+    """Draw the seconds by purpose of each attempt that wrote them."""
+    names = []
+    goodputs = []
+    for number, attempt in enumerate(run.attempts):
+        if attempt.goodput:
+            names.append(f"attempt {number}")
+            goodputs.append(attempt.goodput)
+    if not goodputs:
+        return []
+    series = []
+    for purpose in PURPOSES:
+        series.append({"name": purpose, "x": [each.get(purpose, 0.0) for each in goodputs]})
+    note = ""
+    lost = len(run.attempts) - len(goodputs)
+    if lost:
+        note = f"{lost} of {len(run.attempts)} attempts ended before they could write theirs"
+    title = "Seconds of rank 0 by purpose"
+    return [drawings.add("bars", title, note, rows=names, series=series)]
+
+
+def _draw_phases(run: RunFacts, drawings: Drawings) -> list[Html]:
+    """Draw the heat map of seconds by phase and rank, without phases that took no time."""
+    names = []
+    seconds_of_phases = []
+    for phase, seconds in run.phases.items():
+        if any(second > 0 for second in seconds):
+            names.append(phase)
+            seconds_of_phases.append(seconds)
+    if not names:
+        return []
+    ranks = max(map(len, seconds_of_phases))
+    values: list[list[float | None]] = []
+    for seconds in seconds_of_phases:
+        missing = [None] * (ranks - len(seconds))
+        values.append([*seconds, *missing])
+    note = "by the clock of the host: on a GPU, whose work is queued, its time is in the phase that waits for it"
+    return [drawings.add("heat", "Seconds by phase and rank", note, rows=names, values=values)]
+
+
+def _draw_step_seconds(run: RunFacts, drawings: Drawings) -> list[Html]:
+    """Draw what the seconds of a step were spent on."""
+    lines = []
+    for color, (field, name) in enumerate(STEP_SECONDS.items()):
+        points = run.points("step", field)
+        if points:
+            lines.append(_line(name, color, points))
+    if not lines:
+        return []
+    note = "means over ranks"
+    if len(lines) < len(STEP_SECONDS):
+        note += "; waiting for others is not measured apart, and counts as compute"
+    return [drawings.add("lines", "Seconds of a step", note, series=lines)]
+
+
+def _line(name: str, color: int, points: Points) -> Series:
+    """Return a line of a chart. `color`: its number in the palette."""
+    return {"name": name, "color": color, **binned(points, MOST_POINTS)}
+
+
+def _grid(charts: list[Html], below: list[Html]) -> Html | None:
+    """Return charts beside each other and what stands below them; None if there is nothing."""
+    if not charts and not below:
+        return None
+    grid = tag("div", *charts, class_="grid") if charts else ""
+    return join((grid, *below))
 
 
 def memory(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Predicted against measured by category, and each rank over the steps."""
-    made = []
-    planned = numbers(run.last("planned").get("memory"))
-    rows = run.comparisons
-    measured = {
-        row.category: row.measured
-        for row in rows
-        if row.unit == "bytes" and row.category in planned
-    }
-    names = [name for name in CATEGORIES if planned.get(name)]
-    if names:
-        series = [
-            {"name": "planned", "x": [planned[name] for name in names]},
-            {"name": "measured", "x": [measured.get(name) for name in names]},
-        ]
-        note = "activations, logits and buffers are measured as a part of the peak"
-        made.append(
-            drawings.add(
-                "bars",
-                "Memory of the fullest rank",
-                note,
-                grouped=True,
-                unit="bytes",
-                rows=names,
-                series=series,
-            )
-        )
-    if lines := _by_rank(run):
-        on_gpu = run.last("run_start").get("device") == "cuda"
-        by = (
-            "the allocator's peak"
-            if on_gpu
-            else "the process's resident set, with Python and its libraries"
-        )
-        made.append(drawings.add("lines", "Memory of each rank", by, unit="bytes", series=lines))
+    """Show predicted against measured memory by category, and that of each rank over the steps."""
+    planned = as_numbers(run.last("planned").get("memory"))
+    comparisons = run.comparisons
+    charts = [
+        *_draw_memory_by_category(planned, comparisons, drawings),
+        *_draw_memory_of_ranks(run, drawings),
+    ]
     below = []
-    if rows:
-        cells = [
-            [
-                row.category,
-                row.show(row.predicted),
-                row.show(row.measured),
-                row.by_how_much(),
-                row.note or ("off" if row.warns else ""),
-            ]
-            for row in rows
-        ]
-        below.append(
-            table(
-                ["", "planned", "measured", "difference", f"why (“off” is more than {OFF:.0%})"],
-                cells,
-            )
-        )
-    if (limit := number(run.last("planned").get("limit"))) and planned.get("reserved"):
+    if comparisons:
+        below.append(_comparison_table(comparisons))
+    limit = as_number(run.last("planned").get("limit"))
+    if limit and planned.get("reserved"):
         verdict = run.last("planned").get("verdict")
         below.append(
             tag(
                 "p",
-                f"A device has {bytes_of(limit)}; {bytes_of(planned['reserved'])} of it were planned for. Verdict: {verdict}.",
+                f"A device has {format_bytes(limit)}; {format_bytes(planned['reserved'])} of it were planned for. Verdict: {verdict}.",
             )
         )
-    return _grid(made, *below)
+    return _grid(charts, below)
 
 
-def _by_rank(run: RunFacts) -> list[dict[str, Any]]:
-    """Of a few ranks each; of more the least and the most."""
-    found: dict[int, list[float]] = {}
+def _draw_memory_by_category(
+    planned: dict[str, float], comparisons: list[Comparison], drawings: Drawings
+) -> list[Html]:
+    """Draw planned and measured bytes of each category that was planned."""
+    names = [name for name in MEMORY_CATEGORIES if planned.get(name)]
+    if not names:
+        return []
+    measured = {row.category: row.measured for row in comparisons if row.unit == "bytes"}
+    series = [
+        {"name": "planned", "x": [planned[name] for name in names]},
+        {"name": "measured", "x": [measured.get(name) for name in names]},
+    ]
+    chart = drawings.add(
+        "bars",
+        "Memory of the fullest rank",
+        "activations, logits and buffers are measured as a part of the peak",
+        grouped=True,
+        unit="bytes",
+        rows=names,
+        series=series,
+    )
+    return [chart]
+
+
+def _draw_memory_of_ranks(run: RunFacts, drawings: Drawings) -> list[Html]:
+    """Draw the memory of ranks over the steps."""
+    lines = _memory_by_rank(run)
+    if not lines:
+        return []
+    if run.last("run_start").get("device") == "cuda":
+        measured_by = "the allocator's peak"
+    else:
+        measured_by = "the process's resident set, with Python and its libraries"
+    chart = drawings.add("lines", "Memory of each rank", measured_by, unit="bytes", series=lines)
+    return [chart]
+
+
+def _comparison_table(comparisons: list[Comparison]) -> Html:
+    """Return the table of predicted against measured values."""
+    rows = []
+    for row in comparisons:
+        why = row.note or ("off" if row.warns else "")
+        planned = row.show(row.predicted)
+        measured = row.show(row.measured)
+        rows.append([row.category, planned, measured, row.by_how_much(), why])
+    headers = ["", "planned", "measured", "difference", f"why (“off” is more than {OFF:.0%})"]
+    return table(headers, rows)
+
+
+def _memory_by_rank(run: RunFacts) -> list[Series]:
+    """Return the memory of each rank as lines; of many ranks only the least and the most."""
+    bytes_by_step: dict[int, list[float]] = {}
     for event in run.of("step"):
         ranks = event.get("memory_bytes")
-        if isinstance(ranks, list) and ranks and all(number(each) is not None for each in ranks):
-            found[event["step"]] = ranks
-    most = max(map(len, found.values()), default=0)
-    if most > 8:
-        named = {
-            "least": {step: min(ranks) for step, ranks in found.items()},
-            "most": {step: max(ranks) for step, ranks in found.items()},
-        }
+        if not isinstance(ranks, list) or not ranks:
+            continue
+        if all(as_number(bytes_) is not None for bytes_ in ranks):
+            bytes_by_step[event["step"]] = ranks
+    steps = sorted(bytes_by_step)
+    rank_count = max(map(len, bytes_by_step.values()), default=0)
+    points_by_name: dict[str, Points] = {}
+    if rank_count > MOST_RANKS:
+        points_by_name["least"] = [(step, min(bytes_by_step[step])) for step in steps]
+        points_by_name["most"] = [(step, max(bytes_by_step[step])) for step in steps]
     else:
-        named = {
-            f"rank {rank}": {
-                step: ranks[rank] for step, ranks in found.items() if rank < len(ranks)
-            }
-            for rank in range(most)
-        }
-    return [
-        {"name": name, "color": place, **binned(sorted(points.items()), MOST_POINTS)}
-        for place, (name, points) in enumerate(named.items())
-    ]
+        for rank in range(rank_count):
+            having = [step for step in steps if rank < len(bytes_by_step[step])]
+            points = [(step, bytes_by_step[step][rank]) for step in having]
+            points_by_name[f"rank {rank}"] = points
+    lines = []
+    for color, (name, points) in enumerate(points_by_name.items()):
+        lines.append(_line(name, color, points))
+    return lines
 
 
 def communication(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Bytes by kind of collective, and seconds that computing did not hide."""
-    planned, sent = numbers(run.last("planned").get("traffic")), run.points("step", "sent_bytes")
-    waits, seconds = run.points("step", "comm_s"), run.points("step", "seconds")
+    """Show bytes by kind of collective, and the seconds of communication that computing did not hide."""
+    planned = as_numbers(run.last("planned").get("traffic"))
+    sent = run.points("step", "sent_bytes")
     if not sent and not planned.get("total"):
         return None
-    total = sum(value for _, value in seconds)
-    known = [
-        (f"planned: {name.replace('_', '-')}", bytes_of(value))
-        for name, value in planned.items()
-        if value
-    ]
-    known += [
-        ("counted, a step", bytes_of(sent[-1][1]) if sent else None),
-        ("sent by a rank in all", bytes_of(sum(value for _, value in sent)) if sent else None),
-    ]
-    share = (
-        f"{sum(value for _, value in waits) / total:.1%} of the steps' seconds"
-        if waits and total
-        else "not measured apart under this strategy"
-    )
-    return facts([*known, ("waiting for other ranks", share)])
+    pairs: list[tuple[str, Any]] = []
+    for name, bytes_ in planned.items():
+        if bytes_:
+            pairs.append((f"planned: {name.replace('_', '-')}", format_bytes(bytes_)))
+    if sent:
+        pairs.append(("counted, a step", format_bytes(sent[-1][1])))
+        pairs.append(("sent by a rank in all", format_bytes(sum(value for _, value in sent))))
+    pairs.append(("waiting for other ranks", _share_of_waiting(run)))
+    return facts(pairs)
+
+
+def _share_of_waiting(run: RunFacts) -> str:
+    """Return the part of the steps' seconds in which a rank waited for others."""
+    waits = run.points("step", "comm_s")
+    total = sum(value for _, value in run.points("step", "seconds"))
+    if not waits or not total:
+        return "not measured apart under this strategy"
+    waited = sum(value for _, value in waits)
+    return f"{waited / total:.1%} of the steps' seconds"
 
 
 def faults(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Each attempt and how it ended, and what else went wrong."""
+    """Show each attempt and how it ended, and what else went wrong."""
+    if not run.attempts:
+        return None
     rows = []
-    for place, attempt in enumerate(run.attempts):
-        steps, goodput = attempt.steps, numbers((attempt.end or {}).get("goodput"))
-        again = seconds_of(goodput.get("recompute")) if goodput.get("recompute") else None
+    for number, attempt in enumerate(run.attempts):
+        steps = attempt.steps
         reach = f"{steps[0]:,} – {steps[-1]:,}" if steps else "none"
+        recompute = attempt.goodput.get("recompute")
+        done_again = format_seconds(recompute) if recompute else None
+        log = None if attempt.fault is None else attempt.fault.get("log")
         rows.append(
             [
-                place,
-                moment(attempt.start["t"]),
-                seconds_of(attempt.seconds),
+                number,
+                format_time(attempt.start["t"]),
+                format_seconds(attempt.seconds),
                 reach,
-                again,
+                done_again,
                 attempt.outcome,
-                (attempt.fault or {}).get("log"),
+                log,
             ]
         )
-    if not rows:
-        return None
-    made = [
-        table(
-            ["attempt", "began", "took", "steps", "steps done again", "end and cause", "log"], rows
-        )
-    ]
-    for kind, label in (
-        ("hang", "hang"),
-        ("replan", "new plan"),
-        ("takeover", "another host's launcher"),
-    ):
-        made += [
-            facts([(label, event.get("why")), ("after step", event.get("step"))])
-            for event in run.of(kind)
-        ]
-    return join(made)
+    headers = ["attempt", "began", "took", "steps", "steps done again", "end and cause", "log"]
+    parts = [table(headers, rows)]
+    for kind, label in TROUBLES.items():
+        for event in run.of(kind):
+            parts.append(facts([(label, event.get("why")), ("after step", event.get("step"))]))
+    return join(parts)
 
 
 def data(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Samples, and the tokens in the loss."""
-    known = numbers(run.plan.get("data"))
-    if not known.get("train_samples"):
+    """Show the samples, the tokens in the loss, and the sources of the training rows."""
+    counts = as_numbers(run.plan.get("data"))
+    if not counts.get("train_samples"):
         return None
-    tokens, learned = known.get("train_tokens", 0.0), known.get("train_learned")
-    in_loss = f"{learned:,.0f} ({learned / tokens:.1%})" if learned and tokens else None
+    pairs: list[tuple[str, Any]] = [("training samples", f"{counts['train_samples']:,.0f}")]
+    # Samples of a module of the user's own have no tokens.
+    tokens = counts.get("train_tokens")
+    learned = counts.get("train_learned")
+    if tokens:
+        pairs.append(("tokens", f"{tokens:,.0f}"))
+        if learned:
+            in_loss = f"{learned:,.0f} ({learned / tokens:.1%})"
+            pairs.append(("tokens in the loss", in_loss))
+    pairs.append(("held-out samples", f"{counts.get('eval_samples', 0):,.0f}"))
     passes = run.last("step").get("epoch")
-    # Samples of a module of the user's own have none.
-    all_tokens = f"{tokens:,.0f}" if tokens else None
-    pairs = [
-        ("training samples", f"{known['train_samples']:,.0f}"),
-        ("tokens", all_tokens),
-        ("tokens in the loss", in_loss),
-    ]
-    pairs += [
-        ("held-out samples", f"{known.get('eval_samples', 0):,.0f}"),
-        ("passes over the data", f"{passes:.3g}" if number(passes) is not None else None),
-    ]
-    trained = 0.0
+    if as_number(passes) is not None:
+        pairs.append(("passes over the data", f"{passes:.3g}"))
     if tokens:
         trained = sum(value for _, value in run.points("step", "tokens"))
-    counts = facts([*pairs, ("tokens trained on", f"{trained:,.0f}" if trained else None)])
-    found = mapping(run.plan.get("data")).get("sources")
-    sources = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
-    return tag("div", counts, _sources(sources)) if len(sources) > 1 else counts
+        if trained:
+            pairs.append(("tokens trained on", f"{trained:,.0f}"))
+    sources = _dictionaries(as_mapping(run.plan.get("data")).get("sources"))
+    if len(sources) > 1:
+        return tag("div", facts(pairs), _source_table(sources))
+    return facts(pairs)
 
 
-def _sources(found: list[dict[str, Any]]) -> Html:
-    """A row a source of the training rows: what was left out of it, and what an epoch has."""
+def _source_table(sources: list[dict[str, Any]]) -> Html:
+    """Return a row for each source: how many rows were left out of it, and what an epoch has of it."""
     rows = []
-    for each in found:
-        counts = {key: int(value) for key, value in numbers(each).items()}
-        without = sum(counts.get(name, 0) for name in LEFT_OUT)
-        samples, mixed = counts.get("samples"), counts.get("per_epoch") or None
+    for source in sources:
+        counts = {key: int(value) for key, value in as_numbers(source).items()}
+        left_out = sum(counts.get(name, 0) for name in LEFT_OUT)
         rows.append(
             [
-                str(each.get("name")),
+                str(source.get("name")),
                 counts.get("read"),
-                without,
+                left_out,
                 counts.get("tokens"),
-                samples,
-                mixed,
+                counts.get("samples"),
+                counts.get("per_epoch") or None,
             ]
         )
-    return table(
-        ["source", "rows read", "left out", "tokens", "samples", "samples in an epoch"], rows
-    )
+    headers = ["source", "rows read", "left out", "tokens", "samples", "samples in an epoch"]
+    return table(headers, rows)
 
 
 def evaluations(run: RunFacts, drawings: Drawings) -> Html | None:
-    """A row an evaluation; the last against the first."""
+    """Show a row for each evaluation, and the change from the first to the last."""
     found = run.of("eval")
-    keys = list(
-        dict.fromkeys(
-            key
-            for event in found
-            for key in numbers(event)
-            if key not in ("t", "step", "samples", "seconds")
-        )
-    )
-    if not keys:
+    scores: dict[str, None] = {}
+    for event in found:
+        scores.update(dict.fromkeys(as_numbers(event)))
+    for name in NOT_SCORES:
+        scores.pop(name, None)
+    if not scores:
         return None
-    rows = [
-        [
-            event["step"],
-            *(number(event.get(key)) for key in keys),
-            event.get("samples"),
-            seconds_of(event.get("seconds")),
-        ]
-        for event in found
-    ]
-    change = []
-    for key in keys:
-        first, last = number(found[0].get(key)), number(found[-1].get(key))
-        change.append(
-            f"{last - first:+.4g}"
-            if len(found) > 1 and first is not None and last is not None
-            else None
-        )
-    return table(["after step", *keys, "samples", "took"], [*rows, ["change", *change, None, None]])
+    rows = []
+    for event in found:
+        values = [as_number(event.get(score)) for score in scores]
+        took = format_seconds(event.get("seconds"))
+        rows.append([event["step"], *values, event.get("samples"), took])
+    changes: list[str | None] = []
+    for score in scores:
+        first = as_number(found[0].get(score))
+        last = as_number(found[-1].get(score))
+        if len(found) < 2 or first is None or last is None:
+            changes.append(None)
+        else:
+            changes.append(f"{last - first:+.4g}")
+    rows.append(["change", *changes, None, None])
+    return table(["after step", *scores, "samples", "took"], rows)
 
 
 def samples(run: RunFacts, drawings: Drawings) -> Html | None:
-    """What the weights wrote on the same held-out prompts, first and last."""
-    found = [
-        (event["step"], shown)
-        for event in run.of("samples")
-        if (shown := _dictionaries(event.get("samples")))
-    ]
-    if not found:
+    """Show what the weights wrote on the same held-out prompts, first and last."""
+    written = []  # (step, samples)
+    for event in run.of("samples"):
+        shown = _dictionaries(event.get("samples"))
+        if shown:
+            written.append((event["step"], shown))
+    if not written:
         return None
-    # By their texts: a start that goes on may show more of them.
-    firsts = (
-        {(str(each.get("set")), str(each.get("prompt"))): each for each in found[0][1]}
-        if len(found) > 1
-        else {}
-    )
+    first_step, first_samples = written[0]
+    last_step, last_samples = written[-1]
+    # Matched by their texts, since a resumed run may show more of them.
+    first_by_prompt: dict[tuple[str, str], dict[str, Any]] = {}
+    if len(written) > 1:
+        first_by_prompt = {_prompt_key(sample): sample for sample in first_samples}
     cards = []
-    for last in found[-1][1]:
-        answers = [("the row's answer", last.get("answer"))] * (last.get("answer") is not None)
-        first = firsts.get((str(last.get("set")), str(last.get("prompt"))), {})
-        before = [(f"after step {found[0][0]:,}", first.get("text"))] if first else []
-        texts = [
-            ("prompt", last.get("prompt")),
-            *before,
-            (f"after step {found[-1][0]:,}", last.get("text")),
-            *answers,
-        ]
+    for sample in last_samples:
+        texts: list[tuple[str, Any]] = [("prompt", sample.get("prompt"))]
+        first = first_by_prompt.get(_prompt_key(sample))
+        if first:
+            texts.append((f"after step {first_step:,}", first.get("text")))
+        texts.append((f"after step {last_step:,}", sample.get("text")))
+        answer = sample.get("answer")
+        if answer is not None:
+            texts.append(("the row's answer", answer))
         cards.append(_card(texts))
     return tag("div", *cards, class_="cards")
 
 
+def _prompt_key(sample: dict[str, Any]) -> tuple[str, str]:
+    """Return the name of the evaluation set and the prompt of a sample."""
+    return str(sample.get("set")), str(sample.get("prompt"))
+
+
+class Episode(NamedTuple):
+    """A recorded episode of a rollout."""
+
+    event: dict[str, Any]  # the `completions` event that it is in
+    values: dict[str, Any]
+
+
 def rollouts(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Episodes with their rewards; page.js filters them."""
-    found = [
-        (event, each)
-        for event in run.of("completions")
-        for each in _dictionaries(event.get("completions"))
-    ]
-    if not found:
+    """Show episodes with their rewards, the newest first; page.js filters them."""
+    episodes = []
+    for event in run.of("completions"):
+        for values in _dictionaries(event.get("completions")):
+            episodes.append(Episode(event, values))
+    if not episodes:
         return None
-    kept = (
-        [*found[: MOST_EPISODES // 2], *found[-(MOST_EPISODES // 2) :]]
-        if len(found) > MOST_EPISODES
-        else found
+    shown = episodes
+    left_out = "The first episodes of each rollout."
+    if len(episodes) > MOST_EPISODES:
+        half = MOST_EPISODES // 2
+        shown = [*episodes[:half], *episodes[-half:]]
+        left_out = f"The first and last {half} of {len(episodes):,} recorded episodes."
+    cards = [_episode_card(episode) for episode in reversed(shown)]
+    tools = tag(
+        "p",
+        _reward_limit("least", "from"),
+        _reward_limit("most", "to"),
+        tag("input", type="search", placeholder="search texts", aria_label="search texts"),
+        tag("span", class_="count"),
+        tag("span", left_out),
+        class_="tools",
     )
-    cards = []
-    for event, each in reversed(kept):
-        reward, ended = (
-            number(each.get("reward")),
-            "" if each.get("ended") else ", cut at the most tokens",
-        )
-        worth = "no reward" if reward is None else f"reward {reward:.4g}"
-        step = f"to step {event['step']:,}"
-        if event.get("trained") is False:
-            step += " (not reached)"
-        head = f"{worth} · {step} · {each.get('domain')} · {each.get('tokens')} tokens{ended}"
-        cards.append(
-            _card(
-                [(head, None), ("prompt", each.get("prompt")), ("completion", each.get("text"))],
-                reward,
-            )
-        )
-    limits = (
-        tag(
-            "input",
-            type="number",
-            step="any",
-            class_=kind,
-            placeholder=f"reward, {label}",
-            aria_label=f"reward, {label}",
-        )
-        for kind, label in (("least", "from"), ("most", "to"))
-    )
-    search = tag("input", type="search", placeholder="search texts", aria_label="search texts")
-    left_out = (
-        f"The first and last {MOST_EPISODES // 2} of {len(found):,} recorded episodes."
-        if len(found) > len(kept)
-        else "The first episodes of each rollout."
-    )
-    return tag(
-        "div",
-        tag(
-            "p", *limits, search, tag("span", class_="count"), tag("span", left_out), class_="tools"
-        ),
-        tag("div", *cards, class_="cards"),
-        class_="episodes",
-    )
+    return tag("div", tools, tag("div", *cards, class_="cards"), class_="episodes")
+
+
+def _reward_limit(kind: str, label: str) -> Html:
+    """Return the field for a limit of rewards. `kind`: least or most."""
+    label = f"reward, {label}"
+    return tag("input", type="number", step="any", class_=kind, placeholder=label, aria_label=label)
+
+
+def _episode_card(episode: Episode) -> Html:
+    """Return the card of an episode: its reward, step, domain and length, and its texts."""
+    values = episode.values
+    reward = as_number(values.get("reward"))
+    worth = "no reward" if reward is None else f"reward {reward:.4g}"
+    step = f"to step {episode.event['step']:,}"
+    if episode.event.get("trained") is False:
+        step += " (not reached)"
+    length = f"{values.get('tokens')} tokens"
+    if not values.get("ended"):
+        length += ", cut at the most tokens"
+    head = f"{worth} · {step} · {values.get('domain')} · {length}"
+    texts = [
+        (head, None),
+        ("prompt", values.get("prompt")),
+        ("completion", values.get("text")),
+    ]
+    return _card(texts, reward)
 
 
 def _dictionaries(value: Any) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    """Return the dictionaries of a list; empty for anything else."""
+    if not isinstance(value, list):
+        return []
+    return [each for each in value if isinstance(each, dict)]
 
 
-def _card(texts: list[tuple[str, Any]], reward: float | None = None) -> Html:
-    made = [
-        join((tag("b", name), tag("pre", _written(value)) if value is not None else ""))
-        for name, value in texts
-    ]
-    return tag("div", *made, class_="card", data_reward="" if reward is None else repr(reward))
+def _card(texts: Iterable[tuple[str, Any]], reward: float | None = None) -> Html:
+    """Return titles, each with the text below it. `reward`: the number by which page.js filters."""
+    parts = []
+    for title, value in texts:
+        parts.append(tag("b", title))
+        if value is not None:
+            parts.append(tag("pre", _message_text(value)))
+    data_reward = "" if reward is None else repr(reward)
+    return tag("div", *parts, class_="card", data_reward=data_reward)
 
 
-def _written(value: Any) -> str:
-    """A text, or messages a line each."""
-    if isinstance(value, list):
-        return "\n".join(
-            f"{each.get('role')}: {each.get('content')}" for each in _dictionaries(value)
-        )
-    return str(value)
+def _message_text(value: Any) -> str:
+    """Return a text as it is, and messages as a line each."""
+    if not isinstance(value, list):
+        return str(value)
+    lines = [f"{each.get('role')}: {each.get('content')}" for each in _dictionaries(value)]
+    return "\n".join(lines)
 
 
 def devices(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Utilisation, temperature and power of each rank's GPU; energy."""
-    made = []
-    for name, label in (
-        ("utilisation", "utilisation, %"),
-        ("celsius", "temperature, °C"),
-        ("watts", "power, W"),
-    ):
-        points: dict[int, list[tuple[int, float]]] = {}
-        for event in run.of("devices"):
-            for rank, each in enumerate(_dictionaries(event.get("ranks"))):
-                if (value := number(each.get(name))) is not None and type(event.get("step")) is int:
-                    points.setdefault(rank, []).append((event["step"], value))
-        lines = [
-            {"name": f"rank {rank}", "color": rank, **binned(each, MOST_POINTS)}
-            for rank, each in sorted(points.items())
-        ]
-        made += [drawings.add("lines", f"GPU: {label}", series=lines)] if lines else []
-    energy = [
-        value for event in run.of("run_end") if (value := number(event.get("kwh"))) is not None
-    ]
-    return _grid(
-        made, *[tag("p", f"Energy that the devices took: {sum(energy):.4g} kWh.")] * bool(energy)
-    )
+    """Show utilisation, temperature and power of each rank's GPU, and the energy of all devices."""
+    charts = []
+    for field, label in DEVICE_CURVES.items():
+        lines = []
+        for rank, points in sorted(_device_points(run, field).items()):
+            lines.append(_line(f"rank {rank}", rank, points))
+        if lines:
+            charts.append(drawings.add("lines", f"GPU: {label}", series=lines))
+    energies = []  # kWh
+    for event in run.of("run_end"):
+        energy = as_number(event.get("kwh"))
+        if energy is not None:
+            energies.append(energy)
+    below = []
+    if energies:
+        below.append(tag("p", f"Energy that the devices took: {sum(energies):.4g} kWh."))
+    return _grid(charts, below)
+
+
+def _device_points(run: RunFacts, field: str) -> dict[int, Points]:
+    """Return the points of a field of `devices` events by rank."""
+    points: dict[int, Points] = {}
+    for event in run.of("devices"):
+        step = event.get("step")
+        if type(step) is not int:
+            continue
+        for rank, device in enumerate(_dictionaries(event.get("ranks"))):
+            value = as_number(device.get(field))
+            if value is not None:
+                points.setdefault(rank, []).append((step, value))
+    return points
 
 
 def checkpoints(run: RunFacts, drawings: Drawings) -> Html | None:
+    """Show a row for each checkpoint that was saved, and what was exported."""
+    export = run.last("export")
+    if not run.checkpoints and not export:
+        return None
     rows = []
     for row in run.checkpoints:
-        state = (
-            "whole"
-            if row["whole"]
-            else "damaged"
-            if row["there"]
-            else row.get("error") or "removed"
-        )
-        at = moment(row["t"]) if "t" in row else None
+        saved_at = format_time(row["t"]) if "t" in row else None
         rows.append(
             [
                 row["step"],
-                state,
+                _checkpoint_state(row),
                 row["metric"],
-                bytes_of(row.get("bytes")),
-                seconds_of(row.get("seconds")),
-                seconds_of(row.get("blocked_seconds")),
-                at,
+                format_bytes(row.get("bytes")),
+                format_seconds(row.get("seconds")),
+                format_seconds(row.get("blocked_seconds")),
+                saved_at,
             ]
         )
-    export = run.last("export")
-    line = ""
-    if export and export.get("error"):
-        line = tag("p", export["error"])
-    elif export:
-        difference = export.get("max_logit_difference")
-        line = tag(
-            "p",
-            "Exported to ",
-            tag("code", export.get("path")),
-            f"; largest difference of logits {difference}",
-        )
     metric = f"eval.metric ({run.config.get('eval.metric')})"
-    return (
-        join(
-            (
-                table(
-                    ["after step", "state", metric, "size", "written in", "training waited", "at"],
-                    rows,
-                ),
-                line,
-            )
-        )
-        if rows or export
-        else None
+    headers = ["after step", "state", metric, "size", "written in", "training waited", "at"]
+    parts = [table(headers, rows)]
+    if export:
+        parts.append(_export_line(export))
+    return join(parts)
+
+
+def _checkpoint_state(row: dict[str, Any]) -> str:
+    """Return in a word whether a checkpoint can be loaded, or why it does not exist."""
+    if row["whole"]:
+        return "whole"
+    if row["there"]:
+        return "damaged"
+    return row.get("error") or "removed"
+
+
+def _export_line(export: dict[str, Any]) -> Html:
+    """Return where the model was exported to, or why it was not."""
+    if export.get("error"):
+        return tag("p", export["error"])
+    difference = export.get("max_logit_difference")
+    return tag(
+        "p",
+        "Exported to ",
+        tag("code", export.get("path")),
+        f"; largest difference of logits {difference}",
     )
 
 
 def environment(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Where it ran, and the command that repeats it."""
+    """Show where the run was trained, and the command that repeats it."""
     start = run.last("run_start")
-    pairs = [(name, value) for name, value in mapping(start.get("environment")).items()]
-    pairs += [
-        ("processes", start.get("world_size")),
-        (
-            "parameters",
-            count(number(start.get("parameters")) or 0) if start.get("parameters") else None,
-        ),
-    ]
+    parameters = start.get("parameters")
+    pairs: list[tuple[str, Any]] = list(as_mapping(start.get("environment")).items())
+    pairs.append(("processes", start.get("world_size")))
+    if parameters:
+        pairs.append(("parameters", count(as_number(parameters) or 0)))
+    parts = [facts(pairs)]
     command = repeat(run)
-    again = (
-        tag(
-            "div",
-            tag("pre", tag("code", command)),
-            tag("button", "Copy", type="button", class_="copy"),
-            class_="command",
-        )
-        if command
-        else ""
-    )
-    return (
-        join((facts(pairs), tag("h3", "The command that repeats it") if command else "", again))
-        if pairs or command
-        else None
-    )
+    if command:
+        code = tag("pre", tag("code", command))
+        button = tag("button", "Copy", type="button", class_="copy")
+        parts.append(tag("h3", "The command that repeats it"))
+        parts.append(tag("div", code, button, class_="command"))
+    return join(parts)
 
 
 def repeat(run: RunFacts) -> str | None:
-    """`drumline train` of the run's own config.yaml, with as many processes, into another folder."""
-    config, folder = run.folder / "config.yaml", run.folder.resolve()
+    """Return the command that trains the run's own config.yaml again, into another folder.
+
+    It starts as many processes. None if the run has no config.yaml.
+    """
+    config = run.folder / "config.yaml"
     if not config.is_file():
         return None
-    world = run.last("run_start").get("world_size")
-    here = (
-        run.config.get("launch.kind", "local") == "local"
-        and isinstance(world, int)
-        and run.config.get("launch.nproc") is None
-    )
-    return (
-        f"drumline train {shlex.quote(str(folder / 'config.yaml'))} {shlex.quote(override('run.dir', f'{folder}-again'))}"
-        + f" --nproc {world}" * here
-    )
+    folder = run.folder.resolve()
+    path = shlex.quote(str(folder / "config.yaml"))
+    run_dir = shlex.quote(override("run.dir", f"{folder}-again"))
+    command = f"drumline train {path} {run_dir}"
+    world_size = run.last("run_start").get("world_size")
+    is_local = run.config.get("launch.kind", "local") == "local"
+    is_nproc_set = run.config.get("launch.nproc") is not None
+    if is_local and not is_nproc_set and isinstance(world_size, int):
+        command += f" --nproc {world_size}"
+    return command
 
 
 OF_A_RUN: dict[str, Callable[[RunFacts, Drawings], Html | None]] = {

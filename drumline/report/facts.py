@@ -1,5 +1,8 @@
-"""What a run folder tells: its plan, events and checkpoints, as plain values. Files may be damaged, of another version, or a
-stranger's: what is not what it should be is left out, and counted."""
+"""What a run folder holds, as plain values: its plan, events and checkpoints.
+
+The files may be damaged, of another version, or written by a stranger. Values of a wrong type are
+left out, and damaged lines are counted.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from drumline.telemetry import events
 from drumline.telemetry.damage import MOST
 from drumline.telemetry.truth import Comparison
 
-# Of a step, in the order of the page; what an algorithm has besides comes after the losses.
+HELD_OUT = "held out: "  # the names of curves of evaluations begin with it
+# Fields of a step event and the names of their curves, in the order of the page. What an algorithm
+# measures besides comes after the losses.
 RATES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
@@ -41,6 +46,7 @@ NOT_CURVES = {
     *RATES,
 }
 NOT_SCORES = {"samples", "seconds"}
+# Fields of a rollout event and the names of their curves.
 ROLLOUT = {
     "reward": "reward",
     "length": "tokens of a completion",
@@ -48,7 +54,7 @@ ROLLOUT = {
     "sampler_gap": "sampler gap",
 }
 GROUPS_ALIKE = "share of groups whose rewards do not differ"
-# The order of curves; "" stands for what an algorithm has besides.
+# The order of curves; "" stands for what an algorithm measures besides.
 ORDER = (
     "loss",
     "held out",
@@ -60,46 +66,57 @@ ORDER = (
     SAMPLES_PER_S,
 )
 APART = ("run.seed", "run.dir", "data.cache_dir")  # runs that differ in these alone are repetitions
-Points = list[tuple[int, float]]
-Trace = list[tuple[int, float | None]]  # None: no finite number
+RESTARTS = ("restart", "replan")  # actions of a fault after which the launcher starts the run again
+Points = list[tuple[int, float]]  # (step, value)
+Trace = list[tuple[int, float | None]]  # (step, value); None: no finite number
 
 
-def number(value: Any) -> float | None:
-    """A finite number, else None."""
-    # No NaN passes, either.
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
-    return float(value) if fits else None
+def as_number(value: Any) -> float | None:
+    """Return a finite number as a float, and None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    # The comparison is false for NaN, too.
+    if abs(value) < MOST:
+        return float(value)
+    return None
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def as_mapping(value: Any) -> dict[str, Any]:
+    """Return a dictionary as it is, and an empty one for anything else."""
     return value if isinstance(value, dict) else {}
 
 
-def numbers(value: Any) -> dict[str, float]:
-    """The finite numbers of a dictionary."""
-    return {
-        str(key): found
-        for key, each in mapping(value).items()
-        if (found := number(each)) is not None
-    }
+def as_numbers(value: Any) -> dict[str, float]:
+    """Return the finite numbers of a dictionary; empty for anything else."""
+    numbers = {}
+    for key, each in as_mapping(value).items():
+        number = as_number(each)
+        if number is not None:
+            numbers[str(key)] = number
+    return numbers
 
 
 def named(event: dict[str, Any]) -> dict[str, float | None]:
-    """What an event adds to curves, by the name that users read; None: no finite number, which events have as null or a text."""
-    found = {key: number(value) for key, value in event.items() if key not in ("t", "step")}
-    found = {
-        key: value
-        for key, value in found.items()
-        if value is not None or event[key] in (None, "inf", "-inf")
-    }
+    """Return the points that an event adds to curves: name of the curve → value.
+
+    None: a value that is no finite number, which events write as null or as a text.
+    """
+    values: dict[str, float | None] = {}
+    for key, value in event.items():
+        if key in ("t", "step"):
+            continue
+        number = as_number(value)
+        if number is not None or value in (None, "inf", "-inf"):
+            values[key] = number
     if event["kind"] == "step":
-        return _step_curves(found)
+        return _step_curves(values)
     if event["kind"] == "eval":
-        return {f"held out: {key}": value for key, value in found.items() if key not in NOT_SCORES}
+        return _evaluation_curves(values)
     if event["kind"] == "rollout":
-        if event.get("sampler_gap") is None:  # the policy itself sampled: there is no curve
-            found.pop("sampler_gap", None)
-        return _rollout_curves(found)
+        # The policy itself sampled if there is no gap, so there is no curve of it.
+        if event.get("sampler_gap") is None:
+            values.pop("sampler_gap", None)
+        return _rollout_curves(values)
     return {}
 
 
@@ -119,6 +136,15 @@ def _step_curves(values: dict[str, float | None]) -> dict[str, float | None]:
     return curves
 
 
+def _evaluation_curves(values: dict[str, float | None]) -> dict[str, float | None]:
+    """Return an evaluation's scores by the names of their curves."""
+    curves = {}
+    for key, value in values.items():
+        if key not in NOT_SCORES:
+            curves[f"{HELD_OUT}{key}"] = value
+    return curves
+
+
 def _rollout_curves(values: dict[str, float | None]) -> dict[str, float | None]:
     """Return a rollout's numbers by the names of their curves."""
     curves = {}
@@ -127,17 +153,14 @@ def _rollout_curves(values: dict[str, float | None]) -> dict[str, float | None]:
             curves[ROLLOUT.get(key, key.replace("/", ": "))] = value
     differ = values.get("groups_differ")
     has_reward = values.get("reward") is not None
-    if (
-        differ is not None
-        and has_reward
-        and events.has_groups(values.get("prompts"), values.get("episodes"))
-    ):
+    has_groups = events.has_groups(values.get("prompts"), values.get("episodes"))
+    if differ is not None and has_reward and has_groups:
         curves[GROUPS_ALIKE] = 1 - differ
     return curves
 
 
-def place_of(name: str) -> int:
-    """Of a curve on the page."""
+def curve_order(name: str) -> int:
+    """Return the sort key of a curve's name: its place on the page."""
     start = name.partition(":")[0]
     return ORDER.index(start if start in ORDER else "")
 
@@ -153,15 +176,25 @@ class Attempt:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds between the first and the last event."""
         times = [event["t"] for event in (self.start, *self.events)]
         return max(times) - min(times)
 
     @property
     def steps(self) -> list[int]:
+        """Return the numbers of the steps that were done, in order."""
         return [event["step"] for event in self.events if event["kind"] == "step"]
 
     @property
+    def goodput(self) -> dict[str, float]:
+        """Return the seconds by purpose that rank 0 wrote at its end; empty if it wrote none."""
+        if self.end is None:
+            return {}
+        return as_numbers(self.end.get("goodput"))
+
+    @property
     def outcome(self) -> str:
+        """Return in words how the attempt ended."""
         if self.fault is not None:
             where = f" on {self.fault['host']}" if self.fault.get("host") else ""
             return f"rank {self.fault.get('rank')}{where}: {self.fault.get('error')} → {self.fault.get('action')}"
@@ -171,36 +204,32 @@ class Attempt:
 
 
 class RunFacts:
-    """Of one run. Raises UserError where there is no run folder."""
+    """The facts of one run folder. Raises UserError if the folder is not one of a run."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.name = folder, folder.resolve().name
-        if not (folder / "events.jsonl").is_file() and not (folder / "plan.json").is_file():
-            fix = "name the folder of a run; `drumline ps` lists them"
+        self.folder = folder
+        self.name = folder.resolve().name
+        has_events = (folder / "events.jsonl").is_file()
+        if not has_events and not (folder / "plan.json").is_file():
             raise UserError(
                 "is no run folder: there is neither events.jsonl nor plan.json",
                 where=str(folder),
-                fix=fix,
+                fix="name the folder of a run; `drumline ps` lists them",
             )
-        self.problems: list[str] = []
-        self.plan = self._object("plan.json")
-        self.config = flat(mapping(self.plan.get("config")))
-        lines = events.examined(folder / "events.jsonl")
-        self.events: list[dict[str, Any]] = [
-            event.values() for _, event, _ in lines if event and event.t
-        ]
-        if damaged := sum(not (sound and event and event.t) for _, event, sound in lines):
-            self.problems.append(
-                f"{damaged:,} of {len(lines):,} lines of events.jsonl could not be read, or not whole; that is left out"
-            )
-        if not (folder / "events.jsonl").is_file():
+        self.problems: list[str] = []  # a line each, for the user
+        self.plan = self._read_object("plan.json")
+        self.config = flat(as_mapping(self.plan.get("config")))
+        self.events: list[dict[str, Any]] = []
+        self._read_events()
+        if not has_events:
             self.problems.append(
                 "there is no events.jsonl: the run never started, or the file was removed"
             )
         elif not self.of("step"):
             self.problems.append("the run never finished a step")
 
-    def _object(self, name: str) -> dict[str, Any]:
+    def _read_object(self, name: str) -> dict[str, Any]:
+        """Return a JSON file of the folder; empty, and a problem more, if it cannot be read."""
         try:
             value: dict[str, Any] = plain(read_object(self.folder / name, UserError, numbers=False))
         except DrumlineError as error:
@@ -208,89 +237,118 @@ class RunFacts:
             return {}
         return value
 
+    def _read_events(self) -> None:
+        """Read the events that have a time, and count the damaged lines."""
+        lines = events.examined(self.folder / "events.jsonl")
+        damaged = 0
+        for _, event, is_sound in lines:
+            if event is None or not event.t:
+                damaged += 1
+                continue
+            self.events.append(event.values())
+            if not is_sound:
+                damaged += 1
+        if damaged:
+            self.problems.append(
+                f"{damaged:,} of {len(lines):,} lines of events.jsonl could not be read, or not whole; that is left out"
+            )
+
     def of(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of a kind, in order."""
         return [event for event in self.events if event["kind"] == kind]
 
     def last(self, kind: str) -> dict[str, Any]:
-        """The newest event of a kind; empty where there is none."""
-        return next((event for event in reversed(self.events) if event["kind"] == kind), {})
+        """Return the newest event of a kind; empty if there is none."""
+        for event in reversed(self.events):
+            if event["kind"] == kind:
+                return event
+        return {}
 
     def points(self, kind: str, name: str) -> Points:
-        """(step, value), the last word on each step, in order; values that are no finite numbers are left out."""
-        found = {event["step"]: number(event.get(name)) for event in self.of(kind)}
-        return [(step, value) for step, value in sorted(found.items()) if value is not None]
+        """Return (step, value) of a field of events, in order.
+
+        The last event of a step counts; values that are no finite numbers are left out.
+        """
+        values = {event["step"]: as_number(event.get(name)) for event in self.of(kind)}
+        return [(step, value) for step, value in sorted(values.items()) if value is not None]
 
     @cached_property
     def traces(self) -> dict[str, Trace]:
-        """Name → what was measured, in order, the last word on each step, in the order of the page."""
-        made: dict[str, dict[int, float | None]] = {}
+        """Return every curve by its name, in the order of the page; the last event of a step counts."""
+        values_by_name: dict[str, dict[int, float | None]] = {}
         for event in self.events:
             for name, value in named(event).items():
-                made.setdefault(name, {})[event["step"]] = value
-        return {name: sorted(made[name].items()) for name in sorted(made, key=place_of)}
+                values_by_name.setdefault(name, {})[event["step"]] = value
+        traces = {}
+        for name in sorted(values_by_name, key=curve_order):
+            traces[name] = sorted(values_by_name[name].items())
+        return traces
 
     @cached_property
     def curves(self) -> dict[str, Points]:
-        """The traces that have numbers, and these alone."""
-        found = {
-            name: [(step, value) for step, value in trace if value is not None]
-            for name, trace in self.traces.items()
-        }
-        return {name: points for name, points in found.items() if points}
+        """Return the points of each trace that are numbers; traces without any are left out."""
+        curves = {}
+        for name, trace in self.traces.items():
+            points = [(step, value) for step, value in trace if value is not None]
+            if points:
+                curves[name] = points
+        return curves
 
     @property
     def reached(self) -> int:
-        """The last step that was done, whatever it measured."""
+        """Return the last step that was done, whatever it measured; 0 if there was none."""
         return max((event["step"] for event in self.of("step")), default=0)
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        found: list[Attempt] = []
+        """Return the starts of the ranks, in order."""
+        attempts: list[Attempt] = []
         for event in self.events:
             if event["kind"] == "run_start":
-                found.append(Attempt(event))
-            elif found:
-                found[-1].events.append(event)
-                found[-1].end = event if event["kind"] == "run_end" else found[-1].end
-                found[-1].fault = event if event["kind"] == "fault" else found[-1].fault
-        return found
+                attempts.append(Attempt(event))
+                continue
+            if not attempts:
+                continue
+            current = attempts[-1]
+            current.events.append(event)
+            if event["kind"] == "run_end":
+                current.end = event
+            elif event["kind"] == "fault":
+                current.fault = event
+        return attempts
 
     @property
     def status(self) -> str:
-        """finished, preempted, stopped, failed, or started; planned where it never was."""
-        ends = [
-            event
-            for event in self.events
-            if event["kind"] in ("run_end", "fault", "step", "run_start")
-        ]
-        if not ends:
-            return "planned"
-        return (
-            str(ends[-1].get("status"))
-            if ends[-1]["kind"] == "run_end"
-            else "failed"
-            if ends[-1]["kind"] == "fault"
-            else "started"
-        )
+        """Return finished, preempted, stopped, failed, started, or planned if it was never started."""
+        for event in reversed(self.events):
+            if event["kind"] == "run_end":
+                return str(event.get("status"))
+            if event["kind"] == "fault":
+                return "failed"
+            if event["kind"] in ("step", "run_start"):
+                return "started"
+        return "planned"
 
     @cached_property
     def group(self) -> str:
-        """What runs have in common that differ in their seed alone; each without a plan is by itself."""
-        rest = {key: value for key, value in self.config.items() if key not in APART}
-        return (
-            repr(sorted(rest.items(), key=lambda item: item[0]))
-            if self.config
-            else str(self.folder)
-        )
+        """Return a text that is equal for runs that differ in their seed and folders alone.
+
+        A run without a plan has one of its own.
+        """
+        if not self.config:
+            return str(self.folder)
+        values = [(key, value) for key, value in self.config.items() if key not in APART]
+        return repr(sorted(values, key=lambda item: item[0]))
 
     @property
     def before(self) -> int:
-        """Steps that were done in another folder, which this run goes on from."""
-        first = next(
-            (event for event in self.events if event["kind"] in ("restore", "step")),
-            {"kind": "none"},
-        )
-        return int(first["step"]) if first["kind"] == "restore" else 0
+        """Return how many steps were done in another folder, which this run continues."""
+        for event in self.events:
+            if event["kind"] == "restore":
+                return int(event["step"])
+            if event["kind"] == "step":
+                return 0
+        return 0
 
     @property
     def goodput(self) -> float | None:
@@ -309,76 +367,77 @@ class RunFacts:
 
     @property
     def phases(self) -> dict[str, list[float]]:
-        """Phase → seconds of each rank: the newest measurement of each attempt, added up where they had as many ranks as the last."""
-        found = [
-            [
-                mapping(event.get("phases"))
-                for event in attempt.events
-                if event["kind"] == "measured"
-            ]
-            for attempt in self.attempts
-        ]
-        newest = [each[-1] for each in found if each and each[-1]]
-        made: dict[str, list[float]] = {}
-        for phases in newest:
-            for phase, ranks in phases.items():
-                seconds = [number(each) or 0.0 for each in ranks] if isinstance(ranks, list) else []
-                before = made.get(phase, [])
-                made[phase] = (
-                    [a + b for a, b in zip(before, seconds, strict=True)]
-                    if len(before) == len(seconds)
-                    else seconds
-                )
-        return made
+        """Return the seconds of each rank by phase.
+
+        The newest measurement of each attempt counts. Attempts are added up as long as they have
+        the same number of ranks; with another number the sum begins anew.
+        """
+        totals: dict[str, list[float]] = {}
+        for attempt in self.attempts:
+            for phase, ranks in _newest_phases(attempt).items():
+                seconds = []
+                if isinstance(ranks, list):
+                    seconds = [as_number(value) or 0.0 for value in ranks]
+                total = totals.get(phase, [])
+                if len(total) == len(seconds):
+                    seconds = [a + b for a, b in zip(total, seconds, strict=True)]
+                totals[phase] = seconds
+        return totals
 
     @property
     def comparisons(self) -> list[Comparison]:
-        """Predicted against measured, by category; what only was predicted is not in it."""
+        """Return predicted against measured values by category; without those only predicted.
+
+        Empty if nothing was measured, or if the estimate is of another version.
+        """
         from drumline.core.estimate import Estimate
         from drumline.telemetry.truth import Measurement, compare
 
         measured = [event for event in self.of("measured") if event.get("memory")]
+        if not measured:
+            return []
+        newest = measured[-1]
+        names = Measurement.model_fields.keys() & newest.keys()
+        predicted = as_mapping(self.plan.get("predicted"))
+        # pydantic raises ValueError; a category of another version is a LookupError.
         try:
-            estimate = Estimate.model_validate(mapping(self.plan.get("predicted")).get("estimate"))
-            names = Measurement.model_fields.keys() & measured[-1].keys()
-            return compare(
-                estimate, Measurement.model_validate({name: measured[-1][name] for name in names})
-            )
-        except (
-            ValueError,
-            LookupError,
-        ):  # pydantic's; nothing was measured; a category of another version
+            estimate = Estimate.model_validate(predicted.get("estimate"))
+            measurement = Measurement.model_validate({name: newest[name] for name in names})
+            return compare(estimate, measurement)
+        except (ValueError, LookupError):
             return []
 
     @cached_property
     def checkpoints(self) -> list[dict[str, Any]]:
-        """A row for each that was saved: of its event, its manifest, and whether it is there."""
-        there: dict[int, dict[str, Any]] = {}
+        """Return a row for each checkpoint that was saved, in order of their steps.
+
+        It has the fields of its save event, `step`, `metric` (of its manifest; None if it has
+        none), `there` (its folder exists) and `whole` (its manifest can be read).
+        """
+        manifests: dict[int, dict[str, Any]] = {}
         for step, folder in numbered(self.folder / "checkpoints", "step-").items():
             try:
-                there[step] = mapping(
-                    read_object(folder / "manifest.json", UserError, numbers=False).get("manifest")
-                )
+                content = read_object(folder / "manifest.json", UserError, numbers=False)
             except DrumlineError:
-                there[step] = {}
+                manifests[step] = {}
+            else:
+                manifests[step] = as_mapping(content.get("manifest"))
         saves = {event["step"]: event for event in self.of("save")}
         rows = []
-        for at in sorted(saves.keys() | there.keys()):
-            metric = number(there.get(at, {}).get("metric"))
-            rows.append(
-                {
-                    **saves.get(at, {}),
-                    "step": at,
-                    "metric": metric,
-                    "there": at in there,
-                    "whole": bool(there.get(at)),
-                }
-            )
+        for step in sorted(saves.keys() | manifests.keys()):
+            manifest = manifests.get(step, {})
+            row = dict(saves.get(step, {}))
+            row["step"] = step
+            row["metric"] = as_number(manifest.get("metric"))
+            row["there"] = step in manifests
+            row["whole"] = bool(manifest)
+            rows.append(row)
         return rows
 
     @property
     def restarts(self) -> int:
-        return sum(event.get("action") in ("restart", "replan") for event in self.of("fault"))
+        """Return how often the launcher started the run again after a fault."""
+        return sum(event.get("action") in RESTARTS for event in self.of("fault"))
 
     @cached_property
     def seconds(self) -> float:
@@ -388,7 +447,7 @@ class RunFacts:
         total = sum(attempt.seconds for attempt in self.attempts)
         for before, after in pairwise(self.attempts):
             action = (before.fault or {}).get("action")
-            if action in ("restart", "replan"):
+            if action in RESTARTS:
                 total += max(0.0, after.start["t"] - before.start["t"] - before.seconds)
         return total
 
@@ -402,7 +461,7 @@ class RunFacts:
             why = (last.end or {}).get("why")
             return {"reason": str(why)} if why else {}
         fault = last.fault
-        found = {
+        values = {
             "reason": fault.get("error"),
             "rank": fault.get("rank"),
             "host": fault.get("host"),
@@ -411,27 +470,40 @@ class RunFacts:
             "then": fault.get("action"),
             "log": fault.get("log"),
         }
-        texts = {label: str(value) for label, value in found.items() if value is not None}
+        texts = {label: str(value) for label, value in values.items() if value is not None}
         if "then" in texts:
             texts["then"] = texts["then"].removeprefix("stop: ")
         return texts
 
 
+def _newest_phases(attempt: Attempt) -> dict[str, Any]:
+    """Return phase → seconds of each rank as an attempt measured them last; empty if it did not."""
+    for event in reversed(attempt.events):
+        if event["kind"] == "measured":
+            return as_mapping(event.get("phases"))
+    return {}
+
+
 def differences(runs: list[RunFacts]) -> list[str]:
-    """Keys of the config whose values are not alike in all runs; places that hold no values are left out."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    return [
-        key
-        for key in keys
-        if key not in APART[1:]
-        and len({repr(run.config.get(key)) for run in runs if run.config}) > 1
-    ]
+    """Return the keys of the config whose values are not the same in all runs.
+
+    Keys of folders, which hold no values of the training, and runs without a config are left out.
+    """
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys.update(dict.fromkeys(run.config))
+    differing = []
+    for key in keys:
+        values = {repr(run.config.get(key)) for run in runs if run.config}
+        if key not in APART[1:] and len(values) > 1:
+            differing.append(key)
+    return differing
 
 
 def short_names(runs: list[RunFacts]) -> list[str]:
-    """A name for each run, its folder's where that is enough; never two alike."""
+    """Return a different name for each run: its folder's, with as many parents as needed, at most 7."""
     for parts in range(1, 9):
         names = ["/".join(run.folder.resolve().parts[-parts:]) for run in runs]
-        if len({*names}) == len(runs):
+        if len(set(names)) == len(runs):
             return names
     return [str(run.folder.resolve()) for run in runs]

@@ -8,10 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from drumline.report.curves import charts
+from drumline.report.curves import Series, charts
 from drumline.report.facts import RunFacts, short_names
 
 MOST_CHARTS = 6
+COLUMNS = 3
+FEW_POINTS = 30  # below that each point of a curve has a marker
 CJK = re.compile(r"CJK|WenQuanYi|Source Han|PingFang|Heiti|Hiragino|Arial Unicode")
 # Of page.js, too.
 COLORS = (
@@ -29,35 +31,44 @@ COLORS = (
 
 
 def draw(runs: list[RunFacts], path: Path) -> bool:
-    """Write the PNG; False where matplotlib is not installed."""
+    """Write the PNG; return False if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         return False
     import matplotlib as mpl
 
-    # Letters that the first font lacks are the second's: Chinese, Japanese and Korean, where the system has one.
-    with mpl.rc_context({"font.family": ["DejaVu Sans", *_cjk()[:1]]}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # a box stands for what neither has
+    # The second font has the letters that the first lacks: Chinese, Japanese and Korean, if the
+    # system has such a font.
+    fonts = ["DejaVu Sans", *_cjk_fonts()[:1]]
+    with mpl.rc_context({"font.family": fonts}), warnings.catch_warnings():
+        # A box stands for a letter that neither font has.
+        warnings.filterwarnings("ignore", "Glyph")
         _draw(runs, path)
     return True
 
 
-def _cjk() -> list[str]:
+def _cjk_fonts() -> list[str]:
+    """Return the names of installed fonts with Chinese, Japanese or Korean letters."""
     from matplotlib.font_manager import fontManager
 
     return sorted({font.name for font in fontManager.ttflist if CJK.search(font.name)})
 
 
 def _draw(runs: list[RunFacts], path: Path) -> None:
+    """Draw the first charts, three in a row."""
     from matplotlib.figure import Figure
 
     drawn = charts(runs, short_names(runs))[:MOST_CHARTS]
-    figure = Figure(figsize=(12, 3.2 * max(1, -(-len(drawn) // 3))), layout="constrained")
+    rows = (len(drawn) + COLUMNS - 1) // COLUMNS
+    figure = Figure(figsize=(12, 3.2 * max(1, rows)), layout="constrained")
     for place, chart in enumerate(drawn):
-        axes = figure.add_subplot(-(-len(drawn) // 3), 3, place + 1)
-        axes.set_title(_shown(chart["title"]), loc="left", fontsize=10, parse_math=False)
-        for each in (each for each in chart["series"] if not each.get("member")):
-            _line(axes, each)
-        if 1 < len(chart["series"]) <= len(COLORS) and (place == 0 or len(runs) == 1):
+        axes = figure.add_subplot(rows, COLUMNS, place + 1)
+        axes.set_title(_printable(chart["title"]), loc="left", fontsize=10, parse_math=False)
+        for series in chart["series"]:
+            if not series.get("member"):
+                _draw_line(axes, series)
+        # The charts of several runs have the same colors, so one legend is enough.
+        needs_legend = place == 0 or len(runs) == 1
+        if needs_legend and 1 < len(chart["series"]) <= len(COLORS):
             axes.legend(fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
@@ -67,19 +78,22 @@ def _draw(runs: list[RunFacts], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _shown(name: str) -> str:
-    """A file's name may have bytes that are no text."""
+def _printable(name: str) -> str:
+    """Return a name without bytes that are no text, which a file's name may have."""
     return name.encode(errors="replace").decode()
 
 
-def _line(axes: Any, each: dict[str, Any]) -> None:
-    color = COLORS[each["color"] % len(COLORS)]
-    marker = "o" if len(each["x"]) < 30 else None
-    label = _shown(each["name"]).lstrip("_").replace("$", r"\$")
+def _draw_line(axes: Any, series: Series) -> None:
+    """Draw a line with its band."""
+    steps = series["x"]
+    color = COLORS[series["color"] % len(COLORS)]
+    marker = "o" if len(steps) < FEW_POINTS else None
+    # matplotlib leaves out labels that begin with _, and takes text between $ for a formula.
+    label = _printable(series["name"]).lstrip("_").replace("$", r"\$")
     axes.plot(
-        each["x"], each["y"], color=color, linewidth=1.4, marker=marker, markersize=3, label=label
+        steps, series["y"], color=color, linewidth=1.4, marker=marker, markersize=3, label=label
     )
-    if "low" in each:
+    if "low" in series:
         axes.fill_between(
-            each["x"], each["low"], each["high"], color=color, alpha=0.18, linewidth=0
+            steps, series["low"], series["high"], color=color, alpha=0.18, linewidth=0
         )

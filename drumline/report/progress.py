@@ -23,39 +23,57 @@ from drumline.report.waiting import Waits, duration
 from drumline.telemetry import events, watched
 
 REFRESH_PER_SECOND = 4
-PLAIN_STEP_LINES = 20
-MEAN_STEPS = 6
+PLAIN_STEP_LINES = 20  # of steps that a run prints without a terminal
+MEAN_STEPS = 6  # steps of a mean: single ones jump with their few samples
+RECENT_STEPS = 20  # whose mean time makes the ETA
 SPARKS = "▁▂▃▄▅▆▇█"
-WIDEST = 100
+SPARK_VALUES = 24
+SAME = 0.01  # relative change of a mean below which it counts as flat
+WIDEST = 100  # characters of the live display
 SAMPLES_SHOWN = 2
+SAMPLE_IDS_SHOWN = 8
+MOST_RANKS = 4  # whose memory is shown apart
+GIB = 2**30
+MIB = 2**20
 
 
 def spark(values: list[float]) -> str:
-    """The last 24 values as a line of blocks, the lowest at the bottom."""
-    shown = values[-24:]
-    low, high = min(shown), max(shown)
-    return "".join(
-        SPARKS[int((v - low) / (high - low) * (len(SPARKS) - 1))] if high > low else SPARKS[0]
-        for v in shown
-    )
+    """Return the last 24 values as a line of blocks, the lowest at the bottom."""
+    shown = values[-SPARK_VALUES:]
+    low = min(shown)
+    high = max(shown)
+    has_range = high > low
+    if not has_range:
+        return SPARKS[0] * len(shown)
+    blocks = []
+    for value in shown:
+        height = (value - low) / (high - low)
+        blocks.append(SPARKS[int(height * (len(SPARKS) - 1))])
+    return "".join(blocks)
 
 
 def trend(values: list[float]) -> str:
-    """↓, ↑ or → (within 1%): the mean of the last MEAN_STEPS values against that of as many before; empty where there are too few."""
+    """Return ↓, ↑ or → (within 1%): the mean of the last values against that of as many before.
+
+    Means of up to MEAN_STEPS values are compared. Empty if there are fewer than four values.
+    """
     width = min(MEAN_STEPS, len(values) // 2)
     if width < 2:
         return ""
-    before, after = _mean(values[-2 * width : -width]), _mean(values[-width:])
-    return "→" if abs(after - before) <= 0.01 * abs(before) else "↓" if after < before else "↑"
+    before = _mean(values[-2 * width : -width])
+    after = _mean(values[-width:])
+    if abs(after - before) <= SAME * abs(before):
+        return "→"
+    return "↓" if after < before else "↑"
 
 
 def size(bytes_: float) -> str:
-    """Bytes in MiB below one GiB, in GiB from there on."""
-    return f"{bytes_ / 2**30:.2f} GiB" if bytes_ >= 2**30 else f"{bytes_ / 2**20:.1f} MiB"
+    """Return bytes in MiB below one GiB, in GiB from there on."""
+    return f"{bytes_ / GIB:.2f} GiB" if bytes_ >= GIB else f"{bytes_ / MIB:.1f} MiB"
 
 
 def failed(failures: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """A line for each reward that failed. `failures`: as events have them."""
+    """Give a line for each reward that failed. `failures`: reward → reason → episodes, as in events."""
     for name, reasons in failures.items():
         lost = ", ".join(f"{count} × {reason}" for reason, count in reasons.items())
         yield f"reward {name} failed, and its episodes are left out: {lost}"
@@ -68,21 +86,29 @@ class Progress:
         self, console: Console, past: Iterable[events.Event] = (), waits: Waits | None = None
     ) -> None:
         """`past`: events of the run before this process, so that a resumed run knows its first evaluation."""
-        self.console, self.waits = console, waits or Waits()
+        self.console = console
+        self.waits = waits or Waits()
+        # The newest event of each kind.
         self.start: events.RunStart | None = None
         self.step: events.Step | None = None
         self.save: events.Save | None = None
         self.export: events.Export | None = None
         self.profile: events.Profiled | None = None
         self.end: events.RunEnd | None = None
-        self.fault: events.Fault | None = None
-        self.measured = False
-        self.evals = [event for event in past if isinstance(event, events.Eval)]
-        self.rewards = [event.reward for event in past if isinstance(event, events.Rollout)]
+        self.fault: events.Fault | None = None  # None again when steps go on
+        self.is_measured = False  # memory was compared with the plan
+        self.evals: list[events.Eval] = []
+        self.rewards: list[Any] = []  # of rollouts; null is NaN, inf is a text
+        for event in past:
+            if isinstance(event, events.Eval):
+                self.evals.append(event)
+            elif isinstance(event, events.Rollout):
+                self.rewards.append(event.reward)
         self.losses: dict[int, float] = {}  # by step, finite ones only
-        self.recent: deque[float] = deque(maxlen=20)
+        self.recent: deque[float] = deque(maxlen=RECENT_STEPS)  # seconds of steps
         self.sent: list[float] = []  # bytes, of the steps where they are known
-        self.restarts = self.restored = 0
+        self.restarts = 0
+        self.restored = 0  # the step that the run goes on after
         self.began = 0.0  # unix seconds of the first start
         self.live: Live | None = None
 
@@ -107,34 +133,31 @@ class Progress:
     def on_event(self, event: events.Event) -> None:
         """Show an event; those without a handler are not for the display."""
         handler = getattr(self, f"_on_{event.kind}", None)
-        try:
-            if event.whole:
+        is_damaged = not event.whole
+        if not is_damaged:
+            # Values inside of an event's lists and dictionaries are not checked when it is read.
+            try:
                 self.waits.note(event)
                 if handler is not None:
                     handler(event)
-                return
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ):  # of what lies inside of its lists and dictionaries
-            handler = handler or self._print
-        if handler is not None:
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+                is_damaged = True
+                handler = handler or self._print
+        if is_damaged and handler is not None:
             self._print(
                 f"{event.kind}: not shown, for it is damaged or of another version", "yellow"
             )
 
     def _print(self, line: str, style: str = "") -> None:
-        # Files and pipes get one line an event; a terminal breaks long ones between words.
+        """Print a line. Files and pipes get one line an event; a terminal breaks long ones between words."""
         self.console.print(_text(line, style=style), soft_wrap=self.live is None)
 
     def _print_all(self, warnings: Iterable[str]) -> None:
+        """Print warnings, a line each."""
         for line in warnings:
             self._print(line, "yellow")
 
-    # ------------------------------------------------------------------------------------------------------ one an event
+    # Handlers, one for each kind of event that the display shows.
 
     def _on_run_start(self, event: events.RunStart) -> None:
         if not self.start:
@@ -151,17 +174,32 @@ class Progress:
         self.recent.append(event.seconds)
         if event.sent_bytes:
             self.sent.append(event.sent_bytes)
-        self.step, self.fault = event, None
+        self.step = event
+        self.fault = None
         steps = self._steps() or 0
         every = max(1, steps // PLAIN_STEP_LINES)
-        if self.live is None and (event.step % every == 0 or event.step in (1, steps)):
-            shown = list(self.losses.values())[-MEAN_STEPS:]
-            mean = f" (mean {_mean(shown):.3f})" if shown else ""
-            self._print(
-                f"step {event.step}/{steps or '?'}  loss {_number(loss, '.4f')}{mean}  lr {event.lr:.3g}"
-                f"  |g| {_number(event.grad_norm)}  {_speed(event)}  ETA {self._eta()}  memory {self._memory()}"
-                + (f"  sent {size(event.sent_bytes)}" if event.sent_bytes else "")
-            )
+        is_shown = event.step % every == 0 or event.step in (1, steps)
+        if self.live is None and is_shown:
+            self._print(self._step_line(event))
+
+    def _step_line(self, event: events.Step) -> str:
+        """Return the line of a step for files and pipes."""
+        mean = ""
+        losses = list(self.losses.values())[-MEAN_STEPS:]
+        if losses:
+            mean = f" (mean {_mean(losses):.3f})"
+        columns = [
+            f"step {event.step}/{self._steps() or '?'}",
+            f"loss {_number(event.loss, '.4f')}{mean}",
+            f"lr {event.lr:.3g}",
+            f"|g| {_number(event.grad_norm)}",
+            _speed(event),
+            f"ETA {self._eta()}",
+            f"memory {self._memory()}",
+        ]
+        if event.sent_bytes:
+            columns.append(f"sent {size(event.sent_bytes)}")
+        return "  ".join(columns)
 
     def _on_eval(self, event: events.Eval) -> None:
         self.evals.append(event)
@@ -172,28 +210,14 @@ class Progress:
 
     def _on_samples(self, event: watched.Samples) -> None:
         for sample in event.samples[:SAMPLES_SHOWN]:
-            prompt, text = (" ".join(str(sample[part]).split()) for part in ("prompt", "text"))
+            prompt = _one_line(sample["prompt"])
+            text = _one_line(sample["text"])
             self._print(f"sample, step {event.step}: …{prompt[-40:]} → {text[:100]}", "dim")
 
     def _on_rollout(self, event: events.Rollout) -> None:
-        self.rewards += [event.reward] * (event.reward is not None)
-        domains = []
-        for key, value in event.metrics.items():
-            if key.startswith("reward/"):
-                domains.append(f"{key.removeprefix('reward/')} {_score(key, value)}")
-        alike = ""
-        has_groups = event.reward is not None and events.has_groups(event.prompts, event.episodes)
-        if has_groups and isinstance(event.groups_differ, float | int):
-            alike = f" · groups without a difference {1 - event.groups_differ:.0%}"
-        spent = f"generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
-        gap = f" · sampler off by {event.sampler_gap:.2g}" if event.sampler_gap is not None else ""
-        unreached = " (not reached)" if event.trained is False else ""
-        self._print(
-            f"rollout, to step {event.step}{unreached}: {_rewarded(event)}"
-            + (f" ({' · '.join(domains)})" if len(domains) > 1 else "")
-            + alike
-            + f" · length {event.length:.1f} · ended {event.ended:.0%}{gap} · seconds {spent}"
-        )
+        if event.reward is not None:
+            self.rewards.append(event.reward)
+        self._print(_rollout_line(event))
         self._print_all(failed(event.failures))
         for name, value in event.rewards.items():
             if value is None and name not in event.failures:
@@ -212,37 +236,29 @@ class Progress:
             )
 
     def _on_measured(self, event: events.Measured) -> None:
-        memory, seconds = event.metrics.get("memory"), event.metrics.get("seconds", {})
-        if self.measured or not memory:
+        memory = event.metrics.get("memory")
+        seconds = event.metrics.get("seconds", {})
+        if self.is_measured or not memory:
             return
-        self.measured = True
-        off = f"off by more than 15%: {', '.join(event.warned)}" if event.warned else "as planned"
-        step = f" · step {seconds['total']:.3g} s" if "total" in seconds else ""
+        self.is_measured = True
+        step = ""
+        if "total" in seconds:
+            step = f" · step {seconds['total']:.3g} s"
+        if event.warned:
+            accuracy = f"off by more than 15%: {', '.join(event.warned)}"
+            style = "yellow"
+        else:
+            accuracy = "as planned"
+            style = ""
         check = f"drumline plan --check {shlex.quote(self._run_dir())}"
         self._print(
-            f"measured: peak {size(memory['peak'])} a rank{step} · {off} ({check})",
-            "yellow" if event.warned else "",
+            f"measured: peak {size(memory['peak'])} a rank{step} · {accuracy} ({check})", style
         )
 
     def _on_profile(self, event: events.Profiled) -> None:
         self.profile = event
-        for line in self._operators(event):
+        for line in _operators(event):
             self._print(line)
-
-    def _operators(self, event: events.Profiled) -> list[str]:
-        steps = (
-            f"step {event.step}"
-            if event.steps == 1
-            else f"steps {event.step} to {event.step + event.steps - 1}"
-        )
-        lines = [
-            f"profile of rank {event.rank}, {steps}: {event.trace} · snapshot of memory: {event.snapshot}"
-        ]
-        lines += [f"  {'operator':<44} {'calls':>7} {'seconds':>9} {'share':>6}"]
-        return lines + [
-            f"  {each['name'][:44]:<44} {each['calls']:>7,} {each['seconds']:>9.3g} {each['share']:>6.1%}"
-            for each in event.operators
-        ]
 
     def _on_save(self, event: events.Save) -> None:
         if event.error:
@@ -269,16 +285,19 @@ class Progress:
         self.recent.clear()
 
     def _on_nonfinite(self, event: events.Nonfinite) -> None:
+        loss = _number(event.loss)
+        norm = _number(event.grad_norm)
+        samples = _sample_ids(event.sample_ids)
         self._print(
-            f"step {event.step}: loss {_number(event.loss)}, gradient norm {_number(event.grad_norm)} — {event.policy}"
-            f" (samples {', '.join(map(str, event.sample_ids[:8]))}{'…' * (len(event.sample_ids) > 8)})",
+            f"step {event.step}: loss {loss}, gradient norm {norm} — {event.policy} ({samples})",
             "yellow",
         )
 
     def _on_spike(self, event: watched.Spike) -> None:
+        loss = _number(event.loss)
+        samples = _sample_ids(event.sample_ids)
         self._print(
-            f"step {event.step}: loss {_number(event.loss)} jumps above {event.limit:.4g} (mean before {event.mean:.4g}) — {event.policy}"
-            f" (samples {', '.join(map(str, event.sample_ids[:8]))}{'…' * (len(event.sample_ids) > 8)})",
+            f"step {event.step}: loss {loss} jumps above {event.limit:.4g} (mean before {event.mean:.4g}) — {event.policy} ({samples})",
             "yellow",
         )
 
@@ -299,7 +318,8 @@ class Progress:
     def _on_fault(self, event: events.Fault) -> None:
         # The launcher has reported it at length; the display shows that the run waits for new ranks.
         self.fault = event
-        self.restarts += event.action in ("restart", "replan")
+        if event.action in ("restart", "replan"):
+            self.restarts += 1
 
     def _on_preempt(self, event: events.Preempt) -> None:
         self._print(f"{event.signal}: saved at step {event.step}")
@@ -310,69 +330,87 @@ class Progress:
     def _on_run_end(self, event: events.RunEnd) -> None:
         self.end = event
 
-    # ------------------------------------------------------------------------------------------------------ the pictures
+    # The end of a run.
 
     def summary(self) -> list[str]:
-        """Before and after, where the result lies, and what to try next."""
+        """Return the lines of a finished run: before and after, where the result lies, and what to try next."""
         assert self.end is not None
-        run_dir = self._run_dir()
-        spent, run = self.end.goodput, shlex.quote(run_dir)
-        productive = (
-            f", {spent['productive'] / spent['elapsed']:.0%} of it in training steps"
-            if spent.get("productive")
-            else ""
-        )
-        # A rank knows the seconds of its own start alone.
-        restarts = (
-            f"after {self.restarts} restart{'s' * (self.restarts > 1)}; since the last one "
-            if self.restarts
-            else "in "
-        )
-        lines = [
-            "",
-            f"finished {self.end.step} steps {restarts}{duration(spent.get('elapsed', 0))}{productive}",
-        ]
-        losses = list(self.losses.values())
-        if len(losses) >= 2 * MEAN_STEPS:
-            first, last = _mean(losses[:MEAN_STEPS]), _mean(losses[-MEAN_STEPS:])
-            lines.append(
-                f"  training loss {first:.4f} → {last:.4f}  (means of the first and last {MEAN_STEPS} steps)"
-            )
-        if len(self.rewards) > 1:
-            lines.append(
-                f"  reward  {_number(self.rewards[0], '.4f')} → {_number(self.rewards[-1], '.4f')}  (the first and the last rollout)"
-            )
-        if len(self.evals) > 1:
-            before, after = self.evals[0], self.evals[-1]
-            both = [
-                (name, before.metrics[name], value)
-                for name, value in after.metrics.items()
-                if name in before.metrics
-            ]
-            width = max([15, *(len(name) for name, _, _ in both)])
-            lines += [
-                f"  held-out {name:<{width}} {_score(name, one, '.4f')} → {_score(name, other, '.4f')}"
-                for name, one, other in both
-            ]
+        lines = ["", self._finished_line(self.end)]
+        lines += self._lines_of_learning()
         if self.end.why:
             lines.append(f"  ended early: {self.end.why}")
         if isinstance(self.end.kwh, float):
-            lines.append(
-                f"  energy  {self.end.kwh:.3g} kWh of {'this start' if self.restarts else 'the run'}"
-            )
+            of_what = "this start" if self.restarts else "the run"
+            lines.append(f"  energy  {self.end.kwh:.3g} kWh of {of_what}")
         if self.sent:
-            lines.append(
-                f"  sent    {size(_mean(self.sent))} a rank and step, mean of {len(self.sent)} steps"
-            )
+            mean = size(_mean(self.sent))
+            lines.append(f"  sent    {mean} a rank and step, mean of {len(self.sent)} steps")
         if self.profile:
-            lines += self._operators(self.profile)
+            lines += _operators(self.profile)
         if self.export and self.export.error:
             lines.append("  model   not exported: the note says why, and how to get it")
         elif self.export:
             lines.append(
                 f"  model   {self.export.path}  (load it with transformers' from_pretrained)"
             )
-        lines += [f"  events  {run_dir}/events.jsonl", "next:"]
+        lines.append(f"  events  {self._run_dir()}/events.jsonl")
+        lines.append("next:")
+        lines += self._next_commands()
+        return lines
+
+    def _finished_line(self, end: events.RunEnd) -> str:
+        """Return how many steps were finished, in what time."""
+        if self.restarts:
+            # A rank knows the seconds of its own start alone.
+            starts = "restart" if self.restarts == 1 else "restarts"
+            since = f"after {self.restarts} {starts}; since the last one "
+        else:
+            since = "in "
+        spent = end.goodput
+        productive = ""
+        if spent.get("productive"):
+            share = spent["productive"] / spent["elapsed"]
+            productive = f", {share:.0%} of it in training steps"
+        return f"finished {end.step} steps {since}{duration(spent.get('elapsed', 0))}{productive}"
+
+    def _lines_of_learning(self) -> list[str]:
+        """Return training loss, reward and scores of evaluations, each before and after."""
+        lines = []
+        losses = list(self.losses.values())
+        if len(losses) >= 2 * MEAN_STEPS:
+            first = _mean(losses[:MEAN_STEPS])
+            last = _mean(losses[-MEAN_STEPS:])
+            lines.append(
+                f"  training loss {first:.4f} → {last:.4f}  (means of the first and last {MEAN_STEPS} steps)"
+            )
+        if len(self.rewards) > 1:
+            first_reward = _number(self.rewards[0], ".4f")
+            last_reward = _number(self.rewards[-1], ".4f")
+            lines.append(
+                f"  reward  {first_reward} → {last_reward}  (the first and the last rollout)"
+            )
+        if len(self.evals) > 1:
+            lines += self._lines_of_evaluations()
+        return lines
+
+    def _lines_of_evaluations(self) -> list[str]:
+        """Return the scores that the first and the last evaluation have, below each other."""
+        before = self.evals[0].metrics
+        after = self.evals[-1].metrics
+        names = [name for name in after if name in before]
+        width = max([15, *map(len, names)])
+        lines = []
+        for name in names:
+            first = _score(name, before[name], ".4f")
+            last = _score(name, after[name], ".4f")
+            lines.append(f"  held-out {name:<{width}} {first} → {last}")
+        return lines
+
+    def _next_commands(self) -> list[str]:
+        """Return the commands that one may want after a run."""
+        run_dir = self._run_dir()
+        run = shlex.quote(run_dir)
+        lines = []
         if Path(run_dir, "tensorboard").is_dir():
             lines.append(f"  tensorboard --logdir {run}/tensorboard")
         if self.start is not None and self.start.writes:
@@ -383,12 +421,30 @@ class Progress:
             lines.append("  drumline train examples/own_data.yaml        # your own rows")
         return lines
 
+    # The live display.
+
     def render(self) -> RenderableType:
-        """The live display: bar, loss, speed, memory, last checkpoint, and what the run waits for."""
-        width = min(self.console.width, WIDEST)
+        """Return the live display: bar, loss, speed, memory, last checkpoint, and what the run waits for."""
         if not self.start:
             return Text("starting the ranks …", style="dim")
-        step, steps = self.step.step if self.step else self.restored, self.start.steps or 1
+        step = self.step.step if self.step else self.restored
+        steps = self.start.steps or 1
+        parts: list[RenderableType] = [self._bar(step, steps)]
+        if self.step:
+            parts.append(self._table(self.step))
+        waiting = self._waiting(step, steps)
+        if waiting:
+            parts.append(waiting)
+        title = _text(
+            f"drumline · {self.start.run_dir}", style="bold", overflow="ellipsis", no_wrap=True
+        )
+        width = min(self.console.width, WIDEST)
+        return Panel(
+            Group(*parts), title=title, title_align="left", border_style="dim", width=width
+        )
+
+    def _bar(self, step: int, steps: int) -> Table:
+        """Return the bar of steps with the time so far and the ETA."""
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -399,118 +455,133 @@ class Progress:
             ProgressBar(total=steps, completed=step),
             Text(times, style="cyan"),
         )
-        parts: list[RenderableType] = [bar]
-        if self.step:
-            parts.append(self._table(self.step))
-        if waiting := self._waiting(step, steps):
-            parts.append(waiting)
-        title = _text(
-            f"drumline · {self.start.run_dir}", style="bold", overflow="ellipsis", no_wrap=True
-        )
-        return Panel(
-            Group(*parts), title=title, title_align="left", border_style="dim", width=width
-        )
+        return bar
 
     def _table(self, now: events.Step) -> Table:
+        """Return the numbers of the newest step, evaluation and checkpoint."""
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
-        if losses := list(self.losses.values()):
-            mean = (
-                f"mean of {MEAN_STEPS} {_mean(losses[-MEAN_STEPS:]):.4f}"
-                if len(losses) >= MEAN_STEPS
-                else ""
-            )
-            table.add_row(
-                "loss",
-                Text(
-                    "  ".join(
-                        filter(None, [f"{losses[-1]:.4f} {trend(losses)}", mean, spark(losses)])
-                    ),
-                    style="green",
-                ),
-            )
+        if self.losses:
+            table.add_row("loss", Text(self._loss_line(), style="green"))
         if self.evals:
-            table.add_row(
-                "held out", _text(f"{_metrics(self.evals[-1])} (step {self.evals[-1].step})")
-            )
-        mfu = f" · MFU {now.mfu:.1%}" if now.mfu else ""
-        samples = (
-            f" · {now.samples_per_s:.2f} samples/s"
-            if events.has_tokens(now.tokens, now.samples)
-            else ""
-        )
-        table.add_row("speed", f"{_speed(now)}{samples}{mfu}")
-        computed = "compute" if now.comm_s is not None else "compute and waiting for others"
-        waited = f" · waiting for others {now.comm_s:.2f} s" if now.comm_s is not None else ""
-        table.add_row("time", f"data {now.data_s:.2f} s · {computed} {now.compute_s:.2f} s{waited}")
+            newest = self.evals[-1]
+            table.add_row("held out", _text(f"{_metrics(newest)} (step {newest.step})"))
+        table.add_row("speed", _speed_line(now))
+        table.add_row("time", _time_line(now))
         if self.sent:
             table.add_row("sent", f"{size(_mean(self.sent))} a rank and step")
         table.add_row("rate", _text(f"lr {now.lr:.3g} · gradient norm {_number(now.grad_norm)}"))
         table.add_row("memory", self._memory())
         if self.save:
-            ago, blocked = duration(time.time() - self.save.t), self.save.blocked_seconds
+            ago = duration(time.time() - self.save.t)
             table.add_row(
                 "saved",
-                f"step {self.save.step}, {ago} ago, {size(self.save.bytes)}, training waited {blocked:.2f} s",
+                f"step {self.save.step}, {ago} ago, {size(self.save.bytes)}, training waited {self.save.blocked_seconds:.2f} s",
             )
         return table
 
+    def _loss_line(self) -> str:
+        """Return the newest loss, its trend, the mean of the last steps and their spark line."""
+        losses = list(self.losses.values())
+        parts = [f"{losses[-1]:.4f} {trend(losses)}"]
+        if len(losses) >= MEAN_STEPS:
+            parts.append(f"mean of {MEAN_STEPS} {_mean(losses[-MEAN_STEPS:]):.4f}")
+        parts.append(spark(losses))
+        return "  ".join(parts)
+
     def _waiting(self, step: int, steps: int) -> Text | None:
-        """A line on what the run does between steps; None while steps go on."""
+        """Return a line on what the run does between steps; None while steps go on."""
         if self.fault:
             then = "starting again …" if self.fault.action == "restart" else self.fault.action
             return _text(
                 f"rank {self.fault.rank}: {self.fault.error} after step {self.fault.step} — {then}",
                 style="bold red",
             )
-        late = self.step is not None and time.time() - self.step.t > 1 + 3 * _mean(
-            [*self.recent] or [0.0]
-        )
-        if (
-            (not self.step or step == steps or late)
-            and not self.end
-            and (line := self.waits.line()) is not None
-        ):
-            return Text(line, style="dim")
+        may_wait = not self.step or step == steps or self._is_late(self.step)
+        if may_wait and not self.end:
+            line = self.waits.line()
+            if line is not None:
+                return Text(line, style="dim")
         if not self.step:
             return Text("loading the model; the first step comes next", style="dim")
         if step == steps and not self.end:
             return Text("last evaluation, checkpoint and export …", style="dim")
         return None
 
+    def _is_late(self, step: events.Step) -> bool:
+        """Return whether the last step is longer ago than three usual ones and a second."""
+        usual = _mean(list(self.recent)) if self.recent else 0.0
+        return time.time() - step.t > 1 + 3 * usual
+
     def _eta(self) -> str:
-        steps, times = self._steps(), list(self.recent)
-        return (
-            duration((steps - self.step.step) * _mean(times))
-            if steps and times and self.step
-            else "–"
-        )
+        """Return the time until the last step, or – if it is not known."""
+        steps = self._steps()
+        times = list(self.recent)
+        if not steps or not times or not self.step:
+            return "–"
+        return duration((steps - self.step.step) * _mean(times))
 
     def _steps(self) -> int | None:
+        """Return the steps of the whole run; None if they are not known."""
         return self.start.steps if self.start else None
 
     def _run_dir(self) -> str:
+        """Return the folder of the run, or a placeholder for it."""
         return self.start.run_dir if self.start else "RUN"
 
     def _memory(self) -> str:
-        ranks = (self.step and self.step.memory_bytes) or [0]
-        if len(ranks) > 4:
+        """Return the memory of each rank at the newest step, or the least and the most of many."""
+        ranks = [0]
+        if self.step and self.step.memory_bytes:
+            ranks = self.step.memory_bytes
+        if len(ranks) > MOST_RANKS:
             return f"{size(min(ranks))} to {size(max(ranks))} on {len(ranks)} ranks"
-        return " · ".join(size(bytes_) for bytes_ in ranks) + (" a rank" if len(ranks) > 1 else "")
+        sizes = " · ".join(size(bytes_) for bytes_ in ranks)
+        return f"{sizes} a rank" if len(ranks) > 1 else sizes
 
 
 def _mean(values: list[float]) -> float:
-    """The mean: single steps jump with their few samples, a mean shows the trend."""
+    """Return the mean of values."""
     return math.fsum(values) / len(values)
 
 
-def _text(line: str, **how: Any) -> Text:
-    """One line without secrets, what a terminal takes for a command, and rich's markup."""
-    return Text(printable(redact(line.replace("\n", " "))), **how)
+def _text(line: str, **style: Any) -> Text:
+    """Return one line without secrets, what a terminal takes for a command, and rich's markup."""
+    return Text(printable(redact(line.replace("\n", " "))), **style)
+
+
+def _one_line(value: Any) -> str:
+    """Return a value as text with single spaces between its words."""
+    return " ".join(str(value).split())
 
 
 def _metrics(event: events.Eval) -> str:
+    """Return all metrics of an evaluation with their names."""
     return " · ".join(f"{name} {_score(name, value)}" for name, value in event.metrics.items())
+
+
+def _rollout_line(event: events.Rollout) -> str:
+    """Return the line of a rollout: rewards, lengths, and what its seconds were spent on."""
+    unreached = " (not reached)" if event.trained is False else ""
+    domains = []
+    for key, value in event.metrics.items():
+        if key.startswith("reward/"):
+            domains.append(f"{key.removeprefix('reward/')} {_score(key, value)}")
+    rewarded = _rewarded(event)
+    if len(domains) > 1:
+        rewarded += f" ({' · '.join(domains)})"
+    parts = [rewarded]
+    has_groups = event.reward is not None and events.has_groups(event.prompts, event.episodes)
+    if has_groups and isinstance(event.groups_differ, float | int):
+        parts.append(f"groups without a difference {1 - event.groups_differ:.0%}")
+    parts.append(f"length {event.length:.1f}")
+    parts.append(f"ended {event.ended:.0%}")
+    if event.sampler_gap is not None:
+        parts.append(f"sampler off by {event.sampler_gap:.2g}")
+    parts.append(
+        f"seconds generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
+    )
+    return f"rollout, to step {event.step}{unreached}: {' · '.join(parts)}"
 
 
 def _rewarded(event: events.Rollout) -> str:
@@ -525,6 +596,29 @@ def _rewarded(event: events.Rollout) -> str:
     return f"no reward ({failed_episodes} of {event.episodes} episodes failed, and none applies to the others)"
 
 
+def _operators(event: events.Profiled) -> list[str]:
+    """Return where a profile was written, and a table of the operators that took longest."""
+    steps = f"step {event.step}"
+    if event.steps != 1:
+        steps = f"steps {event.step} to {event.step + event.steps - 1}"
+    lines = [
+        f"profile of rank {event.rank}, {steps}: {event.trace} · snapshot of memory: {event.snapshot}",
+        f"  {'operator':<44} {'calls':>7} {'seconds':>9} {'share':>6}",
+    ]
+    for operator in event.operators:
+        name = operator["name"][:44]
+        calls, seconds, share = operator["calls"], operator["seconds"], operator["share"]
+        lines.append(f"  {name:<44} {calls:>7,} {seconds:>9.3g} {share:>6.1%}")
+    return lines
+
+
+def _sample_ids(ids: list[int]) -> str:
+    """Return the first samples of a batch as text."""
+    shown = ", ".join(map(str, ids[:SAMPLE_IDS_SHOWN]))
+    rest = "…" if len(ids) > SAMPLE_IDS_SHOWN else ""
+    return f"samples {shown}{rest}"
+
+
 def _score(name: str, value: Any, form: str = ".4g") -> str:
     """A metric as text. A mean reward is null where no episode has a reward; any other null is NaN."""
     if value is None and "reward" in name.split("/"):
@@ -533,17 +627,34 @@ def _score(name: str, value: Any, form: str = ".4g") -> str:
 
 
 def _number(value: Any, form: str = ".4g") -> str:
-    """A number of an event as text: null is NaN there, and inf a string."""
-    return (
-        "NaN"
-        if value is None
-        else format(value, form)
-        if isinstance(value, float | int)
-        else str(value)
-    )
+    """Return a number of an event as text: null is NaN there, and inf a string."""
+    if value is None:
+        return "NaN"
+    if isinstance(value, float | int):
+        return format(value, form)
+    return str(value)
 
 
 def _speed(step: events.Step) -> str:
+    """Return the speed in tokens, or in samples if these have no tokens."""
     if events.has_tokens(step.tokens, step.samples):
         return f"{step.tokens_per_s:,.0f} tokens/s"
     return f"{step.samples_per_s:.4g} samples/s"
+
+
+def _speed_line(step: events.Step) -> str:
+    """Return the speed in all its units."""
+    parts = [_speed(step)]
+    if events.has_tokens(step.tokens, step.samples):
+        parts.append(f"{step.samples_per_s:.2f} samples/s")
+    if step.mfu:
+        parts.append(f"MFU {step.mfu:.1%}")
+    return " · ".join(parts)
+
+
+def _time_line(step: events.Step) -> str:
+    """Return what the seconds of a step were spent on."""
+    data = f"data {step.data_s:.2f} s"
+    if step.comm_s is None:
+        return f"{data} · compute and waiting for others {step.compute_s:.2f} s"
+    return f"{data} · compute {step.compute_s:.2f} s · waiting for others {step.comm_s:.2f} s"

@@ -20,75 +20,88 @@ LABELS = {
     "rollout": "sampling",
     "done": "exporting",
 }
+# The phase of an event that a rank writes at the end of it.
+PHASE_OF_EVENT = {"eval": "eval", "save": "save", "export": "done"}
+NOT_STARTUP = ("imports and plan", "first step")  # parts of a start that are not loading
 MOST_KINDS = 200  # of runs that are remembered
 
 
 def duration(seconds: float) -> str:
-    """1:02:03 or 2:03."""
+    """Return seconds as 1:02:03 or 2:03."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 class Waits:
-    """`ranks`: what each does now, as `launchers.stages.stages` has it. `memory`: the file of what runs of a kind took; None: forget."""
+    """How long the phases between steps take, learned from this run and from earlier ones of its kind.
+
+    `ranks`: returns what each rank does now, as `launchers.stages.stages` does. `memory`: the file
+    that keeps the durations of earlier runs; None: nothing is kept.
+    """
 
     def __init__(
         self, ranks: Callable[[], list[dict[str, Any]]] = list, memory: Path | None = None
     ) -> None:
-        self.ranks, self.memory, self.kind = ranks, memory, ""
+        self.ranks = ranks
+        self.memory = memory
+        self.kind = ""  # runs of one kind take about as long
         self.last: dict[str, float] = {}  # phase → seconds
 
     def note(self, event: events.Event) -> None:
         """Learn from an event how long a phase took."""
         if isinstance(event, events.RunStart):
             self.kind = f"{event.parameters} {event.strategy} {event.world_size} {event.device}"
-            self.last = {**self._read().get(self.kind, {}), **self.last}
+            earlier = self._read().get(self.kind, {})
+            self.last = {**earlier, **self.last}
         elif isinstance(event, events.Started):
-            self.last["startup"] = sum(
-                seconds
-                for part, seconds in event.seconds.items()
-                if part not in ("imports and plan", "first step")
-            )
+            loading = [
+                seconds for part, seconds in event.seconds.items() if part not in NOT_STARTUP
+            ]
+            self.last["startup"] = sum(loading)
             self.last["compile"] = event.seconds.get("first step", 0.0)
         elif isinstance(event, events.Eval | events.Save | events.Export):
-            self.last[{"eval": "eval", "save": "save"}.get(event.kind, "done")] = event.seconds
+            self.last[PHASE_OF_EVENT[event.kind]] = event.seconds
 
     def keep(self) -> None:
-        """For the next run of this kind, if the disk takes it."""
-        if self.memory is not None and self.kind:
-            kinds = {
-                **{kind: known for kind, known in self._read().items() if kind != self.kind},
-                self.kind: self.last,
-            }
-            with suppress(OSError):
-                self.memory.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(
-                    self.memory, json.dumps(dict([*kinds.items()][-MOST_KINDS:])), shared=True
-                )
+        """Keep the durations for the next run of this kind, if the disk can be written."""
+        if self.memory is None or not self.kind:
+            return
+        kinds = self._read()
+        # The newest kind is the last one, so that the oldest are dropped.
+        kinds.pop(self.kind, None)
+        kinds[self.kind] = self.last
+        newest = list(kinds.items())[-MOST_KINDS:]
+        with suppress(OSError):
+            self.memory.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.memory, json.dumps(dict(newest)), shared=True)
 
     def _read(self) -> dict[str, dict[str, float]]:
+        """Return the durations of earlier runs by kind; empty if there is no file, or a damaged one."""
+        if self.memory is None:
+            return {}
+        kinds = {}
         with suppress(OSError, ValueError):
-            found = json.loads(self.memory.read_text()) if self.memory is not None else {}
-            return {
-                kind: known
-                for kind, known in found.items()
-                if all(type(each) is float for each in known.values())
-            }
-        return {}
+            for kind, seconds in json.loads(self.memory.read_text()).items():
+                if all(type(each) is float for each in seconds.values()):
+                    kinds[kind] = seconds
+        return kinds
 
     def line(self) -> str | None:
-        """What the rank does that has been at it for longest; None while steps go on, or where that is not known."""
-        waits = [each for each in self.ranks() if each["phase"] in LABELS]
+        """Return what the rank does that has been at it for longest, and its ETA.
+
+        None while steps go on, or if it is not known what ranks do.
+        """
+        waits = [rank for rank in self.ranks() if rank["phase"] in LABELS]
         if not waits:
             return None
-        one = max(waits, key=lambda each: each["seconds"])
-        before = self.last.get(one["phase"])
-        left = (
-            "no ETA: it is the first of its kind"
-            if before is None
-            else f"ETA {duration(before - one['seconds'])}, as last time"
-        )
-        if before is not None and one["seconds"] > before:
+        longest = max(waits, key=lambda rank: rank["seconds"])
+        phase, seconds = longest["phase"], longest["seconds"]
+        before = self.last.get(phase)
+        if before is None:
+            left = "no ETA: it is the first of its kind"
+        elif seconds > before:
             left = f"the last one took {duration(before)}"
-        return f"{LABELS[one['phase']]} · {duration(one['seconds'])} · {left}"
+        else:
+            left = f"ETA {duration(before - seconds)}, as last time"
+        return f"{LABELS[phase]} · {duration(seconds)} · {left}"

@@ -1,4 +1,4 @@
-"""What may stand in a line of events.jsonl, whoever wrote it: all readers get values of the types that an event declares, or none."""
+"""Reading lines of events.jsonl that anybody may have written: readers get values of the types that an event declares, or none."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from drumline.foreign import MOST_DEPTH, MOST_WHOLE
 
+# Digits of a number that is kept as text.
 MOST_DIGITS = 40
-MOST = 1e100  # a number above is none: sums and products of two stay finite
+# A larger number is none: sums and products of two numbers stay finite.
+MOST = 1e100
+# A whole number of fewer characters is below MOST_WHOLE.
+SHORT_WHOLE = 19
 
 
 def _float(text: str) -> float | str:
-    return value if abs(value := float(text)) < MOST else text[:MOST_DIGITS]
+    """Return a number, or the start of its text if it is too large."""
+    value = float(text)
+    if abs(value) < MOST:
+        return value
+    return text[:MOST_DIGITS]
 
 
 def _whole(text: str) -> int | str:
-    return (
-        int(text)
-        if len(text) < 19 or (len(text) < MOST_DIGITS and abs(int(text)) < MOST_WHOLE)
-        else text[:MOST_DIGITS]
-    )
+    """Return a whole number, or the start of its text if it is too large."""
+    if len(text) < SHORT_WHOLE:
+        return int(text)
+    if len(text) < MOST_DIGITS and abs(int(text)) < MOST_WHOLE:
+        return int(text)
+    return text[:MOST_DIGITS]
 
 
 _JSON = json.JSONDecoder(
@@ -32,54 +41,69 @@ _JSON = json.JSONDecoder(
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """The object of a line: NaN is null, infinity and numbers beyond all use are texts; None for what is no object, or nested too deep."""
+    """Return the object of a line; None for what is no object, or nested too deep.
+
+    NaN becomes null. Infinity and numbers beyond all use become texts.
+    """
     try:
         values = _JSON.decode(line.removeprefix("\ufeff"))
-        if "\\ud" in line or "\\uD" in line or line.count("[") + line.count("{") > MOST_DEPTH:
-            values = _sound(values, MOST_DEPTH)
+        # Only such a line can have a lone surrogate, or be nested too deep.
+        has_surrogates = "\\ud" in line or "\\uD" in line
+        brackets = line.count("[") + line.count("{")
+        if has_surrogates or brackets > MOST_DEPTH:
+            values = _without_surrogates(values, MOST_DEPTH)
     except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
 
 
-def _sound(value: Any, depth: int) -> Any:
-    """Without lone surrogates, which are no text. Raises ValueError where it is nested too deep."""
-    if not depth:
+def _without_surrogates(value: Any, depth: int) -> Any:
+    """Return a value without lone surrogates, which are no text. Raises ValueError if it is nested deeper than `depth`."""
+    if depth == 0:
         raise ValueError
     if isinstance(value, dict):
-        return {_sound(key, depth): _sound(inner, depth - 1) for key, inner in value.items()}
+        clean = {}
+        for key, inner in value.items():
+            clean[_without_surrogates(key, depth)] = _without_surrogates(inner, depth - 1)
+        return clean
     if isinstance(value, list):
-        return [_sound(inner, depth - 1) for inner in value]
-    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+        return [_without_surrogates(inner, depth - 1) for inner in value]
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    return value
 
 
 def types_of(cls: type, names: list[str]) -> dict[str, tuple[str, frozenset[type], Any]]:
-    """Field of an event → what it is called on disk, the types of plain values that are right for it, and what it declares."""
-    kinds = get_type_hints(cls)
-    return {
-        name: (name.removesuffix("_"), _plain_types(kinds[name]), kinds[name]) for name in names
-    }
+    """Return field of an event → its key on disk, the types of plain values that fit it, and its declared type."""
+    declared = get_type_hints(cls)
+    types = {}
+    for name in names:
+        types[name] = (name.removesuffix("_"), _plain_types(declared[name]), declared[name])
+    return types
 
 
 def _plain_types(kind: Any) -> frozenset[type]:
+    """Return the types of plain values (numbers, text, null) that fit a declared type."""
     if get_origin(kind) in (Union, UnionType):
         return frozenset[type]().union(*map(_plain_types, get_args(kind)))
-    return frozenset(
-        [int, float] if kind is float else [kind] if kind in (int, str, bool, NoneType) else []
-    )
+    if kind is float:
+        return frozenset([int, float])
+    if kind in (int, str, bool, NoneType):
+        return frozenset([kind])
+    return frozenset()
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a declared type, at any depth."""
+    """Return whether a value is of a declared type, at any depth."""
     if kind is Any or type(value) in _plain_types(kind):
         return True
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if origin in (Union, UnionType):
         return any(fits(value, each) for each in inner)
     if isinstance(value, list):
         return origin is list and all(fits(each, inner[0]) for each in value)
-    return (
-        isinstance(value, dict)
-        and origin not in (None, list)
-        and all(fits(each, inner[1]) for each in value.values())
-    )
+    if isinstance(value, dict):
+        is_mapping = origin not in (None, list)
+        return is_mapping and all(fits(each, inner[1]) for each in value.values())
+    return False

@@ -1,5 +1,7 @@
-"""What each rank's device is doing, and the energy that it takes: of a GPU by NVML (nvidia-ml-py), of a host's CPUs by RAPL. What no
-counter gives is not known, and nothing is estimated. NVML is experimental: this has run on no GPU yet."""
+"""The load, temperature and energy of each rank's device: of a GPU by NVML (nvidia-ml-py), of a host's CPUs by RAPL.
+
+What no counter gives is not known, and nothing is estimated. NVML is experimental: this has run on no GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -17,94 +19,110 @@ from drumline.telemetry.watched import Devices
 
 # What a rank reads, in the order in which it is gathered. See `watched.Devices`.
 NAMES = ("utilisation", "celsius", "watts", "sm_mhz", "memory_mhz", "joules", "cpu_joules")
-PERIOD = 10.0  # seconds between two readings
+# Seconds between two readings.
+PERIOD = 10.0
 JOULES_PER_KWH = 3.6e6
 POWERCAP = Path("/sys/class/powercap")
 
 
 class Gpu:
-    """A GPU by its UUID, so that CUDA_VISIBLE_DEVICES does not matter. Raises whatever NVML does where it cannot be had."""
+    """A GPU by its UUID, so that CUDA_VISIBLE_DEVICES does not matter. Raises whatever NVML does if it is not available."""
 
     def __init__(self, uuid: str) -> None:
         self.nvml: Any = importlib.import_module("pynvml")
         self.nvml.nvmlInit()
-        self.handle = self.nvml.nvmlDeviceGetHandleByUUID(
-            f"GPU-{uuid.removeprefix('GPU-')}".encode()
-        )
-        # Millijoules since the driver began.
-        self.first = self.read(
-            lambda nvml, handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-        )
+        full_uuid = f"GPU-{uuid.removeprefix('GPU-')}"
+        self.handle = self.nvml.nvmlDeviceGetHandleByUUID(full_uuid.encode())
+        self.first_millijoules = self._millijoules()
 
     def read(self, what: Callable[[Any, Any], float]) -> float:
-        """NaN for what this GPU does not have."""
+        """Return what a function of (NVML, the GPU's handle) returns; NaN for what this GPU does not have."""
         try:
             return float(what(self.nvml, self.handle))
         except self.nvml.NVMLError:
             return math.nan
 
+    def _millijoules(self) -> float:
+        """Return the energy since the driver began."""
+        return self.read(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu))
+
     def values(self) -> list[float]:
-        """NAMES, but for the CPU's."""
+        """Return the values of NAMES without the CPUs'."""
+        utilisation = self.read(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
+        celsius = self.read(
+            lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+        )
+        milliwatts = self.read(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu))
+        sm_mhz = self.read(lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))
+        memory_mhz = self.read(
+            lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)
+        )
+        millijoules = self._millijoules() - self.first_millijoules
         return [
-            self.read(lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            self.read(
-                lambda nvml, handle: nvml.nvmlDeviceGetTemperature(
-                    handle, nvml.NVML_TEMPERATURE_GPU
-                )
-            ),
-            self.read(lambda nvml, handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-            self.read(lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-            self.read(
-                lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)
-            ),
-            (
-                self.read(lambda nvml, handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-                - self.first
-            )
-            / 1000,
+            utilisation,
+            celsius,
+            milliwatts / 1000,
+            sm_mhz,
+            memory_mhz,
+            millijoules / 1000,
         ]
 
 
 class Packages:
-    """The energy of all CPU packages of this host, by the kernel's powercap folders. Counters wrap round: they are read often enough."""
+    """The energy of all CPU packages of this host, by the kernel's powercap folders.
+
+    The counters wrap around: they are read often enough.
+    """
 
     def __init__(self, root: Path = POWERCAP) -> None:
-        # intel-rapl:0 is a package (of AMD's too), intel-rapl:0:0 a part of it; `psys` has the packages in it.
-        zones = [zone for zone in sorted(root.glob("intel-rapl:*")) if zone.name.count(":") == 1]
-        self.zones = {
-            zone: self._read(zone / "energy_uj")
-            for zone in zones
-            if self._text(zone / "name") != "psys"
-        }
+        # Folder of a package → its counter at the last reading, in microjoules.
+        self.zones: dict[Path, float] = {}
+        for zone in sorted(root.glob("intel-rapl:*")):
+            # intel-rapl:0 is a package (of AMD's too), intel-rapl:0:0 a part of it; `psys` has the packages in it.
+            is_package = zone.name.count(":") == 1
+            if is_package and self._text(zone / "name") != "psys":
+                self.zones[zone] = self._number(zone / "energy_uj")
         self.microjoules = 0.0
 
     def joules(self) -> float:
-        """Since the begin; NaN where any counter cannot be read: a part would be taken for all."""
+        """Return the energy since the beginning; NaN if any counter cannot be read, since a part would be taken for all."""
+        if not self.zones:
+            return math.nan
         for zone, before in self.zones.items():
-            now = self._read(zone / "energy_uj")
-            self.microjoules += (
-                now - before + (self._read(zone / "max_energy_range_uj") if now < before else 0.0)
-            )
+            now = self._number(zone / "energy_uj")
+            used = now - before
+            if now < before:
+                used += self._number(zone / "max_energy_range_uj")
+            self.microjoules += used
             self.zones[zone] = now
-        return self.microjoules / 1e6 if self.zones else math.nan
+        return self.microjoules / 1e6
 
-    def _read(self, path: Path) -> float:
+    def _number(self, path: Path) -> float:
+        """Return the number in a file; NaN without one."""
         text = self._text(path)
         return float(text) if text.isdecimal() else math.nan
 
     def _text(self, path: Path) -> str:
+        """Return the text of a file; empty if it cannot be read: on most systems only root may."""
         try:
             return path.read_text().strip()
-        except OSError:  # on most systems only root may
+        except OSError:
             return ""
 
 
 class Meter:
-    """One rank's device. `uuid`: of its GPU, None on a CPU; `counts`: no other rank has the same GPU; `first_of_host`: this rank reads the
-    CPUs' energy, too."""
+    """Reads one rank's device.
+
+    `uuid`: of its GPU, None on a CPU. `counts`: no other rank has the same GPU. `first_of_host`: this
+    rank reads the CPUs' energy, too.
+    """
 
     def __init__(self, uuid: str | None, counts: bool, first_of_host: bool) -> None:
-        self.gpu, self.counts, self.read_at, self.shown_at = None, counts, -math.inf, -math.inf
+        self.gpu: Gpu | None = None
+        self.counts = counts
+        # Seconds of the last reading, and of the last event.
+        self.read_at = -math.inf
+        self.shown_at = -math.inf
         self.packages = Packages() if first_of_host else None
         self.last = [math.nan] * len(NAMES)
         if uuid is None:
@@ -121,24 +139,38 @@ class Meter:
             say(f"note: NVML gives nothing for GPU {uuid}: {type(error).__name__}: {error}")
 
     def values(self, now: bool = False) -> list[float]:
-        """NAMES, NaN where not known; read anew where the last time is PERIOD seconds ago, or `now`."""
+        """Return the values of NAMES, NaN if not known. They are read again after PERIOD seconds, or `now`."""
         if now or time.monotonic() - self.read_at >= PERIOD:
             self.read_at = time.monotonic()
-            of_gpu = self.gpu.values() if self.gpu is not None else [math.nan] * (len(NAMES) - 1)
-            of_gpu[-1] = of_gpu[-1] if self.counts else math.nan
-            self.last = [*of_gpu, self.packages.joules() if self.packages is not None else math.nan]
+            self.last = self._read()
         return self.last
 
+    def _read(self) -> list[float]:
+        values = [math.nan] * len(NAMES)
+        if self.gpu is not None:
+            values[:-1] = self.gpu.values()
+        if not self.counts:
+            # Another rank reports the energy of the same GPU.
+            values[NAMES.index("joules")] = math.nan
+        if self.packages is not None:
+            values[-1] = self.packages.joules()
+        return values
+
     def event(self, step: int, values: list[list[float]], now: bool = False) -> Devices | None:
-        """The event of what the ranks read (each of NAMES, by rank); None where that is nothing, or the last one is not PERIOD seconds
-        ago."""
-        if (not now and time.monotonic() - self.shown_at < PERIOD) or all(
-            math.isnan(value) for of_name in values for value in of_name
-        ):
+        """Return the event of what the ranks read; None if that is nothing, or if the last event is not PERIOD seconds ago.
+
+        `values`: for each of NAMES the values by rank. `now`: whenever the last event was.
+        """
+        if not now and time.monotonic() - self.shown_at < PERIOD:
+            return None
+        if all(math.isnan(value) for of_name in values for value in of_name):
             return None
         self.shown_at = time.monotonic()
-        joules = [value for of_name in values[-2:] for value in of_name if not math.isnan(value)]
-        ranks = [
-            dict[str, Number](zip(NAMES, each, strict=True)) for each in zip(*values, strict=True)
-        ]
-        return Devices(step=step, ranks=ranks, kwh=sum(joules) / JOULES_PER_KWH if joules else None)
+        # The last two names are the energies of GPUs and CPUs.
+        of_gpus, of_cpus = values[-2:]
+        joules = [value for value in (*of_gpus, *of_cpus) if not math.isnan(value)]
+        ranks = []
+        for of_rank in zip(*values, strict=True):
+            ranks.append(dict[str, Number](zip(NAMES, of_rank, strict=True)))
+        kwh = sum(joules) / JOULES_PER_KWH if joules else None
+        return Devices(step=step, ranks=ranks, kwh=kwh)

@@ -1,5 +1,6 @@
-"""events.jsonl: one JSON object a line, appended and flushed at once. It is the truth of a run; displays and trackers only repeat it.
+"""events.jsonl: one JSON object a line, appended and flushed at once.
 
+It is the source of truth of a run; displays and trackers only repeat it.
 Each kind of event is a class. On disk its fields are beside `t` (unix seconds), `kind`, and what it has besides (`metrics`).
 """
 
@@ -24,9 +25,11 @@ from drumline.telemetry.damage import fits, parse, types_of
 from drumline.telemetry.truth import Measurement
 
 MOVE = "move it away: a run writes its events there"
-MOST_EVENTS = 2**33  # bytes: some ten million steps
+# Bytes of a file of events: about ten million steps.
+MOST_EVENTS = 2**33
 LAST_BYTES = 2**18
-MOST_TIME = 2**40  # unix seconds: what lies above is no time
+# Unix seconds: a larger number is no time.
+MOST_TIME = 2**40
 KINDS: dict[str, type[Event]] = {}
 # JSON has no NaN, which is null here, and no infinity, which is a string.
 Number = float | str | None
@@ -52,48 +55,47 @@ class Event:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The fields of the kind. On disk `from_` is called `from`."""
+        """Return the fields of this kind of event. On disk `from_` is called `from`."""
         return [each.name for each in fields(cls) if each.name not in ("t", "metrics")]
 
     def values(self) -> dict[str, Any]:
-        """The event as it is on disk. A metric that is called like a field is left out."""
-        own = {
-            "t": self.t,
-            "kind": self.kind,
-            **{name.removesuffix("_"): getattr(self, name) for name in self.names()},
-        }
-        return {**own, **{key: value for key, value in self.metrics.items() if key not in own}}
+        """Return the event as it is on disk. A metric with the name of a field is left out."""
+        own: dict[str, Any] = {"t": self.t, "kind": self.kind}
+        for name in self.names():
+            own[name.removesuffix("_")] = getattr(self, name)
+        # The fields keep their places and their values.
+        return {**own, **self.metrics, **own}
 
     @staticmethod
     def of(values: dict[str, Any]) -> Event:
-        """The event that is `values` on disk; `Unknown` for a kind that this version does not know. What is of another type than the kind
-        declares is None."""
+        """Return the event that is `values` on disk; `Unknown` for a kind that this version does not know.
+
+        A field whose value is of another type than the kind declares is None.
+        """
         cls = KINDS.get(values["kind"], Unknown)
         known = dict[str, Any]()
-        for name, (there, plain_types, kind) in cls.types.items():
-            value = values.get(there)
-            known[name] = value if type(value) in plain_types or fits(value, kind) else None
-        return cls(
-            t=values.get("t", 0.0),
-            metrics={key: value for key, value in values.items() if key not in cls.on_disk},
-            **known,
-        )
+        for name, (key, plain_types, declared) in cls.types.items():
+            value = values.get(key)
+            is_right = type(value) in plain_types or fits(value, declared)
+            known[name] = value if is_right else None
+        metrics = {key: value for key, value in values.items() if key not in cls.on_disk}
+        return cls(t=values.get("t", 0.0), metrics=metrics, **known)
 
     @property
     def whole(self) -> bool:
-        """Whether each field that was there from the beginning has a value: one of another version, or a damaged one, may lack some."""
-        needed = (
-            each.name
-            for each in fields(self)
-            if each.default is MISSING and each.default_factory is MISSING
-        )
-        return all(
-            getattr(self, name) is not None or NoneType in self.types[name][1] for name in needed
-        )
+        """Whether each field without a default has a value: an event of another version, or a damaged one, may lack some."""
+        for each in fields(self):
+            has_default = each.default is not MISSING or each.default_factory is not MISSING
+            if has_default or getattr(self, each.name) is not None:
+                continue
+            _, plain_types, _ = self.types[each.name]
+            if NoneType not in plain_types:
+                return False
+        return True
 
 
 class Unknown(Event, kind=""):
-    """Of a newer version."""
+    """An event of a newer version of Drumline."""
 
     kind: str  # type: ignore[misc]
 
@@ -346,11 +348,14 @@ Emit = Callable[[Event], object]
 
 
 def last_measurement(events: list[Event]) -> Measurement | None:
-    """The newest one with memory; None where the run was too short. Raises ValueError for a run of another version."""
-    found = [
-        event for event in events if isinstance(event, Measured) and event.metrics.get("memory")
-    ]
-    return found[-1].measurement() if found else None
+    """Return the newest measurement that has memory; None if the run was too short.
+
+    Raises ValueError for a run of another version.
+    """
+    for event in reversed(events):
+        if isinstance(event, Measured) and event.metrics.get("memory"):
+            return event.measurement()
+    return None
 
 
 class EventLog:
@@ -364,22 +369,19 @@ class EventLog:
         with path.open("ab+") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - 1))
-            torn = size > 0 and file.read(1) != b"\n"
+            is_torn = size > 0 and file.read(1) != b"\n"
         self._file = path.open("ab", buffering=0)
-        self._waiting = b"\n" if torn else b""
+        self._waiting = b"\n" if is_torn else b""
 
     def emit(self, event: Event) -> Event:
         """Write one event and return it as it was written: redacted, with NaN as null and inf as a string."""
         values: dict[str, Any] = plain(event.values())
-        self._waiting += (
-            json.dumps(values, allow_nan=False, ensure_ascii=False).encode(
-                errors="backslashreplace"
-            )
-            + b"\n"
-        )
+        text = json.dumps(values, allow_nan=False, ensure_ascii=False)
+        self._waiting += text.encode(errors="backslashreplace") + b"\n"
         try:
             while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
+                written = self._file.write(self._waiting) or 0
+                self._waiting = self._waiting[written:]
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -387,76 +389,115 @@ class EventLog:
 
 
 def read(path: Path) -> list[Event]:
-    """All whole events of a file, in order; a line torn by a kill is passed over. None where there is no file."""
+    """Return all whole events of a file, in order; none if there is no file. A line torn by a kill is left out."""
     return [event for _, event, _ in examined(path) if event is not None]
 
 
 def examined(path: Path) -> list[tuple[int, Event | None, bool]]:
-    """Of each line its number, from 1, its event (None where it is torn by a kill, or damaged), and whether all of that is sound."""
-    lines = enumerate(_bytes(path).decode("utf-8", errors="replace").split("\n"), 1)
-    return [(number, *_parsed(line)) for number, line in lines if line.strip()]
+    """Return number (from 1), event, and whether the line is sound, of each line of a file of events.
+
+    The event is None for a line that is torn by a kill, or damaged.
+    """
+    text = _bytes(path).decode("utf-8", errors="replace")
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            event, is_sound = _parsed(line)
+            found.append((number, event, is_sound))
+    return found
 
 
 def _bytes(path: Path) -> bytes:
-    """Of a file of events; none where there is no file. Raises EnvironmentFault."""
-    return read_bytes(path, EnvironmentFault, MOVE, MOST_EVENTS) if os.path.lexists(path) else b""
+    """Return the bytes of a file of events; none if there is no file. Raises EnvironmentFault."""
+    if not os.path.lexists(path):
+        return b""
+    return read_bytes(path, EnvironmentFault, MOVE, MOST_EVENTS)
 
 
 def _parsed(line: str) -> tuple[Event | None, bool]:
-    """The event of a line, and whether all of it is what it should be; None where the line is torn or lacks what readers need: a kind, a
-    time and, for most kinds, a step."""
+    """Return the event of a line, and whether every field of the line is of its declared type.
+
+    None for a line that is torn or lacks what readers need: a kind, a time and, for most kinds, a step.
+    """
     values = parse(line)
     if values is None or not isinstance(values.get("kind"), str):
         return None, False
-    if type(at := values.get("t", 0)) not in (int, float) or not 0 <= at < MOST_TIME:
+    written_at = values.get("t", 0)
+    if type(written_at) not in (int, float) or not 0 <= written_at < MOST_TIME:
         return None, False
-    counted = values["kind"] in COUNTED
-    if type(step := values.get("step", None if counted else 0)) is not int or step < (
-        0 if counted else -1
-    ):  # -1: before the first
+    if not _has_valid_step(values):
         return None, False
     event = Event.of(values)
-    return event, all(
-        getattr(event, name) is not None or values.get(there) is None
-        for name, (there, *_) in event.types.items()
-    )
+    for name, (key, *_) in event.types.items():
+        if getattr(event, name) is None and values.get(key) is not None:
+            return event, False
+    return event, True
+
+
+def _has_valid_step(values: dict[str, Any]) -> bool:
+    """Return whether an event has a step if its kind needs one, and the step is a whole number from 0 on.
+
+    Events of kinds that need none may have -1, which is before the first step.
+    """
+    if values["kind"] in COUNTED:
+        step = values.get("step")
+        least = 0
+    else:
+        step = values.get("step", 0)
+        least = -1
+    return type(step) is int and step >= least
 
 
 def last(path: Path, bytes_: int = LAST_BYTES) -> list[Event]:
-    """The newest whole events of a file, as many as lie in its last bytes; none where there is no file."""
+    """Return the newest whole events of a file, as many as lie in its last bytes; none if there is no file."""
     try:
         with open_plain(path, EnvironmentFault) as file:
-            file.seek(max(0, file.seek(0, 2) - bytes_))
+            size = file.seek(0, 2)
+            file.seek(max(0, size - bytes_))
             lines = file.read(bytes_).decode(errors="replace").split("\n")
     except (OSError, EnvironmentFault):
         return []
-    return [event for line in lines if (event := _parsed(line)[0]) is not None]
+    events = []
+    for line in lines:
+        event, _ = _parsed(line)
+        if event is not None:
+            events.append(event)
+    return events
 
 
 def last_start(path: Path) -> int:
-    """Where in a file of events the newest start of its run begins, in bytes; 0 where there is none. Raises EnvironmentFault."""
-    text = _bytes(path)
-    return text.rfind(b"\n", 0, max(0, text.rfind(b'"kind": "run_start"'))) + 1
+    """Return the place in a file of events, in bytes, of the newest start of its run; 0 if there is none. Raises EnvironmentFault."""
+    content = _bytes(path)
+    kind_at = content.rfind(b'"kind": "run_start"')
+    return content.rfind(b"\n", 0, max(0, kind_at)) + 1
 
 
 def series(events: list[Event], name: str, kind: type[Event] = Step) -> dict[int, Any]:
-    """Step → value, the last word on each step: one that was done again after a restart counts once."""
-    found = [event.values() for event in events if isinstance(event, kind)]
-    return {values["step"]: values[name] for values in found if name in values}
+    """Return step → value of the events of a kind; of a step that was done again after a restart the newest value."""
+    values_by_step = {}
+    for event in events:
+        if isinstance(event, kind):
+            values = event.values()
+            if name in values:
+                values_by_step[values["step"]] = values[name]
+    return values_by_step
 
 
 @contextmanager
 def tail(path: Path, on_event: Emit, offset: int | None = None) -> Iterator[None]:
-    """Within, each whole line that another process appends to a file of events goes to `on_event`; from `offset` on (bytes), or its end."""
+    """Within the context each whole line that another process appends to a file of events goes to `on_event`.
+
+    `offset`: where to begin, in bytes; None: at its end.
+    """
     rest = b""
 
     def parse(piece: bytes) -> None:
         nonlocal rest
         *whole, rest = (rest + piece).split(b"\n")
         for line in whole:
-            if (
-                event := _parsed(line.decode(errors="replace"))[0]
-            ) is not None:  # torn by a kill: the next line is whole again
+            event, _ = _parsed(line.decode(errors="replace"))
+            # None: torn by a kill. The next line is whole again.
+            if event is not None:
                 on_event(event)
 
     with following(path, parse, offset):

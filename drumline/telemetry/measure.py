@@ -1,8 +1,8 @@
-"""What a run really takes, compared with its plan: memory by category, host memory, seconds, bytes sent. Two `measured` events a run.
+"""What a run really takes, compared with its plan: memory by category, host memory, seconds, bytes sent.
 
-One step of each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on a CPU
-telemetry.memory_tracker): it is slower, and its seconds are reported apart. Everything else is read between operators.
-Nothing that is computed changes.
+A run has two `measured` events. One step of each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on
+a CPU telemetry.memory_tracker). It is slower, and its seconds are reported separately. Everything else is read between operators. No
+result changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -36,13 +36,16 @@ from drumline.telemetry.truth import Measurement, compare, notes
 TIMED = 3
 SECONDS = ("total", "data", "communication", "optimizer", "counted")
 STATES = ("parameters", "gradients", "optimizer")
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-RESET_PEAK = "5"  # proc(5): "reset the peak resident set size to the process's current resident set size value"
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+# proc(5): "reset the peak resident set size to the process's current resident set size value".
+RESET_PEAK = "5"
 COUNTS = ("VmSize", "VmData", "VmRSS", "VmHWM")
 log = logging.getLogger(__name__)
 
 
 def planned(estimate: Estimate) -> Planned:
+    """Return the event of what a plan predicts."""
     return Planned(
         memory=estimate.memory.model_dump(),
         host=estimate.host.model_dump(),
@@ -55,7 +58,7 @@ def planned(estimate: Estimate) -> Planned:
 
 
 def process_bytes() -> dict[str, int]:
-    """VmSize, VmData, VmRSS and VmHWM (the largest VmRSS so far), in bytes. Where there is no /proc, what psutil knows instead."""
+    """Return VmSize, VmData, VmRSS and VmHWM (the largest VmRSS so far), in bytes; without /proc what psutil knows."""
     try:
         lines = STATUS.read_text().splitlines()
     except OSError:
@@ -69,23 +72,25 @@ class HostPeak:
     """Bytes of host memory at their largest while weights are loaded, in training, and from the first checkpoint on."""
 
     def __init__(self) -> None:
-        """What was before counts as loading."""
+        """Begin with the memory until now, which counts as loading."""
         self.bytes_ = dict.fromkeys(("load", "train", "save"), 0)
         self.end("load")
 
     def end(self, phase: str) -> None:
-        """What was since the last call was `phase`."""
+        """Count the memory since the last call as that of `phase`."""
         counts = process_bytes()
         try:
             CLEAR.write_text(RESET_PEAK)
-            peak = counts["VmHWM"]  # since the last call
+            # The peak since the last call.
+            peak = counts["VmHWM"]
         except OSError:
-            peak = counts["VmRSS"]  # the peak would be that of all phases
+            # The peak is that of all phases, so this takes the memory of now.
+            peak = counts["VmRSS"]
         self.bytes_[phase] = max(self.bytes_[phase], peak)
 
 
 class Measure:
-    """One rank's measuring. All ranks call the same methods at the same steps; `traffic` decides which steps are counted."""
+    """Measures one rank. All ranks call the same methods at the same steps; `traffic` decides which steps are counted."""
 
     def __init__(
         self,
@@ -95,186 +100,240 @@ class Measure:
         emit: Emit,
         traffic: Traffic,
     ) -> None:
-        self.plan, self.memory_stats, self.gather, self.emit, self.traffic = (
-            plan,
-            memory_stats,
-            gather,
-            emit,
-            traffic,
-        )
+        self.plan = plan
+        self.memory_stats = memory_stats
+        self.gather = gather
+        self.emit = emit
+        self.traffic = traffic
         self.host = HostPeak()
-        self.stats: dict[str, int] = {}  # bytes, of the counted step
-        self.peak = self.reserved = (
-            0  # bytes at the peak of a step: on a CPU of the counted ones, on a GPU of all
-        )
-        self.width = (
-            0  # tokens of the widest micro-batch: on a CPU of the counted steps, on a GPU of all
-        )
+        # Bytes of the counted step, by category.
+        self.stats: dict[str, int] = {}
+        # Bytes at the peak of a step: on a CPU of the counted steps, on a GPU of all steps.
+        self.peak = 0
+        self.reserved = 0
+        # Tokens of the widest micro-batch of the same steps.
+        self.width = 0
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.reported = False
         self._tracker: LiveBytes | None = None
-        self._optimizer = 0.0
-
-    # ---------------------------------------------------------------------------------------------------- around a step
+        self._optimizer_seconds = 0.0
 
     @contextlib.contextmanager
     def watch(self, step: int, phase: Phase | None = None) -> Iterator[None]:
-        """Around the parts of a step: None for forward and backward, then `clip` for the norm, and `step`."""
-        counts, began = self.traffic.due(step), time.time()
-        if counts and phase == "clip":
-            self.stats = self.memory_stats()._asdict()  # at the end of backward
-        if (
-            self.plan.device == "cuda" and phase is None
-        ):  # what came between steps is none of theirs: loading, evaluation, rollouts
+        """Watch a part of a step within the context.
+
+        `step`: steps done so far. `phase`: None for forward and backward, then `clip` for the norm, and
+        `step` for the update.
+        """
+        is_counted = self.traffic.due(step)
+        began = time.time()
+        if is_counted and phase == "clip":
+            # At the end of backward.
+            self.stats = self.memory_stats()._asdict()
+        if self.plan.device == "cuda" and phase is None:
+            # The peak between steps (loading, evaluation, rollouts) is none of a step's.
             torch.cuda.reset_peak_memory_stats()
-        if counts and self.plan.place == "cpu":
-            self._tracker = self._tracker or LiveBytes()
+        if is_counted and self.plan.place == "cpu":
+            if self._tracker is None:
+                self._tracker = LiveBytes()
             self._tracker.phase = phase
         with self.traffic.watch(step), self._tracker or contextlib.nullcontext():
             yield
         if phase == "step":
-            self._optimizer = time.time() - began
+            self._optimizer_seconds = time.time() - began
 
     def end_step(
         self, step: int, micro_batches: list[Any], copies: int, whole: bool, **waits: float
     ) -> tuple[int | None, str | None]:
-        """Bytes that the step sent, where that is known, and what `took` will call its seconds. `copies`: bytes of host memory that
-        checkpoints are written from; `whole` False: no update was made, of a counted step; `waits`: seconds of waiting for `data` (before
-        it) and for other ranks (`communication`, NaN where it is not measured). Collective where the step was counted."""
-        counted, early = self.traffic.due(step), self.traffic.steps < self.traffic.FIRST
+        """End a step, and return the bytes that it sent, and the name for its seconds that `took` needs.
+
+        The bytes are None if they are not known. The name is None for a step that is neither counted nor
+        timed. Collective if the step was counted.
+        `step`: steps done before. `copies`: bytes of host memory that checkpoints are written from.
+        `whole` False: a counted step made no update. `waits`: seconds of waiting for `data` (before the
+        step) and for other ranks (`communication`, NaN if it is not measured).
+        """
+        is_counted = self.traffic.due(step)
+        is_early = self.traffic.steps < self.traffic.FIRST
         sent = self.traffic.end_step(step, whole)
-        if counted or self.plan.device == "cuda":
-            self.width = max([self.width, *map(_tokens, micro_batches)])
+        if is_counted or self.plan.device == "cuda":
+            for micro_batch in micro_batches:
+                self.width = max(self.width, _tokens(micro_batch))
         self.host.end("save" if copies else "train")
         if self._tracker is not None:
             # The copies are host memory wherever the model lies; on a CPU the tracker counts them too.
-            self.peak, self._tracker = max(self.peak, self._tracker.peak - copies), None
+            self.peak = max(self.peak, self._tracker.peak - copies)
+            self._tracker = None
         elif self.plan.device == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
-        if not counted and not early:
-            for name, value in {"optimizer": self._optimizer, **waits}.items():
-                self.seconds[name].append(value)
-        return sent, "counted" if counted else None if early else "total"
+        if is_counted:
+            return sent, "counted"
+        if is_early:
+            return sent, None
+        self.seconds["optimizer"].append(self._optimizer_seconds)
+        for name, value in waits.items():
+            self.seconds[name].append(value)
+        return sent, "total"
 
     def took(self, step: int, name: str | None, seconds: float) -> None:
-        """The step that makes `step` of them took `seconds`, without waiting for data. `name`: as `end_step` gave it. Collective."""
+        """Note that a step took `seconds` without waiting for data, and report once enough steps are timed. Collective.
+
+        `step`: steps done with it. `name`: as `end_step` returned it.
+        """
         if name is not None:
             self.seconds[name].append(seconds)
         if not self.reported and self.stats and len(self.seconds["total"]) == TIMED:
             self._report(step, final=False)
 
     def finish(self, step: int) -> None:
-        """After the last step and what follows on it. Collective."""
+        """Report after the last step and what follows it. Collective."""
         self.host.end("save")
         self._report(step, final=True)
 
-    # ---------------------------------------------------------------------------------------------------- what is known
-
     def _report(self, step: int, final: bool) -> None:
-        found = self._measurement(step, final)
+        """Emit the event of all measurements, compared with the plan. Collective."""
+        measurement = self._measurement(step, final)
         estimate = self.plan.predicted.estimate
-        rows = compare(estimate, found) if estimate is not None else []
-        off = [row for row in rows if row.warns]
-        reasons = sorted({f"{row.category}: {row.note}" for row in rows if row.note})
+        rows = []
+        if estimate is not None:
+            rows = compare(estimate, measurement)
+        wrong_rows = [row for row in rows if row.warns]
+        reasons = {f"{row.category}: {row.note}" for row in rows if row.note}
         event = Measured(
-            metrics=found.model_dump(),
+            metrics=measurement.model_dump(),
             off={row.category: row.off for row in rows},
-            warned=[row.category for row in off],
-            warnings=[row.line() for row in off],
-            notes=notes(found) + reasons,
+            warned=[row.category for row in wrong_rows],
+            warnings=[row.line() for row in wrong_rows],
+            notes=notes(measurement) + sorted(reasons),
         )
         self.emit(event)
         if self.gather.rank == 0 and not self.reported:
-            for row in off:
+            for row in wrong_rows:
                 log.warning("the plan was wrong: %s", row.line())
         self.reported = True
 
     def _measurement(self, step: int, final: bool) -> Measurement:
-        """What all ranks measured, the same on every rank. Collective."""
-        mine = {
-            name: math.nan if value is None else float(value)
-            for name, value in self._numbers().items()
-        }
-        _, values = self.gather({}, *mine.values())
-        ranks = dict(zip(mine, values, strict=True))
-        seconds = {name: max(ranks[f"{name}_s"]) for name in SECONDS if _known(ranks[f"{name}_s"])}
-        memory = {
-            name: [int(v) for v in ranks[name]]
-            for name in (*STATES, "peak", "reserved")
-            if _known(ranks[name])
-        }
-        world = self.gather.world_size
-        fullest = (
-            max(range(world), key=lambda rank: memory["peak"][rank]) if "peak" in memory else 0
-        )
-        stages = [self.plan.mesh.place(rank)["pp"] for rank in range(world)]
-        alike = [rank for rank in range(world) if stages[rank] == stages[fullest]]
-        hosts = [
-            [r for r in range(world) if ranks["host"][r] == name]
-            for name in sorted(set(ranks["host"]))
-        ]
-        phases = {
-            p: max(sum(int(ranks[p][r]) for r in host) for host in hosts)
-            for p in self.host.bytes_
-            if _known(ranks[p])
-        }
-        sent, often = self.traffic.known, self.plan.config.strategy.step_shares()
-        batch = self.plan.batch
-        planned_tokens = (
-            batch.micro_batch * batch.rows_per_sample * self.plan.config.data.max_length
-        )
+        """Return what all ranks measured, the same on every rank. Collective."""
+        by_rank = self._gathered_numbers()
+        seconds = {}
+        for name in SECONDS:
+            of_ranks = by_rank[f"{name}_s"]
+            if _are_known(of_ranks):
+                seconds[name] = max(of_ranks)
+        memory = {}
+        for name in (*STATES, "peak", "reserved"):
+            if _are_known(by_rank[name]):
+                memory[name] = [int(value) for value in by_rank[name]]
+        phases = {}
+        for phase in heartbeat.PHASES:
+            of_ranks = by_rank[f"in {phase}"]
+            if _are_known(of_ranks):
+                phases[phase] = [round(value, 3) for value in of_ranks]
+        alike = self._ranks_of_fullest_stage(memory)
+        hosts = _ranks_by_host(by_rank["host"])
+        width = max(by_rank["width"])
         return Measurement(
             step=step,
             final=final,
-            by=None if not memory else "allocator" if self.plan.device == "cuda" else "tracker",
+            by=self._source_of_peak(memory),
             memory={name: max(values[rank] for rank in alike) for name, values in memory.items()},
             by_rank=memory,
-            host=phases,
-            ranks_per_host=max(map(len, hosts)),
+            host=self._fullest_host(by_rank, hosts),
+            ranks_per_host=max(len(ranks) for ranks in hosts),
             seconds=seconds,
-            phases={
-                p: [round(s, 3) for s in ranks[f"in {p}"]]
-                for p in heartbeat.PHASES
-                if _known(ranks[f"in {p}"])
-            },
+            phases=phases,
             timed=len(self.seconds["total"]),
-            traffic=sum(part * sent[kind] for kind, part in often.items())
-            if often.keys() <= sent.keys()
-            else None,
+            traffic=self._mean_traffic(),
             grows=not plain(self.plan.mesh),
-            width=max(ranks["width"]) / planned_tokens if max(ranks["width"]) else 1.0,
+            width=width / self._planned_tokens() if width else 1.0,
         )
 
+    def _gathered_numbers(self) -> dict[str, list[float]]:
+        """Return each number of `_numbers` of all ranks, by rank; NaN if a rank does not know it. Collective."""
+        numbers = []
+        names = []
+        for name, value in self._numbers().items():
+            names.append(name)
+            numbers.append(math.nan if value is None else float(value))
+        _, values = self.gather({}, *numbers)
+        return dict(zip(names, values, strict=True))
+
+    def _ranks_of_fullest_stage(self, memory: dict[str, list[int]]) -> list[int]:
+        """Return the ranks of the pipeline stage that has the rank with the highest peak."""
+        ranks = range(self.gather.world_size)
+        fullest = 0
+        if "peak" in memory:
+            fullest = max(ranks, key=memory["peak"].__getitem__)
+        stages = [self.plan.mesh.place(rank)["pp"] for rank in ranks]
+        return [rank for rank in ranks if stages[rank] == stages[fullest]]
+
+    def _source_of_peak(
+        self, memory: dict[str, list[int]]
+    ) -> Literal["allocator", "tracker"] | None:
+        """Return what saw the peak of memory; None if nothing was measured."""
+        if not memory:
+            return None
+        return "allocator" if self.plan.device == "cuda" else "tracker"
+
+    def _fullest_host(
+        self, by_rank: dict[str, list[float]], hosts: list[list[int]]
+    ) -> dict[str, int]:
+        """Return phase → bytes of host memory of a host's ranks together, of the fullest host. `hosts`: ranks of each."""
+        bytes_of_phases = {}
+        for phase in self.host.bytes_:
+            if _are_known(by_rank[phase]):
+                of_hosts = [sum(int(by_rank[phase][rank]) for rank in ranks) for ranks in hosts]
+                bytes_of_phases[phase] = max(of_hosts)
+        return bytes_of_phases
+
+    def _mean_traffic(self) -> float | None:
+        """Return the bytes that a rank sends in a step, mean over the kinds of steps; None until all kinds are counted."""
+        known = self.traffic.known
+        shares = self.plan.config.strategy.step_shares()
+        if not shares.keys() <= known.keys():
+            return None
+        return sum(share * known[kind] for kind, share in shares.items())
+
+    def _planned_tokens(self) -> int:
+        """Return the tokens of a micro-batch that were planned for."""
+        batch = self.plan.batch
+        rows = batch.micro_batch * batch.rows_per_sample
+        return rows * self.plan.config.data.max_length
+
     def _numbers(self) -> dict[str, float | None]:
-        """What this rank measured; None where it is not known."""
-        medians = {
-            name: statistics.median(values) if values else None
-            for name, values in self.seconds.items()
-        }
-        return {
-            **{name: self.stats.get(name) for name in STATES},
-            "peak": self.peak or None,
-            "reserved": self.reserved or None,
-            "width": self.width,
+        """Return what this rank measured; None for what it does not know."""
+        numbers: dict[str, float | None] = {name: self.stats.get(name) for name in STATES}
+        numbers["peak"] = self.peak or None
+        numbers["reserved"] = self.reserved or None
+        numbers["width"] = self.width
+        for name in SECONDS:
+            values = self.seconds.get(name)
+            numbers[f"{name}_s"] = statistics.median(values) if values else None
+        if self.plan.device == "cuda":
             # A GPU's step is still under way when it returns, so how long its optimizer takes is not seen.
-            **{
-                f"{name}_s": None
-                if name == "optimizer" and self.plan.device == "cuda"
-                else medians.get(name)
-                for name in SECONDS
-            },
-            **{f"in {phase}": spent for phase, spent in heartbeat.seconds().items()},
-            "host": zlib.crc32(socket.gethostname().encode()),
-            **{phase: bytes_ or None for phase, bytes_ in self.host.bytes_.items()},
-        }
+            numbers["optimizer_s"] = None
+        for phase, seconds in heartbeat.seconds().items():
+            numbers[f"in {phase}"] = seconds
+        numbers["host"] = zlib.crc32(socket.gethostname().encode())
+        for phase, bytes_ in self.host.bytes_.items():
+            numbers[phase] = bytes_ or None
+        return numbers
 
 
-def _known(values: list[float]) -> bool:
+def _ranks_by_host(host_of_rank: list[float]) -> list[list[int]]:
+    """Return the ranks of each host. `host_of_rank`: a number for the host of each rank."""
+    ranks_of: dict[float, list[int]] = {}
+    for rank, host in enumerate(host_of_rank):
+        ranks_of.setdefault(host, []).append(rank)
+    return list(ranks_of.values())
+
+
+def _are_known(values: list[float]) -> bool:
     return not any(math.isnan(value) for value in values)
 
 
 def _tokens(batch: Any) -> int:
-    """Tokens that a micro-batch is wide; 0 where it has none."""
+    """Return the tokens of a micro-batch with its padding; 0 if it has none."""
     ids = getattr(batch, "input_ids_BT", None)
     return 0 if ids is None else ids.numel()

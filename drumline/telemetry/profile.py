@@ -1,7 +1,8 @@
-"""`run.profile`: a trace of a few steps by torch.profiler, a snapshot of a GPU's memory, and the dearest operators as an event."""
+"""`run.profile`: a trace of a few steps by torch.profiler, a snapshot of a GPU's memory, and the most expensive operators as an event."""
 
 from __future__ import annotations
 
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,51 +12,55 @@ from torch.profiler import ProfilerActivity, profile
 from drumline.core.plan import Plan
 from drumline.telemetry.events import Emit, Profiled
 
+# Operators of the event, the most expensive ones.
 DEAREST = 10
+# Events of the allocator that a snapshot keeps, at most.
+MOST_MEMORY_EVENTS = 200_000
 NO_SNAPSHOT = "none: only the allocator of a GPU keeps what one is made of"
 
 
 class Profile:
-    """Of the steps that `run.profile` names, on its ranks, into RUN/profile: rank-N.trace.json.gz (for chrome://tracing or Perfetto), and
-    on a GPU rank-N.memory.pickle (for pytorch.org/memory_viz). Nothing that is computed changes."""
+    """Profiles the steps that `run.profile` names, on its ranks.
+
+    It writes to RUN/profile: rank-N.trace.json.gz (for chrome://tracing or Perfetto), and on a GPU
+    rank-N.memory.pickle (for pytorch.org/memory_viz). No result changes.
+    """
 
     def __init__(self, plan: Plan, rank: int, emit: Emit) -> None:
-        wanted = plan.config.run.profile
-        self.steps = (
-            range(0)
-            if wanted is None or rank not in wanted.ranks
-            else range(wanted.at - 1, wanted.at - 1 + wanted.steps)
-        )
-        self.folder, self.rank, self.emit, self.on_gpu = (
-            Path(plan.run_dir) / "profile",
-            rank,
-            emit,
-            plan.device == "cuda",
-        )
+        options = plan.config.run.profile
+        # Numbers of steps done before each step that is profiled.
+        self.steps = range(0)
+        if options is not None and rank in options.ranks:
+            first = options.at - 1
+            self.steps = range(first, first + options.steps)
+        self.folder = Path(plan.run_dir) / "profile"
+        self.rank = rank
+        self.emit = emit
+        self.on_gpu = plan.device == "cuda"
         self.profiler: Any = None
 
     def before(self, step: int) -> None:
-        """Before the step after `step` steps."""
+        """Start the profiler if the step after `step` steps is the first one to profile."""
         if self.profiler is not None or step not in self.steps:
             return
-        kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self.on_gpu]
+        activities = [ProfilerActivity.CPU]
         if self.on_gpu:
             from drumline.vendor.torch import record_memory_history
 
-            record_memory_history(max_entries=200_000)
-        self.first, self.profiler = (
-            step + 1,
-            profile(activities=kinds, profile_memory=True, acc_events=True),
-        )
+            activities.append(ProfilerActivity.CUDA)
+            record_memory_history(max_entries=MOST_MEMORY_EVENTS)
+        self.first = step + 1
+        self.profiler = profile(activities=activities, profile_memory=True, acc_events=True)
         self.profiler.start()
 
     def after(self, step: int, last: bool = False) -> None:
-        """After `step` steps. `last`: no more follow."""
+        """Stop the profiler and write its files if `step` steps include the last one to profile. `last`: no more steps follow."""
         if self.profiler is None or (step < self.steps.stop and not last):
             return
         if self.on_gpu:
             torch.cuda.synchronize()
-        done, self.profiler = self.profiler, None
+        done = self.profiler
+        self.profiler = None
         done.stop()
         self.folder.mkdir(exist_ok=True)
         trace = self.folder / f"rank-{self.rank}.trace.json.gz"
@@ -81,18 +86,27 @@ class Profile:
 
 
 def operators(done: Any, on_gpu: bool) -> list[dict[str, Any]]:
-    """The dearest by seconds of their own, on a GPU those of the device: {name, calls, seconds, share of all, bytes taken and kept}."""
-    kind = "device" if on_gpu else "cpu"
-    each = [(getattr(one, f"self_{kind}_time_total") / 1e6, one) for one in done.key_averages()]
-    total = sum(seconds for seconds, _ in each) or 1.0
-    dearest = sorted(each, key=lambda pair: -pair[0])[:DEAREST]
-    return [
-        {
-            "name": one.key,
-            "calls": one.count,
-            "seconds": seconds,
-            "share": seconds / total,
-            "bytes": getattr(one, f"self_{kind}_memory_usage"),
-        }
-        for seconds, one in dearest
-    ]
+    """Return the most expensive operators of a finished profiler.
+
+    They are sorted by their own seconds, on a GPU those of the device. Each is {name, calls, seconds,
+    share of all, bytes taken and kept}.
+    """
+    device = "device" if on_gpu else "cpu"
+    timed = []
+    for operator in done.key_averages():
+        microseconds = getattr(operator, f"self_{device}_time_total")
+        timed.append((microseconds / 1e6, operator))
+    total = sum(seconds for seconds, _ in timed) or 1.0
+    timed.sort(key=itemgetter(0), reverse=True)
+    result = []
+    for seconds, operator in timed[:DEAREST]:
+        result.append(
+            {
+                "name": operator.key,
+                "calls": operator.count,
+                "seconds": seconds,
+                "share": seconds / total,
+                "bytes": getattr(operator, f"self_{device}_memory_usage"),
+            }
+        )
+    return result

@@ -1,4 +1,4 @@
-"""Ranks that hold up the others: seconds of their own work against the median rank's, medians over a window of steps."""
+"""Ranks that hold up the others: their seconds of own work, compared with the median rank's, as medians over a window of steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import socket
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,23 +14,41 @@ from drumline.dist.reduce import Gather, from_all
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Straggler
 
-WINDOW = 20  # steps
-WINDOW_SECONDS = 2.0  # at least: what lasts less is the host's own business
-LEAST = 0.05  # of a step: what costs less is not worth a line
+# Steps of a window, at least.
+WINDOW = 20
+# Seconds of a window, at least: a shorter delay is the host's own business.
+WINDOW_SECONDS = 2.0
+# Share of a step: a smaller delay is not worth a line.
+LEAST = 0.05
+# A rank is blamed for this share of a step at most.
+MOST_SAVED = 0.99
+
+
+class _Step(NamedTuple):
+    """A step of the window, over all ranks."""
+
+    seconds: float
+    tokens: int
 
 
 class Stragglers:
-    """All ranks call `add` after the same steps, with the same numbers."""
+    """Finds ranks that hold up the others. All ranks call `add` after the same steps, with the same numbers."""
 
     def __init__(self, gather: Gather, emit: Emit, ratio: float) -> None:
-        """`ratio`: of the median rank's seconds. Collective."""
-        self.emit, self.ratio = emit, ratio
-        device = torch.cuda.get_device_name(gather.device) if gather.exact_on != "cpu" else "cpu"
-        self.places = from_all(
-            (socket.gethostname(), f"{gather.device} {device}" if device != "cpu" else device)
-        )
+        """Make a watch over the ranks. Collective.
+
+        `ratio`: a rank is slow if it takes this many times the median rank's seconds.
+        """
+        self.emit = emit
+        self.ratio = ratio
+        device = "cpu"
+        if gather.exact_on != "cpu":
+            device = f"{gather.device} {torch.cuda.get_device_name(gather.device)}"
+        # Host and device of each rank.
+        self.places = from_all((socket.gethostname(), device))
+        # For each step of the window, the seconds of own work of each rank.
         self.own: list[list[float]] = []
-        self.steps: list[tuple[float, int]] = []  # seconds, tokens of all ranks
+        self.steps: list[_Step] = []
         self.slow: set[int] = set()
 
     def add(
@@ -40,58 +59,67 @@ class Stragglers:
         data: Sequence[float],
         communication: Sequence[float],
     ) -> None:
-        """A step took `seconds`, of which each rank spent `data` waiting for its own data, and `communication` for other ranks. Where that
-        is not measured (NaN: models that are cut wait within their computing, on a GPU FSDP2 and ZeRO, too) its data alone are compared."""
+        """Add a step that took `seconds`, and report slow ranks at the end of a window.
+
+        `data`: seconds that each rank waited for its own data. `communication`: seconds that it waited
+        for other ranks. NaN: that is not measured (models that are cut wait within their computation, on
+        a GPU FSDP2 and ZeRO do, too), and only the data's seconds are compared.
+        """
         if len(data) == 1:
             return
-        self.own.append(
-            [d if math.isnan(c) else seconds - c for d, c in zip(data, communication, strict=True)]
-        )
-        self.steps.append((seconds, tokens))
-        if len(self.own) >= WINDOW and sum(seconds for seconds, _ in self.steps) >= WINDOW_SECONDS:
-            self._judge(step)
+        own = []
+        for of_data, of_communication in zip(data, communication, strict=True):
+            if math.isnan(of_communication):
+                own.append(of_data)
+            else:
+                own.append(seconds - of_communication)
+        self.own.append(own)
+        self.steps.append(_Step(seconds, tokens))
+        window_seconds = sum(each.seconds for each in self.steps)
+        if len(self.own) >= WINDOW and window_seconds >= WINDOW_SECONDS:
+            self._report(step)
             self.own.clear()
             self.steps.clear()
 
-    def _judge(self, step: int) -> None:
-        medians = _medians(self.own)
-        seconds = statistics.median(seconds for seconds, _ in self.steps)
-        rate = statistics.fmean(tokens for _, tokens in self.steps) / seconds
-        half = len(self.own) // 2  # one that is slow in one half alone was slow by chance
-        slow = set.intersection(
-            *(
-                self._slow(_medians(part), seconds)
-                for part in (self.own, self.own[:half], self.own[half:])
-            )
+    def _report(self, step: int) -> None:
+        """Emit an event for each rank that has become slow in this window."""
+        medians = _medians_by_rank(self.own)
+        seconds = statistics.median(each.seconds for each in self.steps)
+        tokens_per_s = statistics.fmean(each.tokens for each in self.steps) / seconds
+        # A rank that is slow in only one half was slow by chance.
+        half = len(self.own) // 2
+        slow = self._slow_ranks(medians, seconds)
+        slow &= self._slow_ranks(_medians_by_rank(self.own[:half]), seconds)
+        slow &= self._slow_ranks(_medians_by_rank(self.own[half:]), seconds)
+        slowest_of_rest = max(
+            (own for rank, own in enumerate(medians) if rank not in slow), default=0
         )
-        rest = sorted(own for rank, own in enumerate(medians) if rank not in slow)
         for rank in sorted(slow - self.slow):
             host, device = self.places[rank]
             # Without it the slowest of the others would set the pace.
-            saved = min(medians[rank] - rest[-1], seconds * 0.99)
-            lost, typical = rate * saved / (seconds - saved), statistics.median_low(medians)
-            self.emit(
-                Straggler(
-                    step=step,
-                    rank=rank,
-                    host=host,
-                    device=device,
-                    seconds=medians[rank],
-                    median=typical,
-                    lost_tokens_per_s=lost,
-                )
+            saved = min(medians[rank] - slowest_of_rest, seconds * MOST_SAVED)
+            event = Straggler(
+                step=step,
+                rank=rank,
+                host=host,
+                device=device,
+                seconds=medians[rank],
+                median=statistics.median_low(medians),
+                lost_tokens_per_s=tokens_per_s * saved / (seconds - saved),
             )
+            self.emit(event)
         self.slow = slow
 
-    def _slow(self, medians: list[float], seconds: float) -> set[int]:
+    def _slow_ranks(self, medians: list[float], seconds: float) -> set[int]:
+        """Return the ranks whose own work takes much longer than the median rank's. `seconds`: of a step."""
         typical = statistics.median_low(medians)
-        return {
-            rank
-            for rank, own in enumerate(medians)
-            if own > self.ratio * typical and own - typical > LEAST * seconds
-        }
+        slow = set()
+        for rank, own in enumerate(medians):
+            if own > self.ratio * typical and own - typical > LEAST * seconds:
+                slow.add(rank)
+        return slow
 
 
-def _medians(own: list[list[float]]) -> list[float]:
-    """Of each rank."""
-    return [statistics.median(column) for column in zip(*own, strict=True)]
+def _medians_by_rank(own: list[list[float]]) -> list[float]:
+    """Return each rank's median over steps. `own`: seconds of each rank, for each step."""
+    return [statistics.median(of_rank) for of_rank in zip(*own, strict=True)]

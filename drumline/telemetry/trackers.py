@@ -1,8 +1,9 @@
-"""Trackers that repeat the run's metrics and samples: TensorBoard, W&B, MLflow, trackio, SwanLab, each through its own library.
-events.jsonl stays the truth.
-And callbacks of the user's own, `run.callbacks`: classes whose methods get the events of a run, and cannot change a number of it.
+"""Trackers and callbacks, which get the events of a run.
 
-A run that is started again goes on in the same run of each tracker: RUN/trackers.json remembers which.
+A tracker shows the run's metrics and samples: TensorBoard, W&B, MLflow, trackio or SwanLab, each through its own library. events.jsonl
+stays the source of truth. A run that is started again goes on in the same run of each tracker: RUN/trackers.json has their ids.
+
+Callbacks are classes of the user's own (`run.callbacks`), whose methods get the events of a run. They cannot change a number of it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.core.files import write_whole
 from drumline.core.output import say
@@ -35,21 +36,34 @@ GROUPS: dict[type[Event], str] = {
     Rollout: "rollout",
     Devices: "device",
 }
-# run.report_to → its library, how to install it, and what to check when it does not start.
+
+
+class Library(NamedTuple):
+    """The library of a tracker."""
+
+    module: str
+    install: str
+    # What to check if the tracker does not start.
+    hint: str
+
+
+# run.report_to → library.
 LIBRARIES = {
-    "tensorboard": (
+    "tensorboard": Library(
         "tensorboard",
         "pip install tensorboard",
         "see whether RUN/tensorboard can be written",
     ),
-    "wandb": ("wandb", "pip install wandb", "run `wandb login`, set WANDB_MODE=offline"),
-    "mlflow": (
+    "wandb": Library("wandb", "pip install wandb", "run `wandb login`, set WANDB_MODE=offline"),
+    "mlflow": Library(
         "mlflow",
         "pip install mlflow-skinny sqlalchemy alembic",
         "see where MLFLOW_TRACKING_URI points",
     ),
-    "trackio": ("trackio", "pip install trackio", "see whether TRACKIO_DIR can be written"),
-    "swanlab": ("swanlab", "pip install swanlab", "run `swanlab login`, set SWANLAB_MODE=offline"),
+    "trackio": Library("trackio", "pip install trackio", "see whether TRACKIO_DIR can be written"),
+    "swanlab": Library(
+        "swanlab", "pip install swanlab", "run `swanlab login`, set SWANLAB_MODE=offline"
+    ),
 }
 # Kind of event → the method that gets it as a dictionary, as it is in events.jsonl.
 HOOKS = {
@@ -59,14 +73,20 @@ HOOKS = {
     "save": "on_save",
     "run_end": "on_end",
 }
-MOST_RANKS = 8  # with a chart of their own
+# Ranks that each have a chart of their own, at most.
+MOST_RANKS = 8
+# The file with the trackers' ids of the run.
 MEMORY = "trackers.json"
-SHOWN = ("set", "prompt", "text", "answer")  # columns of a table of samples
+# Columns of a table of samples.
+SHOWN = ("set", "prompt", "text", "answer")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker gets to know of the run. `known`: the tracker's own id of the run, where it was begun by an earlier process."""
+    """What a tracker is told about the run.
+
+    `known`: the tracker's own id of the run, if an earlier process has begun it.
+    """
 
     folder: Path
     name: str
@@ -75,14 +95,17 @@ class Run:
     options: TrackerConfig = field(default_factory=TrackerConfig)
 
     def project(self, variable: str) -> str:
-        """`run.tracker.project`, else what a variable of the tracker's own says."""
+        """Return `run.tracker.project`, else the value of the tracker's own variable, else `drumline`."""
         return self.options.project or os.environ.get(variable) or "drumline"
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """A tracker's run: its id, how to write metrics (GROUP/NAME → number) of one group at a step, go back to a step, and end; and how to
-    show samples (see `watched.Samples`) of a step."""
+    """A tracker's run.
+
+    `write`: write metrics (GROUP/NAME → number) of one group at a step. `close`: end the run. `rewind`:
+    go back to a step. `show`: show samples (see `watched.Samples`) of a step.
+    """
 
     id: str
     write: Callable[[str, dict[str, float], int], None]
@@ -95,10 +118,11 @@ class Sink:
     """One tracker. A tracker that fails during the run is reported once and not used again; training goes on."""
 
     def __init__(self, name: str, tracker: Tracker | None) -> None:
-        self.name, self._tracker = name, tracker
+        self.name = name
+        self._tracker = tracker
 
     def event(self, event: Event) -> None:
-        """Hand over the metrics of an event of GROUPS, under its group, and samples; go back where a checkpoint is loaded."""
+        """Hand over the metrics of an event of GROUPS, under its group, or samples. When a checkpoint is loaded, go back to its step."""
         if isinstance(event, Restore):
             self._guard(lambda tracker: tracker.rewind(event.step))
         elif isinstance(event, Samples):
@@ -109,9 +133,11 @@ class Sink:
             self._guard(lambda tracker: tracker.write(group, named, event.step))
 
     def close(self) -> None:
+        """End the tracker's run."""
         self._guard(lambda tracker: tracker.close())
 
     def _guard(self, action: Callable[[Tracker], object]) -> None:
+        """Call `action` with the tracker, unless it has failed before."""
         if self._tracker is None:
             return
         try:
@@ -122,29 +148,44 @@ class Sink:
 
 
 def metrics(event: Event) -> dict[str, float]:
-    """The numbers of an event, `t` and `step` left out; the least and the most of the experts' loads; and the memory of the
-    ranks, each of a few, or the least and the most."""
+    """Return the numbers of an event without `t` and `step`.
+
+    Of the experts' loads it has the least and the most. Of the ranks' memory and devices it has each of a
+    few ranks, or the least and the most.
+    """
     values = event.values()
-    numbers = {
-        k: float(v)
-        for k, v in values.items()
-        if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")
-    }
-    if loads := values.get("expert_load"):
-        numbers |= {"expert_load/least": float(min(loads)), "expert_load/most": float(max(loads))}
-    by_rank: dict[str, dict[int, float]] = {
-        "memory_bytes": dict(enumerate(map(float, values.get("memory_bytes") or [])))
-    }
-    for rank, found in enumerate(values.get("ranks") or []):
-        for name, value in found.items():
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if _is_number(value) and name not in ("t", "step"):
+            numbers[name] = float(value)
+    loads = values.get("expert_load")
+    if loads:
+        numbers["expert_load/least"] = float(min(loads))
+        numbers["expert_load/most"] = float(max(loads))
+    for name, of_ranks in _numbers_by_rank(values).items():
+        if len(of_ranks) <= MOST_RANKS:
+            for rank, number in of_ranks.items():
+                numbers[f"{name}/rank_{rank}"] = number
+        else:
+            numbers[f"{name}/least"] = min(of_ranks.values())
+            numbers[f"{name}/most"] = max(of_ranks.values())
+    return numbers
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _numbers_by_rank(values: dict[str, Any]) -> dict[str, dict[int, float]]:
+    """Return name → rank → number, of the values of an event that ranks have each."""
+    by_rank: dict[str, dict[int, float]] = {"memory_bytes": {}}
+    for rank, bytes_ in enumerate(values.get("memory_bytes") or []):
+        by_rank["memory_bytes"][rank] = float(bytes_)
+    for rank, of_rank in enumerate(values.get("ranks") or []):
+        for name, value in of_rank.items():
             if isinstance(value, int | float):
                 by_rank.setdefault(name, {})[rank] = float(value)
-    for name, ranks in by_rank.items():
-        if len(ranks) <= MOST_RANKS:
-            numbers |= {f"{name}/rank_{rank}": value for rank, value in ranks.items()}
-        else:
-            numbers |= {f"{name}/least": min(ranks.values()), f"{name}/most": max(ranks.values())}
-    return numbers
+    return by_rank
 
 
 def check_installed(report_to: Sequence[str], base_dir: Path = Path()) -> None:
@@ -153,17 +194,19 @@ def check_installed(report_to: Sequence[str], base_dir: Path = Path()) -> None:
         if name not in LIBRARIES:
             maker_of(name, base_dir)
             continue
-        module, command, _ = LIBRARIES[name]
-        if find_spec(module) is None:
-            raise EnvironmentFault(
-                f"{name} is not installed",
-                where="run.report_to",
-                fix=f"{command}, or take it out of the list",
-            )
+        library = LIBRARIES[name]
+        if find_spec(library.module) is None:
+            what = f"{name} is not installed"
+            fix = f"{library.install}, or take it out of the list"
+            raise EnvironmentFault(what, where="run.report_to", fix=fix)
 
 
 def maker_of(name: str, base_dir: Path) -> Callable[[Run], Tracker]:
-    """What opens a tracker: of this module, of an installed package, or `file.py:function` of your own. Raises ConfigError."""
+    """Return the function that opens a tracker.
+
+    `name`: one of LIBRARIES, of an installed package, or `file.py:function` of the user's own. Raises
+    ConfigError.
+    """
     own = {
         "tensorboard": _tensorboard,
         "wandb": _wandb,
@@ -173,14 +216,8 @@ def maker_of(name: str, base_dir: Path) -> Callable[[Run], Tracker]:
     }
     if name in own:
         return own[name]
-    return find_function(
-        name,
-        "trackers",
-        base_dir,
-        "run.report_to",
-        "the tracker",
-        "install it, or take it out of the list",
-    )
+    fix = "install it, or take it out of the list"
+    return find_function(name, "trackers", base_dir, "run.report_to", "the tracker", fix)
 
 
 def open_sinks(
@@ -191,38 +228,52 @@ def open_sinks(
     base_dir: Path = Path(),
     options: TrackerConfig | None = None,
 ) -> list[Sink]:
-    """The trackers of `run.report_to`; rank 0 alone opens them. `config` is shown there, redacted. `name`: where `options` has none.
+    """Open the trackers of `run.report_to`; only rank 0 opens them.
 
-    Raises EnvironmentFault for a library that is not installed, and, at the first start of a run, for a tracker that does not
-    start. A run that has begun goes on without a tracker that cannot be reached.
+    `config`: what the trackers show, redacted. `name`: of the run, if `options` has none.
+    Raises EnvironmentFault for a library that is not installed, and, at the first start of a run, for a
+    tracker that does not start. A run that has begun goes on without a tracker that cannot be reached.
     """
     check_installed(report_to, base_dir)
-    try:  # the trackers' ids of this run, from an earlier process
-        known = {str(k): str(v) for k, v in json.loads((run_dir / MEMORY).read_text()).items()}
-    except (OSError, ValueError, AttributeError):
-        known = {}
-    sinks, options = [], options or TrackerConfig()
+    if options is None:
+        options = TrackerConfig()
+    ids = _known_ids(run_dir)
+    sinks = []
     for kind in report_to:
-        run = Run(run_dir, options.name or name, plain(config), known.get(kind), options)
-        try:
-            tracker = maker_of(kind, base_dir)(run)
-            if not isinstance(tracker, Tracker):
-                raise TypeError(f"it gives {type(tracker).__name__}, a Tracker is wanted")
-        except Exception as error:
-            if run.known is None:
-                hint = LIBRARIES[kind][2] if kind in LIBRARIES else "look at its code"
-                fix = f"{hint}, or take {kind} out of the list"
-                raise EnvironmentFault(
-                    f"{kind} does not start: {_line(error)}", where="run.report_to", fix=fix
-                ) from error
-            _warn(kind, error)
-            tracker = None
+        run = Run(run_dir, options.name or name, plain(config), ids.get(kind), options)
+        tracker = _open_tracker(kind, run, base_dir)
         if tracker is not None:
-            known[kind] = str(tracker.id)
+            ids[kind] = str(tracker.id)
         sinks.append(Sink(kind, tracker))
     if sinks:
-        write_whole(run_dir / MEMORY, json.dumps(known))
+        write_whole(run_dir / MEMORY, json.dumps(ids))
     return sinks
+
+
+def _known_ids(run_dir: Path) -> dict[str, str]:
+    """Return tracker → its id of this run, from an earlier process; {} if there is none."""
+    try:
+        ids = json.loads((run_dir / MEMORY).read_text())
+        return {str(kind): str(run_id) for kind, run_id in ids.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _open_tracker(kind: str, run: Run, base_dir: Path) -> Tracker | None:
+    """Open a tracker; None, after a warning, if it fails in a run that an earlier process has begun."""
+    try:
+        tracker = maker_of(kind, base_dir)(run)
+        if not isinstance(tracker, Tracker):
+            raise TypeError(f"it gives {type(tracker).__name__}, a Tracker is wanted")
+    except Exception as error:
+        if run.known is not None:
+            _warn(kind, error)
+            return None
+        hint = LIBRARIES[kind].hint if kind in LIBRARIES else "look at its code"
+        what = f"{kind} does not start: {_line(error)}"
+        fix = f"{hint}, or take {kind} out of the list"
+        raise EnvironmentFault(what, where="run.report_to", fix=fix) from error
+    return tracker
 
 
 def _warn(name: str, error: Exception) -> None:
@@ -230,47 +281,49 @@ def _warn(name: str, error: Exception) -> None:
 
 
 def _line(error: BaseException) -> str:
-    return redact(f"{class_and_line(error)}: {' '.join(str(error).split())[:200]}")
+    """Return an error on one line without secrets, 200 characters of its message at most."""
+    message = " ".join(str(error).split())
+    return redact(f"{class_and_line(error)}: {message[:200]}")
 
 
 def find_callbacks(paths: Sequence[str], base_dir: Path) -> list[Any]:
-    """An instance of each class. Raises ConfigError for what is no class with one of the methods, or cannot be made."""
-    made = []
+    """Return an instance of each class. Raises ConfigError for what is no class with one of the methods, or cannot be made."""
+    callbacks = []
     for path in paths:
         cls = find_object(path, base_dir, "run.callbacks")
         if not isinstance(cls, type) or not any(hasattr(cls, name) for name in HOOKS.values()):
             fix = f"write a class with one of {', '.join(HOOKS.values())}"
             raise ConfigError(f"{path} is no callback", where="run.callbacks", fix=fix)
         try:
-            made.append(cls())
+            callbacks.append(cls())
         except Exception as error:
-            raise ConfigError(
-                f"{path}() raised {class_and_line(error)}: {first_line(error)}",
-                where="run.callbacks",
-            ) from error
-    return made
+            what = f"{path}() raised {class_and_line(error)}: {first_line(error)}"
+            raise ConfigError(what, where="run.callbacks") from error
+    return callbacks
 
 
 class Callbacks:
-    """The callbacks of one rank: all on rank 0, elsewhere those whose class has `every_rank = True`. One that raises is reported once
-    and not called again; the run goes on."""
+    """The callbacks of one rank: all on rank 0, on other ranks those whose class has `every_rank = True`.
+
+    A callback that raises is reported once and not called again; the run goes on.
+    """
 
     def __init__(self, paths: Sequence[str], base_dir: Path, rank: int) -> None:
-        found = zip(paths, find_callbacks(paths, base_dir), strict=True)
         self.rank = rank
-        self.called = {
-            path: callback
-            for path, callback in found
-            if rank == 0 or getattr(callback, "every_rank", False)
-        }
+        self.called: dict[str, Any] = {}
+        for path, callback in zip(paths, find_callbacks(paths, base_dir), strict=True):
+            if rank == 0 or getattr(callback, "every_rank", False):
+                self.called[path] = callback
 
     def event(self, event: Event) -> None:
+        """Call the method for this kind of event, of each callback that has one."""
         hook = HOOKS.get(event.kind)
         if hook is None:
             return
-        for path, callback in [*self.called.items()]:
+        for path, callback in list(self.called.items()):
             try:
-                getattr(callback, hook, lambda values: None)(plain(event.values()))
+                method = getattr(callback, hook, _ignore)
+                method(plain(event.values()))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's own code may raise anything, none of it worth the run
                 del self.called[path]
                 say(
@@ -278,15 +331,17 @@ class Callbacks:
                 )
 
 
-# -------------------------------------------------------------------------------------------------------- the libraries
+def _ignore(values: dict[str, Any]) -> None:
+    """Do nothing: the method of a callback that has none for an event."""
 
 
 def _tensorboard(run: Run) -> Tracker:
-    """Event files in RUN/tensorboard. Metrics of steps that are done again are marked as void (purge_step)."""
+    """Open event files in RUN/tensorboard. Metrics of steps that are done again are marked as void (purge_step)."""
     folder = str(run.folder / "tensorboard")
-    make = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-    writer = make(folder)
-    if about := {key: value for key, value in run.options.model_dump().items() if value}:
+    writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    writer = writer_class(folder)
+    about = {key: value for key, value in run.options.model_dump().items() if value}
+    if about:
         writer.add_text("run", _indented(json.dumps(about, indent=2, ensure_ascii=False)))
 
     def write(group: str, numbers: dict[str, float], step: int) -> None:
@@ -296,134 +351,151 @@ def _tensorboard(run: Run) -> Tracker:
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
         for number, sample in enumerate(samples):
-            writer.add_text(
-                f"samples/{number}", _indented(f"{sample['prompt']}\n\n{sample['text']}"), step
-            )
+            text = f"{sample['prompt']}\n\n{sample['text']}"
+            writer.add_text(f"samples/{number}", _indented(text), step)
         writer.flush()
 
     def rewind(step: int) -> None:
         nonlocal writer
         writer.close()
-        writer = make(folder, purge_step=step + 1)
+        writer = writer_class(folder, purge_step=step + 1)
 
+    # A function, since `rewind` makes another writer.
     return Tracker(folder, write, lambda: writer.close(), rewind, show)
 
 
 def _indented(text: str) -> str:
-    """As TensorBoard's Markdown shows it letter by letter."""
+    """Return a text as code in Markdown, which TensorBoard shows letter by letter."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _wandb(run: Run) -> Tracker:
-    """W&B; offline or online as WANDB_MODE says. Each group has its own step: a save is reported after later steps have been."""
-    wandb, own = importlib.import_module("wandb"), run.options
-    about: dict[str, Any] = {
-        "project": run.project("WANDB_PROJECT"),
-        "group": own.group,
-        "tags": own.tags or None,
-        "notes": own.notes,
-    }
-    began = wandb.init(
-        name=run.name, dir=str(run.folder), config=run.config, id=run.known, resume="allow", **about
+    """Open a run of W&B; WANDB_MODE sets offline or online.
+
+    Each group has its own step: a save is reported after later steps have been.
+    """
+    wandb = importlib.import_module("wandb")
+    options = run.options
+    wandb_run = wandb.init(
+        name=run.name,
+        dir=str(run.folder),
+        config=run.config,
+        id=run.known,
+        resume="allow",
+        project=run.project("WANDB_PROJECT"),
+        group=options.group,
+        tags=options.tags or None,
+        notes=options.notes,
     )
     for group in (*GROUPS.values(), "samples"):
-        began.define_metric(f"{group}/step", hidden=True)
-        began.define_metric(f"{group}/*", step_metric=f"{group}/step")
+        wandb_run.define_metric(f"{group}/step", hidden=True)
+        wandb_run.define_metric(f"{group}/*", step_metric=f"{group}/step")
+
+    def write(group: str, numbers: dict[str, float], step: int) -> None:
+        wandb_run.log({f"{group}/step": step, **numbers})
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
-        table = wandb.Table(
-            columns=["step", *SHOWN],
-            data=[[step, *(sample[name] for name in SHOWN)] for sample in samples],
-        )
-        began.log({"samples/step": step, "samples/answers": table})
+        rows = [[step, *(sample[name] for name in SHOWN)] for sample in samples]
+        table = wandb.Table(columns=["step", *SHOWN], data=rows)
+        wandb_run.log({"samples/step": step, "samples/answers": table})
 
-    return Tracker(
-        str(began.id),
-        lambda group, numbers, step: began.log({f"{group}/step": step, **numbers}),
-        began.finish,
-        show=show,
-    )
+    return Tracker(str(wandb_run.id), write, wandb_run.finish, show=show)
 
 
 def _mlflow(run: Run) -> Tracker:
-    """MLflow, wherever MLFLOW_TRACKING_URI points; mlflow.db in the current folder where it does not. Samples are files of the run."""
-    mlflow, own = importlib.import_module("mlflow"), run.options
-    if run.known is None:
+    """Open a run of MLflow, at MLFLOW_TRACKING_URI, or in mlflow.db in the current folder. Samples are files of the run."""
+    mlflow = importlib.import_module("mlflow")
+    options = run.options
+    if run.known:
+        mlflow_run = mlflow.start_run(run_id=run.known)
+    else:
         mlflow.set_experiment(run.project("MLFLOW_EXPERIMENT_NAME"))
-    began = mlflow.start_run(run_id=run.known) if run.known else mlflow.start_run(run_name=run.name)
-    about = {"group": own.group, "tags": ", ".join(own.tags), "mlflow.note.content": own.notes}
+        mlflow_run = mlflow.start_run(run_name=run.name)
+    about = {
+        "group": options.group,
+        "tags": ", ".join(options.tags),
+        "mlflow.note.content": options.notes,
+    }
     mlflow.set_tags({key: value for key, value in about.items() if value})
     mlflow.log_dict(run.config, "config.json")
-    return Tracker(
-        str(began.info.run_id),
-        lambda _, numbers, step: mlflow.log_metrics(
-            {_mlflow_name(name): value for name, value in numbers.items()}, step=step
-        ),
-        mlflow.end_run,
-        show=lambda samples, step: mlflow.log_dict(
-            {"samples": samples}, f"samples/step-{step:08}.json"
-        ),
-    )
+
+    def write(_: str, numbers: dict[str, float], step: int) -> None:
+        named = {_mlflow_name(name): value for name, value in numbers.items()}
+        mlflow.log_metrics(named, step=step)
+
+    def show(samples: list[dict[str, Any]], step: int) -> None:
+        mlflow.log_dict({"samples": samples}, f"samples/step-{step:08}.json")
+
+    return Tracker(str(mlflow_run.info.run_id), write, mlflow.end_run, show=show)
 
 
 def _mlflow_name(name: str) -> str:
-    """MLflow refuses a whole step for one name with other letters, or that is no plain path."""
-    parts = (re.sub(r"[^\w. -]", "_", part) for part in name.split("/"))
-    return "/".join("_" if part in ("", ".", "..") else part for part in parts)
+    """Return a name that MLflow takes. It refuses a whole step for one name with other characters, or that is no plain path."""
+    parts = []
+    for part in name.split("/"):
+        if part in ("", ".", ".."):
+            parts.append("_")
+        else:
+            parts.append(re.sub(r"[^\w. -]", "_", part))
+    return "/".join(parts)
 
 
 def _trackio(run: Run) -> Tracker:
-    """trackio's local store (or a Space, where its own variables name one)."""
-    trackio, own = importlib.import_module("trackio"), run.options
-    about: dict[str, Any] = {"group": own.group, "resume": "must" if run.known else "never"}
-    config = run.config | {
-        key: value for key, value in (("tags", list(own.tags)), ("notes", own.notes)) if value
-    }
-    began = trackio.init(
-        project=own.project or "drumline", name=run.known or run.name, config=config, **about
+    """Open a run in trackio's local store, or in a Space that its own variables name."""
+    trackio = importlib.import_module("trackio")
+    options = run.options
+    config = dict(run.config)
+    if options.tags:
+        config["tags"] = list(options.tags)
+    if options.notes:
+        config["notes"] = options.notes
+    trackio_run = trackio.init(
+        project=options.project or "drumline",
+        name=run.known or run.name,
+        config=config,
+        group=options.group,
+        resume="must" if run.known else "never",
     )
+
+    def write(_: str, numbers: dict[str, float], step: int) -> None:
+        trackio.log(numbers, step=step)
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
-        table = importlib.import_module("pandas").DataFrame(
-            [{name: sample[name] for name in SHOWN} for sample in samples]
-        )
+        rows = [{name: sample[name] for name in SHOWN} for sample in samples]
+        table = importlib.import_module("pandas").DataFrame(rows)
         trackio.log({"samples": trackio.Table(dataframe=table)}, step=step)
 
-    # Where the store has a run of that name, trackio makes up another one.
-    return Tracker(
-        str(began.name),
-        lambda _, numbers, step: trackio.log(numbers, step=step),
-        trackio.finish,
-        show=show,
-    )
+    # If the store has a run of that name already, trackio makes up another name.
+    return Tracker(str(trackio_run.name), write, trackio.finish, show=show)
 
 
 def _swanlab(run: Run) -> Tracker:
-    """SwanLab; offline, local or online as SWANLAB_MODE says. What is written offline is in RUN/swanlab, a folder for each start, and
-    `swanlab sync` puts those of one id together (experimental: uploads have not been tried)."""
-    swanlab, own = importlib.import_module("swanlab"), run.options
-    about: dict[str, Any] = {
-        "group": own.group,
-        "tags": list(own.tags) or None,
-        "description": own.notes,
-    }
-    about |= {"id": run.known, "resume": "allow"} if run.known else {}
-    folder, project = str(run.folder / "swanlab"), run.project("SWANLAB_PROJ_NAME")
-    began = swanlab.init(project=project, name=run.name, log_dir=folder, config=run.config, **about)
+    """Open a run of SwanLab; SWANLAB_MODE sets offline, local or online.
+
+    What is written offline is in RUN/swanlab, a folder for each start, and `swanlab sync` joins those of
+    one id (experimental: uploads have not been tried).
+    """
+    swanlab = importlib.import_module("swanlab")
+    options = run.options
+    known: dict[str, Any] = {}
+    if run.known:
+        known = {"id": run.known, "resume": "allow"}
+    swanlab_run = swanlab.init(
+        project=run.project("SWANLAB_PROJ_NAME"),
+        name=run.name,
+        log_dir=str(run.folder / "swanlab"),
+        config=run.config,
+        group=options.group,
+        tags=list(options.tags) or None,
+        description=options.notes,
+        **known,
+    )
+
+    def write(_: str, numbers: dict[str, float], step: int) -> None:
+        swanlab.log(numbers, step=step)
 
     def show(samples: list[dict[str, Any]], step: int) -> None:
-        swanlab.log(
-            {
-                "samples": [
-                    swanlab.Text(sample["text"], caption=sample["prompt"]) for sample in samples
-                ]
-            },
-            step=step,
-        )
+        texts = [swanlab.Text(sample["text"], caption=sample["prompt"]) for sample in samples]
+        swanlab.log({"samples": texts}, step=step)
 
-    return Tracker(
-        str(began.id),
-        lambda _, numbers, step: swanlab.log(numbers, step=step),
-        swanlab.finish,
-        show=show,
-    )
+    return Tracker(str(swanlab_run.id), write, swanlab.finish, show=show)

@@ -1,7 +1,8 @@
-"""Bytes that a rank sends to others, counted at the collectives that really run, in whatever calls them: DDP's C++ reducer, FSDP2, DTensor,
-pipelines, DeepSpeed. Each goes through torch's dispatcher as an operator of c10d; a dispatch mode sees it with its tensors.
+"""Bytes that a rank sends to others, counted at the collectives that really run.
 
-A mode costs microseconds for each operator, so one step of each kind is counted, and its bytes stand for the others.
+Whatever calls them (DDP's C++ reducer, FSDP2, DTensor, pipelines, DeepSpeed), each goes through torch's dispatcher as an operator of
+c10d, and a dispatch mode sees it with its tensors. A mode costs microseconds for each operator, so one step of each kind is counted, and
+its bytes stand for the others.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _FUNCTIONAL = {name: share for share, _, _, names in _RING for name in names.spl
 
 
 class CommunicatedBytes(TorchDispatchMode):
-    """While it is entered, adds up in `total` what this rank sends by collectives of this thread and of its backward."""
+    """A mode that adds up in `total` the bytes that this rank sends by collectives of this thread and of its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +46,8 @@ class CommunicatedBytes(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # compiled code runs compiled under it
+        # Compiled code stays compiled under this mode.
+        return True
 
     def __torch_dispatch__(
         self,
@@ -54,62 +56,79 @@ class CommunicatedBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it comes back as the collectives and local operators that it is made of
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+            # It comes again as the collectives and local operators that it consists of.
+            return NotImplemented
         self.total += _volume(func, args)
         return func(*args, **(kwargs or {}))
 
 
 def _volume(func: Any, args: tuple[Any, ...]) -> float:
-    """Bytes that one call of an operator sends from this rank."""
+    """Return the bytes that one call of an operator sends from this rank."""
     name = func.overloadpacket.__name__
     if func.namespace == "c10d" and name in _C10D:
         index, share = _C10D[name]
-        group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        script_object = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(script_object)
         return share(group.size()) * _bytes(args[index])
     if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
-        return _FUNCTIONAL[name](resolve_process_group(args[-1]).size()) * _bytes(args[0])
+        share = _FUNCTIONAL[name]
+        group = resolve_process_group(args[-1])
+        return share(group.size()) * _bytes(args[0])
     return 0.0
 
 
 def _bytes(tensors: Any) -> int:
-    """Of a tensor, or of all in nested lists."""
-    return tensors.nbytes if isinstance(tensors, torch.Tensor) else sum(map(_bytes, tensors))
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
+    return sum(_bytes(inner) for inner in tensors)
 
 
 class Traffic:
-    """Bytes that each step sends, mean over ranks. The first two steps of a process are not counted: DDP arranges its buckets in them."""
+    """Counts the bytes that each step sends, mean over ranks."""
 
+    # The first steps of a process are not counted: DDP arranges its buckets in them.
     FIRST = 2
 
     def __init__(self, kind: Callable[[int], str], device: str) -> None:
-        """`kind`: a name for what the step after so many steps sends; the same name, the same bytes."""
-        self.kind, self.device = kind, device
+        """Make a counter. `kind`: steps done → the kind of the next step; steps of one kind send the same bytes."""
+        self.kind = kind
+        self.device = device
+        # Kind of step → bytes.
         self.known: dict[str, float] = {}
         self.steps = 0
         self._mode: CommunicatedBytes | None = None
 
     def due(self, step: int) -> bool:
-        """Whether the step after `step` steps is counted."""
+        """Return whether the step after `step` steps is counted."""
         return self.steps >= self.FIRST and self.kind(step) not in self.known
 
     def watch(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Around the parts of a step whose collectives count; it may be entered several times a step."""
+        """Return a context that counts the collectives of a part of a step. A step may have several."""
         if not self.due(step) or not dist.is_initialized():
             return contextlib.nullcontext()
-        self._mode = self._mode or CommunicatedBytes()
+        if self._mode is None:
+            self._mode = CommunicatedBytes()
         return self._mode
 
     def end_step(self, step: int, whole: bool) -> int | None:
-        """Bytes that the step sent; None where it is not known yet. `whole` False: it was broken off. Collective."""
-        kind, due, mode = self.kind(step), self.due(step), self._mode
-        self._mode, self.steps = None, self.steps + 1
-        if due and whole:
-            self.known[kind] = (
-                0.0
-                if mode is None
-                else sum_over_ranks([mode.total], self.device)[0] / dist.get_world_size()
-            )
+        """End the step after `step` steps, and return the bytes that it sent; None if they are not known yet. Collective.
+
+        `whole` False: the step was broken off.
+        """
+        kind = self.kind(step)
+        is_counted = self.due(step) and whole
+        mode = self._mode
+        self._mode = None
+        self.steps += 1
+        if is_counted and mode is None:
+            self.known[kind] = 0.0
+        elif is_counted and mode is not None:
+            of_all_ranks = sum_over_ranks([mode.total], self.device)[0]
+            self.known[kind] = of_all_ranks / dist.get_world_size()
         if not dist.is_initialized():
             return 0
-        return round(self.known[kind]) if kind in self.known and whole else None
+        if not whole or kind not in self.known:
+            return None
+        return round(self.known[kind])

@@ -1,6 +1,6 @@
-"""What a run was predicted to need and what it took, by category. Pure.
+"""The predicted needs of a run and what it took, by category; pure functions.
 
-`telemetry.measure` fills a Measurement in, which is the event `measured`; `compare` compares it with the Estimate of plan.json.
+`telemetry.measure` fills in a Measurement, which is the event `measured`. `compare` compares it with the Estimate of plan.json.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from pydantic import Field
 from drumline.core.estimate import Estimate, Frozen
 from drumline.core.explain import size
 
-OFF = 0.15  # of the prediction: beyond it, a category is warned of
-NARROW = (
-    0.75  # of the planned tokens: below it, a peak scaled to them is too rough to be compared with
-)
-SMALL = 2**30  # bytes: of less it is bytes that count, no share
-# Of a host's memory, for each rank: the interpreter, the libraries and what malloc keeps back are a few hundred MiB that no plan counts.
+# A share of the prediction: if a category differs by more, there is a warning.
+OFF = 0.15
+# A share of the planned tokens: below it, a peak scaled to them is too rough for a comparison.
+NARROW = 0.75
+# Bytes: of a smaller category the difference in bytes counts, not its share.
+SMALL = 2**30
+# Bytes of a host's memory for each rank: the interpreter, the libraries and what malloc keeps are a few hundred MiB that no plan counts.
 HOST_SLACK = 2**29
+# A measurement of more than ten times the prediction is written as a factor.
+TEN_TIMES = 9
 MEMORY = ("parameters", "gradients", "optimizer", "peak", "reserved")
 
 
 class Measurement(Frozen):
-    """What was measured so far; what could not be is left out (of a dict) or null."""
+    """What was measured so far; what could not be measured is left out (of a dict) or null."""
 
     step: int = Field(description="Steps done.")
     final: bool = Field(
@@ -65,7 +68,7 @@ class Measurement(Frozen):
 
 
 class Comparison(Frozen):
-    """One category. `off`: measured / predicted − 1, inf where nothing was predicted. `note`: why it is shown, but not warned of."""
+    """The comparison of one category. `note`: why it is shown without a warning."""
 
     category: str
     unit: Literal["bytes", "s"]
@@ -78,83 +81,59 @@ class Comparison(Frozen):
 
     @property
     def off(self) -> float:
-        return (
-            self.measured / self.predicted - 1
-            if self.predicted
-            else math.inf
-            if self.measured
-            else 0.0
-        )
+        """measured / predicted − 1; infinite if nothing was predicted."""
+        if self.predicted:
+            return self.measured / self.predicted - 1
+        return math.inf if self.measured else 0.0
 
     @property
     def warns(self) -> bool:
-        return (
-            not self.note
-            and abs(self.off) > OFF
-            and abs(self.measured - self.predicted) > self.slack
-        )
+        """Whether the difference is worth a warning."""
+        if self.note:
+            return False
+        return abs(self.off) > OFF and abs(self.measured - self.predicted) > self.slack
 
     def line(self) -> str:
-        """`peak: predicted 1.20 GiB, measured 1.50 GiB, 25% more`"""
-        return f"{self.category}: predicted {self.show(self.predicted)}, measured {self.show(self.measured)}, {self.by_how_much()}"
+        """Return, for example, `peak: predicted 1.20 GiB, measured 1.50 GiB, 25% more`."""
+        predicted = self.show(self.predicted)
+        measured = self.show(self.measured)
+        return f"{self.category}: predicted {predicted}, measured {measured}, {self.by_how_much()}"
 
     def show(self, value: float) -> str:
+        """Return a value with its unit."""
         return size(value) if self.unit == "bytes" else f"{value:.3g} s"
 
     def by_how_much(self) -> str:
-        """`12% more`, `as predicted`, `37 times as much`."""
+        """Return the difference in words: `12% more`, `as predicted`, `37 times as much`."""
         off = self.off
         if abs(off) < 5e-5:
             return "as predicted"
         if math.isinf(off):
             return "none predicted"
-        if off > 9:
+        if off > TEN_TIMES:
             return f"{1 + off:.0f} times as much"
-        return f"{abs(off) * 100:.{0 if abs(off) >= 0.1 else 2}f}% {'more' if off > 0 else 'less'}"
+        digits = 0 if abs(off) >= 0.1 else 2
+        direction = "more" if off > 0 else "less"
+        return f"{abs(off) * 100:.{digits}f}% {direction}"
 
 
 def compare(estimate: Estimate, measured: Measurement) -> list[Comparison]:
-    """A comparison for each category that both know."""
-    memory, seconds = estimate.memory, estimate.seconds
-    predicted: dict[str, float] = {name: getattr(memory, name) for name in MEMORY}
-    # The tracker follows steps; what is sampled between them only an allocator sees.
-    steps = [bytes_ for phase, bytes_ in memory.phases.items() if phase != "rollout"]
-    peak, grows = memory.peak, memory.activations + memory.logits
-    if memory.phase == "rollout" and steps and measured.by == "tracker":
-        peak = max(steps)
-        grows = max(0, peak - memory.parameters - memory.gradients - memory.optimizer)
-    # What grows with the tokens of a micro-batch is planned for the longest rows; shorter ones came.
-    spared = grows * max(0.0, 1.0 - measured.width)
-    predicted |= {"peak": peak - spared, "reserved": memory.reserved - memory.overhead - spared}
-    narrow = {"peak": memory.peak, "reserved": memory.reserved} if measured.width < NARROW else {}
-    rows = []
-    for name, value in measured.memory.items():
-        note = "rows were much shorter than planned" if value <= narrow.get(name, -1) else ""
-        rows.append(
-            Comparison(
-                category=name,
-                unit="bytes",
-                predicted=predicted[name],
-                measured=value,
-                note=note,
-                slack=OFF * SMALL,
-            )
-        )
-    slack = float(HOST_SLACK * measured.ranks_per_host)
-    for phase, value in measured.host.items():
-        planned = getattr(estimate.host, phase)
+    """Return a comparison for each category that has both a prediction and a measurement."""
+    rows = _compare_memory(estimate, measured)
+    for phase, bytes_ in measured.host.items():
         rows.append(
             Comparison(
                 category=f"host {phase}",
                 unit="bytes",
-                predicted=planned,
-                measured=value,
-                slack=slack,
+                predicted=getattr(estimate.host, phase),
+                measured=bytes_,
+                slack=float(HOST_SLACK * measured.ranks_per_host),
             )
         )
     if measured.traffic is not None:
-        less = measured.grows and measured.traffic < estimate.traffic.total
-        note = "rows may be shorter than planned, and what is sent grows with them" if less else ""
+        note = ""
+        if measured.grows and measured.traffic < estimate.traffic.total:
+            note = "rows may be shorter than planned, and what is sent grows with them"
         rows.append(
             Comparison(
                 category="traffic",
@@ -164,24 +143,67 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Comparison]:
                 note=note,
             )
         )
-    rate = (
-        ""
-        if estimate.calibrated
-        else "the rates of this machine are not measured: `drumline calibrate`"
-    )
-    parts = {
+    return rows + _compare_seconds(estimate, measured)
+
+
+def _compare_memory(estimate: Estimate, measured: Measurement) -> list[Comparison]:
+    """Return the comparisons of device memory."""
+    memory = estimate.memory
+    predicted: dict[str, float] = {name: getattr(memory, name) for name in MEMORY}
+    peak = memory.peak
+    # What grows with the tokens of a micro-batch.
+    growing = memory.activations + memory.logits
+    # The tracker follows steps; only an allocator sees what is sampled between them.
+    of_steps = [bytes_ for phase, bytes_ in memory.phases.items() if phase != "rollout"]
+    if memory.phase == "rollout" and of_steps and measured.by == "tracker":
+        peak = max(of_steps)
+        growing = max(0, peak - memory.parameters - memory.gradients - memory.optimizer)
+    # It is planned for the longest rows; shorter ones came.
+    spared = growing * max(0.0, 1.0 - measured.width)
+    predicted["peak"] = peak - spared
+    predicted["reserved"] = memory.reserved - memory.overhead - spared
+    is_narrow = measured.width < NARROW
+    rows = []
+    for name, bytes_ in measured.memory.items():
+        note = ""
+        if is_narrow and name in ("peak", "reserved") and bytes_ <= getattr(memory, name):
+            note = "rows were much shorter than planned"
+        rows.append(
+            Comparison(
+                category=name,
+                unit="bytes",
+                predicted=predicted[name],
+                measured=bytes_,
+                note=note,
+                slack=OFF * SMALL,
+            )
+        )
+    return rows
+
+
+def _compare_seconds(estimate: Estimate, measured: Measurement) -> list[Comparison]:
+    """Return the comparisons of a step's seconds."""
+    seconds = estimate.seconds
+    predicted = {
         "total": seconds.total - seconds.rollout,
         "communication": seconds.communication,
         "optimizer": seconds.optimizer,
     }
-    for name in [name for name in parts if name in measured.seconds]:
-        note = rate or ("" if name == "total" else "a part of the step's seconds")
-        category = "seconds" if name == "total" else f"seconds, {name}"
+    rows = []
+    for name, seconds_predicted in predicted.items():
+        if name not in measured.seconds:
+            continue
+        if not estimate.calibrated:
+            note = "the rates of this machine are not measured: `drumline calibrate`"
+        elif name == "total":
+            note = ""
+        else:
+            note = "a part of the step's seconds"
         rows.append(
             Comparison(
-                category=category,
+                category="seconds" if name == "total" else f"seconds, {name}",
                 unit="s",
-                predicted=parts[name],
+                predicted=seconds_predicted,
                 measured=measured.seconds[name],
                 note=note,
             )
@@ -190,7 +212,7 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Comparison]:
 
 
 def notes(measured: Measurement) -> list[str]:
-    """What is missing, and why."""
+    """Return what is missing from a measurement, and why, in sentences."""
     remarks = []
     if not measured.memory:
         remarks.append("too short to be measured: a step is counted after the first two")
@@ -201,7 +223,7 @@ def notes(measured: Measurement) -> list[str]:
     if measured.memory and not measured.timed:
         remarks.append("too short to be timed: seconds are those of steps after the counted one")
     if measured.by == "tracker" and measured.timed and "counted" in measured.seconds:
-        remarks.append(
-            f"the counted step took {measured.seconds['counted']:.3g} s, the others {measured.seconds['total']:.3g} s"
-        )
+        counted = measured.seconds["counted"]
+        total = measured.seconds["total"]
+        remarks.append(f"the counted step took {counted:.3g} s, the others {total:.3g} s")
     return remarks

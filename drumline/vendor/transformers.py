@@ -35,6 +35,7 @@ MEMBERS = {
         "_is_hf_initialized",
         "_no_split_modules",
         "_supports_attention_backend",
+        "_supports_sdpa",
         "_tp_plan",
     ),
 }

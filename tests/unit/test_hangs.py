@@ -371,6 +371,21 @@ def test_a_rank_that_has_done_its_part_is_not_waited_for(watch: Watch) -> None:
     assert late(watch, 500.0) is None
 
 
+def test_ranks_go_on_while_they_are_looked_at(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = hearts(watch)
+    read = watch._int
+
+    def step_and_read(place: int, word: int) -> int:
+        for rank in ranks:
+            rank.ints[rank.at + heartbeat.STEP] += 1
+        return read(place, word)
+
+    monkeypatch.setattr(watch, "_int", step_and_read)
+    assert late(watch, 0.0) is None
+
+
 def test_a_rank_that_answers_is_sent_no_signal(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, TEXT_FORMS, DataConfig, FileSource, Forms
 from drumline.data.encode import PairRows, TextRows
-from drumline.data.formats import shaped
+from drumline.data.formats import convert_row
 from drumline.data.sources import read_rows
 from drumline.errors import DataError
 from drumline.models.templates import read_template
@@ -339,7 +339,7 @@ def test_messages_in_parts_with_a_value() -> None:
         said("assistant", ("reasoning", "r"), ("tool_call", json.dumps(call))),
     )
     ask = {"role": "user", "content": "hi"}
-    row = shaped({"messages": [asked, answered]}, TEXT_FORMS, "auto", "")
+    row = convert_row({"messages": [asked, answered]}, TEXT_FORMS, "auto", "")
     assert row[0] == "sharegpt" and row[1]["messages"][0] == {**ask, "weight": 0.0}
     calls = [{"type": "function", "function": call}]
     assert row[1]["messages"][1] == {
@@ -348,7 +348,7 @@ def test_messages_in_parts_with_a_value() -> None:
         "reasoning_content": "r",
         "tool_calls": calls,
     }
-    image = shaped(
+    image = convert_row(
         {"messages": [said("user", ("image_url", "a.png"), ("text", "who?"))]},
         TEXT_FORMS,
         "auto",
@@ -366,4 +366,4 @@ def test_messages_in_parts_with_a_value() -> None:
         name: [ask, {"role": "assistant", "content": text}]
         for name, text in (("chosen", "a"), ("rejected", "b"))
     }
-    assert shaped(sides, PAIR_FORMS, "auto", "") == ("pair", pair)
+    assert convert_row(sides, PAIR_FORMS, "auto", "") == ("pair", pair)

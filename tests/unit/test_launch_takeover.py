@@ -18,7 +18,7 @@ from drumline.launchers.hosts import elastic as hosts_elastic
 from drumline.launchers.hosts import vote
 from drumline.launchers.hosts.elastic import ElasticHosts
 from drumline.launchers.hosts.facts import facts
-from drumline.launchers.hosts.takeover import RUN_ID, Heir
+from drumline.launchers.hosts.takeover import RUN_ID, StandbyLauncher
 from drumline.launchers.hosts.vote import Voter
 from drumline.launchers.lease import Lease, place_of
 from drumline.launchers.ssh import start as ssh_start
@@ -152,7 +152,7 @@ def test_an_heir_need_not_look_for_as_long_as_its_agent_has(
 def test_an_agent_that_is_told_to_end_looks_for_no_launcher(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heir = Heir({"name": "b", "secret": "s"}, "127.0.0.1")
+    heir = StandbyLauncher({"name": "b", "secret": "s"}, "127.0.0.1")
     heir.known = {
         "run_dir": str(tmp_path),
         "members": dict.fromkeys("ab"),
@@ -284,7 +284,7 @@ def test_heirs_learn_that_the_run_has_saved(elastic: ElasticHosts, tmp_path: Pat
 
 
 def test_a_host_with_another_run_s_checkpoints_does_not_join(tmp_path: Path) -> None:
-    heir = Heir({"name": "c", "secret": "s"}, "127.0.0.1")
+    heir = StandbyLauncher({"name": "c", "secret": "s"}, "127.0.0.1")
     heir.own = True
     order = {
         "run_dir": str(tmp_path),

@@ -42,7 +42,7 @@ def test_what_nobody_showed_was_there_before() -> None:
     """C++ holds tensors that Python's garbage collector does not know. They count from the start when they show up, if they stay."""
     late, kernels = torch.zeros(1000), [torch.zeros(7000)]
     live = LiveBytes()
-    live._looked = True  # as if it had found nothing
+    live._has_searched = True  # as if it had found nothing
     with live:
         torch.zeros(500)
         late.add_(1)

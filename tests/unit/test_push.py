@@ -14,7 +14,7 @@ import yaml
 from drumline.core.load import load_text
 from drumline.core.plan import Plan
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
-from drumline.inference.card import _given, license_of, public
+from drumline.inference.card import _changed_keys, license_of, public
 from drumline.inference.hub import push
 from drumline.models.export import export, exported
 from drumline.telemetry.events import Eval, EventLog, Step
@@ -201,9 +201,9 @@ def test_the_hosts_of_a_cluster_stay_at_home() -> None:
     given = "model: {id: x}\ndata: {train: [x.jsonl]}\nrun: {dir: runs/x}\nlaunch: {kind: ssh, hosts: [alice@10.1.2.3]}\n"
     config = load_text(given + "checkpoint: {url: s3://corp/x, every: 7}", [])
     assert (
-        _given(config)["checkpoint"] == {"every": 7}
-        and "launch" not in _given(config)
-        and _given(config)["run"] == {}
+        _changed_keys(config)["checkpoint"] == {"every": 7}
+        and "launch" not in _changed_keys(config)
+        and _changed_keys(config)["run"] == {}
     )
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from drumline.cli import _bare_resume, _own, main
 from drumline.report.compare import _direction
-from drumline.report.details import _by_rank, repeat
+from drumline.report.details import _memory_by_rank, repeat
 from drumline.report.facts import RunFacts
 from drumline.report.progress import Progress
 from drumline.report.sections import _key_numbers
@@ -159,7 +159,7 @@ def test_a_rank_has_the_memory_of_steps_that_it_took(tmp_path: Path) -> None:
         at(step(1, memory_bytes=four), 1),
         at(step(2, memory_bytes=two), 2),
     )
-    assert [(line["name"], line["y"]) for line in _by_rank(run)] == [
+    assert [(line["name"], line["y"]) for line in _memory_by_rank(run)] == [
         ("rank 0", [1, 5]),
         ("rank 1", [2, 6]),
         ("rank 2", [3]),

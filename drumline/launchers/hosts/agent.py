@@ -1,9 +1,10 @@
-"""The agent of one host of several: `python -m drumline.launchers.hosts.agent`.
+"""Run the ranks of one host of several: `python -m drumline.launchers.hosts.agent`.
 
-Standard input brings one line of JSON: this host's name, the launcher's address and port, the secret, variables. It connects,
-says what this host has, and does what the launcher says: it starts ranks, hands signals on to them, and reports how they ended. When the
-launcher has gone, or has not heard of this host for a while, it kills its ranks: nobody may write into the run folder then. It ends, or
-looks for another launcher where hosts may come and go (`launchers.hosts.takeover`).
+Standard input brings one line of JSON: this host's name, the launcher's address and port, the secret, and variables. The agent connects,
+says what this host has, and does what the launcher orders: it starts ranks, hands signals on to them, and reports how they ended.
+
+When the launcher has gone, or has not heard of this host for a while, the agent kills its ranks, because they must not write into the run
+folder any more. Then it ends; or it looks for another launcher, if hosts may come and go (`launchers.hosts.takeover`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from drumline.launchers.hosts.link import (
     call,
     store_secret,
 )
-from drumline.launchers.hosts.takeover import Heir
+from drumline.launchers.hosts.takeover import StandbyLauncher
 from drumline.launchers.lease import has_lease
 from drumline.launchers.postmortem import RankEnd, log_lines
 
@@ -48,129 +49,161 @@ LOOK_SECONDS = 0.2
 
 
 class HostRanks(Agent):
-    """The ranks of this host; the launcher learns of a failure before the other ranks have ended."""
+    """The ranks of this host. The launcher learns of a failure before the other ranks have ended."""
 
     link: Link
 
     def _settle(self) -> None:
         if not self.elsewhere:
-            ended = {code for code in self._exitcodes().values() if code}
-            # None: one that has raised hangs.
-            self.link.send({"failed": sorted(ended or {1}), "attempt": self.logs.name})
+            codes = {code for code in self._exitcodes().values() if code}
+            if not codes:
+                codes = {1}  # a rank that has raised an error hangs
+            self.link.send({"failed": sorted(codes), "attempt": self.logs.name})
         super()._settle()
 
 
 class Host:
-    """This host, as long as there is this launcher. `heir`: where another may follow it."""
+    """This host, as long as it is connected to one launcher.
+
+    `standby` is what another launcher may need to take over; None if hosts do not come and go.
+    """
 
     def __init__(
-        self, link: Link, settings: Message, signals: LauncherSignals, heir: Heir | None
+        self,
+        link: Link,
+        settings: Message,
+        signals: LauncherSignals,
+        standby: StandbyLauncher | None,
     ) -> None:
-        self.link, self.settings, self.signals, self.heir = link, settings, signals, heir
-        self.gone, self.ended = threading.Event(), False
+        self.link = link
+        self.settings = settings
+        self.signals = signals
+        self.standby = standby
+        self.gone = threading.Event()  # the launcher has gone, or this host's work has ended
+        self.ended = False  # the launcher has sent this agent away
         self.orders = queue.SimpleQueue[Message | None]()
         self.ranks: HostRanks | None = None
         self.ordered = False  # a signal came from the launcher
-        self.limit = IDLE_SECONDS
-        # Attempt → exit codes of failed ranks of other hosts.
+        self.limit = IDLE_SECONDS  # seconds that the launcher may not hear of this host
+        # Exit codes of failed ranks of other hosts, by attempt.
         self.elsewhere = defaultdict[str, set[int]](set)
-        # When the newest beat was sent that the launcher has heard.
+        # The monotonic seconds at which the newest beat was sent that the launcher has heard.
         self.confirmed = time.monotonic()
 
     def serve(self) -> bool:
-        """Do what the launcher says, until it says that this is the end; False: until it has gone, and the ranks with it."""
-        if self.heir is not None:
-            self.heir.voter.at = (self.settings["address"], self.settings["port"])
+        """Do what the launcher orders until it sends this agent away. Return False if the launcher has gone, and the ranks with it."""
+        votes = None
+        if self.standby is not None:
+            self.standby.voter.at = (self.settings["address"], self.settings["port"])
+            votes = self.standby.voter.place
         for work in (self._listen, self._beat, self._watch):
             threading.Thread(target=work, daemon=True, name=f"drumline-host{work.__name__}").start()
-        votes = self.heir and self.heir.voter.place
-        self.link.send(
-            {
-                "hello": self.settings["name"],
-                **facts(),
-                "process": this_process().name,
-                "votes": votes,
-            }
-        )
-        while (order := self.orders.get()) is not None:
-            if order["do"] == "check":
-                self.link.send({"checked": self._check(order), "of": order["id"]})
-            elif order["do"] == "know" and self.heir is not None:
-                self.link.send({"known": self.heir.confirm(order), "of": order["id"]})
-            elif order["do"] == "start":
-                if self.heir is not None:
-                    self.heir.settle()
-                self.link.send({**self._start(order), "attempt": order["attempt"]})
-        lost = self.gone.is_set() and not self.ended
+        hello = {"hello": self.settings["name"], **facts()}
+        hello["process"] = this_process().name
+        hello["votes"] = votes
+        self.link.send(hello)
+        order = self.orders.get()
+        while order is not None:
+            self._obey(order)
+            order = self.orders.get()
+        is_lost = self.gone.is_set() and not self.ended
         self.gone.set()
-        return not lost
+        return not is_lost
+
+    def _obey(self, order: Message) -> None:
+        """Carry out one order and send its answer."""
+        if order["do"] == "check":
+            self.link.send({"checked": self._check(order), "of": order["id"]})
+        elif order["do"] == "know" and self.standby is not None:
+            self.link.send({"known": self.standby.confirm(order), "of": order["id"]})
+        elif order["do"] == "start":
+            if self.standby is not None:
+                self.standby.settle()
+            self.link.send({**self._start(order), "attempt": order["attempt"]})
 
     def _check(self, order: Message) -> dict[str, Any]:
+        """Return whether this host has the launcher's run folder, and the digests of the files that it asks for."""
         run_dir = Path(order["run_dir"])
-        shared = has_lease(
-            order["lease"], run_dir, 0.0 if self.heir and self.heir.own else SHARED_SECONDS
-        )
-        mistake = self.heir.claim(run_dir) if self.heir and order["apart"] and not shared else ""
-        return {
-            "shared": shared,
-            "mistake": mistake,
-            "digests": {path: digest(Path(path)) for path in order["paths"]},
-        }
+        patience = SHARED_SECONDS
+        if self.standby and self.standby.own:
+            patience = 0.0
+        is_shared = has_lease(order["lease"], run_dir, patience)
+        mistake = ""
+        if self.standby and order["apart"] and not is_shared:
+            mistake = self.standby.claim(run_dir)
+        digests = {path: digest(Path(path)) for path in order["paths"]}
+        return {"shared": is_shared, "mistake": mistake, "digests": digests}
 
     def _start(self, order: Message) -> Message:
-        """Run the ranks of an attempt to their end, and say how they ended."""
-        address, port = self.settings["address"], order["port"]
+        """Run the ranks of an attempt to their end, and return how they ended."""
+        address = self.settings["address"]
+        port = order["port"]
         try:
             socket.create_connection((address, port), CONNECT_SECONDS).close()
         except OSError as error:
-            return {
-                "refused": f"cannot reach port {port} of {address}, where ranks meet: {error.strerror or error}"
-            }
-        while time.monotonic() - self.confirmed > 2 * BEAT_SECONDS and not self.gone.wait(
-            LOOK_SECONDS
-        ):
-            continue  # no ranks before the launcher hears of this host now
+            reason = error.strerror or error
+            return {"refused": f"cannot reach port {port} of {address}, where ranks meet: {reason}"}
+        self._await_launcher()
         self.limit = AGENT_SECONDS
-        secret = store_secret(self.settings["secret"], order["attempt"])
-        place = Place(address, port, order["first"], order["world_size"], secret)
+        attempt = order["attempt"]
+        secret = store_secret(self.settings["secret"], attempt)
         ranks = HostRanks(
             tied(*order["rank"]),
             order["nproc"],
-            place,
+            Place(address, port, order["first"], order["world_size"], secret),
             Path(order["logs"]),
             self.signals,
             order["grace"],
         )
-        ranks.link, ranks.elsewhere, self.ranks = self.link, self.elsewhere[order["attempt"]], ranks
+        ranks.link = self.link
+        ranks.elsewhere = self.elsewhere[attempt]
+        # From here on `_leave` finds the ranks, so `gone` is looked at after it.
+        self.ranks = ranks
+        ends: list[RankEnd] = []
         try:
-            ends = [] if self.gone.is_set() else ranks.attempt()
+            if not self.gone.is_set():
+                ends = ranks.attempt()
         finally:
             self.ranks = None
-        return {
-            "ends": [_reported(end) for end in ends],
-            "leaves": bool(self.signals.number) and not self.ordered,
-        }
+        is_leaving = bool(self.signals.number) and not self.ordered
+        return {"ends": [_reported(end) for end in ends], "leaves": is_leaving}
+
+    def _await_launcher(self) -> None:
+        """Wait until the launcher hears of this host now, or has gone: before that no rank may start."""
+        while time.monotonic() - self.confirmed > 2 * BEAT_SECONDS:
+            if self.gone.wait(LOOK_SECONDS):
+                return
 
     def _listen(self) -> None:
-        while (message := self.link.receive()) is not None:
-            if "beat" in message:
-                self.confirmed = max(self.confirmed, message["beat"])
-            elif message["do"] == "signal":
-                self.ordered = True
-                self.signals.note(message["number"])
-            elif message["do"] == "pause":
-                if self.ranks is not None:
-                    self.ranks.paused = signal.SIGUSR1
-            elif message["do"] == "saved" and self.heir is not None:
-                self.heir.known = {**self.heir.known, "resume": "newest"}
-            elif message["do"] == "elsewhere":
-                self.elsewhere[message["attempt"]].update(message["codes"])
-            else:
-                self.ended = message["do"] == "end"
-                self.orders.put(None if self.ended else message)
-                if self.ended and self.ranks is None:
-                    return
+        """Take the launcher's messages until it has gone, or has sent this agent away while there are no ranks."""
+        message = self.link.receive()
+        while message is not None:
+            self._take(message)
+            if message.get("do") == "end" and self.ranks is None:
+                return
+            message = self.link.receive()
         self._leave("the launcher has gone")
+
+    def _take(self, message: Message) -> None:
+        """Act on a message that cannot wait for the order before it, and queue any other."""
+        if "beat" in message:
+            self.confirmed = max(self.confirmed, message["beat"])
+        elif message["do"] == "signal":
+            self.ordered = True
+            self.signals.note(message["number"])
+        elif message["do"] == "pause":
+            if self.ranks is not None:
+                self.ranks.paused = signal.SIGUSR1
+        elif message["do"] == "saved" and self.standby is not None:
+            self.standby.known = {**self.standby.known, "resume": "newest"}
+        elif message["do"] == "elsewhere":
+            self.elsewhere[message["attempt"]].update(message["codes"])
+        elif message["do"] == "end":
+            self.ended = True
+            self.orders.put(None)
+        else:
+            self.ended = False
+            self.orders.put(message)
 
     def _beat(self) -> None:
         while not self.gone.is_set():
@@ -178,34 +211,40 @@ class Host:
             self.gone.wait(BEAT_SECONDS)
 
     def _watch(self) -> None:
-        """By itself, as a message may wait for a network that has gone."""
+        """Leave the launcher once it has not heard of this host for `limit` seconds.
+
+        This runs in a thread of its own, because a message may wait for a network that has gone.
+        """
         while time.monotonic() - self.confirmed < self.limit:
             if self.gone.wait(LOOK_SECONDS):
                 return
         self._leave(f"the launcher has not heard of this host for {self.limit:g} s")
 
     def _leave(self, why: str) -> None:
-        """Kill the ranks, whatever this process is at, and end on the spot, unless another launcher may follow."""
+        """Kill the ranks, whatever this process is doing, and exit immediately, unless another launcher may follow."""
         if self.gone.is_set():
             return
         self.gone.set()
-        if (ranks := self.ranks) is not None:
-            ranks.elsewhere.add(-signal.SIGKILL)  # of those that may just be starting
+        ranks = self.ranks
+        if ranks is not None:
+            ranks.elsewhere.add(-signal.SIGKILL)  # for ranks that are just starting
             ranks.strike()
-        say(why + ": its ranks were killed" * (ranks is not None))
-        if self.heir is None or not self.heir.known or self.ended:
+            why += ": its ranks were killed"
+        say(why)
+        if self.standby is None or not self.standby.known or self.ended:
             os._exit(1)
-        self.heir.voter.lose()
+        self.standby.voter.lose()
         self.link.close()
         self.orders.put(None)
 
 
 def _reported(end: RankEnd) -> Message:
+    """Return the end of a rank as JSON, with the end of its log, which the launcher may not have."""
     return {**asdict(end), "log": str(end.log), "lines": log_lines(end, end.error)}
 
 
 def prepare(settings: Message) -> None:
-    """The environment that the launcher wants ranks to have, and the interface that leads to the other hosts."""
+    """Set the environment that the launcher wants ranks to have, and the interface that leads to the other hosts."""
     os.environ.update(settings["env"])
     interface = interface_to(settings["peers"], settings["interface"])
     if interface is not None:
@@ -214,29 +253,42 @@ def prepare(settings: Message) -> None:
 
 
 def main() -> None:
-    settings: Message = json.loads(sys.stdin.readline() or sys.exit(UserError.exit_code))
+    line = sys.stdin.readline()
+    if not line:
+        raise SystemExit(UserError.exit_code)
+    settings: Message = json.loads(line)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
         prepare(settings)
-        place = (settings["address"], settings["port"])
-        try:
-            link: Link | None = call(*place, settings["secret"])
-        except OSError as error:
-            raise EnvironmentFault(
-                f"cannot reach the launcher at {place[0]}:{place[1]}: {error.strerror or error}"
-            ) from None
+        link: Link | None = _connect(settings)
     except UserError as error:
         print(error.line(), file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    heir = Heir(settings, link.address) if link is not None and settings.get("elastic") else None
+    standby = None
+    if link is not None and settings.get("elastic"):
+        standby = StandbyLauncher(settings, link.address)
     with LauncherSignals() as signals:
-        while (
-            link is not None
-            and not Host(link, settings, signals, heir).serve()
-            and heir is not None
-        ):
-            link = heir.find(lambda: signals.number)
-    raise SystemExit(1 if link is None else heir.close() if heir is not None else 0)
+        while link is not None:
+            is_over = Host(link, settings, signals, standby).serve()
+            if is_over or standby is None:
+                break
+            link = standby.find(lambda: signals.number)
+    if link is None:
+        raise SystemExit(1)
+    if standby is not None:
+        raise SystemExit(standby.close())
+    raise SystemExit(0)
+
+
+def _connect(settings: Message) -> Link:
+    """Return a link to the launcher. Raises EnvironmentFault if it cannot be reached."""
+    address = settings["address"]
+    port = settings["port"]
+    try:
+        return call(address, port, settings["secret"])
+    except OSError as error:
+        reason = error.strerror or error
+        raise EnvironmentFault(f"cannot reach the launcher at {address}:{port}: {reason}") from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The launcher's side of a run on several hosts: it hears the agents, starts the ranks of all hosts, and collects how they ended.
+"""Lead a run on several hosts: listen to their agents, start the ranks of all hosts, and collect how the ranks ended.
 
-One instance is the `Ranks` of `launchers.local.launch`, which decides about restarts as it does for one machine. What starts the agents
-(ssh, a batch system) is a `Starter`. No torch before the first attempt.
+`Hosts` takes the place of one machine's agent in `launchers.local.launch`, which decides about restarts as it does for one machine.
+A `Starter` starts the agents (ssh, a batch system). Torch is not imported before the first attempt.
+
+These threads work beside the launcher's own: one accepts connections, one listens to each agent, and one gives up agents that are silent.
 """
 
 from __future__ import annotations
@@ -27,29 +29,29 @@ from drumline.launchers.hosts.link import IDLE_SECONDS, SILENT_SECONDS, Link, Me
 from drumline.launchers.postmortem import RankEnd
 
 AGENT = "drumline.launchers.hosts.agent"
-START_SECONDS = 180.0  # for an agent to import torch, and to be here
-BACK_SECONDS = 60.0  # for a host that was lost to be there again, before the next attempt
+START_SECONDS = 180.0  # for an agent to import torch and to connect
+BACK_SECONDS = 60.0  # for a lost host to come back before the next attempt
 AGAIN_SECONDS = 2.0  # between two starts of an agent
-REPLY_SECONDS = 600.0  # for a host to read the files of a model
-LEAVE_SECONDS = 5.0  # for an agent that was sent away
-END_SECONDS = 30.0  # beyond the ranks' own time to end, for a host to report it
+REPLY_SECONDS = 600.0  # for an answer, for which a host may have to read the files of a model
+LEAVE_SECONDS = 5.0  # for an agent to end after it was sent away
+END_SECONDS = 30.0  # for a host to report the end of its ranks, after their own time to end
 LOOK_SECONDS = 0.1
 CUT_OFF = f"its host has given no sign for {SILENT_SECONDS:g} s: it is down, suspended, or cut off from the network"
 
 
 class Starter(Protocol):
-    """Starts agents. Each gets its settings on standard input."""
+    """Start agents. Each gets its settings on standard input."""
 
     def start(self, name: str, settings: Message) -> None: ...
 
     def ended(self, name: str) -> str | None:
-        """Why an agent is there no longer, empty where none was started from here; None while it may be."""
+        """Return why an agent has ended: empty if none was started from here, None while it may still run."""
 
     def close(self) -> None: ...
 
 
 class Remote:
-    """One host, as the launcher knows it."""
+    """What the launcher knows of one host."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -57,12 +59,15 @@ class Remote:
         self.facts: Mapping[str, Any] = {}
         self.shift = 0.0  # seconds that its wall clock is behind ours
         self.gone = ""  # why there is no link any more
-        self.heard = 0.0  # unix seconds of the last sign of it, once there is none
+        self.heard = 0.0  # unix seconds of its last message, once there is no link
 
 
 class Hosts:
-    """All hosts of a run. `address`, `port`: where ranks meet, and where the launcher listens one port above; None: any free ports.
-    `interface`, `peers`: which one ranks shall use on each host, or the addresses that it must lead to."""
+    """All hosts of a run, each with its agent.
+
+    `address` and `port` are where ranks meet; the launcher itself listens one port above. Without a port any free ones are taken.
+    Ranks use `interface` on each host, or the interface that leads to the addresses `peers`.
+    """
 
     def __init__(
         self,
@@ -73,51 +78,64 @@ class Hosts:
         interface: str | None,
         peers: Sequence[str],
     ) -> None:
-        self.remotes, self.starter = {name: Remote(name) for name in names}, starter
-        self.address, self.port = address, port
-        self.interface, self.peers = interface, list(peers)
+        self.remotes = {name: Remote(name) for name in names}
+        self.starter = starter
+        self.address = address
+        self.port = port
+        self.interface = interface
+        self.peers = list(peers)
         self.counts: dict[str, int] = {}  # ranks of each host
-        self.grace = 60.0
+        self.grace = 60.0  # seconds for ranks to save and end
         self.secret: str = secrets.token_hex(32)
         self.inbox = queue.SimpleQueue[tuple[Remote, Message]]()
-        self._listener = listen(None if port is None else port + 1, address)
-        self._ended, self._begun = threading.Event(), False
-        self._lock = threading.RLock()  # whoever changes which agent a host has, has it
+        listener_port = None
+        if port is not None:
+            listener_port = port + 1
+        self._listener = listen(listener_port, address)
+        self._ended = threading.Event()
+        self._begun = False  # an attempt has been run
+        self._lock = threading.RLock()  # held to change which agent a host has
         self._questions = itertools.count()
         self.since: float | None = None  # monotonic seconds of the first start of ranks
         for work in (self._accept, self._watch):
-            threading.Thread(
-                target=work, daemon=True, name=f"drumline-hosts{work.__name__}"
-            ).start()
+            name = f"drumline-hosts{work.__name__}"
+            threading.Thread(target=work, daemon=True, name=name).start()
 
     @property
     def place(self) -> tuple[str, int]:
-        """Where the launcher listens to agents."""
+        """The address and the port at which the launcher listens to agents."""
         return self.address, self._listener.getsockname()[1]
 
     # ------------------------------------------------------------------------------------------------------ connections
 
     def gather(self, stopped: Callable[[], int] = lambda: 0, patience: float = 0.0) -> None:
-        """Have an agent on each host; one that does not come is tried again for `patience` seconds. Raises EnvironmentFault that names the
-        host without one, and Interrupted at a signal."""
+        """Have an agent on each host. An agent that does not come is started again for `patience` seconds.
+
+        `stopped` returns the number of a signal to end at. Raises EnvironmentFault that names a host without an agent, and
+        Interrupted at a signal.
+        """
         for name, why in self._call(stopped, patience):
             raise EnvironmentFault(f"host {name}: {why}", where="launch.hosts")
 
     def _call(self, stopped: Callable[[], int], patience: float) -> Iterator[tuple[str, str]]:
-        """Start the agents that are missing, and wait for each. Those that do not come, and why."""
+        """Start the agents that are missing, and wait for each. Yield each host whose agent does not come, and why."""
         missing = [remote for remote in self.remotes.values() if remote.link is None]
         for remote in missing:
             self.begin(remote)
-        until, again = time.monotonic() + START_SECONDS, time.monotonic() + patience
+        started = time.monotonic()
+        until = started + START_SECONDS
+        try_again_until = started + patience
         for remote in missing:
             while remote.link is None:
-                if number := stopped():
+                number = stopped()
+                if number:
                     raise Interrupted(number)
                 why = self.starter.ended(remote.name)
-                if why is not None and time.monotonic() < again:
+                now = time.monotonic()
+                if why is not None and now < try_again_until:
                     time.sleep(AGAIN_SECONDS)
                     self.begin(remote)
-                elif why is not None or time.monotonic() > until:
+                elif why is not None or now > until:
                     yield remote.name, why or f"its agent did not come within {START_SECONDS:g} s"
                     break
                 else:
@@ -125,129 +143,164 @@ class Hosts:
 
     def begin(self, remote: Remote) -> None:
         """Start the agent of a host that has none."""
-        if remote.link is None:  # it may have called by itself meanwhile
+        # The agent may have connected by itself meanwhile.
+        if remote.link is None:
             self.starter.start(remote.name, self._settings(remote.name))
 
     def _settings(self, name: str) -> Message:
-        environment = {**handed_on(os.environ), **withheld()}
-        where = {
+        """Return what an agent gets on its standard input."""
+        return {
             "name": name,
             "address": self.address,
             "port": self.place[1],
             "secret": self.secret,
+            "env": {**handed_on(os.environ), **withheld()},
+            "interface": self.interface,
+            "peers": self.peers,
         }
-        return {**where, "env": environment, "interface": self.interface, "peers": self.peers}
 
     def _accept(self) -> None:
         each_caller(self._listener, lambda connected: answer(connected, self.secret), self._hear)
 
     def _hear(self, link: Link) -> None:
-        """One agent, as long as it is there."""
-        while (hello := link.receive()) is not None and "beat" in hello:
+        """Listen to one agent until it is gone."""
+        hello = link.receive()
+        while hello is not None and "beat" in hello:
             link.send({"beat": hello["beat"]})
-        remote = (
-            self.remotes.get(str(hello["hello"]))
-            if hello is not None and "hello" in hello
-            else None
-        )
+            hello = link.receive()
+        remote = None
+        if hello is not None and "hello" in hello:
+            remote = self.remotes.get(str(hello["hello"]))
         if hello is None or remote is None:
-            return link.close()
-        with self._lock:
-            if (older := remote.link) is not None and hello["process"] == remote.facts.get(
-                "process"
-            ):
-                self.lose(remote, older, "its agent has called again")
-            if comes := remote.link is None:
-                remote.shift, remote.gone = float("inf"), ""
-                remote.facts, remote.link = hello, link
-        if not comes:
+            link.close()
+            return
+        if not self._take(remote, link, hello):
             link.send({"do": "end"})
-            return link.close()
-        while (message := link.receive()) is not None:
+            link.close()
+            return
+        message = link.receive()
+        while message is not None:
             if "beat" in message:
                 link.send({"beat": message["beat"]})
                 remote.shift = min(remote.shift, time.time() - message["clock"])
             else:
                 self.inbox.put((remote, message))
+            message = link.receive()
         self.lose(remote, link, "the agent of its host has ended")
+
+    def _take(self, remote: Remote, link: Link, hello: Message) -> bool:
+        """Make a link the one of its host. Return False if the host has another agent already."""
+        with self._lock:
+            older = remote.link
+            if older is not None and hello["process"] == remote.facts.get("process"):
+                self.lose(remote, older, "its agent has called again")
+            if remote.link is not None:
+                return False
+            remote.shift = float("inf")
+            remote.gone = ""
+            remote.facts = hello
+            remote.link = link
+            return True
 
     def lose(self, remote: Remote, link: Link, why: str) -> None:
         """Give up an agent, unless its host has another by now."""
         link.close()
         with self._lock:
             if remote.link is link:
-                remote.heard = time.time() - (time.monotonic() - link.heard)
-                remote.link, remote.gone = None, why
+                silence = time.monotonic() - link.heard
+                remote.heard = time.time() - silence
+                remote.link = None
+                remote.gone = why
 
     def _watch(self) -> None:
+        """Give up agents that have been silent for too long."""
         while not self._ended.wait(LOOK_SECONDS):
-            limit, since = (
-                (IDLE_SECONDS, 0.0) if self.since is None else (SILENT_SECONDS, self.since)
-            )
+            if self.since is None:
+                limit = IDLE_SECONDS
+                since = 0.0
+            else:
+                limit = SILENT_SECONDS
+                since = self.since
             for remote in self.remotes.values():
-                if (link := remote.link) is not None and time.monotonic() - max(
-                    link.heard, since
-                ) > limit:
+                link = remote.link
+                if link is None:
+                    continue
+                silence = time.monotonic() - max(link.heard, since)
+                if silence > limit:
                     self.lose(remote, link, CUT_OFF)
 
     # ------------------------------------------------------------------------------------------------------------ asking
 
     def ask(self, order: Message, key: str, only: Sequence[str] | None = None) -> dict[str, Any]:
-        """Host that is there → its answer; `only`: of these. Raises EnvironmentFault for a host that gives none."""
-        answers, there = dict[str, Any](), self.there() if only is None else only
+        """Send an order to the connected hosts, or to the hosts `only`, and return the answer of each: its value under `key`.
+
+        Raises EnvironmentFault for a host that gives no answer.
+        """
+        if only is None:
+            names: Sequence[str] = self.there()
+        else:
+            names = only
         number = next(self._questions)
-        for name in there:
-            if (link := self.remotes[name].link) is not None:
+        for name in names:
+            link = self.remotes[name].link
+            if link is not None:
                 link.send({**order, "id": number})
         until = time.monotonic() + REPLY_SECONDS
-        while len(answers) < len(there):
+        answers: dict[str, Any] = {}
+        while len(answers) < len(names):
             remote, message = self.next_message()
-            if remote is not None:
-                if (
-                    key in message and message.get("of") == number
-                ):  # else it answers an earlier question
-                    answers[remote.name] = message[key]
-                continue
-            for name in there:
-                if name not in answers and (
-                    (each := self.remotes[name]).link is None or time.monotonic() > until
-                ):
-                    raise EnvironmentFault(
-                        f"host {name}: {self.why_gone(each) or 'gives no answer'}",
-                        where="launch.hosts",
-                    )
+            if remote is None:
+                silent = [name for name in names if name not in answers]
+                self._require_links(silent, until)
+            elif key in message and message.get("of") == number:
+                # A message with another number answers an earlier question.
+                answers[remote.name] = message[key]
         return answers
 
+    def _require_links(self, names: Sequence[str], until: float) -> None:
+        """Raise EnvironmentFault for a host that is gone, or for any after `until` (monotonic seconds)."""
+        for name in names:
+            remote = self.remotes[name]
+            if remote.link is None or time.monotonic() > until:
+                why = self.why_gone(remote) or "gives no answer"
+                raise EnvironmentFault(f"host {name}: {why}", where="launch.hosts")
+
     def there(self) -> list[str]:
-        """The hosts that have an agent now."""
+        """Return the hosts that have an agent now."""
         return [name for name, remote in self.remotes.items() if remote.link is not None]
 
     def send(self, order: Message, but: Remote | None = None, ranks: bool = False) -> None:
-        """To all hosts that are there. `ranks`: that have ranks."""
+        """Send an order to all connected hosts except `but`; with `ranks` only to hosts that have ranks."""
         for name, remote in self.remotes.items():
-            if (
-                (link := remote.link) is not None
-                and remote is not but
-                and (name in self.counts or not ranks)
-            ):
+            link = remote.link
+            if link is None or remote is but:
+                continue
+            if name in self.counts or not ranks:
                 link.send(order)
 
     def next_message(self) -> tuple[Remote, Message] | tuple[None, Message]:
-        """The next that an agent has sent, beats left out; None where there is none for a moment."""
+        """Return the next message of an agent, without beats; None if there is none for LOOK_SECONDS."""
         try:
             return self.inbox.get(timeout=LOOK_SECONDS)
         except queue.Empty:
             return None, {}
 
     def why_gone(self, remote: Remote) -> str:
-        """With the last words of its agent."""
-        last = self.starter.ended(remote.name) if remote.gone else None
-        return remote.gone + (f": {last}" if last else "")
+        """Return why a host has no link, with the last words of its agent; empty if it has one."""
+        if not remote.gone:
+            return ""
+        last_words = self.starter.ended(remote.name)
+        if last_words:
+            return f"{remote.gone}: {last_words}"
+        return remote.gone
 
     # ---------------------------------------------------------------------------------------------------------- attempts
 
     def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
-        """The ranks of all hosts. Raises EnvironmentFault where a host cannot take part from the beginning."""
+        """Run the ranks of all hosts and return how they ended.
+
+        Raises EnvironmentFault if a host cannot take part in the first attempt.
+        """
         try:
             return self._attempt(rank, logs, signals)
         except Interrupted as stop:
@@ -258,14 +311,17 @@ class Hosts:
             return [lost(0, fault.what, logs, "")]
 
     def _attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
-        """The same, raising Interrupted at a signal, too."""
-        self.gather(lambda: signals.number, BACK_SECONDS if self._begun else 0.0)
+        """Do what `attempt` does, but raise EnvironmentFault in each attempt, and Interrupted at a signal."""
+        patience = 0.0
+        if self._begun:
+            patience = BACK_SECONDS
+        self.gather(lambda: signals.number, patience)
         ends = Attempt(self, logs, signals).run(rank)
         self._begun = True
         return ends
 
     def may_pause(self) -> bool:
-        """Whether the ranks shall save now and end, to go on in another way."""
+        """Return whether the ranks should save now and end, to go on with other hosts."""
         return False
 
     def close(self) -> None:
@@ -274,93 +330,109 @@ class Hosts:
         self._ended.set()
         self.starter.close()
         for remote in self.remotes.values():
-            if (link := remote.link) is not None:
+            link = remote.link
+            if link is not None:
                 link.close()
         stop_listening(self._listener)
 
 
 def lost(rank: int, why: str, logs: Path, host: str, at: float | None = None) -> RankEnd:
-    """The end of a rank that nobody could report. `at`: the last sign of it: those that waited for it are its consequences."""
+    """Return the end of a rank that nobody could report.
+
+    `at` (unix seconds) is when it was last heard of, so that ranks that waited for it count as its consequences.
+    """
     at = at or time.time()
-    return RankEnd(
-        rank,
-        1,
-        {"message": why, "traceback": "", "time": at, "exit_code": 1},
-        logs / f"rank-{rank}.log",
-        at=at,
-        host=host,
-    )
+    error = {"message": why, "traceback": "", "time": at, "exit_code": 1}
+    return RankEnd(rank, 1, error, logs / f"rank-{rank}.log", at=at, host=host)
 
 
 class Attempt:
-    """One attempt, from the start of the ranks until each host has reported how its own ended, or is gone."""
+    """One attempt: from the start of the ranks until each host has reported how its own ended, or is gone."""
 
     def __init__(self, hosts: Hosts, logs: Path, signals: LauncherSignals) -> None:
-        self.hosts, self.logs, self.signals = hosts, logs, signals
-        self.first, world = dict[str, int](), 0
+        self.hosts = hosts
+        self.logs = logs
+        self.signals = signals
+        self.first: dict[str, int] = {}  # the first rank of each host
+        self.world = 0
         for name, count in hosts.counts.items():
-            self.first[name], world = world, world + count
-        self.world = world
-        # An agent that comes anew has no ranks.
+            self.first[name] = self.world
+            self.world += count
+        # A host with another agent than at the start has no ranks any more.
         self.links = {name: hosts.remotes[name].link for name in hosts.counts}
-        self.ends = dict[str, list[RankEnd]]()
-        self.until = float("inf")  # by when each host must have reported
-        self.sent_number, self.sent_hurry = False, False
+        self.ends: dict[str, list[RankEnd]] = {}
+        self.until = float("inf")  # monotonic seconds by which each host must have reported
+        self.sent_number = False
+        self.sent_hurry = False
         self.paused = False
-        self.leaving = set[str]()  # hosts whose agents got a signal that is not from here
+        self.leaving: set[str] = set()  # hosts whose agents got a signal that is not from here
 
     def run(self, rank: list[str]) -> list[RankEnd]:
-        """Raises EnvironmentFault where a host cannot reach the place where ranks meet."""
+        """Run the ranks by the command `rank` and return how they ended, by rank.
+
+        Raises EnvironmentFault if a host cannot reach the place where ranks meet.
+        """
         from drumline.launchers.agent import open_store
 
+        self._drop_old_messages()
+        # Ranks meet at this store. It is closed when the last reference to it is gone, at the end of this function.
+        store = open_store(listen(self.hosts.port, self.hosts.address))
+        self._start(rank, store.port)
+        while len(self.ends) < len(self.hosts.counts):
+            self._forward()
+            remote, message = self.hosts.next_message()
+            if remote is None:
+                self._look()
+            elif message.get("attempt") == self.logs.name:
+                self._receive(remote, message)
+            # Any other message is of an earlier attempt, or an answer that nobody waits for.
+        ends = [end for ends_of_host in self.ends.values() for end in ends_of_host]
+        return sorted(ends, key=lambda end: end.rank)
+
+    def _drop_old_messages(self) -> None:
+        """Drop messages of the attempt before, from a host that was given up then."""
+        remote, _ = self.hosts.next_message()
+        while remote is not None:
+            remote, _ = self.hosts.next_message()
+
+    def _start(self, rank: list[str], port: int) -> None:
+        """Have each host start its ranks, which meet at `port` of this host."""
         hosts = self.hosts
-        while (
-            hosts.next_message()[0] is not None
-        ):  # of the attempt before, from a host that was given up then
-            continue
-        store = open_store(listen(hosts.port, hosts.address))
         order = {
             "do": "start",
             "rank": rank,
             "world_size": self.world,
-            "port": store.port,
+            "port": port,
             "attempt": self.logs.name,
+            "logs": str(self.logs),
+            "grace": hosts.grace,
         }
-        order |= {"logs": str(self.logs), "grace": hosts.grace}
         hosts.since = hosts.since or time.monotonic()
         for name, count in hosts.counts.items():
-            if (link := self.links[name]) is not None:
+            link = self.links[name]
+            if link is not None:
                 link.send({**order, "nproc": count, "first": self.first[name]})
-        while len(self.ends) < len(hosts.counts):
-            self._forward()
-            remote, message = hosts.next_message()
-            if remote is None:
-                self._look()
-            elif (
-                message.get("attempt") != self.logs.name
-            ):  # an earlier one, or an answer that nobody waits for
-                continue
-            elif "refused" in message:
-                self._failed(remote, [1])
-                raise EnvironmentFault(
-                    f"host {remote.name} {message['refused']}",
-                    where="launch.hosts",
-                    fix="open it, or name another",
-                )
-            elif "failed" in message:
-                self._failed(remote, message["failed"])
-            elif "ends" in message:
-                self.leaving |= {remote.name} if message["leaves"] else set()
-                self.ends[remote.name] = [self._end(remote, values) for values in message["ends"]]
-                self._failed(
-                    remote, [end.exitcode for end in self.ends[remote.name] if end.exitcode]
-                )
-        return sorted(
-            (end for ends in self.ends.values() for end in ends), key=lambda end: end.rank
-        )
+
+    def _receive(self, remote: Remote, message: Message) -> None:
+        """Take what an agent reports. Raises EnvironmentFault if its host cannot reach the place where ranks meet."""
+        if "refused" in message:
+            self._failed(remote, [1])
+            raise EnvironmentFault(
+                f"host {remote.name} {message['refused']}",
+                where="launch.hosts",
+                fix="open it, or name another",
+            )
+        if "failed" in message:
+            self._failed(remote, message["failed"])
+        elif "ends" in message:
+            if message["leaves"]:
+                self.leaving.add(remote.name)
+            ends = [self._end(remote, values) for values in message["ends"]]
+            self.ends[remote.name] = ends
+            self._failed(remote, [end.exitcode for end in ends if end.exitcode])
 
     def _forward(self) -> None:
-        """The launcher's signals, each once."""
+        """Send the launcher's signals to the ranks, each once."""
         if self.signals.number and not self.sent_number:
             self.sent_number = True
             self.hosts.send({"do": "signal", "number": int(self.signals.number)}, ranks=True)
@@ -370,57 +442,56 @@ class Attempt:
             self.hosts.send({"do": "signal", "number": int(signal.SIGINT)}, ranks=True)
 
     def _failed(self, remote: Remote, codes: list[int]) -> None:
-        """Ranks of a host have failed: those of the other hosts shall not wait for them."""
+        """Tell the other hosts that ranks of a host have failed, so that their ranks do not wait for them."""
         if codes:
-            self.hosts.send(
-                {"do": "elsewhere", "attempt": self.logs.name, "codes": codes},
-                but=remote,
-                ranks=True,
-            )
+            order = {"do": "elsewhere", "attempt": self.logs.name, "codes": codes}
+            self.hosts.send(order, but=remote, ranks=True)
             self._limit()
 
     def _limit(self) -> None:
+        """Start the time in which each host must report how its ranks ended."""
         self.until = min(self.until, time.monotonic() + self.hosts.grace + END_SECONDS)
 
     def _look(self) -> None:
-        """Give up hosts that are gone, or do not report; and have the ranks save and end where the hosts want that."""
-        if not (self.paused or self.ends or self.signals.number) and self.hosts.may_pause():
+        """Have the ranks save and end if the hosts want that, and give up hosts that are gone or do not report."""
+        is_undisturbed = not (self.paused or self.ends or self.signals.number)
+        if is_undisturbed and self.hosts.may_pause():
             self.paused = True
             self.hosts.send({"do": "pause"}, ranks=True)
             self._limit()
         for name in self.hosts.counts:
-            late, remote = time.monotonic() > self.until, self.hosts.remotes[name]
-            if name not in self.ends and (
-                remote.link is None or remote.link is not self.links[name] or late
-            ):
-                why = self.hosts.why_gone(remote) or "its host did not report how its ranks ended"
-                first, count, now = self.first[name], self.hosts.counts[name], time.time()
-                silent = [
-                    RankEnd(
-                        first + n,
-                        1,
-                        None,
-                        self.logs / f"rank-{first + n}.log",
-                        True,
-                        now,
-                        host=name,
-                    )
-                    for n in range(1, count)
-                ]
-                self.ends[name] = [lost(first, why, self.logs, name, remote.heard), *silent]
-                if (link := remote.link) is not None:
-                    link.close()
-                self._failed(remote, [-int(signal.SIGKILL)])
+            is_late = time.monotonic() > self.until
+            remote = self.hosts.remotes[name]
+            if name in self.ends:
+                continue
+            if remote.link is None or remote.link is not self.links[name] or is_late:
+                self._give_up(remote)
+
+    def _give_up(self, remote: Remote) -> None:
+        """Note all ranks of a host as lost."""
+        name = remote.name
+        why = self.hosts.why_gone(remote) or "its host did not report how its ranks ended"
+        now = time.time()
+        first = self.first[name]
+        # The first rank has the reason; the others would only repeat it.
+        ends = [lost(first, why, self.logs, name, remote.heard)]
+        for rank in range(first + 1, first + self.hosts.counts[name]):
+            log = self.logs / f"rank-{rank}.log"
+            ends.append(RankEnd(rank, 1, None, log, killed=True, at=now, host=name))
+        self.ends[name] = ends
+        link = remote.link
+        if link is not None:
+            link.close()
+        self._failed(remote, [-int(signal.SIGKILL)])
 
     def _end(self, remote: Remote, values: Message) -> RankEnd:
-        """By the launcher's clock."""
-        tuples = {name: tuple(values[name]) for name in ("kills", "lines")}
-        return RankEnd(
-            **{
-                **values,
-                **tuples,
-                "log": Path(values["log"]),
-                "host": remote.name,
-                "at": values["at"] + remote.shift,
-            }
-        )
+        """Return the end of a rank as its agent reports it, with the time by the launcher's clock."""
+        fields = {
+            **values,
+            "kills": tuple(values["kills"]),
+            "lines": tuple(values["lines"]),
+            "log": Path(values["log"]),
+            "host": remote.name,
+            "at": values["at"] + remote.shift,
+        }
+        return RankEnd(**fields)

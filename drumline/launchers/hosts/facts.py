@@ -1,4 +1,4 @@
-"""What hosts must have in common: versions and devices. No torch where there is no GPU."""
+"""Compare what hosts must have in common: versions and devices. Torch is imported only if there is a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "transformers")
 
 
 def facts() -> dict[str, Any]:
-    """This host's versions and devices, for JSON."""
+    """Return this host's versions and devices, for JSON."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {
         "versions": {"python": python, "drumline": __version__, **_versions()},
@@ -35,17 +35,14 @@ def _versions() -> dict[str, str]:
 
 
 def machine_of(values: Mapping[str, Any]) -> Machine:
-    """The host that `facts` described."""
-    return Machine(
-        **{
-            **values["machine"],
-            "devices": [Device(**each) for each in values["machine"]["devices"]],
-        }
-    )
+    """Return the machine that `facts` has described."""
+    fields = dict(values["machine"])
+    fields["devices"] = [Device(**each) for each in fields["devices"]]
+    return Machine(**fields)
 
 
 def require_same_versions(own: Mapping[str, Any], hosts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises EnvironmentFault that names the first host with another version, and what differs. `own`: the facts of this host."""
+    """Raise EnvironmentFault that names the first host with another version, and what differs. `own` are the facts of this host."""
     for host, theirs in hosts.items():
         for package, here in own["versions"].items():
             there = theirs["versions"].get(package)

@@ -1,8 +1,9 @@
-"""The connection between the launcher and the agent of one host: JSON objects over TCP, both sides authenticated by a shared secret.
+"""Connect the launcher with the agent of one host: JSON objects over TCP, both sides authenticated by a shared secret.
 
-Who it is is proved by HMAC (`multiprocessing.connection`); what is sent is not encrypted, so nothing secret goes this way. The agent sends
-a beat every second with its own time, and the launcher sends it back: so the agent knows, without a common clock, how long ago it sent
-what the launcher has heard last. It gives up before the launcher does: a host that was given up has no rank any more.
+Each side proves by HMAC that it knows the secret (`multiprocessing.connection`). Messages are not encrypted, so nothing secret goes this
+way. The agent sends a beat every second with its own time, and the launcher sends it back. So the agent knows, without a common clock, how
+long ago it sent the newest beat that the launcher has heard. It gives up before the launcher does: a host that the launcher has given up
+has no ranks any more.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from typing import Any
 from drumline.core.sockets import wait_at_most
 
 BEAT_SECONDS = 1.0
-AGENT_SECONDS = (
-    4.5  # since an agent sent the newest beat that the launcher has heard: then it kills its ranks
-)
-SILENT_SECONDS = 6.0  # since the launcher has heard anything of a host: then it is given up. Above AGENT_SECONDS, for the kill
-IDLE_SECONDS = 60.0  # in the place of both before the first ranks: a launcher that plans, and imports torch, may have no core to answer
+# An agent kills its ranks if it sent the newest beat that the launcher has heard so long ago.
+AGENT_SECONDS = 4.5
+# The launcher gives a host up after this silence. It is longer than AGENT_SECONDS, so that the host's ranks are dead by then.
+SILENT_SECONDS = 6.0
+# In the place of both before the first ranks: a launcher that plans, and imports torch, may have no core to answer.
+IDLE_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 HANDSHAKE_SECONDS = 10.0  # for one answer
 LONGEST = 2**24  # bytes of a message
@@ -35,14 +37,15 @@ Message = dict[str, Any]
 
 
 class Link:
-    """One side of a connection that is there. Any thread may send; one receives."""
+    """One side of an open connection. Any thread may send; one thread receives."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._lock = connection, threading.Lock()
-        self.heard = time.monotonic()
+        self._connection = connection
+        self._lock = threading.Lock()  # held to send
+        self.heard = time.monotonic()  # when the last message came
 
     def send(self, message: Message) -> None:
-        """Nothing where the other side has gone: who receives learns that."""
+        """Send a message. Nothing happens if the other side has gone: the thread that receives learns that."""
         data = json.dumps(message).encode()
         with self._lock:
             try:
@@ -51,22 +54,24 @@ class Link:
                 return
 
     def receive(self) -> Message | None:
-        """The next message; None where the other side has gone, or speaks otherwise."""
+        """Return the next message; None if the other side has gone, or has sent something else."""
         try:
             message = json.loads(self._connection.recv_bytes(LONGEST))
         except (OSError, EOFError, ValueError, RecursionError):
             return None
         self.heard = time.monotonic()
-        return message if isinstance(message, dict) else None
+        if isinstance(message, dict):
+            return message
+        return None
 
     @property
     def address(self) -> str:
-        """This host's, as the other side sees it."""
+        """The address of this host, as the other side sees it."""
         with _socket(self._connection) as ends:
             return str(ends.getsockname()[0])
 
     def close(self) -> None:
-        """Also while another thread receives: it gets None."""
+        """Close the connection. A thread that receives at the moment gets None."""
         with suppress(OSError), _socket(self._connection) as ends:  # it may have gone already
             ends.shutdown(socket.SHUT_RDWR)
 
@@ -78,25 +83,27 @@ def call(
     reach: float = CONNECT_SECONDS,
     seconds: float | None = None,
 ) -> Link:
-    """The agent's side. `reach`: seconds for the connection; `seconds`: for each message, where it is for one question. Raises OSError
-    where nobody answers, or not who should."""
+    """Connect as the agent.
+
+    `reach` is how many seconds the connection may take. `seconds` is how long each message may take, for a link of one question; None for a
+    link that stays open. Raises OSError if nobody answers, or if the other side does not know the secret.
+    """
     with socket.create_connection((address, port), reach) as connected:
         connection = _limited(connected, seconds or HANDSHAKE_SECONDS)
     try:
         answer_challenge(connection, secret.encode())
         deliver_challenge(connection, secret.encode())
-    except (
-        AuthenticationError,
-        EOFError,
-        AssertionError,
-    ) as error:  # the library asserts that it is its own protocol
+    except (AuthenticationError, EOFError, AssertionError) as error:
+        # The library asserts that the other side speaks its own protocol.
         connection.close()
         raise ConnectionError("who listens there is not this run's launcher") from error
-    return Link(connection) if seconds else _unlimited(connection)
+    if seconds:
+        return Link(connection)
+    return _unlimited(connection)
 
 
 def answer(connected: socket.socket, secret: str, seconds: float | None = None) -> Link | None:
-    """The launcher's side, with `seconds` as in `call`; None where the other is not one of its agents."""
+    """Answer as the launcher, with `seconds` as in `call`. Return None if the other side is not one of its agents."""
     with connected:
         connection = _limited(connected, seconds or HANDSHAKE_SECONDS)
     try:
@@ -105,11 +112,13 @@ def answer(connected: socket.socket, secret: str, seconds: float | None = None) 
     except (AuthenticationError, EOFError, AssertionError, OSError):
         connection.close()
         return None
-    return Link(connection) if seconds else _unlimited(connection)
+    if seconds:
+        return Link(connection)
+    return _unlimited(connection)
 
 
 def _limited(connected: socket.socket, seconds: float = HANDSHAKE_SECONDS) -> Connection:
-    """One that waits for an answer no longer than a handshake may take."""
+    """Return a connection that waits for each answer for at most so many seconds."""
     connected.settimeout(None)
     wait_at_most(connected, seconds)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -117,6 +126,7 @@ def _limited(connected: socket.socket, seconds: float = HANDSHAKE_SECONDS) -> Co
 
 
 def _unlimited(connection: Connection) -> Link:
+    """Return a link that waits for messages without a limit."""
     with _socket(connection) as ends:
         wait_at_most(ends, 0.0)
     return Link(connection)
@@ -124,7 +134,7 @@ def _unlimited(connection: Connection) -> Link:
 
 @contextmanager
 def _socket(connection: Connection) -> Iterator[socket.socket]:
-    """Of a connection, which stays the one to close it."""
+    """Yield the socket of a connection. The connection still closes it."""
     ends = socket.socket(fileno=connection.fileno())
     try:
         yield ends
@@ -133,5 +143,5 @@ def _socket(connection: Connection) -> Iterator[socket.socket]:
 
 
 def store_secret(secret: str, attempt: str) -> str:
-    """What the ranks of an attempt must know to meet. Each agent makes it by itself: it is never sent."""
+    """Return the secret that the ranks of an attempt must know to meet. Each agent makes it by itself: it is never sent."""
     return hmac.new(secret.encode(), attempt.encode(), hashlib.sha256).hexdigest()

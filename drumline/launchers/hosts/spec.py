@@ -1,4 +1,4 @@
-"""What launchers share that have an agent on each host."""
+"""The section `launch` of launchers that have an agent on each host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HostsLauncher(LauncherSpec):
         return port
 
     def make_hosts(self) -> Hosts:
-        """The hosts, and what starts their agents. Raises EnvironmentFault where there cannot be any."""
+        """Return the hosts, with what starts their agents. Raises EnvironmentFault if they cannot be reached."""
         raise NotImplementedError
 
     @contextmanager
@@ -63,17 +63,17 @@ class HostsLauncher(LauncherSpec):
             leave(self)
 
     def machine(self, config: Config) -> Machine | None:
-        """The one with the least memory on a device."""
+        """Return the machine that has the least memory on a device."""
         from drumline.launchers.hosts.facts import machine_of
         from drumline.launchers.hosts.gathered import gathered
 
         def room(machine: Machine) -> int:
-            return min(
-                (device.memory_bytes for device in machine.devices), default=machine.memory_bytes
-            )
+            sizes = [device.memory_bytes for device in machine.devices]
+            return min(sizes, default=machine.memory_bytes)
 
         hosts = gathered(self)
-        return min((machine_of(hosts.remotes[name].facts) for name in hosts.there()), key=room)
+        machines = [machine_of(hosts.remotes[name].facts) for name in hosts.there()]
+        return min(machines, key=room)
 
     def compare(self, plan: Plan, early: Hosts) -> None:
         from drumline.launchers.hosts.gathered import compare

@@ -1,8 +1,8 @@
-"""What an agent does when its launcher has gone and hosts may come and go: it looks for the launcher that goes on, or starts it.
+"""Let a run go on after its launcher has gone, if hosts may come and go: look for a launcher that goes on, or start one on this host.
 
-Where all hosts share the run folder its lease decides: a launcher starts on each host, and the one that gets the lease of the dead one
-writes there where it listens. Else hosts vote (`launchers.hosts.vote`), and each tells the others where its launcher is. Until there is one
-again this host has no ranks.
+If all hosts share the run folder, its lease decides. A launcher starts on each host; the launcher that gets the lease of the dead one
+writes into the folder where it listens. Otherwise hosts vote (`launchers.hosts.vote`), and each tells the others where its launcher is.
+Until there is a launcher again, this host has no ranks.
 """
 
 from __future__ import annotations
@@ -24,166 +24,201 @@ from drumline.launchers import lease
 from drumline.launchers.hosts.link import Link, Message, call
 from drumline.launchers.hosts.vote import FREE_SECONDS, Place, Voter
 
-RUN_ID = (
-    "run_id"  # a file of the run folder: drawn when a run first starts, and the same on all hosts
-)
+# A file of the run folder. It is drawn when a run first starts, and it is the same on all hosts.
+RUN_ID = "run_id"
 LAUNCHER = "drumline.train.successor"
-FIND_SECONDS = 60.0  # for another launcher to be there; with the lease twice as long, as a launcher without hosts waits a minute
+# For another launcher to be there. With a shared folder twice as long, since a launcher without hosts waits a minute for them.
+FIND_SECONDS = 60.0
 LOOK_SECONDS = 1.0
 ENDED_LOOKS = 5  # a lease is not there for a moment when another host takes it
 TURN_SECONDS = 2.0  # between the first trials of two hosts, so that one usually wins
+FIRST_CONFIRMED = (1, 1)  # the first launcher's first list of hosts: its term and number
 
 
 def _is_another(run_dir: Path, order: Message) -> bool:
-    """Whether a folder with checkpoints has another run than a launcher's. Where a user goes on with one, hosts that are there at the
-    start have it."""
-    if order["resume"] is None or (order["term"], order["number"]) == (1, 1):
-        return order["resume"] is None
+    """Return whether a folder with checkpoints belongs to another run than the launcher's.
+
+    If a user goes on with a run, the hosts that are there at the start have the run's checkpoints.
+    """
+    if order["resume"] is None:
+        return True
+    if (order["term"], order["number"]) == FIRST_CONFIRMED:
+        return False
     with suppress(OSError):
-        return bool((run_dir / RUN_ID).read_text() != order["files"][RUN_ID])
+        run_id = (run_dir / RUN_ID).read_text()
+        return bool(run_id != order["files"][RUN_ID])
     return True
 
 
-class Heir:
-    """What one agent knows for the time after its launcher. `own`: its run folder is on a disk of its own."""
+class StandbyLauncher:
+    """What one agent needs to take the launcher's place."""
 
     def __init__(self, settings: Message, address: str) -> None:
-        self.settings, self.voter = settings, Voter(settings["name"], address, settings["secret"])
-        self.known: Message = {}  # what the launcher has all hosts know; nothing before the first attempt
-        self.own, self._folder = False, ExitStack()
+        self.settings = settings
+        self.voter = Voter(settings["name"], address, settings["secret"])
+        # What the launcher has all hosts know; empty before the first attempt.
+        self.known: Message = {}
+        self.own = False  # the run folder is on a disk of this host's own
+        self._folder = ExitStack()  # holds the lease of such a folder
         self._launcher: Helper | None = None
-        # The lease of a folder that is shared, and since when it has stood still.
-        self._frozen: tuple[str | None, float] = (
-            None,
-            0.0,
-        )
-        self._lost = 0  # looks at a lease that is another, or none
+        # The lease of a shared folder, and the monotonic seconds since which it has stood still.
+        self._frozen: tuple[str | None, float] = (None, 0.0)
+        self._lost = 0  # looks in a row at which the lease was another's, or was not there
 
     def claim(self, run_dir: Path) -> str:
-        """Take the run folder of this host's own disk; why that cannot be, if so."""
+        """Take the lease of the run folder on this host's own disk. Return why that cannot be; empty if it is taken."""
+        if self.own:
+            return ""
         try:
-            if not self.own:
-                self._folder.enter_context(lease.Lease(run_dir))
-                self.own = True
+            self._folder.enter_context(lease.Lease(run_dir))
         except EnvironmentFault as fault:
             return fault.line()
+        self.own = True
         return ""
 
     def confirm(self, order: Message) -> str:
-        """Know what a launcher has all hosts know; why not, if so."""
+        """Take over what a launcher has all hosts know. Return why not; empty if it is confirmed."""
         run_dir = Path(order["run_dir"])
-        lists = (
-            {name: (address, port) for name, (address, port) in order[key].items()}
-            for key in ("members", "before")
-        )
-        if (
-            self.own
-            and any((run_dir / "checkpoints").glob("step-*"))
-            and _is_another(run_dir, order)
-        ):
+        has_checkpoints = self.own and any((run_dir / "checkpoints").glob("step-*"))
+        if has_checkpoints and _is_another(run_dir, order):
             return f"{run_dir.absolute()} has checkpoints of another run: go on with --resume, or choose another with run.dir=…"
-        if not self.voter.confirm((order["term"], order["number"]), *lists):
+        members = _places(order["members"])
+        before = _places(order["before"])
+        if not self.voter.confirm((order["term"], order["number"]), members, before):
             return "has given its vote to another launcher"
-        first, self.known = not self.known, order
-        if first and order["shared"]:
+        is_first = not self.known
+        self.known = order
+        if is_first and order["shared"]:
             threading.Thread(target=self._watch_lease, daemon=True, name="drumline-heir").start()
-        try:
-            for name, text in order["files"].items() if self.own else ():
-                write_whole(run_dir / name, text, private=True)
-        except OSError as error:
-            return f"cannot write its run folder: {error.strerror or error}"
+        if self.own:
+            try:
+                for name, text in order["files"].items():
+                    write_whole(run_dir / name, text, private=True)
+            except OSError as error:
+                return f"cannot write its run folder: {error.strerror or error}"
         return ""
 
     def settle(self) -> None:
-        """All hosts have confirmed what this one has."""
+        """Note that all hosts have confirmed what this one has."""
         self.voter.settle()
         self.known = {**self.known, "before": {}}
 
     def _watch_lease(self) -> None:
-        """All the time: a launcher that follows then need not look at it for as long again. In a thread, as the folder may not answer."""
+        """Note since when the lease has stood still, so that a new launcher need not look at it for as long again.
+
+        This runs in a thread of its own, because the folder may not answer.
+        """
         while True:
             with suppress(OSError, EnvironmentFault):
                 text = lease.text_of(Path(self.known["run_dir"]))
-                if text != self._frozen[0]:
-                    self._frozen = text, time.monotonic()
+                last_text, _ = self._frozen
+                if text != last_text:
+                    self._frozen = (text, time.monotonic())
             time.sleep(LOOK_SECONDS)
 
     def find(self, stopped: Callable[[], int]) -> Link | None:
-        """The launcher that goes on; None where there is none in time, or at a signal."""
-        until = time.monotonic() + FIND_SECONDS * (1 + self.known["shared"])
-        turn = (
-            time.monotonic()
-            + TURN_SECONDS * self._place_in_line()
-            + (0 if self.known["shared"] else FREE_SECONDS)
-        )
+        """Return a link to the launcher that goes on; None if there is none in time, or at a signal.
+
+        `stopped` returns the number of a signal to end at.
+        """
+        patience = FIND_SECONDS
+        first_trial = TURN_SECONDS * self._place_in_line()
+        if self.known["shared"]:
+            patience *= 2
+        else:
+            first_trial += FREE_SECONDS
+        now = time.monotonic()
+        until = now + patience
+        turn = now + first_trial
         while time.monotonic() < until and not stopped() and not self._ended():
-            with suppress(OSError, EnvironmentFault):
-                place = self._launcher_place()
-                if place is not None:
-                    link = call(*place, self.settings["secret"], LOOK_SECONDS)
-                    self.settings |= {"address": place[0], "port": place[1]}
-                    return link
-            if time.monotonic() > turn and (
-                self._launcher is None or self._launcher.poll() is not None
-            ):
+            link = self._call_launcher()
+            if link is not None:
+                return link
+            if time.monotonic() > turn and not self._has_launcher():
                 turn = time.monotonic() + TURN_SECONDS * max(2, len(self.known["members"]))
                 with suppress(OSError, EnvironmentFault):
                     self._start()
             time.sleep(LOOK_SECONDS)
         if not stopped():
+            name = self.settings["name"]
+            run_dir = self.known["run_dir"]
             self._note(
-                f"error: host {self.settings['name']} found no launcher that goes on with {self.known['run_dir']}"
-                + self._why()
+                f"error: host {name} found no launcher that goes on with {run_dir}{self._why()}"
             )
         return None
 
+    def _call_launcher(self) -> Link | None:
+        """Connect to the launcher that goes on; None if there is none yet, or it does not answer."""
+        with suppress(OSError, EnvironmentFault):
+            place = self._launcher_place()
+            if place is not None:
+                link = call(*place, self.settings["secret"], LOOK_SECONDS)
+                address, port = place
+                self.settings["address"] = address
+                self.settings["port"] = port
+                return link
+        return None
+
+    def _has_launcher(self) -> bool:
+        """Return whether a launcher runs on this host."""
+        return self._launcher is not None and self._launcher.poll() is None
+
     def _place_in_line(self) -> int:
+        """Return how many hosts try to start a launcher before this one."""
         line = [name for name in self.known["members"] if name != self.known["host"]]
-        return line.index(self.settings["name"]) if self.settings["name"] in line else len(line)
+        name = self.settings["name"]
+        if name in line:
+            return line.index(name)
+        return len(line)
 
     def _ended(self) -> bool:
-        """The lease was given back, or somebody has it who starts agents: nobody else follows."""
+        """Return whether the lease was given back, or its holder starts agents itself: nobody follows then."""
         with suppress(OSError, EnvironmentFault):
-            run_dir = Path(self.known["run_dir"])
-            lost = (
-                self.known["shared"]
-                and lease.token_of(run_dir) != self.known["token"]
-                and lease.place_of(run_dir) is None
-            )
-            self._lost = self._lost + 1 if lost else 0
+            if self._is_lease_lost():
+                self._lost += 1
+            else:
+                self._lost = 0
         return self._lost > ENDED_LOOKS
 
-    def _launcher_place(self) -> Place | None:
-        """Where a launcher listens, if one does. Raises OSError for a folder that does not answer."""
+    def _is_lease_lost(self) -> bool:
+        """Return whether a shared folder has another lease than the launcher's, and it names no launcher."""
+        if not self.known["shared"]:
+            return False
         run_dir = Path(self.known["run_dir"])
-        if not self.known["shared"] and (
-            self._launcher is None or self._launcher.poll() is not None
-        ):
+        has_changed = lease.token_of(run_dir) != self.known["token"]
+        return has_changed and lease.place_of(run_dir) is None
+
+    def _launcher_place(self) -> Place | None:
+        """Return where a launcher listens; None if there is none. Raises OSError for a folder that does not answer."""
+        run_dir = Path(self.known["run_dir"])
+        if not self.known["shared"]:
+            if self._has_launcher():
+                return lease.place_of(run_dir)
             return self.voter.launcher()
-        changed = lease.token_of(run_dir) != self.known["token"]
-        return (
-            lease.place_of(run_dir)
-            if changed or not self.known["shared"]
-            else (self.settings["address"], self.settings["port"])
-        )
+        if lease.token_of(run_dir) != self.known["token"]:
+            return lease.place_of(run_dir)
+        return self.settings["address"], self.settings["port"]
 
     def _start(self) -> None:
-        """Start a launcher on this host. One that does not get the lease ends by itself; without a shared folder votes come first."""
+        """Start a launcher on this host.
+
+        With a shared folder a launcher that does not get the lease ends by itself. Without one, votes come first.
+        """
         term = self.known["term"] + 1
         if self.known["shared"]:
             if lease.token_of(Path(self.known["run_dir"])) != self.known["token"]:
                 return  # another host has it already, or gave it back
         else:
-            won = self.voter.win()
-            if won is None:
+            won_term = self.voter.win()
+            if won_term is None:
                 return
-            term = won
-            self._folder.close()  # for the launcher to take
+            term = won_term
+            # The launcher takes the lease of the folder now.
+            self._folder.close()
             self.own = False
+        settings = {**self.known, **self.settings, "term": term, "frozen": self._frozen}
         self._launcher = Helper([sys.executable, *tied(LAUNCHER)], None, self._note)
-        self._launcher.tell(
-            json.dumps({**self.known, **self.settings, "term": term, "frozen": self._frozen})
-        )
+        self._launcher.tell(json.dumps(settings))
 
     def _why(self) -> str:
         if self.known["shared"]:
@@ -191,18 +226,23 @@ class Heir:
         return f": fewer than a majority of the {len(self.known['members'])} hosts that took part last are here"
 
     def _note(self, line: str) -> None:
-        """Also on a disk of this host's own: ssh may have gone with the launcher."""
-        say(redact(line))
-        if not self.known["shared"]:
-            with (
-                suppress(OSError),
-                (
-                    Path(self.known["run_dir"]) / "logs" / f"launcher-{self.settings['name']}.log"
-                ).open("a") as log,
-            ):
-                log.write(redact(line) + "\n")
+        """Print a line, and without a shared folder also write it to a log: ssh may have gone with the launcher."""
+        line = redact(line)
+        say(line)
+        if self.known["shared"]:
+            return
+        log = Path(self.known["run_dir"]) / "logs" / f"launcher-{self.settings['name']}.log"
+        with suppress(OSError), log.open("a") as file:
+            file.write(line + "\n")
 
     def close(self) -> int:
-        """Wait for the launcher of this host, if it is here. Returns its exit code."""
+        """Wait for the launcher of this host, if it has one. Return its exit code."""
         self._folder.close()
-        return 0 if self._launcher is None else self._launcher.wait()
+        if self._launcher is None:
+            return 0
+        return self._launcher.wait()
+
+
+def _places(values: Message) -> dict[str, Place]:
+    """Return where each host votes; JSON has lists in the place of tuples."""
+    return {name: (address, port) for name, (address, port) in values.items()}

@@ -1,4 +1,7 @@
-"""Runs that were submitted to a cluster, by the note that this left in runs/NAME here: their own folders lie on volumes there."""
+"""Find, list and follow runs that were submitted to a cluster, by the note that was left in runs/NAME here.
+
+Their own run folders lie on volumes of the cluster.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,19 @@ if TYPE_CHECKING:
     from drumline.launchers.kubernetes.spec import KubernetesLauncher
 
 NOTE = "kubernetes.json"
+# The state of a run by a condition of its workload.
+ENDS = {"Complete": "finished", "Completed": "finished", "Failed": "failed"}
 EXPERIMENTAL = "note: launch.kind kubernetes is experimental: its tests know the API's requests and answers, but have no cluster"
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A workload that was made. `uid`: of that one, and not of a later one of its name."""
+    """A workload that was made."""
 
     launch: KubernetesLauncher
     workload: str
     name: str
-    uid: str
+    uid: str  # tells it from a later workload of the same name
 
     @property
     def where(self) -> str:
@@ -43,7 +48,7 @@ class Submitted:
         return Path("runs") / self.name
 
     def note(self) -> None:
-        """Leave it in the folder."""
+        """Write the note into the folder, and print how to follow the run."""
         values = {**vars(self), "launch": self.launch.model_dump(mode="json")}
         shown = f": drumline follow {self.folder} shows it, drumline stop {self.folder} stops it"
         try:
@@ -54,61 +59,56 @@ class Submitted:
         print(f"submitted {self.where}{shown}", file=sys.stderr)
 
     def follower(self) -> Follower:
-        """Raises EnvironmentFault where no cluster is known."""
+        """Return what follows this run. Raises EnvironmentFault if no cluster is known."""
         return Follower(Cluster.connect(self.launch), APIS[self.workload], self.name, self.uid)
 
     def state(self) -> str:
-        """queued, running, finished, failed, gone, or unknown where the cluster does not answer."""
+        """Return queued, running, finished, failed, gone, or unknown if the cluster does not answer."""
         try:
-            cluster, api = Cluster.connect(self.launch), APIS[self.workload]
+            cluster = Cluster.connect(self.launch)
+            api = APIS[self.workload]
             phases = {pod.status.phase for pod in cluster.pods(api, self.name)}
             workload = cluster.read(api, self.name)
         except EnvironmentFault as fault:
-            return "gone" if isinstance(fault, Refused) and fault.status == GONE else "unknown"
+            if isinstance(fault, Refused) and fault.status == GONE:
+                return "gone"
+            return "unknown"
         if workload["metadata"]["uid"] != self.uid:
             return "gone"
-        there = {
-            each["type"]
-            for each in workload.get("status", {}).get("conditions") or []
-            if each.get("status") == "True"
-        }
-        ended = {"Complete": "finished", "Completed": "finished", "Failed": "failed"}
-        return next(
-            (ended[kind] for kind in there & ended.keys()),
-            "running" if "Running" in phases else "queued",
-        )
+        for condition in workload.get("status", {}).get("conditions") or []:
+            if condition.get("status") == "True" and condition["type"] in ENDS:
+                return ENDS[condition["type"]]
+        if "Running" in phases:
+            return "running"
+        return "queued"
 
     def print_logs(self, rank: int | None) -> None:
-        """What its pods have printed, or the one that has a rank. Raises EnvironmentFault, and UserError where there is none."""
+        """Print what the pods of this run have printed, or the pod that has a rank.
+
+        Raises EnvironmentFault, and UserError if there is no such pod.
+        """
         cluster = Cluster.connect(self.launch)
-        pods = sorted(
-            cluster.pods(APIS[self.workload], self.name), key=lambda pod: int(index_of(pod))
-        )
-        chosen = [
-            pod
-            for pod in pods
-            if rank is None or int(index_of(pod)) == rank // self.launch.processes_per_node
-        ]
+        pods = cluster.pods(APIS[self.workload], self.name)
+        chosen = sorted(pods, key=lambda pod: int(index_of(pod)))
+        missing = "has no pods now"
+        if rank is not None:
+            index = rank // self.launch.processes_per_node
+            chosen = [pod for pod in chosen if int(index_of(pod)) == index]
+            missing = f"has no pod of rank {rank} now"
         if not chosen:
-            raise UserError(
-                "has no pods now" if rank is None else f"has no pod of rank {rank} now",
-                where=self.where,
-            )
+            raise UserError(missing, where=self.where)
         for pod in chosen:
-            for line in (
-                b"".join(cluster.log(pod.metadata.name, follow=False))
-                .decode(errors="replace")
-                .splitlines()
-            ):
-                print(f"pod {pod.metadata.name} | {redact(line)}")
+            name = pod.metadata.name
+            log = b"".join(cluster.log(name, follow=False))
+            for line in log.decode(errors="replace").splitlines():
+                print(f"pod {name} | {redact(line)}")
 
 
 def submitted(run: Path) -> Submitted | None:
-    """What a folder knows of a workload; None where that is of no run in a cluster."""
+    """Return the workload that a folder has a note of; None if it is of no run in a cluster."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         values: dict[str, Any] = json.loads((run / NOTE).read_text())
         kind = cast("type[KubernetesLauncher]", find(LauncherSpec, "kubernetes"))
-        return Submitted(
-            kind.model_validate(values["launch"]), values["workload"], values["name"], values["uid"]
-        )
+        launch = kind.model_validate(values["launch"])
+        return Submitted(launch, values["workload"], values["name"], values["uid"])
     return None

@@ -1,4 +1,4 @@
-"""`drumline train` on a machine outside of the pods: check, write the manifest, submit, follow."""
+"""Run `drumline train` on a machine outside of the pods: check the config, write the manifest, submit it, and follow the run."""
 
 from __future__ import annotations
 
@@ -18,51 +18,58 @@ from drumline.launchers.kubernetes.manifest import Submission
 if TYPE_CHECKING:
     from drumline.launchers.kubernetes.spec import KubernetesLauncher
 
-# Files that `core.load` finds; code (path.py:Name) is found by the registry.
-LOADED = (
-    "chat_template",
-    "calibration",
-)
-LONGEST_NAME = 36  # characters; 63 are left for what the operators append
+# Keys of files that `core.load` makes absolute. The registry does so for code (path.py:Name).
+LOADED = ("chat_template", "calibration")
+# Characters. A name may have 63 with what the operators append.
+LONGEST_NAME = 36
 
 
 def submit(launch: KubernetesLauncher, request: Request, dry_run: bool) -> int:
-    """Returns the run's exit code."""
+    """Submit a run, follow it unless it is detached, and return its exit code. With `dry_run` print the manifest alone."""
     submission = submission_of(launch, request)
-    from drumline.launchers.kubernetes.cluster import Cluster
-
     if dry_run:
-        workload: str = launch.workload
-        if workload == "auto":
-            try:
-                workload = Cluster.connect(launch).workload()
-            except EnvironmentFault as fault:
-                workload = "TrainJob"
-                print(
-                    f"note: a TrainJob, if the cluster has Kubeflow's operator; {fault.line()}",
-                    file=sys.stderr,
-                )
-        print("---\n".join(write_yaml(each) for each in submission.objects(workload)), end="")
+        objects = submission.objects(_workload(launch))
+        print("---\n".join(write_yaml(each) for each in objects), end="")
         return 0
+    from drumline.launchers.kubernetes.cluster import Cluster
     from drumline.launchers.kubernetes.runs import EXPERIMENTAL, Submitted
 
     print(EXPERIMENTAL, file=sys.stderr)
     cluster = Cluster.connect(launch)
     workload = cluster.workload()
-    made = Submitted(
-        launch, workload, submission.name, cluster.create(submission.objects(workload))
-    )
-    made.note()
-    return 0 if launch.detach else made.follower().until_end()
+    uid = cluster.create(submission.objects(workload))
+    submitted = Submitted(launch, workload, submission.name, uid)
+    submitted.note()
+    if launch.detach:
+        return 0
+    return submitted.follower().until_end()
+
+
+def _workload(launch: KubernetesLauncher) -> str:
+    """Return the kind of workload that a cluster would get, and print a note if the cluster cannot be asked."""
+    from drumline.launchers.kubernetes.cluster import Cluster
+
+    if launch.workload != "auto":
+        return str(launch.workload)
+    try:
+        return Cluster.connect(launch).workload()
+    except EnvironmentFault as fault:
+        print(
+            f"note: a TrainJob, if the cluster has Kubeflow's operator; {fault.line()}",
+            file=sys.stderr,
+        )
+        return "TrainJob"
 
 
 def submission_of(launch: KubernetesLauncher, request: Request) -> Submission:
-    """Raises ConfigError for a run folder that would be lost with its pods, and for secrets that pods would not have, or that all could
-    read in the manifest."""
+    """Return what is submitted for a run.
+
+    Raises ConfigError for a run folder that would be lost with its pods, for a secret that pods would not have, and for a secret that all
+    could read in the manifest.
+    """
     loaded = request.loaded
-    run_dir = str(
-        PurePosixPath(launch.workdir) / (loaded.config.run.dir or default_run_dir(loaded.path))
-    )
+    folder = loaded.config.run.dir or default_run_dir(loaded.path)
+    run_dir = str(PurePosixPath(launch.workdir) / folder)
     volume = launch.volume_of(run_dir)
     if volume is None:
         fix = "name a claim under launch.volumes, and a folder on it with run.dir=…"
@@ -81,43 +88,37 @@ def submission_of(launch: KubernetesLauncher, request: Request) -> Submission:
     config["run"]["dir"] = run_dir
     text = write_yaml(config)
     require_secrets(text, launch)
-    stem = (
-        re.sub(r"[^a-z0-9]+", "-", loaded.path.stem.lower())[:LONGEST_NAME].strip("-") or "config"
-    )
+    name = re.sub(r"[^a-z0-9]+", "-", loaded.path.stem.lower())
+    stem = name[:LONGEST_NAME].strip("-") or "config"
     path = PurePosixPath(launch.workdir) / f"{stem}.yaml"
-    more = ["--resume", request.resume] if request.resume else []
-    allow = ["--allow", ",".join(request.allow)] if request.allow else []
-    # With --resume a pod takes no word of the config for it.
-    trust = ["--trust-remote-code"] if loaded.config.model.trust_remote_code else []
-    command = (
-        "python",
-        "-m",
-        "torch.distributed.run",
-        "-m",
-        "drumline",
-        "train",
-        str(path),
-        *more,
-        *allow,
-        *trust,
-    )
-    return Submission(launch, f"run-{stem}-{secrets.token_hex(3)}", text, path, command)
+    command = ["python", "-m", "torch.distributed.run", "-m", "drumline", "train", str(path)]
+    if request.resume:
+        command += ["--resume", request.resume]
+    if request.allow:
+        command += ["--allow", ",".join(request.allow)]
+    if loaded.config.model.trust_remote_code:
+        # With --resume a pod does not take the config's word for it.
+        command.append("--trust-remote-code")
+    run_name = f"run-{stem}-{secrets.token_hex(3)}"
+    return Submission(launch, run_name, text, path, tuple(command))
 
 
 def relative(value: Any, base: str, key: str = "") -> Any:
-    """The config's values; those that loading has made absolute are relative to the config again, which lies elsewhere in the container."""
+    """Return the values of a config, with paths that loading has made absolute relative to the config again.
+
+    The config lies elsewhere in the container. `base` is its folder here, and `key` the key of this value.
+    """
     if isinstance(value, dict):
         return {name: relative(inner, base, name) for name, inner in value.items()}
     if isinstance(value, list):
         return [relative(inner, base) for inner in value]
-    return (
-        value.removeprefix(base)
-        if isinstance(value, str) and (key in LOADED or ".py:" in value)
-        else value
-    )
+    if isinstance(value, str) and (key in LOADED or ".py:" in value):
+        return value.removeprefix(base)
+    return value
 
 
 def require_secrets(config: str, launch: KubernetesLauncher) -> None:
+    """Raise ConfigError for a secret in the text of a config, and for a variable that pods do not have."""
     for name in REFERENCE.findall(config):
         if name.startswith(OURS):
             what = "a secret in the config would stand in the manifest for all to read"

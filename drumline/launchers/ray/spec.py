@@ -52,12 +52,12 @@ class RayLauncher(HostsLauncher):
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What each actor takes of its node."""
-        return {
-            "CPU": self.cpus,
-            **({"GPU": float(self.gpus)} if self.gpus else {}),
-            **self.resources,
-        }
+        """The resources that each actor takes of its node."""
+        resources: dict[str, float] = {"CPU": self.cpus}
+        if self.gpus:
+            resources["GPU"] = float(self.gpus)
+        resources.update(self.resources)
+        return resources
 
     @property
     def number_of_hosts(self) -> int:
@@ -76,11 +76,9 @@ class RayLauncher(HostsLauncher):
         return f"# a placement group of {self.nodes} × {self.bundle}, {self.placement}: an agent in each bundle, {ranks}\n"
 
     def prepare(self, hosts: Hosts) -> None:
-        """What an attempt depends on."""
-        hosts.grace, hosts.counts = (
-            self.grace_seconds,
-            dict(zip(hosts.remotes, self.host_ranks(), strict=True)),
-        )
+        """Set what an attempt depends on: the grace time and the ranks of each host."""
+        hosts.grace = self.grace_seconds
+        hosts.counts = dict(zip(hosts.remotes, self.host_ranks(), strict=True))
 
     def start(
         self,

@@ -1,4 +1,7 @@
-"""Ray's side of a run: a cluster, a placement group, and an actor in each bundle that holds the agent of its node. No torch here."""
+"""Run the agents of several hosts as actors of Ray: a placement group in a cluster, and in each of its bundles an actor with an agent.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +27,13 @@ from drumline.launchers.hosts.link import Message
 if TYPE_CHECKING:
     from drumline.launchers.ray.spec import RayLauncher
 
-ANSWER_SECONDS = (
-    5.0  # for an actor that is there; a node that is gone is noticed by the link to its agent
-)
+# For an actor that runs. A node that is gone is noticed by the link to its agent.
+ANSWER_SECONDS = 5.0
 PLACE_SECONDS = 120.0  # for the placement group, and for what an actor imports
 
 
 class Node:
-    """In an actor: the agent of its node, which dies with it."""
+    """The agent of a node, inside an actor with which it dies."""
 
     agent: Helper | None = None
     failed: str | None = None
@@ -49,13 +50,11 @@ class Node:
 
     def start(self, settings: Message, workdir: str) -> None:
         self.close(0.0)
-        self.agent = self.failed = None
+        self.agent = None
+        self.failed = None
+        command = [sys.executable, *tied(AGENT)]
         try:
-            self.agent = Helper(
-                [sys.executable, *tied(AGENT)],
-                workdir,
-                lambda line: print(redact(line), file=sys.stderr),
-            )
+            self.agent = Helper(command, workdir, _print_line)
         except OSError as error:
             self.failed = f"its agent cannot start in {workdir}: {error.strerror} (launch.workdir)"
             return
@@ -72,24 +71,19 @@ class Node:
             self.agent.end()
 
 
+def _print_line(line: str) -> None:
+    print(redact(line), file=sys.stderr)
+
+
 class Actors:
     """The agents of a RayLauncher, by the names of their nodes."""
 
     def __init__(self, spec: RayLauncher, group: Any) -> None:
-        self.spec, self.group = spec, group
+        self.spec = spec
+        self.group = group
         actors = [self._actor(index) for index in range(spec.nodes)]
         found = _answers([actor.where.remote() for actor in actors], PLACE_SECONDS)
-        hosts = [each["host"] for each in found]
-        # Several may be of one host: then Ray's own name of the node tells them apart.
-        unique = [
-            name if hosts.count(name) == 1 else f"{name}/{each['id'][:8]}"
-            for name, each in zip(hosts, found, strict=True)
-        ]
-        self.names = (
-            unique
-            if len(set(unique)) == len(unique)
-            else [f"{name}#{index}" for index, name in enumerate(unique)]
-        )
+        self.names = _unique_names(found)
         self.actors: dict[str, Any] = dict(zip(self.names, actors, strict=True))
         self.ips = [each["ip"] for each in found]
 
@@ -104,12 +98,11 @@ class Actors:
             "num_gpus": spec.gpus,
             "resources": dict(spec.resources),
         }
-        return (
-            ray.remote(Node).options(**options, scheduling_strategy=place, max_restarts=0).remote()
-        )
+        actor = ray.remote(Node).options(**options, scheduling_strategy=place, max_restarts=0)
+        return actor.remote()
 
     def start(self, name: str, settings: Message) -> None:
-        """In the actor that is there, or where that has died in a new one, on the node that Ray has put its bundle on meanwhile."""
+        """Start an agent in its actor; if the actor has died, in a new one, on the node to which Ray has moved its bundle."""
         if self._failure(name) is not None:
             self.actors[name] = self._actor(self.names.index(name))
         self.actors[name].start.remote(settings, self.spec.workdir or str(Path.cwd()))
@@ -125,7 +118,7 @@ class Actors:
             return reason(error)
 
     def _failure(self, name: str) -> str | None:
-        """Why an actor is there no longer."""
+        """Return why an actor has died; None if it answers, or may only be busy."""
         import ray
 
         try:
@@ -139,49 +132,66 @@ class Actors:
     def close(self) -> None:
         import ray
 
-        ray.wait(
-            [actor.close.remote() for actor in self.actors.values()],
-            num_returns=len(self.actors),
-            timeout=LEAVE_SECONDS,
-        )
+        closing = [actor.close.remote() for actor in self.actors.values()]
+        ray.wait(closing, num_returns=len(closing), timeout=LEAVE_SECONDS)
         ray.util.remove_placement_group(self.group)
         ray.shutdown()
 
 
+def _unique_names(found: list[dict[str, str]]) -> list[str]:
+    """Return a name for each node: that of its host, with more if several nodes are on one host."""
+    hosts = [each["host"] for each in found]
+    names = []
+    for each in found:
+        host = each["host"]
+        if hosts.count(host) == 1:
+            names.append(host)
+        else:
+            # Ray's own name of the node tells them apart.
+            names.append(f"{host}/{each['id'][:8]}")
+    if len(set(names)) < len(names):
+        return [f"{name}#{index}" for index, name in enumerate(names)]
+    return names
+
+
 def reason(error: Exception) -> str:
-    """What Ray says of an actor that it cannot reach or that died, in a line. Not in Ray's own words, which are a list of what may be."""
+    """Return in a line what Ray says of an actor that it cannot reach or that died.
+
+    Ray's own words are a list of all possible causes.
+    """
     import ray
 
     text = " ".join(str(error).split())
-    found = re.search(r"\bip: (\S+)", text)
-    on = f" on {found[1]}" if found else ""
-    if (
-        isinstance(error, ray.exceptions.OutOfMemoryError)
-        or "running low on memory" in text
-        or "memory pressure" in text
-    ):
+    place = re.search(r"\bip: (\S+)", text)
+    on = ""
+    if place is not None:
+        on = f" on {place[1]}"
+    is_out_of_memory = "running low on memory" in text or "memory pressure" in text
+    if is_out_of_memory or isinstance(error, ray.exceptions.OutOfMemoryError):
         return f"the node ran out of memory, and Ray killed the actor{on}"
-    if (
-        isinstance(error, ray.exceptions.NodeDiedError)
-        or "node has died" in text
-        or "node was terminated" in text
-    ):
+    has_node_died = "node has died" in text or "node was terminated" in text
+    if has_node_died or isinstance(error, ray.exceptions.NodeDiedError):
         return f"its node died: Ray has lost the actor{on}"
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return f"its node died, or is cut off: Ray cannot reach the actor{on}"
     detail = re.search(r"Worker exit type: (\w+)", text)
-    return f"its actor{on} died" + (f" ({detail[1]})" if detail else "")
+    if detail is not None:
+        return f"its actor{on} died ({detail[1]})"
+    return f"its actor{on} died"
 
 
 def make_hosts(spec: RayLauncher) -> Hosts:
-    """The nodes of a spec, without agents. Raises EnvironmentFault where they cannot be had."""
+    """Return the nodes of a spec, without agents. Raises EnvironmentFault if the cluster cannot give them."""
     actors = Actors(spec, _placed(spec))
-    address = require_interface(spec.interface) if spec.interface else _own_ip()
+    if spec.interface:
+        address = require_interface(spec.interface)
+    else:
+        address = _own_ip()
     return Hosts(actors.names, actors, address, spec.port, spec.interface, actors.ips)
 
 
 def require_head(address: str) -> None:
-    """Raises EnvironmentFault where nobody listens at HOST:PORT; Ray itself would try for minutes."""
+    """Raise EnvironmentFault if nobody listens at HOST:PORT. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     fix = "give HOST:PORT of its head, or auto on a node of it; to start one: ray start --head"
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -199,21 +209,44 @@ def require_head(address: str) -> None:
 
 
 def _placed(spec: RayLauncher) -> Any:
-    """The placement group, in the cluster of `spec.address`. Raises EnvironmentFault where there is no cluster, or no room in it."""
+    """Return the placement group, in the cluster of `spec.address`.
+
+    Raises EnvironmentFault if there is no cluster, or no room in it.
+    """
     require_package("ray", "launch.kind")
     import ray
 
     if spec.address not in (None, "auto"):
         require_head(spec.address)
-    # Of a Ray that starts here: nothing is sent to its makers.
+    _connect(spec.address)
+    group = ray.util.placement_group([spec.bundle] * spec.nodes, strategy=spec.placement)
+    if not group.wait(PLACE_SECONDS):
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        descriptions = []
+        for node in nodes:
+            amounts = [f"{name} {node.get(name, 0):g}" for name in spec.bundle]
+            descriptions.append(", ".join(amounts))
+        ray.shutdown()
+        what = f"the cluster has no room for {spec.nodes} × {spec.bundle} ({spec.placement}); its nodes have {'; '.join(descriptions)}"
+        raise EnvironmentFault(
+            what, where="launch.nodes", fix="ask for less, or use placement: PACK"
+        )
+    return group
+
+
+def _connect(address: str | None) -> None:
+    """Connect to a cluster, or start one on this host without an address. Raises EnvironmentFault if there is no cluster."""
+    import ray
+
+    # A Ray that starts here sends nothing to its makers.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    options: dict[str, Any]
+    if address:
+        options = {"address": address}
+    else:
+        options = {"address": "local", "include_dashboard": False}
     try:
-        options: Mapping[str, Any] = (
-            {"address": spec.address}
-            if spec.address
-            else {"address": "local", "include_dashboard": False}
-        )
         ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise EnvironmentFault(
@@ -223,20 +256,9 @@ def _placed(spec: RayLauncher) -> Any:
         ) from None
     finally:
         for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:  # Ray has put its own in its place
+            # Ray may have set a handler of its own.
+            if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-    group = ray.util.placement_group([spec.bundle] * spec.nodes, strategy=spec.placement)
-    if not group.wait(PLACE_SECONDS):
-        there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        has = "; ".join(
-            ", ".join(f"{name} {node.get(name, 0):g}" for name in spec.bundle) for node in there
-        )
-        ray.shutdown()
-        what = f"the cluster has no room for {spec.nodes} × {spec.bundle} ({spec.placement}); its nodes have {has}"
-        raise EnvironmentFault(
-            what, where="launch.nodes", fix="ask for less, or use placement: PACK"
-        )
-    return group
 
 
 def _own_ip() -> str:
@@ -246,6 +268,7 @@ def _own_ip() -> str:
 
 
 def _answers(references: list[Any], seconds: float) -> list[Any]:
+    """Return the answers of actors, which have so many seconds in all. Raises EnvironmentFault if an actor cannot start."""
     import ray
 
     until = time.monotonic() + seconds

@@ -1,4 +1,7 @@
-"""Inside the batch script of a job: the ranks as one step of srun, watched, and the way back into the queue. No torch here."""
+"""Run the ranks of a plan inside the batch script of a job: as one step of srun, which is watched.
+
+A job whose time is up goes back into the queue. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -23,90 +26,119 @@ from drumline.launchers.slurm.queue import END, ask, note_end
 from drumline.launchers.slurm.spec import SlurmLauncher
 
 LOOK_SECONDS = 0.5
-AGAIN_SECONDS = (
-    10.0  # between two kills of a step that does not end, or whose kill Slurm did not hear
-)
-# After an error the other ranks have this long to end by themselves, and files this long to be seen on another host.
-SETTLE_SECONDS, SHARED_SECONDS = 2.0, 5.0
-TOGETHER = (3, 75, NotSaved.rank_code)  # ends on purpose, that all ranks come to
+# Between two kills of a step that does not end, or whose kill Slurm did not receive.
+AGAIN_SECONDS = 10.0
+SETTLE_SECONDS = 2.0  # for the other ranks to end by themselves after an error
+SHARED_SECONDS = 5.0  # for files to be seen on another host
+TOGETHER = (3, 75, NotSaved.rank_code)  # exit codes of ends on purpose, to which all ranks come
 
 
 class StepRanks:
     """The ranks of a plan as the tasks of one step."""
 
     def __init__(self, options: SlurmLauncher) -> None:
-        self.options, self.size = options, sum(options.host_ranks())
-        self.signal = 0  # that the last attempt was stopped by
+        self.options = options
+        self.size = sum(options.host_ranks())
+        self.signal = 0  # the number of the signal that stopped the last attempt
 
     def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
         """Start the ranks, wait for the last one, and return how each ended."""
         logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
-        names = str(logs).replace("%", "%%")
-        place = [
-            f"--nodes={self.options.nodes}",
-            f"--ntasks={self.size}",
-            f"--ntasks-per-node={self.options.ranks_of_node}",
-        ]
-        cores = [f"--cpus-per-task={self.options.cpus}"] * bool(self.options.cpus)
-        # What is to be done after a rank has failed is decided here, and sites have defaults of their own.
-        alone = ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--input=none", "--unbuffered"]
-        files = [f"--output={names}/rank-%t.out", f"--error={names}/rank-%t.log"]
-        task = [sys.executable, "-m", "drumline.launchers.slurm.task", str(logs), *rank]
-        command = ["srun", *place, *cores, *alone, *files, *task]
-        env = {
-            **os.environ,
-            **({"MASTER_PORT": str(self.options.port)} if self.options.port else {}),
-        }
+        env = dict(os.environ)
+        if self.options.port:
+            env["MASTER_PORT"] = str(self.options.port)
         try:
             with (logs / "srun.log").open("w") as log:
-                srun = start_command(command, env, log)
+                srun = start_command(self._command(rank, logs), env, log)
         except OSError as error:
             raise EnvironmentFault(
                 f"srun cannot start: {error.strerror}",
                 where="PATH",
                 fix="have Slurm's programs on this node",
             ) from None
-        killed = self._watch(srun, logs, signals)
+        was_killed = self._watch(srun, logs, signals)
         self.signal = signals.number
-        return [_end(rank, logs, killed, signals.number) for rank in range(self.size)]
+        return [_end(rank, logs, was_killed, signals.number) for rank in range(self.size)]
+
+    def _command(self, rank: list[str], logs: Path) -> list[str]:
+        """Return the srun of an attempt. `rank` is the module of a rank and its arguments."""
+        options = self.options
+        command = [
+            "srun",
+            f"--nodes={options.nodes}",
+            f"--ntasks={self.size}",
+            f"--ntasks-per-node={options.ranks_of_node}",
+        ]
+        if options.cpus:
+            command.append(f"--cpus-per-task={options.cpus}")
+        # This module decides what is done after a rank has failed, and sites have defaults of their own.
+        command += [
+            "--kill-on-bad-exit=0",
+            "--wait=0",
+            "--mpi=none",
+            "--input=none",
+            "--unbuffered",
+        ]
+        pattern = str(logs).replace("%", "%%")
+        command += [f"--output={pattern}/rank-%t.out", f"--error={pattern}/rank-%t.log"]
+        return [*command, sys.executable, "-m", "drumline.launchers.slurm.task", str(logs), *rank]
 
     def _watch(self, srun: Process, logs: Path, signals: LauncherSignals) -> bool:
-        """Wait for the end of the step, and kill it where that does not come. Returns whether it was killed."""
-        forwarded = killed = False
-        until: float | None = None
+        """Wait for the end of the step, and kill it if it does not end in time. Return whether it was killed."""
+        has_forwarded = False
+        was_killed = False
+        until: float | None = None  # monotonic seconds at which the step is killed
         while srun.poll() is None:
             now = time.monotonic()
-            if signals.number and not forwarded:
+            if signals.number and not has_forwarded:
                 # To the tasks alone: this script's own process is in another step.
-                forwarded, until = (
-                    _signal_steps(signal.Signals(signals.number).name),
-                    now + self.options.grace_seconds,
-                )
-            codes = {found["exitcode"] for found in _notes(logs)} - {0}
-            if any("hang" in (read_error(path) or {}) for path in logs.glob("rank-*.json")):
-                # By its watcher; it may sleep in the kernel, and not die of it.
-                codes.add(-signal.SIGKILL)
+                has_forwarded = _signal_steps(signal.Signals(signals.number).name)
+                until = now + self.options.grace_seconds
+            codes = _failed_codes(logs)
             if codes and until is None:
-                until = now + (
-                    0
-                    if min(codes) < 0
-                    else self.options.grace_seconds
-                    if codes & {*TOGETHER}
-                    else SETTLE_SECONDS
-                )
-            if (until is not None and now > until) or (signals.at_once and not killed):
-                killed, until = True, now + AGAIN_SECONDS
+                until = now + self._patience(codes)
+            is_late = until is not None and now > until
+            if is_late or (signals.at_once and not was_killed):
+                was_killed = True
+                until = now + AGAIN_SECONDS
                 _signal_steps("KILL")
             time.sleep(LOOK_SECONDS)
-        waits = time.monotonic() + SHARED_SECONDS
-        while not killed and len(_notes(logs)) < self.size and time.monotonic() < waits:
+        if not was_killed:
+            self._await_notes(logs)
+        return was_killed
+
+    def _patience(self, codes: set[int]) -> float:
+        """Return for how many seconds the other ranks may go on after ranks have ended with these exit codes."""
+        if min(codes) < 0:
+            return 0.0
+        if codes & set(TOGETHER):
+            return self.options.grace_seconds
+        return SETTLE_SECONDS
+
+    def _await_notes(self, logs: Path) -> None:
+        """Wait for the notes of all ranks, which may come late over a network file system."""
+        until = time.monotonic() + SHARED_SECONDS
+        while len(_notes(logs)) < self.size and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
-        return killed
+
+
+def _failed_codes(logs: Path) -> set[int]:
+    """Return the exit codes of the ranks that have failed or hang."""
+    codes = {noted["exitcode"] for noted in _notes(logs)} - {0}
+    for path in logs.glob("rank-*.json"):
+        error = read_error(path)
+        if error is not None and "hang" in error:
+            # Its watcher has killed it. It may sleep in the kernel, and not die of that.
+            codes.add(-signal.SIGKILL)
+    return codes
 
 
 def _signal_steps(name: str) -> bool:
-    """Send a signal to the steps of this job that srun has started: JOB.0, …; whether there was one, and Slurm answered."""
+    """Send a signal to the steps of this job that srun has started: JOB.0, and so on.
+
+    Return whether there was one, and Slurm answered.
+    """
     try:
         shown = ask(
             "squeue", "--noheader", "--steps", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%i"
@@ -128,56 +160,65 @@ def _notes(logs: Path) -> list[dict[str, Any]]:
 
 
 def _end(rank: int, logs: Path, killed: bool, stopped_by: int) -> RankEnd:
-    error, log = read_error(logs / f"rank-{rank}.json"), logs / f"rank-{rank}.log"
+    """Return how a rank ended, by what it, its task, its watcher or srun has written.
+
+    `killed` says that the step was killed. `stopped_by` is the number of the signal that the job was stopped by, or 0.
+    """
+    error = read_error(logs / f"rank-{rank}.json")
+    log = logs / f"rank-{rank}.log"
     if error is not None and "hang" in error:
-        return RankEnd(
-            rank, error["exit_code"], error, log, killed=True, at=error["time"], host=error["host"]
-        )
-    try:
-        noted = json.loads((logs / f"rank-{rank}.end").read_text())
-        # sys.exit() of the user's own code is no end of a run.
-        code = noted["exitcode"] or (error["exit_code"] if error else 0)
-        return RankEnd(
-            rank,
-            code,
-            error,
-            log,
-            at=noted["time"],
-            host=noted["host"],
-            kills=tuple(noted["kills"]),
-        )
-    except OSError:
-        pass
+        code = error["exit_code"]
+        return RankEnd(rank, code, error, log, killed=True, at=error["time"], host=error["host"])
+    noted = _read_note(logs / f"rank-{rank}.end")
+    if noted is not None:
+        code = noted["exitcode"]
+        if code == 0 and error:
+            # sys.exit() of the user's own code does not end a run.
+            code = error["exit_code"]
+        kills = tuple(noted["kills"])
+        return RankEnd(rank, code, error, log, at=noted["time"], host=noted["host"], kills=kills)
     if killed:
-        code, at = (error["exit_code"], error["time"]) if error else (-signal.SIGKILL, time.time())
-        return RankEnd(rank, code, error, log, killed=True, at=at)
-    if stopped_by:  # its task did not listen yet
+        if error:
+            return RankEnd(rank, error["exit_code"], error, log, killed=True, at=error["time"])
+        return RankEnd(rank, -signal.SIGKILL, error, log, killed=True, at=time.time())
+    if stopped_by:  # its task could not listen yet
         return RankEnd(rank, -stopped_by, error, log, at=time.time())
     # Its host has gone, or could not start it: srun knows more.
-    lines = [
-        line
-        for line in (logs / "srun.log").read_text(errors="replace").splitlines()
-        if line.startswith("srun: error:")
-    ]
-    what = lines[0].removeprefix("srun: error: ") if lines else "it left no note of its end"
-    error = {"message": f"lost: {what}", "traceback": "", "time": time.time(), "exit_code": 1}
+    message = f"lost: {_error_of_srun(logs)}"
+    error = {"message": message, "traceback": "", "time": time.time(), "exit_code": 1}
     return RankEnd(rank, 1, error, logs / "srun.log", at=time.time())
 
 
+def _read_note(path: Path) -> dict[str, Any] | None:
+    """Return what a task has noted of the end of its rank; None if it has noted nothing."""
+    try:
+        noted: dict[str, Any] = json.loads(path.read_text())
+    except OSError:
+        return None
+    return noted
+
+
+def _error_of_srun(logs: Path) -> str:
+    """Return the first error that srun has reported."""
+    prefix = "srun: error: "
+    for line in (logs / "srun.log").read_text(errors="replace").splitlines():
+        if line.startswith(prefix.rstrip()):
+            return line.removeprefix(prefix)
+    return "it left no note of its end"
+
+
 def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, worker: str) -> int:
-    """Run the ranks of a plan in this job, and return the exit code; `worker`: the module that is one. Raises EnvironmentFault outside of a
-    job, and in an array."""
-    options, run_dir = plan.config.launch, Path(plan.run_dir)
+    """Run the ranks of a plan in this job, and return the exit code. `worker` is the module that is a rank.
+
+    Raises EnvironmentFault outside of a job, and in an array.
+    """
+    options = plan.config.launch
+    run_dir = Path(plan.run_dir)
     assert isinstance(options, SlurmLauncher)
-    if "SLURM_JOB_ID" not in os.environ or "SLURM_ARRAY_JOB_ID" in os.environ:
-        what = "is the batch script of one job" + ", and this one is of an array" * (
-            "SLURM_ARRAY_JOB_ID" in os.environ
-        )
-        raise EnvironmentFault(
-            what, where=str(run_dir / "job.sh"), fix="submit it alone, by sbatch"
-        )
+    _require_one_job(run_dir)
     (run_dir / END).unlink(missing_ok=True)
-    ranks, before = StepRanks(options), furthest_step(run_dir)
+    ranks = StepRanks(options)
+    step_before = furthest_step(run_dir)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
         resume = newest_or(resume, run_dir, plan.config.checkpoint.apart)
     try:
@@ -195,18 +236,28 @@ def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, 
     except DrumlineError as error:
         note_end(run_dir, error.exit_code)
         raise
-    if (
-        code == 75
-        and options.requeue
-        and _requeued(ranks.signal, furthest_step(run_dir) > max(before, 0))
-    ):
-        return code
+    if code == 75 and options.requeue:
+        has_progressed = furthest_step(run_dir) > max(step_before, 0)
+        is_requeued = _requeued(ranks.signal, has_progressed)
+        if is_requeued:
+            return code
     note_end(run_dir, code)
     return code
 
 
+def _require_one_job(run_dir: Path) -> None:
+    """Raise EnvironmentFault outside of a job, and in an array of jobs."""
+    is_array = "SLURM_ARRAY_JOB_ID" in os.environ
+    if "SLURM_JOB_ID" in os.environ and not is_array:
+        return
+    what = "is the batch script of one job"
+    if is_array:
+        what += ", and this one is of an array"
+    raise EnvironmentFault(what, where=str(run_dir / "job.sh"), fix="submit it alone, by sbatch")
+
+
 def _preflight(plan: Plan) -> None:
-    """Raises EnvironmentFault."""
+    """Check the hosts of a job of several. Raises EnvironmentFault for a check that failed."""
     options = plan.config.launch
     if isinstance(options, SlurmLauncher) and options.preflight and options.nodes > 1:
         from drumline.launchers.preflight import require
@@ -215,16 +266,14 @@ def _preflight(plan: Plan) -> None:
 
 
 def _requeued(stopped_by: int, progressed: bool) -> bool:
-    """Have Slurm take this job back into its queue, and end it here, where its time was up or another job takes its nodes; whether it
-    does. Slurm itself requeues only a job that does not end in its time of grace."""
+    """Have Slurm put this job back into its queue, if its time was up or another job takes its nodes. Return whether it does.
+
+    Slurm itself requeues only a job that does not end within its grace time.
+    """
     job = os.environ["SLURM_JOB_ID"]
     try:
-        preempted = (
-            re.search(
-                r"\bPreemptTime=(?!None)\S", ask("scontrol", "show", "job", job, "--oneliner")
-            )
-            is not None
-        )
+        shown = ask("scontrol", "show", "job", job, "--oneliner")
+        preempted = re.search(r"\bPreemptTime=(?!None)\S", shown) is not None
         if not preempted and stopped_by != signal.SIGUSR1:
             return False
         if not preempted and not progressed:
@@ -237,6 +286,9 @@ def _requeued(stopped_by: int, progressed: bool) -> bool:
     except EnvironmentFault as fault:
         print(f"error: it is not requeued: {fault.line()} — go on with --resume", file=sys.stderr)
         return False
-    why = "another job takes its nodes" if preempted else "the time of this job is up"
+    if preempted:
+        why = "another job takes its nodes"
+    else:
+        why = "the time of this job is up"
     print(f"{why}: it is back in the queue, and will go on from there", file=sys.stderr)
     return True

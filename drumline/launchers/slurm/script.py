@@ -1,4 +1,4 @@
-"""The batch script of a run. No torch here."""
+"""Write the batch script of a run. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,25 +14,54 @@ if TYPE_CHECKING:
     from drumline.launchers.slurm.spec import SlurmLauncher
 
 SCRIPT = "job.sh"  # in the run folder
-WARN_SECONDS = 60  # before the ranks must have saved; Slurm may be a minute late, or early
+# Slurm may send a signal a minute late, or early, so it is asked to send it earlier by this much.
+WARN_SECONDS = 60
 
 
 def require_one_line(plan_path: Path) -> None:
-    """Raises ConfigError for a run folder that would not stay on its line of the script."""
-    if not (run_dir := str(plan_path.absolute().parent)).isprintable():
-        fix = "choose another with run.dir=…"
-        raise ConfigError(
-            f"{run_dir!r} would not stay on its line of the batch script", where="run.dir", fix=fix
-        )
+    """Raise ConfigError for a run folder that would not stay on its line of the script."""
+    run_dir = str(plan_path.absolute().parent)
+    if not run_dir.isprintable():
+        what = f"{run_dir!r} would not stay on its line of the batch script"
+        raise ConfigError(what, where="run.dir", fix="choose another with run.dir=…")
 
 
 def script(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
-    """What sbatch gets. It begins one process, which starts the ranks by srun and looks after them. Raises ConfigError."""
+    """Return the script for sbatch. It runs one process, which starts the ranks by srun and watches over them.
+
+    Raises ConfigError for a run folder that would not stay on its line.
+    """
     require_one_line(plan_path)
     run_dir = plan_path.absolute().parent
-    quoted = str(run_dir).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
-    lines = {
-        "job-name": f"drumline-{''.join(c if c.isalnum() or c in '-_.' else '-' for c in run_dir.name)}",
+    ranks = options.nodes * options.ranks_of_node
+    lines = [
+        "#!/bin/bash",
+        f"# {ranks} ranks of Drumline; `drumline follow`, `logs` and `stop` take {run_dir}",
+    ]
+    for name, value in _directives(options, run_dir).items():
+        if value is not None:
+            lines.append(f"#SBATCH --{name}={value}")
+    if options.requeue:
+        lines.append("#SBATCH --requeue")
+    else:
+        lines.append("#SBATCH --no-requeue")
+    for option in options.extra:
+        lines.append(f"#SBATCH {option}")
+    command = [sys.executable, "-m", "drumline.train.slurm_job", str(plan_path)]
+    if resume:
+        command += ["--resume", resume]
+    lines += ["", f"cd {shlex.quote(str(Path.cwd()))}", f"exec {shlex.join(command)}", ""]
+    return "\n".join(lines)
+
+
+def _directives(options: SlurmLauncher, run_dir: Path) -> dict[str, object]:
+    """Return the value of each directive of sbatch; None for one that is not set."""
+    job_name = "".join(_plain_character(character) for character in run_dir.name)
+    # In the name of a file sbatch reads backslashes, quotes and percent signs.
+    quoted_dir = str(run_dir).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    warn_seconds = math.ceil(options.grace_seconds) + WARN_SECONDS
+    return {
+        "job-name": f"drumline-{job_name}",
         "nodes": options.nodes,
         "ntasks-per-node": options.ranks_of_node,
         "partition": options.partition,
@@ -43,27 +72,13 @@ def script(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
         "gres": options.gres,
         "cpus-per-task": options.cpus,
         "constraint": options.constraint,
-        "output": f'"{quoted}/logs/job-%j.log"',
+        "output": f'"{quoted_dir}/logs/job-%j.log"',
         "open-mode": "append",
-        "signal": f"B:USR1@{math.ceil(options.grace_seconds) + WARN_SECONDS}",
+        "signal": f"B:USR1@{warn_seconds}",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "drumline.train.slurm_job",
-        str(plan_path),
-        *(["--resume", resume] if resume else []),
-    ]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            f"# {options.nodes * options.ranks_of_node} ranks of Drumline; `drumline follow`, `logs` and `stop` take {run_dir}",
-            *(f"#SBATCH --{name}={value}" for name, value in lines.items() if value is not None),
-            f"#SBATCH --{'requeue' if options.requeue else 'no-requeue'}",
-            *(f"#SBATCH {option}" for option in options.extra),
-            "",
-            f"cd {shlex.quote(str(Path.cwd()))}",
-            f"exec {shlex.join(command)}",
-            "",
-        ]
-    )
+
+
+def _plain_character(character: str) -> str:
+    if character.isalnum() or character in "-_.":
+        return character
+    return "-"

@@ -139,13 +139,20 @@ class SlurmLauncher(LauncherSpec):
 
     @property
     def gpus_of_node(self) -> int:
-        """That the job requests."""
-        parts = [part.partition("(")[0].split(":") for part in (self.gres or "").split(",")]
-        return self.gpus or sum(
-            int(fields[-1]) if fields[-1].isdecimal() else 1
-            for fields in parts
-            if fields[0] == "gpu"
-        )
+        """The GPUs of a node that the job requests, by `gpus` or else by `gres`."""
+        if self.gpus:
+            return self.gpus
+        number = 0
+        for part in (self.gres or "").split(","):
+            # gpu, gpu:8 or gpu:a100:8, each perhaps with a list in brackets.
+            fields = part.partition("(")[0].split(":")
+            if fields[0] != "gpu":
+                continue
+            if fields[-1].isdecimal():
+                number += int(fields[-1])
+            else:
+                number += 1
+        return number
 
     @property
     def ranks_of_node(self) -> int:
@@ -159,20 +166,19 @@ class SlurmLauncher(LauncherSpec):
         return (self.ranks_of_node,) * self.nodes
 
     def machine(self, config: Config) -> Machine:
-        """A node: its GPUs are those of `cluster`, else as this host's."""
-        here, number = detect(), self.gpus_of_node
+        """Return a node of the job. Its GPUs are those of `cluster`, or else like this host's."""
+        here = detect()
+        number = self.gpus_of_node
         if number == 0 or config.run.device == "cpu":
             return here.without_devices()
-        if config.cluster is not None and (device := config.cluster.spec()) is not None:
-            memory = config.cluster.host_memory_gb
-            host = here.memory_bytes if memory is None else int(memory * 10**9)
-            return Machine(
-                [Device(device.name, device.memory_bytes)] * number,
-                here.cores,
-                host,
-                "cuda",
-                "bf16" in device.flops,
-            )
+        if config.cluster is not None:
+            device = config.cluster.spec()
+            if device is not None:
+                host_memory = here.memory_bytes
+                if config.cluster.host_memory_gb is not None:
+                    host_memory = int(config.cluster.host_memory_gb * 10**9)
+                devices = [Device(device.name, device.memory_bytes)] * number
+                return Machine(devices, here.cores, host_memory, "cuda", "bf16" in device.flops)
         if not here.devices:
             what = f"this host has no GPU, so it is not known what the {number} GPUs of a node are"
             fix = f"set them, such as cluster: {self.nodes}x{number}xh100-80g; `drumline plan --devices` prints the names"
@@ -180,7 +186,10 @@ class SlurmLauncher(LauncherSpec):
         return replace(here, devices=here.devices[:1] * number)
 
     def early(self, config: Config, plan_path: Path) -> AbstractContextManager[Any]:
-        """Raises EnvironmentFault where a job of the run is in the queue, and ConfigError for a run folder that no script can name."""
+        """Check that a job can be submitted; nothing has to be started early.
+
+        Raises EnvironmentFault if a job of the run is in the queue, and ConfigError for a run folder that no script can name.
+        """
         from drumline.launchers.slurm.queue import require_no_job
         from drumline.launchers.slurm.script import require_one_line
 
@@ -189,10 +198,10 @@ class SlurmLauncher(LauncherSpec):
         return nullcontext()
 
     def reach(self) -> Mapping[str, Reached]:
-        """In a job its nodes, by a step of srun each."""
-        nodes = (
-            expand(os.environ.get("SLURM_JOB_NODELIST", "")) if "SLURM_JOB_ID" in os.environ else []
-        )
+        """Return how to run a module on each node of the present job: by a step of srun. There are no nodes outside of a job."""
+        nodes = []
+        if "SLURM_JOB_ID" in os.environ:
+            nodes = expand(os.environ.get("SLURM_JOB_NODELIST", ""))
         cores = tasks_of_nodes(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         return {
             node: Reached(address(node), partial(_run, node, count))
@@ -224,7 +233,9 @@ class SlurmLauncher(LauncherSpec):
         from drumline.launchers.slurm.queue import follow, submit
 
         job = submit(self, plan_path, resume)
-        return 0 if self.detach else follow(plan_path.parent, job, on_event)
+        if self.detach:
+            return 0
+        return follow(plan_path.parent, job, on_event)
 
 
 def _run(

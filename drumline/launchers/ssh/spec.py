@@ -79,16 +79,17 @@ class SSHLauncher(HostsLauncher):
 
     @model_validator(mode="after")
     def _enough(self) -> SSHLauncher:
-        least, most = (self.nodes.min, self.nodes.max) if self.nodes else (1, None)
-        if not least <= min(most or len(self.hosts), len(self.hosts)):
-            raise ValueError(
-                f"nodes.min is {least}, more than nodes.max or the {len(self.hosts)} of hosts"
-            )
+        if self.nodes is None:
+            return self
+        least = self.nodes.min
+        number = len(self.hosts)
+        if least > min(self.nodes.max or number, number):
+            raise ValueError(f"nodes.min is {least}, more than nodes.max or the {number} of hosts")
         return self
 
     @property
     def places(self) -> list[str]:
-        """What ssh calls each host."""
+        """The names of the hosts, as ssh takes them."""
         return [_place(host) for host in self.hosts]
 
     @property
@@ -105,11 +106,11 @@ class SSHLauncher(HostsLauncher):
         return ["launch.nodes=null", f"launch.hosts={json.dumps(self.places[:number])}"]
 
     def count(self, host: str, devices: int) -> int:
-        """Ranks of one of `hosts`, which has so many GPUs."""
+        """Return the number of ranks of one of `hosts`, which has so many GPUs."""
         match = HOST.fullmatch(host)
-        return (
-            int(match["devices"]) if match and match["devices"] else self.nproc or max(1, devices)
-        )
+        if match and match["devices"]:
+            return int(match["devices"])
+        return self.nproc or max(1, devices)
 
     def host_ranks(self) -> tuple[int, ...]:
         from drumline.launchers.ssh.start import counts
@@ -131,11 +132,10 @@ class SSHLauncher(HostsLauncher):
 
         super().compare(plan, early)
         if self.preflight and len(self.hosts) > 1:
-            there = early.there()  # of hosts that come and go, some may not be up
-            if (
-                len(reached := {name: each for name, each in self.reach().items() if name in there})
-                > 1
-            ):
+            # If hosts come and go, some may not be up.
+            there = early.there()
+            reached = {name: each for name, each in self.reach().items() if name in there}
+            if len(reached) > 1:
                 require(reached, plan)
 
     def reach(self) -> Mapping[str, Reached]:
@@ -163,5 +163,8 @@ class SSHLauncher(HostsLauncher):
 
 
 def _place(host: str) -> str:
+    """Return the name of a host without its number of devices."""
     match = HOST.fullmatch(host)
-    return match["place"] if match else host
+    if match is None:
+        return host
+    return match["place"]

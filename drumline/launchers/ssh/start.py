@@ -1,4 +1,7 @@
-"""Starting the agents of all hosts by the system's ssh, and asking them what they have. No torch here."""
+"""Start the agents of all hosts by the system's ssh, and ask them what they have.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -43,59 +46,62 @@ from drumline.telemetry.events import Save, Step
 if TYPE_CHECKING:
     from drumline.launchers.ssh.spec import SSHLauncher
 
-# No question on a terminal; and it ends when the host does not answer any more, as the link to the agent does. Of a setting ssh takes the
-# first value, of a flag the last: launch.options stand between the two, and overrule all but BatchMode.
+# Ssh takes the first value of a setting and the last of a flag. The user's launch.options stand between FIRST and LAST, so they overrule
+# everything but BatchMode. With these options ssh asks no question on a terminal, and ends when its host does not answer any more, as the
+# link to the agent does.
 FIRST = ("-o", "BatchMode=yes", "-T", "-x", "-a")
 LAST = ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3")
 PROXIES = {"proxyjump", "proxycommand"}
+SSH_PORT = "22"
 
 
 class SSH:
-    """The agents of an SSHLauncher. One of this host is a process of this one's own, without ssh."""
+    """Start and end the agents of an SSHLauncher. The agent of this host is a child process, without ssh."""
 
     def __init__(self, spec: SSHLauncher, here: set[str]) -> None:
-        self.spec, self.here = spec, here
-        # Whose agent's words are; before it is there they are the reason of an error.
+        self.spec = spec
+        self.here = here
+        # Tells whether a host's agent is connected: only then its output is shown, because before that it is the reason of an error.
         self.shown: Callable[[str], bool] = lambda name: False
         self._agents: dict[str, Helper] = {}
-        self._starting, self._closed = threading.Lock(), False
+        self._starting = threading.Lock()
+        self._closed = False
 
     def start(self, name: str, settings: Message) -> None:
-        with (
-            self._starting
-        ):  # another thread asks for hosts that are not there, until all are sent away
+        # Another thread starts agents of hosts that are missing, until all agents are sent away.
+        with self._starting:
             if not self._closed:
                 self._start(name, settings)
 
     def _start(self, name: str, settings: Message) -> None:
         if name in self._agents:
             self._agents.pop(name).end()
-        here = name in self.here
-        command = local_command(self.spec) if here else ssh_command(self.spec, name)
+        if name in self.here:
+            command = local_command(self.spec)
+            folder = self.spec.workdir
+        else:
+            command = ssh_command(self.spec, name)
+            folder = None
         try:
-            agent = Helper(command, self.spec.workdir if here else None, partial(self._show, name))
+            agent = Helper(command, folder, partial(self._show, name))
         except OSError as error:
-            raise EnvironmentFault(
-                f"{error.filename or command[0]}: {error.strerror}",
-                where="launch",
-                fix="install it",
-            ) from None
+            what = f"{error.filename or command[0]}: {error.strerror}"
+            raise EnvironmentFault(what, where="launch", fix="install it") from None
         agent.tell(json.dumps(settings))
         self._agents[name] = agent
 
     def _show(self, name: str, line: str) -> None:
-        """What an agent or its ssh says, with the host's name."""
+        """Print a line of an agent, or of its ssh, with the host's name."""
         if self.shown(name):
             print(f"{name}: {redact(line)}", file=sys.stderr)
 
     def ended(self, name: str) -> str | None:
-        if (agent := self._agents.get(name)) is None:
+        agent = self._agents.get(name)
+        if agent is None:
             return ""
-        return (
-            None
-            if agent.poll() is None
-            else redact(agent.last()) or f"its agent ended with {agent.returncode}"
-        )
+        if agent.poll() is None:
+            return None
+        return redact(agent.last()) or f"its agent ended with {agent.returncode}"
 
     def close(self) -> None:
         with self._starting:
@@ -107,44 +113,53 @@ class SSH:
 
 
 def local_command(spec: SSHLauncher) -> list[str]:
-    """The agent of this host, which dies with the launcher."""
+    """Return the command of this host's agent, which dies with the launcher."""
     return [spec.python or sys.executable, *tied(AGENT)]
 
 
 def ssh_command(spec: SSHLauncher, name: str, module: str = AGENT) -> list[str]:
-    """ssh hands its last argument to a shell on the host."""
-    folder, python = spec.workdir or str(Path.cwd()), spec.python or sys.executable
+    """Return the ssh command that runs a module on a host. Its last argument is a line for the shell of that host."""
+    folder = spec.workdir or str(Path.cwd())
+    python = spec.python or sys.executable
     remote = f"cd {shlex.quote(folder)} && exec {shlex.join([python, '-u', '-m', module])}"
-    return ["ssh", *FIRST, *spec.options, *LAST, name.replace("[", "").replace("]", ""), remote]
+    return ["ssh", *FIRST, *spec.options, *LAST, _bare_name(name), remote]
+
+
+def _bare_name(name: str) -> str:
+    """Return the name of a host without the brackets around an IPv6 address."""
+    return name.replace("[", "").replace("]", "")
 
 
 def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
-    """The hosts of a spec, without agents. `known`: of a launcher that follows another, what its host knows. Raises EnvironmentFault for a
-    name without an address."""
-    targets = {} if known else _targets(spec)
-    found = (
-        known["addresses"]
-        if known
-        else {place: target.addresses for place, target in targets.items()}
-    )
+    """Return the hosts of a spec, without agents.
+
+    `known` is what the agent of this host knows, if the launcher follows another one.
+    Raises EnvironmentFault for a name without an address.
+    """
+    if known:
+        found: dict[str, list[str]] = known["addresses"]
+        here = {known["name"]}
+    else:
+        targets = _targets(spec)
+        found = {place: target.addresses for place, target in targets.items()}
+        here = {place for place, target in targets.items() if target.here}
     peers = [each[0] for each in found.values() if each]
-    here = {known["name"]} if known else {place for place, target in targets.items() if target.here}
     ssh = SSH(spec, here)
     own_address = _own_address(spec, peers, all(found.values()))
     if known is None and spec.port is not None:
-        listen(spec.port, own_address).close()  # ranks take it, after data are prepared
-    given = (spec.places, ssh, own_address, spec.port, spec.interface, peers)
+        # Fail now if the port is taken. Ranks take it later, after the data are prepared.
+        listen(spec.port, own_address).close()
+    arguments = (spec.places, ssh, own_address, spec.port, spec.interface, peers)
     if spec.nodes is None:
-        hosts = Hosts(*given)
+        hosts = Hosts(*arguments)
     else:
         own = next((place for place in spec.places if place in here), "")
-        run = {"addresses": found}
         hosts = ElasticHosts(
-            *given,
+            *arguments,
             least=spec.nodes.min,
             most=spec.nodes.max or len(spec.places),
             own=own,
-            run=run,
+            run={"addresses": found},
             known=known,
         )
     ssh.shown = lambda name: hosts.remotes[name].link is not None
@@ -152,50 +167,62 @@ def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
 
 
 def reach(spec: SSHLauncher) -> dict[str, Reached]:
-    """Each host, for `drumline doctor`: no agent is needed. Raises EnvironmentFault for a name without an address."""
+    """Return for `drumline doctor` how to run a module on each host; no agent is needed.
+
+    Raises EnvironmentFault for a name without an address.
+    """
     targets = _targets(spec)
     found = {place: next(iter(target.addresses), "") for place, target in targets.items()}
-    here = {place for place, target in targets.items() if target.here}
-    own = _own_address(
-        spec, [address for address in found.values() if address], all(found.values())
-    )
-    return {
-        place: Reached(
-            own if place in here else found[place], partial(_run, spec, place, place in here)
-        )
-        for place in spec.places
-    }
+    peers = [address for address in found.values() if address]
+    own = _own_address(spec, peers, all(found.values()))
+    reached = {}
+    for place in spec.places:
+        is_local = targets[place].here
+        if is_local:
+            address = own
+        else:
+            address = found[place]
+        reached[place] = Reached(address, partial(_run, spec, place, is_local))
+    return reached
 
 
 def _run(
     spec: SSHLauncher, name: str, here: bool, module: str, question: str, seconds: float
 ) -> tuple[int | None, str, str]:
-    command = (
-        [spec.python or sys.executable, "-m", module] if here else ssh_command(spec, name, module)
-    )
+    """Run a module on a host with a question on its standard input; return exit code, output and errors."""
+    if here:
+        command = [spec.python or sys.executable, "-m", module]
+        folder = spec.workdir
+    else:
+        command = ssh_command(spec, name, module)
+        folder = None
     try:
-        return run_command(command, question, seconds, spec.workdir if here else None)
+        return run_command(command, question, seconds, folder)
     except OSError as error:
         return 1, "", f"{error.filename or command[0]}: {error.strerror}"
 
 
 def machines(spec: SSHLauncher) -> Mapping[str, Machine]:
-    """Host that is there → what it has."""
+    """Return the machine of each connected host."""
     hosts = gathered(spec)
     return {name: machine_of(hosts.remotes[name].facts) for name in hosts.there()}
 
 
 def counts(spec: SSHLauncher) -> dict[str, int]:
-    """Host that takes part → its ranks."""
-    hosts, there = gathered(spec), machines(spec)
-    if not hosts.counts:
-        found = {
-            place: spec.count(host, len(there[place].devices))
-            for host, place in zip(spec.hosts, spec.places, strict=True)
-            if place in there
-        }
-        most, own = spec.nodes.max if spec.nodes else None, getattr(hosts, "own", "")
-        hosts.counts = dict(sorted(found.items(), key=lambda each: each[0] != own)[:most])
+    """Return the number of ranks of each host that takes part, the launcher's own host first."""
+    hosts = gathered(spec)
+    there = machines(spec)
+    if hosts.counts:
+        return hosts.counts
+    found = {}
+    for host, place in zip(spec.hosts, spec.places, strict=True):
+        if place in there:
+            found[place] = spec.count(host, len(there[place].devices))
+    own = getattr(hosts, "own", "")
+    ordered = sorted(found.items(), key=lambda each: each[0] != own)
+    if spec.nodes:
+        ordered = ordered[: spec.nodes.max]
+    hosts.counts = dict(ordered)
     return hosts.counts
 
 
@@ -206,51 +233,59 @@ def make_elastic(
     hosts: ElasticHosts,
     resize: Callable[[int], bool],
 ) -> None:
-    """What hosts that come and go need to know of a run."""
+    """Set what hosts that come and go need to know of a run. `resize` makes the plan one for so many ranks."""
+    by_place = dict(zip(spec.places, spec.hosts, strict=True))
 
     def require(name: str) -> None:
-        there = {
-            each: hosts.remotes[each].facts
-            for each in (*hosts.counts, name)
-            if hosts.remotes[each].link is not None
-        }
+        there = {}
+        for each in (*hosts.counts, name):
+            if hosts.remotes[each].link is not None:
+                there[each] = hosts.remotes[each].facts
         require_same_versions(facts(), there)
         compare(plan, hosts, name)
 
-    by_place = dict(zip(spec.places, spec.hosts, strict=True))
-    hosts.size = lambda name: spec.count(
-        by_place[name], len(machine_of(hosts.remotes[name].facts).devices)
-    )
-    hosts.require, hosts.resize = require, resize
-    hosts.run |= {
-        "run_dir": plan.run_dir,
-        "plan": str(plan_path),
-        "token": lease.token_of(Path(plan.run_dir)),
-    }
-    # Where there is none yet.
-    create_whole(Path(plan.run_dir) / RUN_ID, secrets.token_hex(8).encode())
-    hosts.joins_at = Save if plan.config.checkpoint.steps else Step
+    def count_ranks(name: str) -> int:
+        machine = machine_of(hosts.remotes[name].facts)
+        return spec.count(by_place[name], len(machine.devices))
+
+    hosts.size = count_ranks
+    hosts.require = require
+    hosts.resize = resize
+    run_dir = Path(plan.run_dir)
+    hosts.run["run_dir"] = plan.run_dir
+    hosts.run["plan"] = str(plan_path)
+    hosts.run["token"] = lease.token_of(run_dir)
+    # An identifier that the run already has stays.
+    create_whole(run_dir / RUN_ID, secrets.token_hex(8).encode())
+    if plan.config.checkpoint.steps:
+        hosts.joins_at = Save
+    else:
+        hosts.joins_at = Step
 
 
 class Target(NamedTuple):
-    """What ssh means by a name. `addresses`: none where it goes by another host; `here`: it is this host, and this user."""
+    """What ssh means by a name."""
 
-    addresses: list[str]
-    here: bool
-    port: str = "22"
+    addresses: list[str]  # empty if ssh reaches it through another host
+    here: bool  # it is this host, and this user
+    port: str = SSH_PORT
 
 
 def _targets(spec: SSHLauncher) -> dict[str, Target]:
-    """Place → what ssh means by it. Raises EnvironmentFault for a name without an address, and for two names of one machine whose devices
-    would count twice."""
+    """Return what ssh means by each place.
+
+    Raises EnvironmentFault for a name without an address, and for two names of one machine, whose devices would count twice.
+    """
     targets = {place: _target(spec, place) for place in spec.places}
     machines: dict[tuple[str, str], str] = {}
     for host, (place, target) in zip(spec.hosts, targets.items(), strict=True):
         if host != place or not target.addresses:
             continue  # its number of ranks is given, or nobody knows the machine
-        first = machines.setdefault(
-            ("" if target.here else target.addresses[0], target.port), place
-        )
+        if target.here:
+            machine = ("", target.port)
+        else:
+            machine = (target.addresses[0], target.port)
+        first = machines.setdefault(machine, place)
         if first != place:
             fix = "write it once, or give each its number of devices, as in host:4"
             raise EnvironmentFault(
@@ -260,8 +295,29 @@ def _targets(spec: SSHLauncher) -> dict[str, Target]:
 
 
 def _target(spec: SSHLauncher, place: str) -> Target:
-    """Raises EnvironmentFault for a name without an address."""
-    name = place.replace("[", "").replace("]", "")
+    """Return what ssh means by one place. Raises EnvironmentFault for a name without an address."""
+    name = _bare_name(place)
+    settings = _ssh_settings(spec, name)
+    for proxy in PROXIES:
+        if settings.get(proxy, "none") != "none":
+            return Target([], False)
+    found = addresses(settings.get("hostname", name))
+    if not found:
+        fix = "give a name that resolves, an IP address, or a Host of ~/.ssh/config"
+        raise EnvironmentFault(f"the host {place!r} has no address", where="launch.hosts", fix=fix)
+    port = settings.get("port", SSH_PORT)
+    # Another port of loopback may be forwarded to a container, or to a machine elsewhere.
+    is_forwarded = is_loopback(found[0]) and port != SSH_PORT
+    if is_here(found[0]) and not is_forwarded:
+        own_user = pwd.getpwuid(os.getuid()).pw_name
+        here = settings.get("user") in (None, own_user)
+    else:
+        here = False
+    return Target(found, here, port)
+
+
+def _ssh_settings(spec: SSHLauncher, name: str) -> dict[str, str]:
+    """Return the settings that ssh would use for a name, by its own words. Raises EnvironmentFault if it refuses."""
     try:
         code, out, err = run_command(["ssh", "-G", *spec.options, name])
     except OSError as error:
@@ -269,29 +325,22 @@ def _target(spec: SSHLauncher, place: str) -> Target:
             f"ssh cannot start: {error.strerror}", where="launch", fix="install ssh"
         ) from None
     if code:
-        what = (err.strip().splitlines() or ["ssh -G failed"])[-1]
-        raise EnvironmentFault(what, where="launch.options", fix="mend the arguments of ssh")
-    known = dict(line.split(" ", 1) for line in out.splitlines() if " " in line)
-    if any(known.get(proxy, "none") != "none" for proxy in PROXIES):
-        return Target([], False)
-    found = addresses(known.get("hostname", name))
-    if not found:
-        fix = "give a name that resolves, an IP address, or a Host of ~/.ssh/config"
-        raise EnvironmentFault(f"the host {place!r} has no address", where="launch.hosts", fix=fix)
-    # Another port of loopback may be forwarded to a container, or to a machine elsewhere.
-    port = known.get("port", "22")
-    forwarded = is_loopback(found[0]) and port != "22"
-    here = (
-        is_here(found[0])
-        and not forwarded
-        and known.get("user") in (None, pwd.getpwuid(os.getuid()).pw_name)
-    )
-    return Target(found, here, port)
+        lines = err.strip().splitlines() or ["ssh -G failed"]
+        raise EnvironmentFault(lines[-1], where="launch.options", fix="mend the arguments of ssh")
+    settings = {}
+    for line in out.splitlines():
+        key, space, value = line.partition(" ")
+        if space:
+            settings[key] = value
+    return settings
 
 
 def _own_address(spec: SSHLauncher, peers: list[str], direct: bool) -> str:
-    """Where this launcher listens: the address of `launch.interface`, else the one that the hosts see; not `direct`: some go by a proxy,
-    and are not among `peers`. Raises EnvironmentFault where there is none, or several."""
+    """Return the address at which this launcher listens: that of `launch.interface`, or the one that the hosts see.
+
+    `peers` are addresses of the hosts. `direct` is False if some hosts are reached by a proxy; they are not among `peers`.
+    Raises EnvironmentFault if there is no such address, or if there are several.
+    """
     if spec.interface is not None:
         return require_interface(spec.interface)
     sources = {source_address(each) for each in peers if not is_here(each)} - {None}
@@ -300,8 +349,11 @@ def _own_address(spec: SSHLauncher, peers: list[str], direct: bool) -> str:
         raise EnvironmentFault(
             what, where="launch.hosts", fix="set launch.interface to the one that all of them reach"
         )
-    here = next((each for each in peers if is_here(each) and not is_loopback(each)), "127.0.0.1")
-    own = str(next(iter(sources), here))
+    if sources:
+        own = str(sources.pop())
+    else:
+        local = [each for each in peers if is_here(each) and not is_loopback(each)]
+        own = next(iter(local), "127.0.0.1")
     if is_loopback(own) and not direct:
         what = "which address of this host the others reach is not known: they go by a proxy"
         raise EnvironmentFault(
@@ -311,26 +363,23 @@ def _own_address(spec: SSHLauncher, peers: list[str], direct: bool) -> str:
 
 
 def submission(spec: SSHLauncher, plan: Plan, plan_path: Path, resume: str | None) -> str:
-    """What would be run, for `--dry-run`: on each host its agent, and by that its ranks."""
-    hosts, lines, first = gathered(spec), [], 0
-    rank = [
-        spec.python or sys.executable,
-        "-m",
-        "drumline.train.entry",
-        str(plan_path),
-        *(["--resume", resume] if resume else []),
-    ]
+    """Return for `--dry-run` what would be run: on each host its agent, and by that its ranks."""
+    hosts = gathered(spec)
+    rank = [spec.python or sys.executable, "-m", "drumline.train.entry", str(plan_path)]
+    if resume:
+        rank += ["--resume", resume]
+    lines = []
+    first = 0
     for place, count in counts(spec).items():
-        here = place in getattr(hosts.starter, "here", ())
-        lines.append(
-            f"host {place}: {shlex.join(local_command(spec) if here else ssh_command(spec, place))}"
-        )
-        lines.append(
-            f"  ranks {first} to {first + count - 1} of {plan.mesh.world_size}: {shlex.join(rank)}"
-        )
+        if place in getattr(hosts.starter, "here", ()):
+            agent = local_command(spec)
+        else:
+            agent = ssh_command(spec, place)
+        ranks = f"ranks {first} to {first + count - 1} of {plan.mesh.world_size}"
+        lines.append(f"host {place}: {shlex.join(agent)}")
+        lines.append(f"  {ranks}: {shlex.join(rank)}")
         first += count
     lines.append(f"ranks meet at {hosts.address}, port {spec.port or 'any free one'}")
-    lines += [
-        f"environment {redact(f'{name}={value}')}" for name, value in handed_on(os.environ).items()
-    ]
+    for name, value in handed_on(os.environ).items():
+        lines.append(f"environment {redact(f'{name}={value}')}")
     return "".join(f"# {line}\n" for line in lines)

@@ -390,7 +390,7 @@ def _rollout(layout: Layout, facts: ModelFacts) -> float:
         else algorithm.minibatches * layout.batch.global_samples
     )
     sequences = min(generator.batch, math.ceil(wanted / layout.mesh.world_size))
-    cache = 2.0 * facts.layers * block_of(facts).keys * width * layout.length * sequences
+    cache = 2.0 * facts.layers * block_of(facts).key_width * width * layout.length * sequences
     logits = 3.0 * FULL * sequences * facts.vocab_size
     # The prompts' own forward, whose activations nobody keeps.
     prompt = (

@@ -92,9 +92,13 @@ def apply_fsdp2(
     # Which `wrap` may name, too.
     units = [unit for unit in units if unit not in (*embedding, *head)]
     # BERT's embeddings are a unit: a layer inside of one is no unit of its own.
-    inside = {layer for unit in units for layer in unit.modules()}
-    embedding = [unit for unit in embedding if unit not in inside]
-    head = [unit for unit in head if unit not in inside]
+    inside: set[nn.Module] = set()
+    for unit in units:
+        inside.update(unit.modules())
+    if embedding and embedding[0] in inside:
+        embedding = []
+    if head and head[0] in inside:
+        head = []
     alone = _without_shared([*embedding, *units, *head], module)
     embedding = [unit for unit in embedding if unit in alone]
     units = [unit for unit in units if unit in alone]
