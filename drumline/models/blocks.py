@@ -101,7 +101,7 @@ def _block_classes(model: nn.Module) -> set[str]:
 def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
     """Return name and list of a model's blocks: its only nn.ModuleList that holds nothing but blocks.
 
-    Blocks are told by `_no_split_modules`. None unless there is exactly one such list.
+    `_no_split_modules` names the types of blocks. None unless there is exactly one such list.
     """
     block_classes = _block_classes(model)
     found = []

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from drumline.core.config import OptimizerConfig
-from drumline.parallel.norms import local
+from drumline.parallel.norms import distribute_alike, local
 from drumline.vendor.torch import compute_local_shape_and_global_offset, orthogonalise
 
 # The Newton-Schulz iteration of torch.optim.Muon.
@@ -156,14 +156,7 @@ def _orthogonal(parts: list[torch.Tensor], like: torch.Tensor) -> list[torch.Ten
     own_part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
     sharded = []
     for part in parts:
-        matrix = DTensor.from_local(
-            part,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
+        matrix = distribute_alike(part, like)
         sharded.append(matrix)
     orthogonal = []
     for matrix, part in zip(sharded, parts, strict=True):

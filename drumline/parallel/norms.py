@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -71,14 +71,42 @@ def total_norm(
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return the part of a tensor that this rank holds."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def cut_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part as a tensor that is cut as `like` is. It stays where it lies: DTensor.from_local would move it to the mesh's
-    device."""
-    return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
+    """Return this rank's part as a tensor that is cut as `like` is; the part itself if `like` is whole.
+
+    The part stays where it lies, on the host for example: DTensor.from_local would move it to the
+    device of the mesh, as `distribute_alike` does.
+    """
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor(part, like._spec, requires_grad=False)
+
+
+@overload
+def distribute_alike(part: torch.Tensor, like: DTensor) -> DTensor: ...
+@overload
+def distribute_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
+def distribute_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part as a tensor that is cut as `like` is, on the device of its mesh.
+
+    It is the part itself if `like` is whole.
+    """
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def spread_over(tensor: torch.Tensor) -> Place:

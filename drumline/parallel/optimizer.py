@@ -16,7 +16,7 @@ from drumline.errors import PlanError
 from drumline.foreign import class_and_line, first_line
 from drumline.parallel.adafactor import Adafactor
 from drumline.parallel.muon import Joined, Muon
-from drumline.parallel.norms import local
+from drumline.parallel.norms import distribute_alike, local
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Groups = list[dict[str, Any]]
@@ -456,16 +456,7 @@ def as_saved(tensor: torch.Tensor) -> torch.Tensor:
         whole = part.float()
     else:
         return tensor
-    if not isinstance(tensor, DTensor):
-        return whole.cpu()
-    return DTensor.from_local(
-        whole,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    ).cpu()
+    return distribute_alike(whole, tensor).cpu()
 
 
 @torch.no_grad()

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import drumline
 from drumline.algorithms.base import policy_objective
@@ -47,7 +46,7 @@ from drumline.models.shards import Loaded, Values
 from drumline.parallel import context_parallel
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.native import NativeEngine, prepare
-from drumline.parallel.norms import local
+from drumline.parallel.norms import distribute_alike, local
 from drumline.parallel.transforms import DTYPES
 from drumline.planner.cost.activations import by_kind, mixed
 from drumline.strategies.build import keep_frozen_low
@@ -548,15 +547,7 @@ def _empty(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     fake = torch.empty(
         part.shape, dtype=(dtype if isinstance(tensor, nn.Parameter) else None) or part.dtype
     )
-    if isinstance(tensor, DTensor):
-        fake = DTensor.from_local(
-            fake,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+    fake = distribute_alike(fake, tensor)
     return (
         nn.Parameter(fake, requires_grad=tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)

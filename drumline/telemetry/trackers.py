@@ -83,7 +83,7 @@ SHOWN = ("set", "prompt", "text", "answer")
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker is told about the run.
+    """A run, as trackers know it.
 
     `known`: the tracker's own id of the run, if an earlier process has begun it.
     """
