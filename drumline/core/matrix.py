@@ -1,9 +1,12 @@
-"""Which strategy supports which option, as text and as Markdown. The rules that a run checks fill each cell, so the two cannot differ."""
+"""The matrix of strategies and options, as text and as Markdown.
+
+Each cell is filled by the rules that a run checks, so the matrix and a run cannot differ.
+"""
 
 from __future__ import annotations
 
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -38,10 +41,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": {"kind": "bf16"}},
     "fp16": {"precision": {"kind": "fp16"}},
 }
+# Ranks of the run for which rules are asked: enough for each option of the table.
 PROCESSES = 8
-WIDTH = 80  # columns of the text
-NO_BREAK = "\u00a0"  # a space at which no line is broken
-# That packages may add to.
+# Columns of the text.
+WIDTH = 80
+# Columns of the reasons in Markdown.
+MARKDOWN_WIDTH = 118
+# A space at which no line is broken.
+NO_BREAK = "\u00a0"
+# Groups of entry points that packages may add to.
 GROUPS = (
     "strategies",
     "algorithms",
@@ -53,117 +61,158 @@ GROUPS = (
 )
 
 
-def matrix(device: str) -> dict[str, dict[str, tuple[str, str]]]:
-    """Option → strategy → (why not, what to use instead), both empty where the two go together. `device`: cpu or cuda."""
+class Cell(NamedTuple):
+    """Why a strategy does not support an option and what to use instead.
+
+    Both texts are empty if the strategy supports the option.
+    """
+
+    reason: str = ""
+    instead: str = ""
+
+
+# The cells by option, then by strategy.
+Matrix = dict[str, dict[str, Cell]]
+
+
+def matrix(device: str) -> Matrix:
+    """Return the cells of the matrix for a device, `cpu` or `cuda`."""
     specs = strategies()
-    return {
-        option: {kind: _refusal(kind, spec, values, device) for kind, spec in specs.items()}
-        for option, values in FEATURES.items()
-    }
+    table: Matrix = {}
+    for option, sections in FEATURES.items():
+        table[option] = {kind: _cell(kind, spec, sections, device) for kind, spec in specs.items()}
+    return table
 
 
 def strategies() -> dict[str, type[StrategySpec]]:
-    """All but those in whose place the planner takes another."""
+    """Return the strategies by kind, except those for which the planner puts another one."""
     return {kind: spec for kind, spec in kinds(StrategySpec).items() if not spec.planned}
 
 
-def _refusal(
-    kind: str, spec: type[StrategySpec], values: dict[str, Any], device: str
-) -> tuple[str, str]:
-    keys = {
-        f"offload_{value}" if key == "offload" else key
-        for key, value in values.get("strategy", {}).items()
-    }
+def _cell(kind: str, spec: type[StrategySpec], sections: dict[str, Any], device: str) -> Cell:
+    """Return whether a strategy supports an option, given as sections of a config."""
+    strategy_keys = sections.get("strategy", {})
+    names = set()
+    for key, value in strategy_keys.items():
+        if key == "offload":
+            names.add(f"offload_{value}")
+        else:
+            names.add(key)
     for refusal in spec.lacks:
-        if refusal.name in keys:
-            return refusal.reason, refusal.instead
-    options = spec.example(kind, values.get("strategy", {}))
-    sections = {name: section for name, section in values.items() if name != "strategy"}
+        if refusal.name in names:
+            return Cell(refusal.reason, refusal.instead)
+    values = {
+        "data": {"train": [{"kind": "file", "path": "rows.jsonl"}]},
+        **sections,
+        "strategy": spec.example(kind, strategy_keys),
+    }
     try:
-        config = Config.model_validate(
-            {
-                "data": {"train": [{"kind": "file", "path": "rows.jsonl"}]},
-                "strategy": options,
-                **sections,
-            }
-        )
+        config = Config.model_validate(values)
     except ValidationError as error:
-        if not keys:  # its own keys have no defaults
-            raise ConfigError(
-                f"no example of {kind}: {error.errors()[0]['msg']}",
-                where="strategy",
-                fix="override `example`",
-            ) from None
-        return "it has no key for this", "another strategy"
+        if strategy_keys:
+            return Cell("it has no key for this", "another strategy")
+        # The example alone is refused: the strategy's own keys have no defaults.
+        raise ConfigError(
+            f"no example of {kind}: {error.errors()[0]['msg']}",
+            where="strategy",
+            fix="override `example`",
+        ) from None
     try:
-        mesh = config.strategy.mesh(1 if spec.one_process else PROCESSES)
-        kind = config.precision.kind
-        low: Precision = "fp32" if kind == "auto" else "bf16" if kind == "fp8" else kind
-        check_rules(Case(config, mesh, "cuda" if device == "cuda" else "cpu", low, None))
-    except PlanError as refusal:
-        return refusal.what.partition(": ")[2] or refusal.what, refusal.fix or ""
-    return "", ""
+        check_rules(_case(config, spec, device))
+    except PlanError as error:
+        _, _, reason = error.what.partition(": ")
+        return Cell(reason or error.what, error.fix or "")
+    return Cell()
+
+
+def _case(config: Config, spec: type[StrategySpec], device: str) -> Case:
+    """Return the run of a config, of a model that is not known, for which the rules are asked."""
+    if spec.one_process:
+        mesh = config.strategy.mesh(1)
+    else:
+        mesh = config.strategy.mesh(PROCESSES)
+    kind = config.precision.kind
+    precision: Precision
+    if kind == "auto":
+        precision = "fp32"
+    elif kind == "fp8":
+        precision = "bf16"
+    else:
+        precision = kind
+    if device == "cuda":
+        return Case(config, mesh, "cuda", precision, None)
+    return Case(config, mesh, "cpu", precision, None)
 
 
 def as_text(device: str) -> str:
-    """A line for each strategy with the options that it goes with, in at most 80 columns; then what packages add."""
+    """Return a line for each strategy with the options that it supports, then what packages add.
+
+    Lines have at most 80 columns.
+    """
     left = max(map(len, strategies())) + 2
     lines = ["strategy".ljust(left) + "goes with"]
     table = matrix(device)
     for kind in strategies():
-        supported = [option for option, row in table.items() if not row[kind][0]]
+        supported = [option for option, row in table.items() if not row[kind].reason]
         lines.append(_beside(kind, _listed(supported), left))
-    unsupported = [
-        option for option, row in table.items() if all(reason for reason, _ in row.values())
-    ]
+    unsupported = []
+    for option, row in table.items():
+        if all(cell.reason for cell in row.values()):
+            unsupported.append(option)
     if unsupported:
         lines.append(_beside("none of them", _listed(unsupported), left))
-    lines += [
-        "",
-        "`drumline strategies NAME` says why it lacks an option, and what to use instead.",
-    ]
+    lines.append("")
+    lines.append("`drumline strategies NAME` says why it lacks an option, and what to use instead.")
     for group in GROUPS:
-        offered = [f"{name} ({package_of(point)})" for name, point in entry_points(group).items()]
+        offered = []
+        for name, point in entry_points(group).items():
+            offered.append(f"{name} ({package_of(point)})")
         if offered:
             lines.append(f"\n{group} of installed packages: {', '.join(offered)}")
     return "\n".join(lines)
 
 
 def as_text_of(kind: str, device: str) -> str:
-    """What one strategy goes with, and for each other option the reason and what to use instead. Raises UserError for an unknown one."""
+    """Return the options that a strategy supports, and for each other one why, and what to use.
+
+    Raises UserError for an unknown strategy.
+    """
     known = strategies()
     if kind not in known:
         guess = nearest(kind, known)
-        hint = f"did you mean {guess!r}?" if guess else f"one of {', '.join(known)}"
+        if guess:
+            hint = f"did you mean {guess!r}?"
+        else:
+            hint = f"one of {', '.join(known)}"
         raise UserError(f"there is no strategy {kind!r}", where="drumline strategies", fix=hint)
     column = {option: row[kind] for option, row in matrix(device).items()}
     left = max(map(len, FEATURES)) + 2
-    supported = [option for option, (reason, _) in column.items() if not reason]
-    place = "GPUs" if device == "cuda" else "a CPU"
-    lines = [f"{kind} on {place}", "", _beside("goes with", _listed(supported), left)]
-    for option, (reason, instead) in column.items():
-        if reason:
-            lines += [
-                "",
-                _beside(option, f"no: {reason}", left),
-                _beside("", f"instead: {instead}", left),
-            ]
+    supported = [option for option, cell in column.items() if not cell.reason]
+    if device == "cuda":
+        heading = f"{kind} on GPUs"
+    else:
+        heading = f"{kind} on a CPU"
+    lines = [heading, "", _beside("goes with", _listed(supported), left)]
+    for option, cell in column.items():
+        if cell.reason:
+            lines.append("")
+            lines.append(_beside(option, f"no: {cell.reason}", left))
+            lines.append(_beside("", f"instead: {cell.instead}", left))
     return "\n".join(lines)
 
 
 def _listed(options: list[str]) -> str:
-    """Options with commas between them; none is broken at the end of a line."""
+    """Return options with commas between them. No option is broken at the end of a line."""
     return ", ".join(option.replace(" ", NO_BREAK) for option in options)
 
 
 def _beside(name: str, text: str, left: int) -> str:
-    """A name in a column of its own, and a text wrapped beside it."""
-    indent = " " * left
+    """Return a name in a column of `left` characters, and a text wrapped beside it."""
     wrapped = fill(
         text,
         WIDTH,
         initial_indent=name.ljust(left),
-        subsequent_indent=indent,
+        subsequent_indent=" " * left,
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -171,28 +220,22 @@ def _beside(name: str, text: str, left: int) -> str:
 
 
 def as_markdown(device: str) -> str:
-    """The same as a table, the reasons as a list."""
-    rows, notes = _numbered(device)
-    lines = [
-        "| | " + " | ".join(f"`{kind}`" for kind in strategies()) + " |",
-        "|---|" + "---|" * len(strategies()),
-    ]
-    lines += [f"| {feature} | " + " | ".join(marks) + " |" for feature, marks in rows.items()]
-    reasons = (
-        fill(f"{number}. {reason}; instead: {instead}", 118, subsequent_indent="   ")
-        for (reason, instead), number in notes.items()
-    )
-    return "\n".join([*lines, "", *reasons])
-
-
-def _numbered(device: str) -> tuple[dict[str, list[str]], dict[tuple[str, str], int]]:
-    """Option → marks of the strategies (yes, or the number of the reason), and the reasons with their numbers in order of appearance."""
-    notes: dict[tuple[str, str], int] = {}
-
-    def mark(refusal: tuple[str, str]) -> str:
-        return str(notes.setdefault(refusal, len(notes) + 1)) if refusal[0] else "yes"
-
-    return {
-        option: [mark(refusal) for refusal in row.values()]
-        for option, row in matrix(device).items()
-    }, notes
+    """Return the matrix as a table in Markdown, and the reasons as a numbered list below it."""
+    heads = [f"`{kind}`" for kind in strategies()]
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    # The number of each reason, in order of appearance.
+    numbers: dict[Cell, int] = {}
+    for option, row in matrix(device).items():
+        marks = []
+        for cell in row.values():
+            if cell.reason:
+                number = numbers.setdefault(cell, len(numbers) + 1)
+                marks.append(str(number))
+            else:
+                marks.append("yes")
+        lines.append(f"| {option} | " + " | ".join(marks) + " |")
+    lines.append("")
+    for cell, number in numbers.items():
+        text = f"{number}. {cell.reason}; instead: {cell.instead}"
+        lines.append(fill(text, MARKDOWN_WIDTH, subsequent_indent="   "))
+    return "\n".join(lines)
