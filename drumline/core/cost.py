@@ -1,5 +1,8 @@
-"""The terms of a strategy's cost, and the cost of copies of the model, which is the default. Bytes are exact: the engines
-allocate as many, and their `rank_params()` counts as many (both leave out a count of steps, 4 bytes a tensor). Pure."""
+"""The terms of a strategy's cost, and the cost of copies of the model, which is the default.
+
+Bytes are exact: they are those that the engines allocate and that `rank_params()` of the engines
+counts. Both leave out the optimizer's count of steps, 4 bytes a tensor. All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from drumline.core.estimate import Activations, Traffic
 from drumline.core.facts import (
@@ -30,21 +33,40 @@ if TYPE_CHECKING:
     from drumline.core.plan import Layout
 
 MIB = 2**20
-FULL, LOW = 4, 2  # bytes of an entry
+# Bytes of an entry in fp32, and in bf16 or fp16.
+FULL = 4
+LOW = 2
 WIDTH = {"fp32": FULL, "bf16": LOW, "fp16": LOW}
-BLOCK = 256  # entries that share a scale of the 8-bit code (parallel.compress.Int8)
-BUCKET = 25 * MIB  # bytes of gradients that parallel.data_parallel averages together
-NUMBER = 8  # bytes of an fp64
-# fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
+# Entries that share a scale of the 8-bit code (parallel.compress.Int8), and bytes of that scale.
+BLOCK = 256
+SCALE = 4
+# Bytes of gradients that parallel.data_parallel averages together.
+BUCKET = 25 * MIB
+# Bytes of a number in fp64.
+NUMBER = 8
+# topk sends an fp32 value and an int32 index for each entry.
+TOPK_ENTRY = 8
+# fp32 copies of the largest weight in an optimizer step that takes one weight after the other: with
+# weights and moments in bf16, and with torch's own AdamW and SGD.
+PURE_STEP_COPIES = 6
+SINGLE_STEP_COPIES = 3
+# A step number at which every compression has begun.
+LATE_STEP = 10**9
+# fp32: everything is fp32. autocast: weights and the residual stream are fp32, products are in a low
+# precision. low: weights and everything between them are in the low precision.
 Kind = Literal["fp32", "autocast", "low"]
-# Gradients: replicate × shard × ep × cp; shard: with ep, cp.
+# gradients: replicate × shard × ep × cp. shard: with ep and cp.
 Axis = Literal["pp", "replicate", "shard", "ep", "cp", "tp", "gradients"]
 Beside = Literal["forward", "backward", "last", "steps", "nothing"]
 
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of one rank: on its device, and what offloading keeps in host memory or on NVMe. On a CPU all is on the device."""
+    """Bytes of one rank's weights, gradients and moments.
+
+    The fields with `host_` are bytes that offloading keeps in host memory or on NVMe. On a CPU all
+    bytes are on the device.
+    """
 
     parameters: int
     gradients: int
@@ -55,14 +77,16 @@ class State:
 
     @property
     def device(self) -> int:
+        """Return the bytes on the device."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def host(self) -> int:
+        """Return the bytes that offloading keeps elsewhere."""
         return self.host_parameters + self.host_gradients + self.host_optimizer
 
     def here(self) -> State:
-        """The same where device and host share one memory."""
+        """Return the state of a rank whose device and host share one memory."""
         return State(
             self.parameters + self.host_parameters,
             self.gradients + self.host_gradients,
@@ -72,28 +96,40 @@ class State:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes by when they are there. `early`: of the gradients, those that are there before backward, whatever the accumulation."""
+    """Bytes of a rank's buffers, by the phase of a step in which they exist."""
 
     always: float = 0.0
-    forward: float = 0.0  # up to the loss
-    through: float = 0.0  # from forward's begin to backward's end
-    block: float = 0.0  # besides, while a block runs forward
-    begun: float = 0.0  # from backward's begin to its end
-    backward: float = 0.0  # besides, while a block runs backward
-    second: float = (
-        0.0  # more than that from the second block on, when what the first one saved is gone
-    )
-    head: float = 0.0  # besides, in the loss and in the head's backward
-    first: float = 0.0  # more in the first block of backward, while the head's gradient is reduced
-    last: float = 0.0  # at the end of backward
+    # In forward, up to the loss.
+    forward: float = 0.0
+    # From the beginning of forward to the end of backward.
+    through: float = 0.0
+    # Additional bytes while a block runs forward.
+    block: float = 0.0
+    # From the beginning of backward to its end.
+    begun: float = 0.0
+    # Additional bytes while a block runs backward.
+    backward: float = 0.0
+    # More than `backward` from the second block on, when what the first one saved is freed.
+    second: float = 0.0
+    # Additional bytes in the loss and in the head's backward.
+    head: float = 0.0
+    # More in the first block of backward, while the head's gradient is reduced.
+    first: float = 0.0
+    # At the end of backward.
+    last: float = 0.0
     step: float = 0.0
-    average: float = 0.0  # behind backward, while gradients are averaged without DDP
+    # After backward, while gradients are averaged without DDP.
+    average: float = 0.0
+    # Bytes of gradients that exist before backward, whatever the accumulation.
     early: int = 0
 
 
 class Host(NamedTuple):
-    """Bytes of a rank's states in host memory: while it trains, while weights are loaded, while rank 0 exports the model; and how many
-    `copies` of its part of a checkpoint (fp32 weights and moments) are there while it saves."""
+    """Bytes of a rank's states in host memory.
+
+    `between`: while it trains. `load`: while weights are loaded. `export`: while rank 0 exports.
+    `copies`: how many copies of its part of a checkpoint (fp32 weights and moments) exist while it saves.
+    """
 
     between: int
     load: int
@@ -102,7 +138,11 @@ class Host(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """Bytes of a step to the device and to the host; `stored`: read from a disk, and as many written. `hidden`: beside computing."""
+    """Bytes that a step copies between device and host.
+
+    `up`: to the device. `down`: to the host. `stored`: read from a disk, and as many written.
+    `hidden`: the copies run beside computing.
+    """
 
     up: float
     down: float
@@ -111,8 +151,12 @@ class Copied(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """`bytes_` that a rank sends in one step by collectives of one `kind`, in `calls` of them, among `ranks` of one `axis` of the mesh.
-    `beside`: what is computed meanwhile: a forward, a backward, the backward of the last micro-batch, whole steps, or nothing."""
+    """The bytes that a rank sends in one step by collectives of one kind.
+
+    There are `calls` collectives among `ranks` of one `axis` of the mesh.
+    `beside`: what is computed meanwhile: a forward, a backward, the backward of the last
+    micro-batch, whole steps, or nothing.
+    """
 
     kind: Collective
     bytes_: float
@@ -122,21 +166,44 @@ class Flow(NamedTuple):
     beside: Beside
 
 
-# Bytes that leave each of n ranks in the ring algorithm, as `telemetry.traffic` has them: of what a rank has, of a reduce-scatter the
-# whole.
+def _ring_share(bytes_: float, ranks: int) -> float:
+    """Return the bytes that leave each rank if every part but the rank's own goes around a ring."""
+    return bytes_ * (ranks - 1) / ranks
+
+
+def _ring_all_reduce(bytes_: float, ranks: int) -> float:
+    """Return the bytes that leave each rank in a reduce-scatter and an all-gather."""
+    return bytes_ * 2 * (ranks - 1) / ranks
+
+
+def _ring_all_gather(bytes_: float, ranks: int) -> float:
+    """Return the bytes that leave each rank if all get what each rank has, which is `bytes_`."""
+    return bytes_ * (ranks - 1)
+
+
+def _send_once(bytes_: float, ranks: int) -> float:
+    """Return the bytes that leave a rank which sends to one other."""
+    return bytes_
+
+
+# Bytes that leave each rank in the ring algorithm, as `telemetry.traffic` counts them. The argument is
+# the bytes that a rank has; for a reduce-scatter the bytes before it.
 SHARES: dict[Collective, Callable[[float, int], float]] = {
-    "all_reduce": lambda bytes_, n: bytes_ * 2 * (n - 1) / n,
-    "all_gather": lambda bytes_, n: bytes_ * (n - 1),
-    "reduce_scatter": lambda bytes_, n: bytes_ * (n - 1) / n,
-    "all_to_all": lambda bytes_, n: bytes_ * (n - 1) / n,
-    "broadcast": lambda bytes_, n: bytes_ * (n - 1) / n,
-    "p2p": lambda bytes_, n: bytes_,
+    "all_reduce": _ring_all_reduce,
+    "all_gather": _ring_all_gather,
+    "reduce_scatter": _ring_share,
+    "all_to_all": _ring_share,
+    "broadcast": _ring_share,
+    "p2p": _send_once,
 }
 
 
 @dataclass
 class Volume:
-    """The flows of a step. `part`: the share of the ranks that makes the next calls; `axis`, `calls` and `beside`: see Flow."""
+    """The flows of a step.
+
+    `part`: the share of the ranks that makes the calls which are added next.
+    """
 
     part: float = 1.0
     flows: list[Flow] = field(default_factory=list)
@@ -150,20 +217,17 @@ class Volume:
         calls: float = 1,
         beside: Beside = "nothing",
     ) -> None:
-        if ranks > 1 and bytes_:
-            self.flows.append(
-                Flow(
-                    kind,
-                    self.part * SHARES[kind](bytes_, ranks),
-                    ranks,
-                    axis,
-                    self.part * (calls or 1),
-                    beside,
-                )
-            )
+        """Add collectives of `bytes_` altogether (see SHARES); nothing if there is one rank or no byte.
+
+        `axis`, `calls` and `beside` are those of `Flow`.
+        """
+        if ranks <= 1 or not bytes_:
+            return
+        sent = self.part * SHARES[kind](bytes_, ranks)
+        self.flows.append(Flow(kind, sent, ranks, axis, self.part * (calls or 1), beside))
 
     def traffic(self) -> Traffic:
-        """All of it, by kind of collective."""
+        """Return the bytes of all flows, by kind of collective."""
         sums = Counter[str]()
         for flow in self.flows:
             sums[flow.kind] += flow.bytes_  # type: ignore[assignment]
@@ -171,231 +235,357 @@ class Volume:
 
 
 def kind_of(layout: Layout) -> Kind:
-    """How the layout computes in its precision."""
+    """Return how the layout computes in its precision."""
     if layout.precision == "fp32":
         return "fp32"
-    low = (
-        layout.pure
-        or layout.strategy.keeps_low
-        or layout.strategy.gathered_in(layout.precision, layout.config.images_alone) is not None
-    )
-    return "low" if low else "autocast"
+    strategy = layout.strategy
+    if layout.pure or strategy.keeps_low:
+        return "low"
+    gathered = strategy.gathered_in(layout.precision, layout.config.images_alone)
+    if gathered is not None:
+        return "low"
+    return "autocast"
 
 
 @lru_cache(maxsize=4096)
 def moments(
     facts: ModelFacts, mine: Part, tp: int, shards: int, options: OptimizerConfig, low: int = 0
 ) -> int:
-    """Bytes of the optimizer's states of a part of the model that is cut into tp × shards parts. `low`: see OptimizerConfig.bytes_of."""
-    return sum(
-        n * options.bytes_of(weight, part(weight, tp, shards), low)
-        for weight, n in weights_in(facts, mine)
-        if weight.trainable
-    )
+    """Return the bytes of the optimizer's states of a part of the model.
+
+    The part is cut into tp × shards parts. `low`: see OptimizerConfig.bytes_of.
+    """
+    total = 0
+    for weight, number in weights_in(facts, mine):
+        if weight.trainable:
+            total += number * options.bytes_of(weight, part(weight, tp, shards), low)
+    return total
 
 
 def entry_bytes(layout: Layout) -> int:
-    """Bytes of an entry of a trainable weight, and of its gradient."""
-    return LOW if layout.pure else FULL
+    """Return the bytes of an entry of a trainable weight, and of its gradient."""
+    if layout.pure:
+        return LOW
+    return FULL
 
 
 def low_moments(layout: Layout) -> int:
-    """Bytes that AdamW keeps of an entry in bf16, what a step has lost of it among them; 0 where moments are fp32."""
-    return LOW * (3 if layout.config.precision.rounding == "kahan" else 2) if layout.pure else 0
+    """Return the bytes that AdamW in bf16 keeps of an entry; 0 if moments are fp32.
+
+    They are two moments, and with Kahan summation also what the last step has lost by rounding.
+    """
+    if not layout.pure:
+        return 0
+    if layout.config.precision.rounding == "kahan":
+        return 3 * LOW
+    return 2 * LOW
 
 
 def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
-    """The rank's weights, and fp32 gradients and moments of the trainable ones."""
-    tp, shards = layout.mesh.tp, layout.strategy.shards(layout.mesh)
-    has = rank_params(facts, mine, tp, shards)
-    # Weights are fp32, except frozen ones (models.freeze.keep_low, models.packed).
-    low = has.frozen if layout.pure else has.low
-    weights = entry_bytes(layout) * (has.entries - low) + WIDTH[layout.precision] * low
-    if layout.config.precision.gather == "fp8":  # a scale for each
-        weights += FULL * sum(
-            number for weight, number in weights_in(facts, mine) if takes_fp8(weight)
-        )
-    steps = layout.strategy.optimizer_shards(layout.mesh)
-    kept = (
-        moments(facts, mine, tp, steps, layout.config.optimizer, low_moments(layout))
-        + layout.strategy.outer_bytes() * has.trainable
-    )
-    options, gradients = layout.config.optimizer, entry_bytes(layout) * has.trainable
-    if options.offload:  # beside moments weights and gradients, which stay there between steps
-        return State(weights, gradients, 0, host_optimizer=kept + 2 * FULL * has.trainable)
-    state = weights, 0 if options.in_backward else gradients, kept
-    return State(0, 0, 0, *state) if layout.strategy.offloads()[0] == "cpu" else State(*state)
+    """Return the bytes of a rank's weights, and of gradients and moments of the trainable ones."""
+    tp = layout.mesh.tp
+    strategy = layout.strategy
+    options = layout.config.optimizer
+    shards = strategy.shards(layout.mesh)
+    here = rank_params(facts, mine, tp, shards)
+    weights = _weight_bytes(layout, here)
+    if layout.config.precision.gather == "fp8":
+        # Each weight that is gathered in fp8 has an fp32 scale.
+        for weight, number in weights_in(facts, mine):
+            if takes_fp8(weight):
+                weights += FULL * number
+    steps = strategy.optimizer_shards(layout.mesh)
+    kept = moments(facts, mine, tp, steps, options, low_moments(layout))
+    kept += strategy.outer_bytes() * here.trainable
+    gradients = entry_bytes(layout) * here.trainable
+    if options.offload:
+        # The host keeps weights and gradients besides the moments, between steps too.
+        kept += 2 * FULL * here.trainable
+        return State(weights, gradients, 0, host_optimizer=kept)
+    if options.in_backward:
+        gradients = 0
+    if strategy.offloads()[0] == "cpu":
+        return State(0, 0, 0, weights, gradients, kept)
+    return State(weights, gradients, kept)
+
+
+def _weight_bytes(layout: Layout, here: Sizes) -> int:
+    """Return the bytes of the weights of a rank, whose entries are `here`.
+
+    Some frozen weights are in the low precision (models.freeze.keep_low, models.packed).
+    """
+    if layout.pure:
+        low = here.frozen
+    else:
+        low = here.low
+    return entry_bytes(layout) * (here.entries - low) + WIDTH[layout.precision] * low
 
 
 def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:
-    """Bytes of a step that is not fused, over trainable fp32 weights: one by one, but torch's own on a GPU all at once (foreach)."""
+    """Return the bytes of a step that is not fused, over trainable weights with the sizes `here`.
+
+    `sharded`: the weights are DTensors. Weights are stepped one by one, but torch's own optimizers
+    step all at once on a GPU (foreach).
+    """
     options = layout.config.optimizer
-    if layout.pure or options.kind not in ("adamw", "sgd"):
-        return FULL * (6 if layout.pure else options.does.copies) * here.largest
+    if layout.pure:
+        return FULL * PURE_STEP_COPIES * here.largest
+    if options.kind not in ("adamw", "sgd"):
+        return FULL * options.does.copies * here.largest
     if options.fused and (options.kind == "adamw" or not sharded):
         return 0.0
-    copies = 1 if options.kind == "adamw" or options.weight_decay else 0
-    return FULL * (
-        copies * here.trainable if layout.device == "cuda" and not sharded else 3 * here.largest
-    )
+    if layout.device != "cuda" or sharded:
+        return FULL * SINGLE_STEP_COPIES * here.largest
+    if options.kind == "adamw" or options.weight_decay:
+        return FULL * here.trainable
+    return 0
 
 
 def copies_buffers(
     layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
 ) -> Buffers:
-    """The buffers of one process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
-    mesh, strategy, options = layout.mesh, layout.strategy, layout.strategy.copies()
-    here, gradients, copied = (
-        rank_params(facts, mine, mesh.tp),
-        state.gradients,
-        mesh.data_ranks * mesh.cp > 1,
-    )
+    """Return the buffers of one process, DP, DDP, TP and pipelines of those, local SGD and DiLoCo."""
+    mesh = layout.mesh
+    strategy = layout.strategy
+    here = rank_params(facts, mine, mesh.tp)
+    gradients = state.gradients
     # Ranks that share out the step: each averages its rows of the gradients.
     steps = strategy.optimizer_shards(mesh)
-    # Gradients of copies that are averaged in each step lie in DDP's buckets.
-    buckets = (
-        copied and mesh.tp * mesh.pp * mesh.ep == 1 and strategy.exchange is None and steps == 1
-    )
-    # Autocast keeps its copies of the weights of linear layers until backward has used them; with recomputation until the block's end.
-    # Frozen weights are in the low type already; fp8 casts weights where they are used.
-    low = kind_of(layout) == "autocast" and not layout.fp8
-    copies = (
-        LOW * rank_params(facts, Part(mine.stages, False, False), mesh.tp).trainable if low else 0
-    )
-    largest, recomputes = (
-        largest_block(facts, mine, mesh.tp),
-        layout.activation_checkpointing != "none",
-    )
-    one = LOW * largest.trainable * low
-    always, average = strategy.kept_bytes(mesh.world_size) * here.trainable, 0.0
-    if buckets and not options.gradient_as_bucket_view:
+    has_buckets = _has_ddp_buckets(layout)
+
+    always = strategy.kept_bytes(mesh.world_size) * here.trainable
+    if has_buckets and not strategy.copies().gradient_as_bucket_view:
         always += gradients
-    if copied and not buckets and strategy.exchange is None:
-        bucket = max(options.bucket_cap_mb * MIB, FULL * here.largest)
-        average = (
-            min(gradients, bucket) * (1 + 1 / steps) if steps > 1 else min(gradients, 2 * bucket)
-        )
-    forward, through = 0, copies
-    if recomputes:
-        # A weight that tp cuts is a view there, which autocast does not keep: its copy goes with its block.
-        forward, through = one if mesh.tp > 1 else copies, 0
-    if kept is not None and kept.copies is not None:
-        blocks = mine.blocks if layout.pipeline else facts.layers
-        made, through = (
-            blocks * block + at_ends for block, at_ends in (kept.copies, kept.copies_kept)
-        )
-        forward = max(0, made - through)
-    if buckets and layout.batch.accumulation > 1:
-        through += (
-            gradients  # up to the last micro-batch they are added up outside of DDP's buckets
-        )
+    average = 0.0
+    if _has_copies(layout) and not has_buckets and strategy.exchange is None:
+        average = _averaging_bytes(layout, gradients, here)
+    copies = _cast_copies(layout, facts, mine, kept)
+    through = copies.through
+    if has_buckets and layout.batch.accumulation > 1:
+        # Gradients are added up outside of DDP's buckets up to the last micro-batch.
+        through += gradients
+    last = 0.0
+    if layout.devices_per_rank > 1:
+        # The first GPU adds up the gradients of the others.
+        last = 2 * gradients
+    step = stepping(layout, rank_params(facts, mine, mesh.tp, steps), mesh.tp * steps > 1)
+    early = 0
+    if steps > 1:
+        step = max(step, average)
+    if has_buckets:
+        early = gradients
     return Buffers(
         always=always,
-        forward=forward,
+        forward=copies.forward,
         through=through,
-        # A new gradient is a tensor of its own until it is added to the one that is there. Averaging weights, local SGD and DiLoCo take no
-        # more than gradients did, which are gone by then.
-        backward=(one if recomputes else 0) + entry_bytes(layout) * here.largest,
-        last=2 * gradients
-        if layout.devices_per_rank > 1
-        else 0.0,  # the first GPU adds up those of the others
-        step=max(
-            stepping(layout, rank_params(facts, mine, mesh.tp, steps), mesh.tp * steps > 1),
-            average * (steps > 1),
-        ),
+        # A new gradient is a tensor of its own until it is added to the one before. Averaging
+        # weights, local SGD and DiLoCo take no more than gradients did, which are freed by then.
+        backward=copies.block + entry_bytes(layout) * here.largest,
+        last=last,
+        step=step,
         average=average,
-        early=gradients if buckets else 0,
+        early=early,
     )
+
+
+def _has_copies(layout: Layout) -> bool:
+    """Return whether more than one rank holds a copy of the weights that takes other samples."""
+    return layout.mesh.data_ranks * layout.mesh.cp > 1
+
+
+def _has_ddp_buckets(layout: Layout) -> bool:
+    """Return whether gradients of copies are averaged in each step, in the buckets of DDP."""
+    mesh = layout.mesh
+    strategy = layout.strategy
+    if not _has_copies(layout) or mesh.tp * mesh.pp * mesh.ep > 1:
+        return False
+    return strategy.exchange is None and strategy.optimizer_shards(mesh) == 1
+
+
+def _averaging_bytes(layout: Layout, gradients: int, here: Sizes) -> float:
+    """Return the bytes of the flat buckets in which gradients are averaged without DDP."""
+    steps = layout.strategy.optimizer_shards(layout.mesh)
+    bucket = max(layout.strategy.copies().bucket_cap_mb * MIB, FULL * here.largest)
+    if steps > 1:
+        # A bucket of all rows, and the rows of this rank.
+        return min(gradients, bucket) * (1 + 1 / steps)
+    return min(gradients, 2 * bucket)
+
+
+class CastCopies(NamedTuple):
+    """Bytes of the copies that autocast keeps of weights, by the phases of `Buffers`.
+
+    `block`: while a block is computed again in backward.
+    """
+
+    forward: float
+    through: float
+    block: float
+
+
+def _cast_copies(
+    layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None
+) -> CastCopies:
+    """Return the bytes of the copies that autocast keeps of the weights of linear layers.
+
+    They are kept until backward has used them; with activation checkpointing, until the end of
+    the block. `kept` has measured bytes, if the activations were traced.
+    """
+    tp = layout.mesh.tp
+    recomputes = layout.activation_checkpointing != "none"
+    forward = 0
+    through = 0
+    block = 0
+    # Frozen weights are in the low precision already; fp8 casts weights when they are used.
+    if kind_of(layout) == "autocast" and not layout.fp8:
+        without_ends = Part(mine.stages, first=False, last=False)
+        all_blocks = LOW * rank_params(facts, without_ends, tp).trainable
+        largest = LOW * largest_block(facts, mine, tp).trainable
+        if not recomputes:
+            through = all_blocks
+        else:
+            block = largest
+            # Under tensor parallelism a cut weight is a view in its block, and autocast keeps no
+            # copies of views: its copy goes with its block.
+            forward = largest if tp > 1 else all_blocks
+    if kept is not None and kept.copies is not None:
+        blocks = facts.layers
+        if layout.pipeline:
+            blocks = mine.blocks
+        made_in_block, made_at_ends = kept.copies
+        kept_in_block, kept_at_ends = kept.copies_kept
+        made = blocks * made_in_block + made_at_ends
+        through = blocks * kept_in_block + kept_at_ends
+        forward = max(0, made - through)
+    return CastCopies(forward, through, block)
 
 
 def send_gradients(
     volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
 ) -> None:
-    """Gradients in fp32, once a step. Copies of parts (tp, pp) have flat buckets, with a flag for each gradient. DDP: before the step's
-    first forward the buffers of the first rank go to all. int8 and topk work bucket by bucket, and which bucket a gradient is in depends on
-    the order in which backward makes them: exact where one bucket holds all; else int8 sends up to 1.02 × 256 × ranks bytes a bucket more,
-    topk up to 4 × (ranks − 1) more or fewer."""
-    mesh, options, steps = (
-        layout.mesh,
-        layout.strategy.copies(),
-        layout.strategy.optimizer_shards(layout.mesh),
-    )
-    ranks, compression = mesh.data_ranks * mesh.cp, options.compression
-    if (
-        steps > 1
-    ):  # each averages its rows, filled up to as many on all, and all gather them when they are stepped
-        rows = has["units_trainable"] + has["root_trainable"]
-        calls = math.ceil(4 * rows * steps / BUCKET)
-        volume.add("reduce_scatter", 4 * steps * (rows + has["tensors"]), steps, "gradients", calls)
-        volume.add("all_gather", 4 * rows, steps, "gradients", calls)
-        return
-    if mesh.tp * mesh.pp * mesh.ep > 1:
-        experts = has["experts_whole"] + has["experts_tensors"]
-        volume.add(
-            "all_reduce",
-            4 * experts,
-            ranks // mesh.ep,
-            "replicate",
-            math.ceil(4 * experts / BUCKET),
-        )
-        entries = has["trainable"] + has["tensors"]
-        volume.add("all_reduce", 4 * entries, ranks, "gradients", math.ceil(4 * entries / BUCKET))
-        return
+    """Add the flows that average gradients, once a step.
+
+    `has`: entries on a rank, of `core.facts.cut_weights`. `step`: None for a late step, in which
+    gradients are compressed if they ever are.
+    """
+    mesh = layout.mesh
+    steps = layout.strategy.optimizer_shards(mesh)
+    if steps > 1:
+        _send_shared_step(volume, has, steps)
+    elif mesh.tp * mesh.pp * mesh.ep > 1:
+        _send_flat_buckets(volume, layout, has)
+    else:
+        _send_ddp_buckets(volume, layout, facts, step)
+
+
+def _send_shared_step(volume: Volume, has: Counter[str], steps: int) -> None:
+    """Add the flows of an optimizer step that `steps` ranks share out.
+
+    Each rank averages its rows of the gradients, padded to as many rows on all ranks. After the
+    step all ranks gather the rows of the weights.
+    """
+    rows = has["units_trainable"] + has["root_trainable"]
+    calls = math.ceil(FULL * rows * steps / BUCKET)
+    # Each tensor has a flag that says whether a rank has a gradient for it.
+    before = FULL * steps * (rows + has["tensors"])
+    volume.add("reduce_scatter", before, steps, "gradients", calls)
+    volume.add("all_gather", FULL * rows, steps, "gradients", calls)
+
+
+def _send_flat_buckets(volume: Volume, layout: Layout, has: Counter[str]) -> None:
+    """Add the flows of copies of parts (tp, pp, ep): flat buckets with a flag for each gradient."""
+    mesh = layout.mesh
+    ranks = mesh.data_ranks * mesh.cp
+    experts = FULL * (has["experts_whole"] + has["experts_tensors"])
+    calls = math.ceil(experts / BUCKET)
+    volume.add("all_reduce", experts, ranks // mesh.ep, "replicate", calls)
+    entries = FULL * (has["trainable"] + has["tensors"])
+    volume.add("all_reduce", entries, ranks, "gradients", math.ceil(entries / BUCKET))
+
+
+def _send_ddp_buckets(volume: Volume, layout: Layout, facts: ModelFacts, step: int | None) -> None:
+    """Add the flows of DDP: buffers of the first rank before the forward, and gradients.
+
+    int8 and topk compress bucket by bucket, and the order in which backward makes gradients decides
+    which bucket a gradient is in. Bytes are exact if one bucket holds all gradients. Otherwise int8
+    sends up to 1.02 × 256 × ranks bytes a bucket more, and topk up to 4 × (ranks − 1) more or fewer.
+    """
+    mesh = layout.mesh
+    ranks = mesh.data_ranks * mesh.cp
+    options = layout.strategy.copies()
+    compression = options.compression
     weights = [(weight, number) for weight, number in weights_of(facts) if weight.trainable]
     if options.broadcast_buffers:
         volume.add("broadcast", facts.buffer_bytes, ranks, "gradients")
     if options.find_unused_parameters and not options.static_graph:
-        # Which ranks have a gradient.
-        volume.add("all_reduce", 4 * sum(number for _, number in weights), ranks, "gradients")
-    buckets = math.ceil(4 * facts.trainable / (options.bucket_cap_mb * MIB))
-    how: Any = {"axis": "gradients", "calls": buckets, "beside": "last"}
-    kind = compression.kind if compression.compresses(10**9 if step is None else step) else "none"
+        # Which ranks have a gradient: an int32 for each weight.
+        tensors = sum(number for _, number in weights)
+        volume.add("all_reduce", FULL * tensors, ranks, "gradients")
+    buckets = math.ceil(FULL * facts.trainable / (options.bucket_cap_mb * MIB))
+    collective: Collective = "all_reduce"
+    kind = "none"
+    if compression.compresses(LATE_STEP if step is None else step):
+        kind = compression.kind
     if kind == "int8":
-        part = -(-facts.trainable // (ranks * BLOCK)) * (BLOCK + 4)
-        volume.add("all_to_all", part * ranks, ranks, "gradients", buckets)
-        volume.add("all_gather", part, ranks, **how)
+        blocks = -(-facts.trainable // (ranks * BLOCK))
+        sent = blocks * (BLOCK + SCALE)
+        volume.add("all_to_all", sent * ranks, ranks, "gradients", buckets)
+        collective = "all_gather"
     elif kind == "topk":
-        volume.add(
-            "all_gather", 8 * max(1, round(compression.ratio * facts.trainable)), ranks, **how
-        )
+        sent = TOPK_ENTRY * max(1, round(compression.ratio * facts.trainable))
+        collective = "all_gather"
     elif kind == "powersgd":
-        volume.add(
-            "all_reduce",
-            4 * sum(number * _powersgd(weight, compression.rank) for weight, number in weights),
-            ranks,
-            **how,
-        )
+        sent = 0
+        for weight, number in weights:
+            sent += FULL * number * _powersgd(weight, compression.rank)
+    elif kind == "none":
+        sent = entry_bytes(layout) * facts.trainable
     else:
-        volume.add(
-            "all_reduce",
-            (entry_bytes(layout) if kind == "none" else 2) * facts.trainable,
-            ranks,
-            **how,
-        )
+        sent = LOW * facts.trainable
+    volume.add(collective, sent, ranks, "gradients", buckets, "last")
 
 
 def _powersgd(weight: Weight, rank: int) -> int:
-    """Entries that are sent of a gradient: both factors, or all of it where that would not halve it."""
-    rows = weight.shape[0] if weight.shape else 1
-    return rank * (rows + weight.numel // rows) if is_halved(weight.shape, rank) else weight.numel
+    """Return the entries that PowerSGD sends of a gradient.
+
+    They are both factors, or the whole gradient if factors would not halve it.
+    """
+    if not is_halved(weight.shape, rank):
+        return weight.numel
+    rows = weight.shape[0]
+    return rank * (rows + weight.numel // rows)
 
 
 def is_halved(shape: Sequence[int], rank: int) -> bool:
-    """Whether PowerSGD's factors have at most half the entries of a tensor, which is taken as a matrix of `shape[0]` rows."""
-    rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
-    return rank <= min(rows, columns) and 2 * rank * (rows + columns) <= rows * columns
+    """Return whether PowerSGD's factors have at most half the entries of a tensor.
+
+    The tensor is taken as a matrix of `shape[0]` rows.
+    """
+    if len(shape) <= 1:
+        return False
+    rows = shape[0]
+    columns = math.prod(shape[1:])
+    if rank > min(rows, columns):
+        return False
+    return 2 * rank * (rows + columns) <= rows * columns
 
 
 def send_norm(volume: Volume, layout: Layout, has: Counter[str]) -> None:
-    """A number for each axis along which gradients are cut, over the ranks that hold the other parts; and one over the stages."""
-    for there in (has["cut"], has["uncut"]):
-        if there:
-            volume.add("all_reduce", NUMBER, layout.strategy.optimizer_shards(layout.mesh), "shard")
+    """Add the flows of the gradient norm.
+
+    One number goes over the ranks that hold the other parts of a gradient, for each axis along
+    which gradients are cut; and one number goes over the stages of a pipeline.
+    """
+    mesh = layout.mesh
+    steps = layout.strategy.optimizer_shards(mesh)
     if has["cut"]:
-        volume.add("all_reduce", NUMBER, layout.mesh.tp, "tp")
+        volume.add("all_reduce", NUMBER, steps, "shard")
+    if has["uncut"]:
+        volume.add("all_reduce", NUMBER, steps, "shard")
+    if has["cut"]:
+        volume.add("all_reduce", NUMBER, mesh.tp, "tp")
     if has["apart"]:
-        volume.add(
-            "all_reduce", NUMBER, layout.strategy.shards(layout.mesh) // layout.mesh.ep, "shard"
-        )
-        volume.add("all_reduce", NUMBER, layout.mesh.ep, "ep")
-    volume.add("all_reduce", NUMBER, layout.mesh.pp, "pp")
+        shards = layout.strategy.shards(mesh) // mesh.ep
+        volume.add("all_reduce", NUMBER, shards, "shard")
+        volume.add("all_reduce", NUMBER, mesh.ep, "ep")
+    volume.add("all_reduce", NUMBER, mesh.pp, "pp")
