@@ -1,4 +1,7 @@
-"""YAML and overrides → Config; every mistake as one line that names the place and the way out. No torch here."""
+"""Load a Config from YAML and overrides, and compare the configs of two runs.
+
+Each mistake is one line that names the place and a fix. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +42,25 @@ if TYPE_CHECKING:
     from drumline.hardware.detect import Machine
 
 Overrides = Mapping[str, Any] | Sequence[str]
-MOST_VALUE = 200  # characters of an override's value in an error line
+# Characters of an override's value in an error line.
+MOST_VALUE = 200
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-MOST_NAMED = 5  # files of a folder, in an error line
-MOST_CONFIG = MIB  # bytes of a YAML: a large one has some thousand
+# Files of a folder that an error line names.
+MOST_NAMED = 5
+# Bytes of a config file. A large one has some thousand.
+MOST_CONFIG = MIB
+# A path that YAML reads as text without quotes.
+PLAIN_PATH = re.compile(r"[\w.~+=-]*/[\w./~+=-]*")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config and where it came from. Paths of data files in it are relative to `base_dir`, run.dir to the current folder. `old`: it is
-    another tool's, or another tool's is laid over it; `notes`: what became of its keys; `resume`: its value for --resume."""
+    """A config and where it came from.
+
+    Paths of data files in it are relative to `base_dir`; run.dir is relative to the current folder.
+    `old`: the config is another tool's, or another tool's is laid over it. Then `notes` says what
+    became of its keys, and `resume` is its value for --resume.
+    """
 
     config: Config
     path: Path
@@ -60,8 +72,12 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Request:
-    """One `drumline train`: the config, how many processes there are (None: as config and machine say), and where to go on from.
-    `machine`: a host that they run on; None: this one."""
+    """What one `drumline train` is to run.
+
+    `world_size`: the number of processes; None: the config and the machine decide.
+    `resume`: the checkpoint or run to go on from. `allow`: the keys that may change then.
+    `machine`: a host that the processes run on; None: this one.
+    """
 
     loaded: Loaded
     world_size: int | None = None
@@ -73,34 +89,39 @@ class Request:
 def load(
     path: Path, overrides: list[str], over: Sheet | None = None, trusted: bool = True
 ) -> Loaded:
-    """Read a YAML file, also another tool's (see `compat`), lay a launcher's strategy over it, and then dotted overrides. Not `trusted`:
-    the file may be a stranger's run, so that an override alone can allow a model's own code (trust_remote_code). Raises ConfigError."""
+    """Read a YAML file, lay a launcher's strategy `over` it, and then dotted overrides.
+
+    The file may be another tool's (see `compat`). If it is not `trusted`, it may be a stranger's run,
+    and only an override can allow a model's own code (trust_remote_code).
+    Raises ConfigError.
+    """
     base = _base_of(path)
-    return _loaded(
-        drafted(read_text(path), str(path), base, over),
-        path,
-        base,
-        overrides,
-        trusted,
-        over is not None,
-    )
+    draft = drafted(read_text(path), str(path), base, over)
+    return _loaded(draft, path, base, overrides, trusted, over is not None)
 
 
 def _base_of(path: Path) -> Path:
-    """What paths in a config are relative to: its folder; for the config.yaml of a run, that of the YAML which the run was started with."""
+    """Return the folder that paths in a config are relative to.
+
+    It is the config's own folder. For the config.yaml of a run, it is the folder of the YAML that
+    the run was started with.
+    """
     plan = path.parent / "plan.json"
     if path.name == "config.yaml" and plan.is_file():
-        base = read_object(plan, ConfigError, "copy config.yaml to where the data are").get(
-            "base_dir"
-        )
-        return Path(base) if isinstance(base, str) else path.parent
+        values = read_object(plan, ConfigError, "copy config.yaml to where the data are")
+        base = values.get("base_dir")
+        if isinstance(base, str):
+            return Path(base)
     return path.parent
 
 
 def load_values(
     values: Mapping[str, Any], overrides: list[str], over: Sheet | None = None, trusted: bool = True
 ) -> Loaded:
-    """The same for a dictionary in place of a file: paths in it are relative to the current folder. Raises ConfigError."""
+    """Load a config from a dictionary, otherwise as `load` does.
+
+    Paths in it are relative to the current folder. Raises ConfigError.
+    """
     try:
         text = json.dumps(values, default=os.fspath)
     except (TypeError, ValueError) as error:
@@ -109,74 +130,85 @@ def load_values(
             f"cannot be written as YAML: {first_line(error)}", where="config", fix=fix
         ) from None
     draft = drafted(text, "config", Path(), over)
-    script = Path(
-        getattr(sys.modules["__main__"], "__file__", None) or "notebook"
-    ).name  # it names the run folder where nobody does
-    return _loaded(
-        replace(draft, lines={}), Path(script), Path(), overrides, trusted, over is not None
-    )
+    # The lines are those of `text`, which the user never sees.
+    draft = replace(draft, lines={})
+    return _loaded(draft, _script_name(), Path(), overrides, trusted, over is not None)
+
+
+def _script_name() -> Path:
+    """Return the file name of the script that runs, after which the run folder is named."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if not script:
+        return Path("notebook")
+    return Path(Path(script).name)
 
 
 def reader(config: str | Path | Mapping[str, Any]) -> Callable[..., Loaded]:
-    """`load` of a file, or `load_values` of the keys themselves, with the rest of its arguments to come."""
-    return (
-        partial(load_values, config) if isinstance(config, Mapping) else partial(load, Path(config))
-    )
+    """Return `load` bound to a path, or `load_values` bound to a dictionary."""
+    if isinstance(config, Mapping):
+        return partial(load_values, config)
+    return partial(load, Path(config))
 
 
 def overrides_of(given: Overrides | None) -> list[str]:
-    """Overrides as the command line has them: of values of Python by dotted key, or written as `key=value` already."""
-    made = []
-    for key, value in given.items() if isinstance(given, Mapping) else ():
+    """Return overrides as the command line has them, `key=value`.
+
+    `given` has either values of Python by dotted key, or overrides that are written so already.
+    Raises ConfigError for a value that cannot be written as YAML.
+    """
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        return list(given)
+    overrides = []
+    for key, value in given.items():
         try:
-            made.append(f"{key}={json.dumps(value, default=os.fspath)}")
+            text = json.dumps(value, default=os.fspath)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"cannot be written as YAML: {first_line(error)}", where=f"override {key}"
             ) from None
-    return made if isinstance(given, Mapping) else [*(given or ())]
+        overrides.append(f"{key}={text}")
+    return overrides
 
 
 def _loaded(
     draft: Draft, path: Path, base: Path, overrides: list[str], trusted: bool, laid_over: bool
 ) -> Loaded:
+    """Return the checked config of a draft, with paths that do not depend on where the YAML is."""
     config = validated(draft, overrides, trusted, base)
     update: dict[str, Any] = {"strategy": config.strategy.with_files(base)}
     for name, key in (("model", "chat_template"), ("cluster", "calibration")):
-        if (
-            file := getattr(section := getattr(config, name), key, None)
-        ) is not None and file not in TEMPLATES:
-            # Ranks read it from the plan, and no longer know where the YAML was.
-            update[name] = section.model_copy(update={key: str((base / expanded(file)).absolute())})
+        section = getattr(config, name)
+        file = getattr(section, key, None)
+        if file is None or file in TEMPLATES:
+            continue
+        # Ranks read the file's path from the plan, and no longer know where the YAML was.
+        absolute = (base / expanded(file)).absolute()
+        update[name] = section.model_copy(update={key: str(absolute)})
     return Loaded(
         config.model_copy(update=update),
         path,
         base,
-        tuple(draft.notes),
-        draft.resume,
-        draft.old or laid_over,
+        notes=tuple(draft.notes),
+        resume=draft.resume,
+        old=draft.old or laid_over,
     )
 
 
 def load_text(text: str, overrides: list[str], name: str = "config") -> Config:
-    """The same for a text; `name` stands in its error lines."""
+    """Return the config of a YAML text. `name` stands in its error lines. Raises ConfigError."""
     return validated(drafted(text, name, Path(), None), overrides)
 
 
 def load_lines(text: str, overrides: list[str], name: str) -> Loaded:
-    """`load` of a text, whose paths are relative to the current folder."""
-    return _loaded(
-        drafted(text, name, Path(), None),
-        Path(name),
-        Path(),
-        overrides,
-        trusted=True,
-        laid_over=False,
-    )
+    """Load a config from a YAML text, whose paths are relative to the current folder."""
+    draft = drafted(text, name, Path(), None)
+    return _loaded(draft, Path(name), Path(), overrides, trusted=True, laid_over=False)
 
 
 def read_text(path: Path) -> str:
-    """The text of a config file. Raises ConfigError."""
+    """Return the text of a config file, which YAML can read. Raises ConfigError."""
     if path.is_dir():
         raise ConfigError(
             "is a folder, and one file is wanted", where=str(path), fix=_file_meant(path)
@@ -184,8 +216,10 @@ def read_text(path: Path) -> str:
     text = plain_text(
         path, ConfigError, "give the path of a YAML; examples/ has some to copy", MOST_CONFIG
     )
-    # JSON may be indented with tabs, YAML may not.
-    return text.replace("\t", "  ") if path.suffix == ".json" else text
+    if path.suffix == ".json":
+        # JSON may be indented with tabs, YAML may not.
+        return text.replace("\t", "  ")
+    return text
 
 
 def _file_meant(folder: Path) -> str:
@@ -196,14 +230,20 @@ def _file_meant(folder: Path) -> str:
         names = []
     if not names:
         return "give the path of a YAML; examples/ has some to copy"
-    more = f" or one of {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
+    more = ""
+    if len(names) > MOST_NAMED:
+        more = f" or one of {len(names) - MOST_NAMED} others"
     return f"name the file in it that is meant: {', '.join(names[:MOST_NAMED])}{more}"
 
 
 @dataclass
 class Draft:
-    """Values on their way to a Config, and where each was set: lines of a file, other places (`set_at`), overrides laid over both. `old`:
-    they come from another tool's file."""
+    """Values that become a Config, and the place where each was set.
+
+    `lines`: lines of the file. `set_at`: other places, of another tool's keys.
+    `overrides`: the overrides that are laid over both, by the place that they set.
+    `old`: the values come from another tool's file.
+    """
 
     name: str
     values: dict[str, Any]
@@ -215,20 +255,28 @@ class Draft:
     old: bool = False
 
     def where(self, place: Place) -> str:
-        """The override or the line that a value came from, with its dotted key; the nearest section's line for a key that is not there."""
+        """Return the override or the line that a value came from, with the value's dotted key.
+
+        For a key that is not there, it is the line of the nearest section around it.
+        """
         for start, override in reversed(self.overrides.items()):
             if place[: len(start)] == start:
                 return override_label(override)
-        for start, override in self.overrides.items():
-            if place and place not in self.lines and start[: len(place)] == place:
-                return override_label(override)
+        if place and place not in self.lines:
+            # A section that an override has made.
+            for start, override in self.overrides.items():
+                if start[: len(place)] == place:
+                    return override_label(override)
         dotted = ".".join(place)
         for length in range(len(place), 0, -1):
-            if place[:length] in self.set_at:
-                return self.set_at[place[:length]]
-            if place[:length] in self.lines:
-                return f"{self.name}:{self.lines[place[:length]]}: {dotted}"
-        return f"{self.name}: {dotted}" if dotted else self.name
+            around = place[:length]
+            if around in self.set_at:
+                return self.set_at[around]
+            if around in self.lines:
+                return f"{self.name}:{self.lines[around]}: {dotted}"
+        if dotted:
+            return f"{self.name}: {dotted}"
+        return self.name
 
 
 def drafted(
@@ -239,68 +287,93 @@ def drafted(
     folder: Path | None = None,
     lenient: bool = False,
 ) -> Draft:
-    """The values of a config, Drumline's or another tool's. `base`: the folder that it lies in; `folder`: that of a new config; `lenient`:
-    what Drumline lacks is a note and no error."""
-    try:
-        values, lines = read_yaml(text, name)
-    except NumberTooLarge as error:
-        fix = fix_large_number(error.place) or error.fix
-        where = f"{error.where}: {'.'.join(error.place)}"
-        raise ConfigError(error.what, where=where, fix=fix) from None
-    if values is None:
-        raise ConfigError("the file is empty", where=name, fix="it needs at least data: rows.jsonl")
-    if not isinstance(values, dict):
-        what = "a list" if isinstance(values, list) else f"only {values!r}"
-        raise ConfigError(
-            f"holds {what}, not keys and values", where=f"{name}:1", fix="write `key: value` lines"
-        )
+    """Return the values of a config, which is Drumline's own or another tool's.
+
+    `name`: how error lines call the file. `base`: the folder that the config lies in.
+    `over`: a launcher's strategy that is laid over it. `folder`: the folder of a new config.
+    `lenient`: what Drumline lacks of another tool's keys is a note and no error.
+    Raises ConfigError.
+    """
+    values, lines = _read_values(text, name)
     draft = Draft(name, values, lines)
     if not is_own(values):
         from drumline.compat import translate
 
-        if (new := translate(values, lines, name, base, folder or base, lenient)) is not None:
+        new = translate(values, lines, name, base, folder or base, lenient)
+        if new is not None:
             draft = Draft(
-                name, new.values, {}, new.set_at, notes=new.notes, resume=new.resume, old=True
+                name,
+                new.values,
+                lines={},
+                set_at=new.set_at,
+                notes=new.notes,
+                resume=new.resume,
+                old=True,
             )
     if "data" in draft.values:
         draft.values["data"] = in_full(draft.values["data"], base)
     if over is not None:
         from drumline.compat.overlay import lay
 
-        draft.set_at = {**lay(draft.values, over, draft.where), **draft.set_at}
+        set_by_launcher = lay(draft.values, over, draft.where)
+        draft.set_at = {**set_by_launcher, **draft.set_at}
         draft.notes += over.notes
     return draft
 
 
+def _read_values(text: str, name: str) -> tuple[dict[str, Any], dict[Place, int]]:
+    """Return the keys and values of a YAML text, and their lines. Raises ConfigError."""
+    try:
+        values, lines = read_yaml(text, name)
+    except NumberTooLarge as error:
+        where = f"{error.where}: {'.'.join(error.place)}"
+        fix = fix_large_number(error.place) or error.fix
+        raise ConfigError(error.what, where=where, fix=fix) from None
+    if values is None:
+        raise ConfigError("the file is empty", where=name, fix="it needs at least data: rows.jsonl")
+    if not isinstance(values, dict):
+        what = f"only {values!r}"
+        if isinstance(values, list):
+            what = "a list"
+        raise ConfigError(
+            f"holds {what}, not keys and values", where=f"{name}:1", fix="write `key: value` lines"
+        )
+    return values, lines
+
+
 def has_data(values: dict[str, Any]) -> bool:
-    """Whether the values say what to train on."""
+    """Return whether the values set what to train on."""
     data = values.get("data")
-    return "train" in data if isinstance(data, dict) else bool(data)
+    if isinstance(data, dict):
+        return "train" in data
+    return bool(data)
 
 
 def validated(
     draft: Draft, overrides: list[str], trusted: bool = True, base_dir: Path | None = None
 ) -> Config:
-    """The Config of a draft with overrides over it. `base_dir`: what files of the user's own code are relative to. Raises ConfigError."""
+    """Return the Config of a draft with overrides laid over it.
+
+    `base_dir`: the folder that files of the user's own code are relative to. Raises ConfigError.
+    """
     values = draft.values
     draft.overrides = {}
     for override in overrides:
-        draft.overrides[lay_over(values, override)] = override
-        if "data" in values:  # so that the next one finds the keys of its sources
+        place = lay_over(values, override)
+        draft.overrides[place] = override
+        if "data" in values:
+            # In full, so that the next override finds the keys of its sources.
             values["data"] = in_full(values["data"], base_dir or Path())
     if draft.old and not has_data(values):
         fix = "add it on the command line: data=rows.jsonl, or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)
     values = _without_nulls(values)
-    values = withhold(
-        values if trusted else _without_trust(values, tuple(draft.overrides)), draft.where
-    )
+    if not trusted:
+        values = _without_trust(values, tuple(draft.overrides))
+    values = withhold(values, draft.where)
+    context = {"base_dir": base_dir, "trusted": trusted or _trusts_remote_code(values)}
     try:
-        allowed = trusted or (
-            isinstance(values.get("model"), dict)
-            and values["model"].get("trust_remote_code") is True
-        )
-        config = Config.model_validate(values, context={"base_dir": base_dir, "trusted": allowed})
+        config = Config.model_validate(values, context=context)
     except ValidationError as error:
         raise first_mistake(error, draft.where) from None
     check_numbers(values, config.model_dump(), draft.where)
@@ -308,54 +381,70 @@ def validated(
     return config
 
 
+def _trusts_remote_code(values: dict[str, Any]) -> bool:
+    """Return whether the values allow a model's own code to run."""
+    model = values.get("model")
+    return isinstance(model, dict) and model.get("trust_remote_code") is True
+
+
 def _check_metric(config: Config, draft: Draft) -> None:
-    """Raises ConfigError where eval.metric is one that no evaluation has. Names of domains and tasks are known when they are read."""
-    sets, names = [name for name in config.data.eval_sets if name], config.algorithm.metrics
+    """Raise ConfigError if no evaluation of the run has the metric in eval.metric.
+
+    Names of tasks and of their metrics are known only when they are read, so they are not checked.
+    """
     metric = config.eval.metric
-    of_set, _, rest = metric.partition("/")
-    inner = rest if of_set in sets else metric
-    of_task = metric.startswith("tasks/") and config.eval.tasks
-    unmeasured = config.eval.tasks and not (config.data.eval or config.data.holdout or of_task)
-    if unmeasured:
-        fix = "set data.eval or data.holdout, or name a metric of a task: tasks/NAME/METRIC"
+    tasks = config.eval.tasks
+    if tasks and metric.startswith("tasks/"):
+        return
+    if tasks and not (config.data.eval or config.data.holdout):
         raise ConfigError(
             f"{metric!r} is measured on held-out rows, and there are none",
             where=draft.where(("eval", "metric")),
-            fix=fix,
+            fix="set data.eval or data.holdout, or name a metric of a task: tasks/NAME/METRIC",
         )
-    if (
-        inner not in names
-        and not (inner.startswith("reward/") and "reward" in names)
-        and not of_task
-    ):
-        known = [
-            *names,
-            *(f"{name}/{each}" for name in sets for each in names),
-            *["tasks/NAME/METRIC"] * bool(config.eval.tasks),
-        ]
-        what = f"algorithm {config.algorithm.kind} measures no {metric!r}"
-        raise ConfigError(
-            what, where=draft.where(("eval", "metric")), fix=f"one of {', '.join(known)}"
-        )
-
-
-def override(key: str, path: object) -> str:
-    """An override that sets a key to a path, which is quoted where YAML would read something else: `#` begins a comment."""
-    text = str(path)
-    return (
-        f"{key}={text}"
-        if re.fullmatch(r"[\w.~+=-]*/[\w./~+=-]*", text)
-        else f"{key}={json.dumps(text, ensure_ascii=False)}"
+    sets = [name for name in config.data.eval_sets if name]
+    names = config.algorithm.metrics
+    # A metric of one evaluation set is written SET/METRIC.
+    inner = metric
+    of_set, _, rest = metric.partition("/")
+    if of_set in sets:
+        inner = rest
+    # Names of rewards follow `reward/`.
+    is_of_reward = inner.startswith("reward/") and "reward" in names
+    if inner in names or is_of_reward:
+        return
+    known = list(names)
+    for set_name in sets:
+        known += [f"{set_name}/{name}" for name in names]
+    if tasks:
+        known.append("tasks/NAME/METRIC")
+    raise ConfigError(
+        f"algorithm {config.algorithm.kind} measures no {metric!r}",
+        where=draft.where(("eval", "metric")),
+        fix=f"one of {', '.join(known)}",
     )
 
 
+def override(key: str, path: object) -> str:
+    """Return an override that sets a key to a path.
+
+    The path is in quotes if YAML would read it as something else: `#` begins a comment.
+    """
+    text = str(path)
+    if not PLAIN_PATH.fullmatch(text):
+        text = json.dumps(text, ensure_ascii=False)
+    return f"{key}={text}"
+
+
 def _without_nulls(value: Any, place: Place = ()) -> Any:
-    """A copy of the values without the keys that null leaves at their defaults, such as `adapter: null`."""
+    """Return a copy of the values without nulls that mean the default, such as `adapter: null`."""
     if isinstance(value, list):
         return [_without_nulls(inner, (*place, str(index))) for index, inner in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    kind = value.get("kind") if isinstance(value.get("kind"), str) else None
+    kind = value.get("kind")
+    if not isinstance(kind, str):
+        kind = None
     kept = {}
     for key, inner in value.items():
         at = (*place, str(key))
@@ -364,23 +453,31 @@ def _without_nulls(value: Any, place: Place = ()) -> Any:
     return kept
 
 
-def _without_trust(value: Any, granted: tuple[Place, ...], place: Place = ()) -> Any:
-    """A copy of the values in which trust_remote_code is false wherever no override sets it."""
+def _without_trust(value: Any, overrides: tuple[Place, ...], place: Place = ()) -> Any:
+    """Return a copy of the values in which trust_remote_code is false unless an override sets it."""
     if isinstance(value, dict):
-        return {
-            key: _without_trust(inner, granted, (*place, str(key))) for key, inner in value.items()
-        }
+        copied = {}
+        for key, inner in value.items():
+            copied[key] = _without_trust(inner, overrides, (*place, str(key)))
+        return copied
     if isinstance(value, list):
-        return [
-            _without_trust(inner, granted, (*place, str(index)))
-            for index, inner in enumerate(value)
-        ]
-    mine = any(place[: len(override)] == override for override in granted)
-    return False if place[-1:] == ("trust_remote_code",) and not mine else value
+        items = []
+        for index, inner in enumerate(value):
+            items.append(_without_trust(inner, overrides, (*place, str(index))))
+        return items
+    if place[-1:] != ("trust_remote_code",):
+        return value
+    is_set_by_user = any(place[: len(override)] == override for override in overrides)
+    if is_set_by_user:
+        return value
+    return False
 
 
 def lay_over(values: dict[str, Any], override: str) -> Place:
-    """Set `a.b.0.c=value` in nested values, making sections on the way. Returns its place; raises ConfigError naming the override."""
+    """Set `a.b.0.c=value` in nested values, and return the place of the key.
+
+    Sections on the way to it are made. Raises ConfigError that names the override.
+    """
     dotted, equals, text = override.partition("=")
     place = tuple(dotted.split("."))
     if not equals or "" in place:
@@ -389,65 +486,87 @@ def lay_over(values: dict[str, Any], override: str) -> Place:
             where="command line",
             fix="write key=value, such as optimizer.lr=1e-4",
         )
-    if not text.strip():  # often a variable of the shell that is not set
+    if not text.strip():
+        # Often a variable of the shell that is not set.
         raise _override_error(override, "nothing given", f"write a value, or {dotted}=null")
-    try:
-        value = read_yaml(text, "value")[0]
-    except ConfigError as error:
-        fix = "put the value in quotes, once for the shell and once for YAML: key='\"…\"'"
-        if isinstance(error, NumberTooLarge):
-            fix = fix_large_number((*place, *error.place)) or fix
-        raise _override_error(override, error.what, fix) from None
-    inside: Any = values
+    value = _read_value(text, place, override)
+    section: Any = values
     for depth, (key, following) in enumerate(pairwise(place), start=1):
-        if isinstance(inside, list):
-            inside = inside[_index(inside, key, override)]
-            continue
-        if not isinstance(inside, dict):
+        if isinstance(section, list):
+            section = section[_index(section, key, override)]
+        elif isinstance(section, dict):
+            inner = _section(section.get(key), place[:depth], following, override)
+            section[key] = inner
+            section = inner
+        else:
             break
-        inside[key] = inside = _section(inside.get(key), place[:depth], following, override)
-    if isinstance(inside, list):
-        inside[_index(inside, place[-1], override)] = value
-    elif isinstance(inside, dict):
-        inside[place[-1]] = value
+    if isinstance(section, list):
+        section[_index(section, place[-1], override)] = value
+    elif isinstance(section, dict):
+        section[place[-1]] = value
     else:
         raise _override_error(
             override,
-            f"{'.'.join(place[:-1])} has no keys: it is {inside!r}",
+            f"{'.'.join(place[:-1])} has no keys: it is {section!r}",
             "give the whole of it",
         )
     return place
 
 
+def _read_value(text: str, place: Place, override: str) -> Any:
+    """Return the value that an override sets, read as YAML. Raises ConfigError."""
+    try:
+        value, _ = read_yaml(text, "value")
+    except ConfigError as error:
+        fix = "put the value in quotes, once for the shell and once for YAML: key='\"…\"'"
+        if isinstance(error, NumberTooLarge):
+            fix = fix_large_number((*place, *error.place)) or fix
+        raise _override_error(override, error.what, fix) from None
+    return value
+
+
 def _section(current: Any, place: Place, following: str, override: str) -> Any:
-    """What an override goes into: the section that is there, a new one, or one made of its short form (`strategy: ddp`)."""
+    """Return the section that an override goes into.
+
+    It is the one that is there, a new one, or one made of its short form (`strategy: ddp`).
+    `following`: the next part of the override's key, which would be a number in a list.
+    Raises ConfigError if there is a value without keys.
+    """
     if isinstance(current, dict | list):
         return current
+    dotted = ".".join(place)
     if current is None:
         if following.isdecimal():
-            dotted = ".".join(place)
             raise _override_error(
                 override, f"{dotted} is no list yet", f"give the whole of it: {dotted}=[…]"
             )
         return {}
     try:
-        if (short := short_at(place)) is not None and isinstance(full := short.long(current), dict):
-            return full
+        short = short_at(place)
+        if short is not None:
+            full = short.long(current)
+            if isinstance(full, dict):
+                return full
     except ValueError as error:
         raise _override_error(override, str(error), "give the whole of it") from None
     if isinstance(current, str) and kinds_at(place):
         return {"kind": current}
     raise _override_error(
-        override, f"{'.'.join(place)} has no keys: it is {current!r}", "give the whole of it"
+        override, f"{dotted} has no keys: it is {current!r}", "give the whole of it"
     )
 
 
-def _index(inside: list[Any], key: str, override: str) -> int:
-    if not key.isdecimal() or int(key) >= len(inside):
-        count = f"{len(inside)} item" + "s" * (len(inside) != 1)
-        fix = f"count from 0 to {len(inside) - 1}" if inside else "give the whole list"
-        raise _override_error(override, f"the list has {count}, no {key!r}", fix)
-    return int(key)
+def _index(items: list[Any], key: str, override: str) -> int:
+    """Return a key of an override as the index of a list. Raises ConfigError if it is none."""
+    if key.isdecimal() and int(key) < len(items):
+        return int(key)
+    count = f"{len(items)} items"
+    if len(items) == 1:
+        count = "1 item"
+    fix = "give the whole list"
+    if items:
+        fix = f"count from 0 to {len(items) - 1}"
+    raise _override_error(override, f"the list has {count}, no {key!r}", fix)
 
 
 def _override_error(override: str, what: str, fix: str) -> ConfigError:
@@ -461,17 +580,20 @@ def override_label(override: str) -> str:
 
 
 def to_yaml(config: Config) -> str:
-    """The config with every default visible."""
+    """Return the config as YAML with every default visible."""
     return write_yaml(config.model_dump(mode="json"))
 
 
 def changed_values(config: Config) -> dict[str, Any]:
-    """The keys that are not at their defaults, and the kind of each section that has such keys. Read again, they give the same config."""
+    """Return the keys that are not at their defaults, and the kind of each section with such keys.
+
+    A config that is made of them is equal to this one.
+    """
     full = config.model_dump(mode="json")
-    values: dict[str, Any] = _with_kinds(
-        config.model_dump(mode="json", exclude_defaults=True), full
-    )
-    for name, default in config.algorithm.best_by.items():  # defaults that come with the algorithm
+    changed = config.model_dump(mode="json", exclude_defaults=True)
+    values: dict[str, Any] = _with_kinds(changed, full)
+    # These defaults come with the algorithm.
+    for name, default in config.algorithm.best_by.items():
         if full["eval"][name] != default:
             values.setdefault("eval", {})[name] = full["eval"][name]
     _add_dependent_defaults(values, full)
@@ -500,18 +622,25 @@ def _add_dependent_defaults(values: dict[str, Any], full: dict[str, Any]) -> Non
 
 
 def _with_kinds(changed: Any, full: Any) -> Any:
+    """Return changed values with the `kind` of each section that has one, taken from `full`."""
     if isinstance(changed, list):
-        return [_with_kinds(*pair) for pair in zip(changed, full, strict=True)]
+        pairs = zip(changed, full, strict=True)
+        return [_with_kinds(inner, full_inner) for inner, full_inner in pairs]
     if not isinstance(changed, dict):
         return changed
-    kind = {"kind": full["kind"]} if "kind" in full else {}
-    return {**kind, **{key: _with_kinds(value, full[key]) for key, value in changed.items()}}
+    values = {}
+    if "kind" in full:
+        values["kind"] = full["kind"]
+    for key, inner in changed.items():
+        values[key] = _with_kinds(inner, full[key])
+    return values
 
 
-# What may change when a run goes on; everything else decides the numbers.
+# Keys that may change when a run goes on. All others decide the numbers. eval.metric and eval.mode
+# are not among these keys, because they have rated which checkpoint is the best so far.
 FREE = (
     "strategy", "launch", "cluster", "checkpoint", "health", "memory", "compile",
-    *(f"eval.{name}" for name in EvalConfig.model_fields if name not in ("metric", "mode")),  # these have rated what is best so far
+    *(f"eval.{name}" for name in EvalConfig.model_fields if name not in ("metric", "mode")),
     "run.dir", "run.deterministic", "run.device", "run.log_every", "run.collect_every", "run.report_to", "run.tracker", "run.callbacks",
     "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "data.stream.blocks", "algorithm.loss_chunk",
     "report", "run.profile", "algorithm.reward_failure", "algorithm.reward_workers", "model.attention", "model.trust_remote_code",
@@ -519,54 +648,76 @@ FREE = (
 
 
 def allowed(key: str, allow: tuple[str, ...]) -> bool:
-    """Whether `allow` names a key, a section that it is in, or all."""
-    return "all" in allow or any(key == name or key.startswith(name + ".") for name in allow)
+    """Return whether `allow` names a key, a section that the key is in, or all."""
+    if "all" in allow:
+        return True
+    return any(key == name or key.startswith(f"{name}.") for name in allow)
 
 
 def saved_config(values: Any, now: Config, allow: tuple[str, ...], where: str) -> Config:
-    """The config of a checkpoint's state. Where it names a plug-in that is gone, or a file that was moved, the keys that may change are
-    taken from `now`. Raises CheckpointError where what is left cannot be read."""
+    """Return the config of a checkpoint, made from the values in its state.
+
+    If the values cannot be read, because they name a plug-in that is gone or a file that was moved,
+    the keys that may change are taken from `now`.
+    `where`: how the error calls the checkpoint. Raises CheckpointError if the rest cannot be read.
+    """
     try:
         return Config.model_validate(values)
     except (ValidationError, ConfigError):
-        mixed, current = deepcopy(values), now.model_dump(mode="json")
+        mixed = deepcopy(values)
+    current = now.model_dump(mode="json")
     for key in (*FREE, *allow):
         section, _, rest = key.partition(".")
-        if not rest and section in current:
-            mixed[section] = current[section]
+        if not rest:
+            if section in current:
+                mixed[section] = current[section]
         elif rest in current.get(section, {}) and isinstance(mixed.get(section), dict):
             mixed[section][rest] = current[section][rest]
+    if "all" in allow:
+        return now
     try:
-        return now if "all" in allow else Config.model_validate(mixed)
+        return Config.model_validate(mixed)
     except (ValidationError, ConfigError) as error:
-        first = first_mistake(error) if isinstance(error, ValidationError) else error
-        fix = "install or put back what it names, or accept another with --allow SECTION"
+        mistake = error if isinstance(error, ConfigError) else first_mistake(error)
         raise CheckpointError(
-            f"its config cannot be read: {first.where}: {first.what}", where=where, fix=fix
+            f"its config cannot be read: {mistake.where}: {mistake.what}",
+            where=where,
+            fix="install or put back what it names, or accept another with --allow SECTION",
         ) from None
 
 
 def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The keys that decide the numbers, differ, and that `allow` lacks: in a line with their values, and in the order of the config. Where
-    a global batch is set, how it is cut up may change, too; and of the same metric eval.mode may become what its name says: older versions
-    took min for each."""
-    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
+    """Return the keys that differ, decide the numbers, and are not in `allow`.
+
+    The first value is a line with the keys and their values; the second is the list of the keys, in
+    the order of the config.
+    If a global batch is set, how it is cut up may change too. For the same metric, eval.mode may
+    become what the metric's name implies: older versions took min for each metric.
+    """
+    before = flat(old.model_dump(mode="json"))
+    after = flat(new.model_dump(mode="json"))
+    free = [*FREE, *allow]
+    if _has_same_global_batch(before, after):
+        free += ["batch.micro_batch", "batch.accumulation"]
+    same_metric = old.eval.metric == new.eval.metric
+    if same_metric and new.eval.mode == direction(new.eval.metric):
+        free.append("eval.mode")
+    keys = []
+    changes = []
+    for key in dict.fromkeys([*before, *after]):
+        if before.get(key) == after.get(key) or allowed(key, tuple(free)):
+            continue
+        keys.append(key)
+        changes.append(f"{key} {plain(before.get(key))!r} → {plain(after.get(key))!r}")
+    return "; ".join(changes), keys
+
+
+def _has_same_global_batch(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Return whether two flat configs set the same global batch."""
     totals = ("batch.global_samples", "batch.global_tokens")
-    same_batch = all(before[key] == after[key] for key in totals) and any(
-        before[key] for key in totals
-    )
-    may = (*FREE, *allow, *(("batch.micro_batch", "batch.accumulation") if same_batch else ()))
-    may += ("eval.mode",) * (
-        old.eval.metric == new.eval.metric and new.eval.mode == direction(new.eval.metric)
-    )
-    keys = [
-        key
-        for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key) and not allowed(key, may)
-    ]
-    return "; ".join(
-        f"{key} {plain(before.get(key))!r} → {plain(after.get(key))!r}" for key in keys
-    ), keys
+    if not any(before[key] for key in totals):
+        return False
+    return all(before[key] == after[key] for key in totals)
 
 
 def strategy_change(old: Config, new: Config, checkpoint: str) -> str | None:
@@ -580,28 +731,25 @@ def strategy_change(old: Config, new: Config, checkpoint: str) -> str | None:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key → value, of dictionaries at any depth; a list is one value."""
+    """Return the values of nested dictionaries by dotted key. A list is one value."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
-    return {
-        key: leaf
-        for name, inner in value.items()
-        for key, leaf in flat(inner, f"{prefix}.{name}".lstrip(".")).items()
-    }
+    leaves = {}
+    for name, inner in value.items():
+        dotted = f"{prefix}.{name}".lstrip(".")
+        leaves.update(flat(inner, dotted))
+    return leaves
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the YAML, short forms too (`core.section.Short`)."""
-    made = Config.model_json_schema()
-    for section in made["$defs"].values():
+    """Return the JSON Schema (2020-12) of the YAML, with short forms (`core.section.Short`)."""
+    config_schema = Config.model_json_schema()
+    for section in config_schema["$defs"].values():
         if "const" in section["properties"].get("kind", {}):
-            # It tells the union's members apart.
-            section["required"] = [
-                "kind",
-                *section.get("required", []),
-            ]
+            # `kind` tells which member of a union a section is.
+            section["required"] = ["kind", *section.get("required", [])]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **made,
+        **config_schema,
         "title": "Drumline config",
     }
