@@ -1,4 +1,7 @@
-"""What pydantic found wrong → one line: the place, what was given and wanted, the way out. Also: which keys and kinds a place has."""
+"""Turn pydantic's errors into one line each: the place, what was given and wanted, and a fix.
+
+And look up in the schema which keys and kinds a place of a config has.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from annotated_types import Le, Lt
 from pydantic import BaseModel, ValidationError
@@ -21,7 +24,7 @@ from drumline.core.section import Short, null_means_default, refusal_of_null
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
-# pydantic's error types, by how they begin → what is wanted there.
+# What is wanted, by the beginning of pydantic's error type.
 WANTED = {
     "int": "a whole number",
     "float": "a number",
@@ -40,33 +43,52 @@ WANTED = {
     "too_long": "at most {max_length}",
 }
 
-MOST_SHOWN = 5  # mistakes of one file; any more are counted
+# Mistakes of one file that are shown. The rest is counted.
+MOST_SHOWN = 5
+# Keys of a section, and guesses at a key, that an error line shows.
+MOST_KEYS = 4
+MOST_GUESSES = 3
+# Characters of a text that an error line shows.
+MOST_CHARACTERS = 60
+# How similar a key must be to a name of another tool (difflib's ratio) to be taken for it.
+SIMILARITY = 0.85
 # How pydantic names a member of a union.
 TYPE = re.compile(r"(constrained-)?(str|int|float|bool|none)|[\w-]+\[.*\]")
 
-Where = Callable[[Place], str]  # how an error line names the place that a value came from
+# Returns how an error line names the place that a value came from.
+Where = Callable[[Place], str]
+
+
+class Mistake(NamedTuple):
+    """What is wrong with a value, and how to fix it. The fix is empty if there is none to name."""
+
+    what: str
+    fix: str
 
 
 def dotted(place: Place) -> str:
-    """A place that has no line: its keys."""
+    """Return the name of a place without a line: its dotted key."""
     return ".".join(map(str, place))
 
 
 def first_mistake(error: ValidationError, where: Where = dotted) -> ConfigError:
-    """Return the first mistake as a ConfigError, whose notes (`__notes__`) are the lines of the next few, and a count of the others.
+    """Return the first mistake as a ConfigError.
 
-    Takes time that is linear in the number of mistakes: one file may have tens of thousands."""
-    # A default that is made from other values is not made where these are wrong: no mistake of its own.
-    details = [
-        each
-        for each in error.errors(include_url=False)
-        if each["type"] != "default_factory_not_called"
-    ]
+    Its notes (`__notes__`) are the lines of the next few mistakes, and a count of the rest.
+    Takes time that is linear in the number of mistakes: one file may have tens of thousands.
+    """
+    details = []
+    for detail in error.errors(include_url=False):
+        # A default that is computed from other values is not computed if those are wrong. This is
+        # no mistake of its own.
+        if detail["type"] != "default_factory_not_called":
+            details.append(detail)
     # Unknown keys go first: a misspelt key also makes the right one look as if it were missing.
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
-    by_place: dict[Place, list[Any]] = {}  # a value that is of none of several types is one mistake
+    # A value that is of none of several types has a detail for each type, and is one mistake.
+    by_place: dict[Place, list[Any]] = {}
     kinds_by_place: dict[Place, str | None] = {}
-    # Everything above a mistake; a list whose item is wrong also counts as too short.
+    # Everything above a mistake. A list whose item is wrong also counts as too short.
     sections: set[Place] = set()
     for detail in details:
         place, kind = _place(detail["loc"])
@@ -75,35 +97,50 @@ def first_mistake(error: ValidationError, where: Where = dotted) -> ConfigError:
         for length in range(len(place)):
             sections.add(place[:length])
     places = [place for place in by_place if place not in sections]
-    more = len(places) - 1
-    remark = f" (and {more} more mistake{'s' * (more > 1)})" if more else ""
     mistakes: list[ConfigError] = []
     for place in places[:MOST_SHOWN]:
-        what, fix = _describe(_nearest(by_place[place]), place, kinds_by_place[place])
+        mistake = _describe(_nearest(by_place[place]), place, kinds_by_place[place])
+        what = mistake.what
         if not mistakes:
-            what += remark
-        mistakes.append(ConfigError(what, where=where(place), fix=fix or None))
+            what += _count_more(len(places) - 1)
+        mistakes.append(ConfigError(what, where=where(place), fix=mistake.fix or None))
     first = mistakes[0]
-    for mistake in mistakes[1:]:
-        first.add_note(mistake.line())
+    for later in mistakes[1:]:
+        first.add_note(later.line())
     if len(places) > MOST_SHOWN:
         first.add_note(f"and {len(places) - MOST_SHOWN:,} more")
     return first
 
 
+def _count_more(number: int) -> str:
+    """Return the remark that there are `number` more mistakes; empty for none."""
+    if number < 1:
+        return ""
+    if number == 1:
+        return " (and 1 more mistake)"
+    return f" (and {number} more mistakes)"
+
+
 def _nearest(details: Sequence[Any]) -> Any:
-    """Of what pydantic says of a value that may have several types: the line of the type that this one is nearest to."""
+    """Return the detail of the type that a value is nearest to.
+
+    pydantic has a detail for each type that the value might have had.
+    """
     for detail in details:
-        text, fraction = isinstance(detail["input"], str), isinstance(detail["input"], float)
-        if (text and detail["type"] == "value_error") or (
-            fraction and not detail["type"].startswith(("int", "literal", "string"))
-        ):
+        error = detail["type"]
+        if isinstance(detail["input"], str) and error == "value_error":
+            return detail
+        is_fraction = isinstance(detail["input"], float)
+        if is_fraction and not error.startswith(("int", "literal", "string")):
             return detail
     return details[0]
 
 
 def check_numbers(given: Any, made: Any, where: Where, place: Place = ()) -> None:
-    """Refuse what pydantic lets pass: true and false as 1 and 0, and numbers that are not finite. `made`: the config, dumped."""
+    """Raise ConfigError for what pydantic lets pass: true and false as 1 and 0, infinity and NaN.
+
+    `given`: the values of the config. `made`: the Config that pydantic has made of them, dumped.
+    """
     if isinstance(given, dict) and isinstance(made, dict):
         for key, value in given.items():
             check_numbers(value, made.get(key), where, (*place, str(key)))
@@ -123,74 +160,109 @@ def check_numbers(given: Any, made: Any, where: Where, place: Place = ()) -> Non
 
 
 def _place(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
-    """pydantic's location without the union tags that it puts in, and the tag of the section that the last key stands in."""
+    """Return pydantic's location without its union tags, and the kind of the last key's section.
+
+    pydantic puts the `kind` of a section, or the name of a type, between the keys.
+    """
     place: Place = ()
     tag: str | None = None
     owner: str | None = None
     for part in map(str, loc):
-        if tag is None and part in {kind_of(model) for model in models_at(place)}:
+        if tag is None and _selects_section(part, place):
             tag = part
-        elif part != "[key]" and not (TYPE.fullmatch(part) and _is_plain_union(place)):
-            place, owner, tag = (*place, part), tag, None
+            continue
+        is_type = TYPE.fullmatch(part) is not None and _is_plain_union(place)
+        if part == "[key]" or is_type:
+            continue
+        place = (*place, part)
+        owner = tag
+        tag = None
     return place, owner
 
 
+def _selects_section(part: str, place: Place) -> bool:
+    """Return whether a part of pydantic's location is the kind of a section at a place."""
+    return any(kind_of(model) == part for model in models_at(place))
+
+
 def _is_plain_union(place: Place) -> bool:
-    """Whether values of several types may stand there, none of which has keys."""
+    """Return whether a place takes values of several types, none of which has keys."""
     field = field_at(place)
-    return (
-        field is not None
-        and get_origin(field.annotation) in (Union, UnionType)
-        and "dict" not in str(field.annotation)
-    )
+    if field is None or get_origin(field.annotation) not in (Union, UnionType):
+        return False
+    return "dict" not in str(field.annotation)
 
 
-def _describe(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
-    """(what is wrong, how to mend it) of one of pydantic's errors."""
-    error, given, context = detail["type"], detail["input"], detail.get("ctx", {})
-    field = field_at(place)
-    refusal = None if field is None or given is not None else refusal_of_null(field)
-    if refusal is not None and error != "missing":
-        return "null has no clear meaning here", refusal.fix
+def _describe(detail: Any, place: Place, kind: str | None) -> Mistake:
+    """Return the mistake of one of pydantic's errors. `kind`: that of the section around it."""
+    error = detail["type"]
+    value = detail["input"]
+    context = detail.get("ctx", {})
+    if value is None and error != "missing":
+        fix = _fix_null(place)
+        if fix is not None:
+            return Mistake("null has no clear meaning here", fix)
     if error == "extra_forbidden":
         return _unknown_key(place, kind)
     if error == "missing":
         return _missing(place)
     if error in ("union_tag_invalid", "union_tag_not_found"):
-        return _no_kind(error, given, place)
+        return _no_kind(error, value, place)
     if error == "literal_error":
-        choices = [
-            choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")
-        ]
-        guess = nearest(str(given), choices)
-        return (
-            f"{_shown(given)} is not one of {', '.join(choices)}",
-            f"did you mean {guess!r}?" if guess else "choose one of them",
-        )
+        return _no_choice(value, context["expected"])
     if error == "value_error":
-        return str(context["error"]), ""
+        return Mistake(str(context["error"]), "")
     if error == "invalid_key" or detail["loc"][-1] == "[key]":
-        return f"the key {_shown(given)} is no text", "put it in quotes"
-    if error.startswith("string_") and isinstance(given, str):
-        return _mistaken_text(error, given, context, place)
-    if isinstance(given, float) and not math.isfinite(given):
-        return f"{_shown(given)} given, a finite number is wanted", _default(place)
+        return Mistake(f"the key {_shown(value)} is no text", "put it in quotes")
+    if error.startswith("string_") and isinstance(value, str):
+        return _mistaken_text(error, value, context, place)
+    return _mistaken_value(detail, place)
+
+
+def _fix_null(place: Place) -> str | None:
+    """Return what to write in place of a null that is refused; None if null is not refused there."""
+    field = field_at(place)
+    if field is None:
+        return None
+    refusal = refusal_of_null(field)
+    if refusal is None:
+        return None
+    return refusal.fix
+
+
+def _no_choice(value: Any, expected: str) -> Mistake:
+    """Return the mistake of a value that is none of `expected`, in pydantic's form `'a', 'b' or 'c'`."""
+    choices = []
+    for choice in expected.replace(" or ", ", ").split(", "):
+        choices.append(choice.strip("'"))
+    guess = nearest(str(value), choices)
+    fix = "choose one of them"
+    if guess:
+        fix = f"did you mean {guess!r}?"
+    return Mistake(f"{_shown(value)} is not one of {', '.join(choices)}", fix)
+
+
+def _mistaken_value(detail: Any, place: Place) -> Mistake:
+    """Return the mistake of a single value that has the wrong type or is out of its limits."""
+    value = detail["input"]
+    if isinstance(value, float) and not math.isfinite(value):
+        return Mistake(f"{_shown(value)} given, a finite number is wanted", _default(place))
     wanted = _wanted(detail)
-    return describe_value(detail), _mend(given, wanted, place) if wanted else _default(place)
+    if wanted is None:
+        return Mistake(describe_value(detail), _default(place))
+    return Mistake(describe_value(detail), _fix_type(value, wanted, place))
 
 
 def _wanted(detail: Any) -> str | None:
-    """Return what pydantic wanted in the place of a value, with its limits; None where WANTED has no words for it."""
-    template = next(
-        (template for start, template in WANTED.items() if detail["type"].startswith(start)), None
-    )
-    if template is None:
-        return None
+    """Return what pydantic wanted in the place of a value, with its limits; None if WANTED lacks it."""
     limits = {}
     for name, limit in detail.get("ctx", {}).items():
         if isinstance(limit, int | float):
             limits[name] = f"{limit:.12g}"
-    return template.format(**limits)
+    for start, template in WANTED.items():
+        if detail["type"].startswith(start):
+            return template.format(**limits)
+    return None
 
 
 def describe_value(detail: Any) -> str:
@@ -200,127 +272,169 @@ def describe_value(detail: Any) -> str:
     if wanted is None:
         message = detail["msg"]
         return f"{shown} given: {message[0].lower()}{message[1:]}"
-    verb = "are" if wanted.endswith("values") else "is"
+    verb = "is"
+    if wanted.endswith("values"):
+        verb = "are"
     return f"{shown} given, {wanted} {verb} wanted"
 
 
-def _mistaken_text(error: str, given: str, context: Any, place: Place) -> tuple[str, str]:
-    """Of a text that is too long, or is not written as its place wants it."""
+def _mistaken_text(error: str, text: str, context: Any, place: Place) -> Mistake:
+    """Return the mistake of a text that has the wrong length or the wrong format."""
     if error in ("string_too_long", "string_too_short"):
-        limit = (
-            f"at most {context['max_length']}"
-            if "max_length" in context
-            else f"at least {context['min_length']}"
-        )
-        return (
-            f"{_shown(given)} has {len(given)} characters, {limit} {'is' if limit.endswith(' 1') else 'are'} wanted",
-            _default(place),
-        )
+        if "max_length" in context:
+            limit = f"at most {context['max_length']}"
+        else:
+            limit = f"at least {context['min_length']}"
+        verb = "are"
+        if limit.endswith(" 1"):
+            verb = "is"
+        what = f"{_shown(text)} has {len(text)} characters, {limit} {verb} wanted"
+        return Mistake(what, _default(place))
+    fix = _description_at(place) or _default(place)
+    return Mistake(f"{_shown(text)} is not written as it must be", fix)
+
+
+def _description_at(place: Place) -> str:
+    """Return the description of the key at a place; empty if it has none."""
     field = field_at(place)
-    return (
-        f"{_shown(given)} is not written as it must be",
-        field.description if field and field.description else _default(place),
-    )
+    if field is None or field.description is None:
+        return ""
+    return field.description
 
 
-def _mend(given: Any, wanted: str, place: Place) -> str:
-    if wanted == "text" and isinstance(given, int | float):
+def _fix_type(value: Any, wanted: str, place: Place) -> str:
+    """Return how to fix a value in whose place something else is wanted (see WANTED)."""
+    if wanted == "text" and isinstance(value, int | float):
         return "put it in quotes"
-    if wanted.startswith("a list") and not isinstance(given, list) and given is not None:
-        return "put [ ] around it" if not isinstance(given, dict) else "begin each item with `- `"
+    if wanted.startswith("a list") and isinstance(value, dict):
+        return "begin each item with `- `"
+    if wanted.startswith("a list") and value is not None and not isinstance(value, list):
+        return "put [ ] around it"
     if wanted == "keys and values":
-        if len(models_at(place)) > 1 and (there := kinds_at(place)):
-            return f"write {{kind: …}}, with a kind of {', '.join(there)}"
-        known = (
-            f"known keys: {', '.join(keys_at(place))}" if keys_at(place) else "write {key: value}"
-        )
-        return (
-            f"leave it out, or give it some; {known}"
-            if given is None and place != ("data",)
-            else known
-        )
+        return _fix_section(value, place)
     return _default(place)
 
 
+def _fix_section(value: Any, place: Place) -> str:
+    """Return what to write where a section is wanted."""
+    kinds_there = kinds_at(place)
+    if len(models_at(place)) > 1 and kinds_there:
+        return f"write {{kind: …}}, with a kind of {', '.join(kinds_there)}"
+    known = "write {key: value}"
+    keys = keys_at(place)
+    if keys:
+        known = f"known keys: {', '.join(keys)}"
+    if value is None and place != ("data",):
+        return f"leave it out, or give it some; {known}"
+    return known
+
+
 def _default(place: Place) -> str:
-    """How to get rid of a wrong value: the default, where there is one to fall back to."""
+    """Return how to get rid of a wrong value: the default of its key, if it has a plain one."""
     field = field_at(place)
-    if (
-        field is None
-        or field.is_required()
-        or field.default_factory is not None
-        or isinstance(field.default, BaseModel)
-    ):
+    if field is None or field.is_required() or field.default_factory is not None:
+        return "`drumline schema` describes it"
+    if isinstance(field.default, BaseModel):
         return "`drumline schema` describes it"
     return f"the default is {json.dumps(field.default)}"
 
 
-def _missing(place: Place) -> tuple[str, str]:
-    if place[-1].isdigit():
-        return f"{place[-1]} given where more are wanted", _default(place[:-1])
+def _missing(place: Place) -> Mistake:
+    """Return the mistake of a key, or an item of a list, that is not there."""
+    key = place[-1]
+    if key.isdigit():
+        return Mistake(f"{key} given where more are wanted", _default(place[:-1]))
     if place == ("data",):
-        return "'data' is missing", "say what to train on: data: rows.jsonl"
-    field = field_at(place)
-    return (
-        f"{place[-1]!r} is missing",
-        f"add it: {field.description}"
-        if field and field.description
-        else "add it; see `drumline schema`",
-    )
+        return Mistake("'data' is missing", "say what to train on: data: rows.jsonl")
+    description = _description_at(place)
+    fix = "add it; see `drumline schema`"
+    if description:
+        fix = f"add it: {description}"
+    return Mistake(f"{key!r} is missing", fix)
 
 
-def _no_kind(error: str, given: Any, place: Place) -> tuple[str, str]:
-    kinds = kinds_at(place)
-    there = f"choose one of {', '.join(kinds)}"
-    if isinstance(given, dict) and "kind" in given and given["kind"] is None:
-        fix = "choose one of them" if len(kinds) > 1 else "write it"
-        return f"`kind` is null, and must be one of {', '.join(kinds)}", fix
+def _no_kind(error: str, section: Any, place: Place) -> Mistake:
+    """Return the mistake of a section whose `kind` is null, unknown, or not there."""
+    known = kinds_at(place)
+    fix = f"choose one of {', '.join(known)}"
+    if isinstance(section, dict) and "kind" in section and section["kind"] is None:
+        what = f"`kind` is null, and must be one of {', '.join(known)}"
+        if len(known) > 1:
+            return Mistake(what, "choose one of them")
+        return Mistake(what, "write it")
     if error == "union_tag_invalid":
-        tag = given.get("kind") if isinstance(given, dict) else given
-        guess = nearest(str(tag), kinds)
-        return f"no kind {_shown(tag)} here", (f"did you mean {guess!r}? " if guess else "") + there
-    fitting = [
-        k
-        for k in kinds
-        if isinstance(given, dict) and given and all(str(key) in keys_at(place, k) for key in given)
-    ]
-    return "which `kind` this is was left out", f"add kind: {fitting[0]}" if len(
-        fitting
-    ) == 1 else there
+        kind = section
+        if isinstance(section, dict):
+            kind = section.get("kind")
+        guess = nearest(str(kind), known)
+        if guess:
+            fix = f"did you mean {guess!r}? {fix}"
+        return Mistake(f"no kind {_shown(kind)} here", fix)
+    fitting = _kinds_with_keys(section, place)
+    if len(fitting) == 1:
+        fix = f"add kind: {fitting[0]}"
+    return Mistake("which `kind` this is was left out", fix)
 
 
-def _unknown_key(place: Place, kind: str | None) -> tuple[str, str]:
-    key, section = place[-1], place[:-1]
+def _kinds_with_keys(section: Any, place: Place) -> list[str]:
+    """Return the kinds at a place that know all keys of a section without a kind."""
+    if not isinstance(section, dict) or not section:
+        return []
+    fitting = []
+    for kind in kinds_at(place):
+        keys = keys_at(place, kind)
+        if all(str(key) in keys for key in section):
+            fitting.append(kind)
+    return fitting
+
+
+def _unknown_key(place: Place, kind: str | None) -> Mistake:
+    """Return the mistake of a key that its section does not know. `kind`: that of the section."""
+    section = place[:-1]
+    key = place[-1]
     what = f"unknown key {key!r}"
-    for refusal in [
-        refusal
-        for model in models_at(section)
-        if kind_of(model) == kind
-        for refusal in getattr(model, "lacks", ())
-    ]:
-        if refusal.name == key:
-            return f"{kind} has no {key}: {refusal.reason}", f"use {refusal.instead}"
-    owners = [k for k in kinds_at(section) if k != kind and key in keys_at(section, k)]
+    refusal = _refusal_of_key(key, section, kind)
+    if refusal is not None:
+        return Mistake(f"{kind} has no {key}: {refusal.reason}", f"use {refusal.instead}")
+    owners = []
+    for other in kinds_at(section):
+        if other != kind and key in keys_at(section, other):
+            owners.append(other)
     if kind and owners:
-        return f"{what} of kind {kind}", f"kind {' or '.join(owners)} has it"
-    first = ("data", "train", "0")
-    if section == ("data",) and any(key in keys_at(first, each) for each in kinds_at(first)):
-        return what, f"it is a source's, which stands under `train`: data: {{train: {{{key}: …}}}}"
+        return Mistake(f"{what} of kind {kind}", f"kind {' or '.join(owners)} has it")
+    if section == ("data",) and _is_key_of_source(key):
+        fix = f"it is a source's, which stands under `train`: data: {{train: {{{key}: …}}}}"
+        return Mistake(what, fix)
+    known = keys_at(section, kind)
     guesses = meant(key, section, kind)
-    if (
-        section
-        and guesses
-        and guesses[0] in Config.model_fields
-        and guesses[0] not in keys_at(section, kind)
-    ):
-        return what, f"did you mean {guesses[0]!r} at the top, beside {section[0]!r}?"
-    if guesses:
-        return what, f"did you mean {' or '.join(repr(guess) for guess in guesses[:3])}?"
-    return what, f"known here: {', '.join(keys_at(section, kind))}"
+    if not guesses:
+        return Mistake(what, f"known here: {', '.join(known)}")
+    best = guesses[0]
+    if section and best in Config.model_fields and best not in known:
+        return Mistake(what, f"did you mean {best!r} at the top, beside {section[0]!r}?")
+    shown = [repr(guess) for guess in guesses[:MOST_GUESSES]]
+    return Mistake(what, f"did you mean {' or '.join(shown)}?")
+
+
+def _refusal_of_key(key: str, section: Place, kind: str | None) -> Any:
+    """Return why a kind of section has no such key, if it names it as one that it lacks; else None."""
+    for model in models_at(section):
+        if kind_of(model) != kind:
+            continue
+        for refusal in getattr(model, "lacks", ()):
+            if refusal.name == key:
+                return refusal
+    return None
+
+
+def _is_key_of_source(key: str) -> bool:
+    """Return whether some kind of source of data has a key."""
+    source = ("data", "train", "0")
+    return any(key in keys_at(source, kind) for kind in kinds_at(source))
 
 
 def _shown(value: Any) -> str:
-    """A value the way YAML writes it, shortened."""
+    """Return a value as YAML writes it, shortened."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -328,18 +442,26 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: …" for key in list(value)[:4]) + "}"
+        keys = [f"{key}: …" for key in list(value)[:MOST_KEYS]]
+        return "{" + ", ".join(keys) + "}"
     short = reprlib.Repr()
-    short.maxstring = 60
+    short.maxstring = MOST_CHARACTERS
     return short.repr(value)
 
 
 def by_word(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for each word of a table whose keys are words with spaces between them: those of a key mean the same."""
-    return {word: value for names, value in table.items() for word in names.split()}
+    """Return a table with a row for each word, of one whose keys are words with spaces between.
+
+    The words of a key mean the same.
+    """
+    rows = {}
+    for synonyms, value in table.items():
+        for word in synonyms.split():
+            rows[word] = value
+    return rows
 
 
-# Names of other tools → the key here: a dotted one, or a bare one that more than one section has.
+# The key for each name of other tools: a dotted key, or a bare one that more than one section has.
 SYNONYMS = by_word(
     {
         "learning_rate": "optimizer.lr",
@@ -379,77 +501,84 @@ SYNONYMS = by_word(
 
 
 def models_at(place: Place) -> list[type[BaseModel]]:
-    """The sections that may stand at a place, each once: of a union more than one."""
+    """Return the sections that may stand at a place, each once; more than one for a union."""
     models: list[type[BaseModel]] = [Config]
     for key in place:
         if key.isdigit():
             continue
-        fields = [m.model_fields[key].annotation for m in models if key in m.model_fields]
-        models = list(
-            dict.fromkeys(model for annotation in fields for model in _sections(annotation))
-        )
+        inner: list[type[BaseModel]] = []
+        for model in models:
+            if key in model.model_fields:
+                inner += _sections(model.model_fields[key].annotation)
+        models = list(dict.fromkeys(inner))
     return models
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
-    if (
-        isinstance(annotation, type)
-        and issubclass(annotation, Spec)
-        and "group" in vars(annotation)
-    ):
-        return list(kinds(annotation).values())
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if get_origin(annotation) in (Union, UnionType, list, tuple) or hasattr(
-        annotation, "__metadata__"
-    ):
-        return [model for part in get_args(annotation) for model in _sections(part)]
-    return []
+    """Return the sections that a type of a key admits, also inside of lists and unions."""
+    if isinstance(annotation, type):
+        # Only the base class of a group sets `group`: any of its kinds may stand there.
+        if issubclass(annotation, Spec) and "group" in vars(annotation):
+            return list(kinds(annotation).values())
+        if issubclass(annotation, BaseModel):
+            return [annotation]
+    is_container = get_origin(annotation) in (Union, UnionType, list, tuple)
+    if not is_container and not hasattr(annotation, "__metadata__"):
+        return []
+    sections = []
+    for part in get_args(annotation):
+        sections += _sections(part)
+    return sections
 
 
 def kind_of(model: type[BaseModel]) -> str | None:
-    """The `kind` that selects this section in its union, where it is fixed to one."""
+    """Return the `kind` that selects a section in its union; None if it is not fixed to one."""
     fixed = literal_kinds(model)
-    return fixed[0] if len(fixed) == 1 else None
+    if len(fixed) != 1:
+        return None
+    return fixed[0]
 
 
 def kinds_at(place: Place) -> list[str]:
-    """The values that `kind` may have in the section at a place; empty where there is no such key."""
-    return list(dict.fromkeys(kind for model in models_at(place) for kind in literal_kinds(model)))
+    """Return the values that `kind` may have in the section at a place; empty without such a key."""
+    found = []
+    for model in models_at(place):
+        found += literal_kinds(model)
+    return list(dict.fromkeys(found))
 
 
 def keys_at(place: Place, kind: str | None = None) -> list[str]:
-    """The keys that are known at a place, in the section of one kind where that is given."""
-    return sorted(
-        {
-            key
-            for model in models_at(place)
-            if kind in (None, kind_of(model))
-            for key in model.model_fields
-        }
-    )
+    """Return the known keys of the section at a place, of one kind if `kind` is given; sorted."""
+    keys: set[str] = set()
+    for model in models_at(place):
+        if kind is None or kind_of(model) == kind:
+            keys.update(model.model_fields)
+    return sorted(keys)
 
 
 def field_at(place: Place) -> FieldInfo | None:
-    """The field of the schema at a place; None where there is none."""
-    found = (
-        [
-            model.model_fields[place[-1]]
-            for model in models_at(place[:-1])
-            if place[-1] in model.model_fields
-        ]
-        if place
-        else []
-    )
-    return found[0] if found else None
+    """Return the field of the schema at a place; None if there is none."""
+    if not place:
+        return None
+    key = place[-1]
+    for model in models_at(place[:-1]):
+        if key in model.model_fields:
+            return model.model_fields[key]
+    return None
 
 
 def fix_large_number(place: Place) -> str | None:
-    """Return what to write in the place of a whole number that is too large; None if the key has no limit of its own."""
-    while place and place[-1].isdigit():  # of a list
+    """Return what to write in the place of a whole number that is too large.
+
+    None if the key has no limit of its own.
+    """
+    # The limit of an item is that of its list.
+    while place and place[-1].isdigit():
         place = place[:-1]
     field = field_at(place)
-    limits = [] if field is None else _upper_limits(field)
+    if field is None:
+        return None
+    limits = _upper_limits(field)
     if not limits:
         return None
     return f"the largest is {max(limits)}"
@@ -457,11 +586,12 @@ def fix_large_number(place: Place) -> str | None:
 
 def _upper_limits(field: FieldInfo) -> list[Any]:
     """Return the upper limits of the numbers that a key takes, of each of its types."""
-    limits = [
-        part.le if isinstance(part, Le) else part.lt
-        for part in field.metadata
-        if isinstance(part, Le | Lt)
-    ]
+    limits: list[Any] = []
+    for part in field.metadata:
+        if isinstance(part, Le):
+            limits.append(part.le)
+        elif isinstance(part, Lt):
+            limits.append(part.lt)
     left: list[Any] = [field.annotation]
     while left:
         part = left.pop()
@@ -474,64 +604,96 @@ def _upper_limits(field: FieldInfo) -> list[Any]:
 
 
 def null_means_default_at(place: Place, kind: str | None) -> bool:
-    """Whether null at a place only means its default, in each section that may stand around it (of `kind`, where that is known)."""
+    """Return whether null at a place only means the default of its key.
+
+    This must hold in each section that may stand around it, of `kind` if it is not None.
+    """
+    key = place[-1]
     sections = models_at(place[:-1])
-    if place[-1] == "kind" and len(sections) > 1:
-        return False  # it selects the section
-    around = [model for model in sections if kind is None or kind_of(model) in (None, kind)]
-    fields = [model.model_fields[place[-1]] for model in around if place[-1] in model.model_fields]
+    if key == "kind" and len(sections) > 1:
+        # It selects the section.
+        return False
+    fields = []
+    for model in sections:
+        is_meant = kind is None or kind_of(model) in (None, kind)
+        if is_meant and key in model.model_fields:
+            fields.append(model.model_fields[key])
     return bool(fields) and all(null_means_default(field) for field in fields)
 
 
 def short_at(place: Place) -> Short | None:
-    """The short form of what stands at a place."""
-    if (field := field_at(place)) is None:
+    """Return the short form of what stands at a place; None if it has none."""
+    field = field_at(place)
+    if field is None:
         return None
-    parts = [
-        *field.metadata,
-        *(
-            part
-            for inner in get_args(field.annotation)
-            for part in getattr(inner, "__metadata__", ())
-        ),
-    ]
-    return next((part for part in parts if isinstance(part, Short)), None)
+    metadata = list(field.metadata)
+    for inner in get_args(field.annotation):
+        metadata += getattr(inner, "__metadata__", ())
+    for part in metadata:
+        if isinstance(part, Short):
+            return part
+    return None
 
 
 def meant(key: str, place: Place, kind: str | None = None) -> list[str]:
-    """What an unknown key at a place was probably meant to be, the likeliest first: a bare key of that place, or dotted ones elsewhere."""
-    known, word = keys_at(place, kind), key.lower().replace("-", "_")
-    found_elsewhere = elsewhere(word)
-    if below := [
-        dotted for dotted in found_elsewhere if place and dotted.startswith(".".join((*place, "")))
-    ]:
+    """Return what an unknown key of the section at a place was probably meant to be.
+
+    The likeliest comes first. A key of that section is bare, one of another section is dotted.
+    """
+    known = keys_at(place, kind)
+    word = key.lower().replace("-", "_")
+    known_elsewhere = elsewhere(word)
+    below = _below(place, known_elsewhere)
+    if below:
         return below
-    if found := _synonym(word, place, known):
-        return found
+    synonym = _synonym(word, place, known)
+    if synonym:
+        return synonym
     if word in Config.model_fields:
         return [word]
-    if close := nearest(word, known):
+    close = nearest(word, known)
+    if close:
         return [close]
-    if found_elsewhere:
-        return found_elsewhere
-    similar = difflib.get_close_matches(word, SYNONYMS, n=1, cutoff=0.85)
-    return _synonym(similar[0], place, known) if similar else []
+    if known_elsewhere:
+        return known_elsewhere
+    similar = difflib.get_close_matches(word, SYNONYMS, n=1, cutoff=SIMILARITY)
+    if similar:
+        return _synonym(similar[0], place, known)
+    return []
+
+
+def _below(place: Place, keys: list[str]) -> list[str]:
+    """Return the dotted keys that stand below a place; none for the top of a config."""
+    if not place:
+        return []
+    prefix = dotted(place) + "."
+    return [key for key in keys if key.startswith(prefix)]
 
 
 def _synonym(word: str, place: Place, known: list[str]) -> list[str]:
-    dotted = SYNONYMS.get(word, "")
-    section, _, last = dotted.rpartition(".")
-    if last in known and section in ("", ".".join(place)):
+    """Return the key that a name of another tool stands for.
+
+    It is bare if it is one of the `known` keys of the section at `place`, else dotted. The list is
+    empty for an unknown name.
+    """
+    key = SYNONYMS.get(word, "")
+    section, _, last = key.rpartition(".")
+    if last in known and section in ("", dotted(place)):
         return [last]
-    return [dotted] if section or dotted in Config.model_fields else []
+    if section or key in Config.model_fields:
+        return [key]
+    return []
 
 
 def elsewhere(key: str, model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Dotted places where a key of this very name is known, those near the top first."""
+    """Return the dotted keys whose last part is `key`, those near the top first.
+
+    `model` and `prefix`: the section in which to look, and its place.
+    """
     found = []
     for name, field in model.model_fields.items():
         if name == key and prefix:
             found.append(f"{prefix}{name}")
         for section in _sections(field.annotation):
             found += elsewhere(key, section, f"{prefix}{name}.")
-    return sorted(set(found), key=lambda dotted: (dotted.count("."), dotted))
+    return sorted(set(found), key=lambda dotted_key: (dotted_key.count("."), dotted_key))
