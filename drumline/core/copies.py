@@ -1,4 +1,4 @@
-"""Which ranks hold the same weights."""
+"""Find the ranks that hold the same weights."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ from drumline.core.strategy import StrategySpec
 
 
 def copied_over(strategy: StrategySpec, mesh: Mesh) -> tuple[Dimension, ...]:
-    """The dimensions along which ranks hold the same bits after each step; none where copies drift apart between exchanges."""
+    """Return the dimensions of the mesh along which ranks hold the same bits after each step.
+
+    There is none if copies of the model drift apart between exchanges.
+    """
     if strategy.exchange is not None:
         return ()
-    sharded = strategy.data_parallel(mesh) == "fsdp2" or not strategy.whole_weights
-    names: tuple[Dimension, ...] = ("replicate",) if sharded else ("replicate", "shard", "cp")
+    is_sharded = strategy.data_parallel(mesh) == "fsdp2" or not strategy.whole_weights
+    names: tuple[Dimension, ...] = ("replicate", "shard", "cp")
+    if is_sharded:
+        names = ("replicate",)
     return tuple(name for name in names if getattr(mesh, name) > 1)
 
 
 def same_weights(strategy: StrategySpec, mesh: Mesh) -> list[list[int]]:
-    """The ranks of each set that holds the same weights."""
-    over, sets = copied_over(strategy, mesh), dict[tuple[int, ...], list[int]]()
+    """Return the sets of ranks that hold the same weights, each in ascending order."""
+    copied = copied_over(strategy, mesh)
+    # Ranks of a set have the same place along all other dimensions.
+    sets: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
         place = mesh.place(rank)
-        sets.setdefault(tuple(place[name] for name in DIMENSIONS if name not in over), []).append(
-            rank
-        )
+        key = tuple(place[name] for name in DIMENSIONS if name not in copied)
+        sets.setdefault(key, []).append(rank)
     return list(sets.values())
