@@ -1,0 +1,48 @@
+"""Write the reference pages: `python -m scripts.reference`. With `--check` say which are stale."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from scripts.reference.commands import commands_page
+from scripts.reference.events import events_page, exit_codes_page
+from scripts.reference.keys import keys_page
+from scripts.reference.python import python_page
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PAGES: dict[str, Callable[[], str]] = {
+    "reference_keys.md": keys_page,
+    "reference_commands.md": commands_page,
+    "reference_events.md": events_page,
+    "reference_exit_codes.md": exit_codes_page,
+    "reference_python.md": python_page,
+}
+
+
+def stale_pages() -> list[str]:
+    """Return the names of pages that are not what the code says now."""
+    stale = []
+    for name, make_page in PAGES.items():
+        path = DOCS / name
+        if not path.exists() or path.read_text() != make_page():
+            stale.append(name)
+    return stale
+
+
+def main() -> int:
+    """Write all pages, or with `--check` only compare them. Return the exit code."""
+    stale = stale_pages()
+    if "--check" in sys.argv[1:]:
+        for name in stale:
+            print(f"docs/{name} is stale: run `python -m scripts.reference`")
+        return 1 if stale else 0
+    for name in stale:
+        (DOCS / name).write_text(PAGES[name]())
+        print(f"wrote docs/{name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
