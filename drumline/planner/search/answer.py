@@ -299,9 +299,9 @@ def _preference(candidate: Candidate) -> tuple[bool, int, int, float]:
     return does_not_fit, candidate.simple, estimate.memory.reserved, -estimate.tokens_per_s
 
 
-def _wastes_memory(candidate: Candidate, others: Sequence[Candidate]) -> bool:
-    """Return whether one of the others needs clearly less memory."""
-    return any(_needs_clearly_less(other.estimate, candidate.estimate) for other in others)
+def _wastes_memory(candidate: Candidate, rivals: Sequence[Candidate]) -> bool:
+    """Return whether one of its rivals needs clearly less memory."""
+    return any(_needs_clearly_less(rival.estimate, candidate.estimate) for rival in rivals)
 
 
 def _needs_clearly_less(estimate: Estimate, other: Estimate) -> bool:
