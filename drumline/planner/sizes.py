@@ -1,5 +1,9 @@
-"""A model that was found, and its sizes: those of known shapes come with the package, those of their families and of adapters over them
-follow, others are counted on the meta device once, then read from disk. Only the counting imports torch and transformers."""
+"""Find the sizes of a model.
+
+The sizes of known shapes come with the package. The sizes of models of their families, and of
+adapters over them, are derived. Other models are counted on the meta device once, and their sizes
+are read from disk after that. Only counting imports torch and transformers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -27,14 +31,30 @@ from drumline.models.shapes import KNOWN, full_config
 from drumline.planner.derived import NO_SIZES, of_family, with_lora
 
 PACKAGE = Path(drumline.__file__).parent
-COUNTED_BY = ("core/facts.py", "models/*.py")  # whose code decides the sizes
-# By scripts/known_sizes.py: transformers' version, then a line of name and sizes each.
+# The code that decides the sizes.
+COUNTED_BY = ("core/facts.py", "models/*.py")
+# Written by scripts/known_sizes.py: transformers' version, then a line with name and sizes for each shape.
 SHIPPED = PACKAGE / "models" / "known_sizes.txt"
+# Keys of a model's section on which its sizes do not depend.
+CHANGES_NO_SIZE = {
+    "id",
+    "revision",
+    "tokenizer",
+    "new_tokens",
+    "vocabulary_multiple",
+    "chat_template",
+    "freeze",
+}
+KEY_DIGITS = 24
 
 
 @dataclass(frozen=True)
 class Found:
-    """`model`: as it is to be loaded; `path`: where its files are, None where only its shape is known; `how`: a note for the user."""
+    """A model that was found.
+
+    `model`: how it is loaded. `path`: the folder of its files; None if only its shape is known.
+    `how`: a note for the user.
+    """
 
     model: ModelConfig
     path: str | None
@@ -42,16 +62,18 @@ class Found:
 
     @property
     def hf_config(self) -> Any:
-        """transformers' config, whose import takes seconds. Raises ModelError."""
+        """Return transformers' config, whose import takes seconds. Raises ModelError."""
         return self._config_and_growth[0]
 
     @property
     def growth(self) -> Any:
-        """Return its rows beside those of its files (`models.vocabulary.Growth`), or None.
+        """Return the rows that the model gets besides those of its files (`models.vocabulary.Growth`).
 
-        None where the model asks for neither new tokens nor a tokenizer. Raises ModelError.
+        None if the config sets neither new tokens nor a tokenizer. Raises ModelError.
         """
-        return self._config_and_growth[1] if self.model.may_grow else None
+        if not self.model.may_grow:
+            return None
+        return self._config_and_growth[1]
 
     @cached_property
     def _config_and_growth(self) -> tuple[Any, Any]:
@@ -68,94 +90,125 @@ def sizes_of(
     adapter: Adapter | None = None,
     frozen: Sequence[str] = (),
 ) -> ModelFacts:
-    """`models.load.facts` of a model, kept on disk by all that they depend on. `length`: tokens of a row, of images their side. What is
-    damaged there, or of other versions, is counted anew. Raises ModelError."""
-    if head == "lm" and not frozen and (derived := _derived(found, length)) is not None:
-        adapted = with_lora(derived, adapter) if isinstance(adapter, LoRAConfig) else derived
-        if adapted is not None:
-            return adapted
-    key = _key(found, head, [labels, frozen, adapter and adapter.model_dump(mode="json")])
+    """Return the facts of a model (`models.load.facts`), kept on disk by all that they depend on.
+
+    `length`: tokens of a row; for images the length of their side. Files that are damaged or of other
+    versions are counted anew. Raises ModelError.
+    """
+    if head == "lm" and not frozen:
+        derived = _derived(found, length)
+        if derived is not None and isinstance(adapter, LoRAConfig):
+            derived = with_lora(derived, adapter)
+        if derived is not None:
+            return derived
 
     def count() -> tuple[int, ModelFacts]:
         from drumline.models.classes import with_classes
         from drumline.models.load import facts
 
-        return length, facts(
-            with_classes(deepcopy(found.hf_config), head, tuple(labels)),
-            length,
-            adapter,
-            head,
-            frozen,
-        )
+        hf_config = with_classes(deepcopy(found.hf_config), head, tuple(labels))
+        return length, facts(hf_config, length, adapter, head, frozen)
 
-    counted_at, sizes = (
-        count() if key is None else kept(cache_dir() / "facts" / f"{key}.json", _read, count, _text)
-    )
-    return sizes if counted_at == length else with_length(sizes, counted_at, length)
+    key = _key(found, head, [labels, frozen, adapter and adapter.model_dump(mode="json")])
+    if key is None:
+        counted_at, sizes = count()
+    else:
+        counted_at, sizes = kept(cache_dir() / "facts" / f"{key}.json", _read, count, _text)
+    if counted_at == length:
+        return sizes
+    return with_length(sizes, counted_at, length)
 
 
-def _key(found: Found, head: Head, how: list[Any]) -> str | None:
-    """None for what is not kept: a model with code of its own, one whose config.json is not here, and images, whose FLOPs depend on their
-    side in ways of their own."""
+def _key(found: Found, head: Head, counted: list[Any]) -> str | None:
+    """Return the name under which the sizes of a model are kept; None if they are not kept.
+
+    Not kept are the sizes of a model with code of its own, of one whose config.json is not here, and
+    of models of images, whose FLOPs depend on the side of the images in various ways. `counted`:
+    what else the sizes depend on.
+    """
     if found.model.trust_remote_code or head == "image":
         return None
     config = ""
     if found.path is not None:
-        if not (file := Path(found.path) / "config.json").is_file():
+        file = Path(found.path) / "config.json"
+        if not file.is_file():
             return None
         config = read_text(file, ModelError)
-    sources = sorted(file for pattern in COUNTED_BY for file in PACKAGE.glob(pattern))
-    code = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
-    versions = [drumline.__version__, code, *map(_version, ("torch", "transformers", "peft"))]
-    changes_nothing = {
-        "id",
-        "revision",
-        "tokenizer",
-        "new_tokens",
-        "vocabulary_multiple",
-        "chat_template",
-        "freeze",
-    }
-    model = found.model.model_dump(mode="json", exclude=changes_nothing)
-    made: list[Any] = [versions, config, model, head, how]
+    versions = [
+        drumline.__version__,
+        _digest_of_code(),
+        _version("torch"),
+        _version("transformers"),
+        _version("peft"),
+    ]
+    model = found.model.model_dump(mode="json", exclude=CHANGES_NO_SIZE)
+    content: list[Any] = [versions, config, model, head, counted]
     if found.model.may_grow:
-        made.append(getattr(found.hf_config.get_text_config(), "vocab_size", None))
-    return hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode()).hexdigest()[:24]
+        text_config = found.hf_config.get_text_config()
+        content.append(getattr(text_config, "vocab_size", None))
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
+
+
+def _digest_of_code() -> str:
+    """Return a digest of the code that decides the sizes."""
+    files: list[Path] = []
+    for pattern in COUNTED_BY:
+        files += PACKAGE.glob(pattern)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
+
+
+class _Known(NamedTuple):
+    """A known shape: its config, and a line of `dump` with its sizes."""
+
+    config: dict[str, Any]
+    body: str
 
 
 def _derived(found: Found, length: int) -> ModelFacts | None:
-    """The sizes of a known shape, or of a model that differs from one in its sizes alone, where this transformers has counted those; None
-    for any other model."""
+    """Return the sizes of a known shape, or of a model that differs from one only in its sizes.
+
+    None for other models, and if another version of transformers has counted the known shapes.
+    """
     version, *lines = SHIPPED.read_text().splitlines()
     values = _values(found)
     if values is None or version != _version("transformers"):
         return None
-    bodies = {name: body for name, _, body in (line.partition(" ") for line in lines)}
-    known = [
-        (KNOWN[name].values, body)
-        for name, body in bodies.items()
-        if KNOWN[name].values["model_type"] == values.get("model_type")
-    ]
-    if (same := next((body for config, body in known if config == values), None)) is not None:
-        counted_at, facts = parse(same)
-        return with_length(facts, counted_at, length)
-    return of_family(values, ((config, parse(body)[1]) for config, body in known), length)
+    known = _known_of_type(lines, values.get("model_type"))
+    for config, body in known:
+        if config == values:
+            counted_at, facts = parse(body)
+            return with_length(facts, counted_at, length)
+    family = ((config, parse(body)[1]) for config, body in known)
+    return of_family(values, family, length)
+
+
+def _known_of_type(lines: list[str], model_type: Any) -> list[_Known]:
+    """Return the known shapes of a model type; `lines`: those of SHIPPED."""
+    known = []
+    for line in lines:
+        name, _, body = line.partition(" ")
+        config = KNOWN[name].values
+        if config["model_type"] == model_type:
+            known.append(_Known(config, body))
+    return known
 
 
 def _values(found: Found) -> dict[str, Any] | None:
-    """All values of the model's config; None where only transformers knows them: overrides of a file's, code of the model's own, and a
-    vocabulary that its tokenizer decides."""
+    """Return all values of the model's config; None if only transformers knows them.
+
+    That is so if the config overrides values of a file, if the model has code of its own, and if its
+    tokenizer decides the size of the vocabulary.
+    """
     model = found.model
-    if model.may_grow:
+    if model.may_grow or model.trust_remote_code:
         return None
-    if model.trust_remote_code or (found.path is not None and model.config):
+    if found.path is None:
+        return _values_of_shape(model)
+    if model.config:
         return None
-    if (
-        found.path is None
-    ):  # of these keys each is one that the class of the config must know, and only it knows which it does
-        values = {**(full_config(model.shape) if model.shape else {}), **model.config}
-        return None if NO_SIZES & {*values} - {"model_type"} else values
-    if not (file := Path(found.path) / "config.json").is_file():
+    file = Path(found.path) / "config.json"
+    if not file.is_file():
         return None
     from drumline.models.files import check_folder
 
@@ -163,7 +216,20 @@ def _values(found: Found) -> dict[str, Any] | None:
     return read_object(file, ModelError)
 
 
+def _values_of_shape(model: ModelConfig) -> dict[str, Any] | None:
+    """Return all values of a model without files; None if only its config's class knows them."""
+    values: dict[str, Any] = {}
+    if model.shape:
+        values |= full_config(model.shape)
+    values |= model.config
+    # The class of the config must know each of these keys, and only the class can tell.
+    if NO_SIZES & (values.keys() - {"model_type"}):
+        return None
+    return values
+
+
 def _version(package: str) -> str:
+    """Return the version of a package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -171,13 +237,13 @@ def _version(package: str) -> str:
 
 
 def _text(sizes: tuple[int, ModelFacts]) -> str:
-    """`dump`, and a line before it with its digest."""
+    """Return what `dump` returns, with its digest in a line before it."""
     body = dump(*sizes)
     return f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n"
 
 
 def _read(text: str) -> tuple[int, ModelFacts]:
-    """What `_text` wrote. Raises ValueError for anything else."""
+    """Return what `_text` wrote. Raises ValueError for anything else."""
     digest, _, body = text.rstrip("\n").partition("\n")
     if hashlib.sha256(body.encode()).hexdigest() != digest:
         raise ValueError("damaged")
@@ -185,31 +251,31 @@ def _read(text: str) -> tuple[int, ModelFacts]:
 
 
 def dump(length: int, facts: ModelFacts) -> str:
-    """The length, the number of each block's kind, and the sizes with one block of each kind, as JSON."""
+    """Return the length and the sizes as JSON.
+
+    Blocks are written once for each kind, with the number of the kind of each block.
+    """
     kinds = list(dict.fromkeys(facts.block_weights))
     blocks = [kinds.index(block) for block in facts.block_weights]
-    values = _adapter().dump_python(
-        replace(facts, block_weights=tuple(kinds)), mode="json", exclude_defaults=True
-    )
-    return json.dumps(
-        [
-            length,
-            blocks,
-            {
-                key: sorted(value) if key in ("classes", "tp_styles") else value
-                for key, value in values.items()
-            },
-        ]
-    )
+    one_of_each = replace(facts, block_weights=tuple(kinds))
+    values = _adapter().dump_python(one_of_each, mode="json", exclude_defaults=True)
+    for key in ("classes", "tp_styles"):
+        # Sets have no order of their own.
+        if key in values:
+            values[key] = sorted(values[key])
+    return json.dumps([length, blocks, values])
 
 
 def parse(body: str) -> tuple[int, ModelFacts]:
-    """What `dump` wrote; equal blocks share one tuple. Raises ValueError for anything else."""
+    """Return what `dump` wrote; equal blocks share one tuple. Raises ValueError for anything else."""
     length, blocks, values = json.loads(body)
     facts = _adapter().validate_python(values)
-    return length, replace(facts, block_weights=tuple(facts.block_weights[kind] for kind in blocks))
+    block_weights = tuple(facts.block_weights[kind] for kind in blocks)
+    return length, replace(facts, block_weights=block_weights)
 
 
-@cache  # its schema takes 6 ms to make, and a plan reads all known models of a family
+# The schema takes 6 ms to make, and a plan reads all known models of a family.
+@cache
 def _adapter() -> TypeAdapter[ModelFacts]:
+    """Return the adapter that reads and writes facts."""
     return TypeAdapter(ModelFacts)

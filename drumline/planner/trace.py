@@ -1,6 +1,7 @@
-"""Activations of a layout by tracing our own engine at two numbers of layers: no memory, seconds, nothing but shapes.
+"""Trace the activations of a layout: run our own engine at two numbers of layers, with shapes alone.
 
-`_FakeValues` gives tensors without memory (torch's FakeTensorMode), `Watch` counts what lives in each block while one micro-batch runs.
+A trace takes seconds and no memory. `_FakeValues` gives tensors without memory (torch's
+FakeTensorMode), and `Watch` counts what lives in each block while one micro-batch runs.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import json
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,28 +62,42 @@ from drumline.vendor.torch import (
 )
 
 logger = logging.getLogger(__name__)
-VERSION = 6  # part of the name of what is stored: raise it when a trace would come out otherwise than before
+# A part of the name of a stored trace. Raise it if a trace would have another result than before.
+VERSION = 6
 CHILD_SECONDS = 300
-LONGEST_PATTERN = 8  # kinds of layers that repeat (five local ones, then a global one): no more than so many are traced twice
+# Layers after which their types repeat, such as five local ones and a global one. No more layers than
+# these are traced twice.
+LONGEST_PATTERN = 8
+KEY_DIGITS = 24
 _ATEN = torch.ops.aten
+# Storages by the address of their objects.
 Tags = dict[int, weakref.ref[torch.UntypedStorage]]
 
 
 def trace(
     config: Config, model_path: str | None, layout: Layout, facts: ModelFacts
 ) -> Activations | None:
-    """Bytes besides weights, gradients and moments while a micro-batch of `layout` runs: traced without memory at two numbers of layers,
-    extended along a line, and kept on disk. On the CPU whatever the device: bf16 by the CPU's autocast, attention by its flash kernel, as
-    a GPU's saves its result and one number a row. FSDP2 and ZeRO are traced as one process with weights in the type they are gathered
-    in; tensor and context parallelism as rank 0 of torch's fake process group, in a child. None, and a line in the log, if it cannot."""
+    """Return the bytes of a token besides weights, gradients and moments, traced and kept on disk.
+
+    A micro-batch of `layout` is traced without memory at two numbers of layers, and the difference
+    is extended to all layers. It is traced on the CPU, whatever the device: bf16 by the CPU's
+    autocast, and attention by its flash kernel, which like a GPU's saves its result and one number a
+    row. FSDP2 and ZeRO are traced as one process with weights in the type in which they are
+    gathered; tensor and context parallelism as rank 0 of torch's fake process group, in a child.
+
+    None, with a line in the log, if the model cannot be traced.
+    """
     if layout.config.memory.checkpointed_blocks is not None:
-        some, rest = (trace(config, model_path, each, facts) for each in by_kind(layout))
-        return mixed(layout, facts, some, rest) if some and rest else None
+        some_layout, rest_layout = by_kind(layout)
+        some = trace(config, model_path, some_layout, facts)
+        rest = trace(config, model_path, rest_layout, facts)
+        if some is None or rest is None:
+            return None
+        return mixed(layout, facts, some, rest)
     try:
         question = question_of(config, model_path, layout, facts)
-        stored = cache_dir() / "traces" / f"{_key(question)}.json"
         return kept(
-            stored,
+            cache_dir() / "traces" / f"{_key(question)}.json",
             Activations.model_validate_json,
             lambda: _activations(question, layout),
             Activations.model_dump_json,
@@ -95,31 +110,49 @@ def trace(
 def question_of(
     config: Config, model_path: str | None, layout: Layout, facts: ModelFacts
 ) -> dict[str, Any]:
-    """All that a trace depends on, as JSON. `layers`: the two numbers of layers."""
-    if facts.vision_language or (config.memory.activation_offload and layout.device == "cpu"):
-        raise Untraceable(
-            "it sees images of many sizes"
-            if facts.vision_language
-            else "what is offloaded stays in the same memory"
-        )
+    """Return all that a trace depends on, as JSON; `layers` has the two numbers of layers.
+
+    Raises Untraceable.
+    """
+    _require_traceable(config, layout, facts)
+    plan = _plan_of_trace(config, model_path, layout, facts)
+    all_weights_low = layout.pure or (layout.engine == "deepspeed" and plan.precision != "fp32")
+    dtype: str | None
+    if all_weights_low:
+        dtype = plan.precision
+    else:
+        dtype = config.strategy.gathered_in(plan.precision, config.images_alone)
+    hf_config = load_config(model_path, config.model)
+    layer_types = getattr(hf_config.get_text_config(), "layer_types", None) or []
+    return {
+        "plan": json.loads(plan.model_dump_json()),
+        "rows": layout.rows,
+        "length": layout.length,
+        "dtype": dtype,
+        "model": hf_config.to_dict(),
+        "layers": _layers(layer_types, facts.layers),
+    }
+
+
+def _require_traceable(config: Config, layout: Layout, facts: ModelFacts) -> None:
+    """Raise Untraceable if a layout is of a kind that is never traced."""
+    if facts.vision_language:
+        raise Untraceable("it sees images of many sizes")
+    if config.memory.activation_offload and layout.device == "cpu":
+        raise Untraceable("what is offloaded stays in the same memory")
     if layout.engine == "pipeline" and layout.mesh.tp * layout.mesh.cp > 1:
         raise Untraceable("its pipeline's stages are cut")
-    plain: dict[str, Any] = {
-        "strategy": make(StrategySpec, "single"),
-        "compile": CompileConfig(),
-        "memory": layout.config.memory,
-    }
-    if isinstance(config.adapter, LoRAConfig):
-        plain["adapter"] = config.adapter.model_copy(update={"quantize": "none"})
-    if (
-        config.compile.enabled
-        and choice_of(layout, facts).kernel == "masked"
-        and not facts.keeps_scores
-    ):
-        # As it is where nothing is compiled.
-        plain["model"] = config.model.model_copy(update={"attention": "sdpa"})
-    plan = Plan(
-        config=config.model_copy(update=plain),
+
+
+def _plan_of_trace(
+    config: Config, model_path: str | None, layout: Layout, facts: ModelFacts
+) -> Plan:
+    """Return the plan that is traced instead of the layout: one data rank on the CPU."""
+    data = None
+    if config.head in ("text", "image"):
+        data = DataPlan(train_cache="", labels=("0", "1"))
+    return Plan(
+        config=_config_of_trace(config, layout, facts),
         run_dir="",
         mesh=Mesh(tp=layout.mesh.tp, cp=layout.mesh.cp),
         engine="native",
@@ -132,95 +165,116 @@ def question_of(
         batch=layout.batch,
         stream_parts=layout.stream_parts,
         lr=0.0,
-        data=DataPlan(train_cache="", labels=("0", "1"))
-        if config.head in ("text", "image")
-        else None,
+        data=data,
         model_path=model_path,
         bidirectional=facts.bidirectional,
         first_position=facts.first_position or 0,
         predicted=Predicted(),
     )
-    all_low = layout.pure or (layout.engine == "deepspeed" and plan.precision != "fp32")
-    low = (
-        plan.precision
-        if all_low
-        else config.strategy.gathered_in(plan.precision, config.images_alone)
-    )
-    hf_config = load_config(model_path, config.model)
-    made = {
-        "plan": json.loads(plan.model_dump_json()),
-        "rows": layout.rows,
-        "length": layout.length,
-        "dtype": low,
+
+
+def _config_of_trace(config: Config, layout: Layout, facts: ModelFacts) -> Config:
+    """Return the config that is traced: one process, nothing compiled, nothing packed."""
+    update: dict[str, Any] = {
+        "strategy": make(StrategySpec, "single"),
+        "compile": CompileConfig(),
+        "memory": layout.config.memory,
     }
-    made["model"] = hf_config.to_dict()
-    return made | {
-        "layers": _layers(
-            getattr(hf_config.get_text_config(), "layer_types", None) or [], facts.layers
-        )
-    }
+    if isinstance(config.adapter, LoRAConfig):
+        update["adapter"] = config.adapter.model_copy(update={"quantize": "none"})
+    if config.compile.enabled:
+        kernel = choice_of(layout, facts).kernel
+        if kernel == "masked" and not facts.keeps_scores:
+            # As it is when nothing is compiled.
+            update["model"] = config.model.model_copy(update={"attention": "sdpa"})
+    return config.model_copy(update=update)
 
 
 def _layers(kinds: list[str], layers: int) -> tuple[int, int]:
-    """Two numbers of layers whose difference has the kinds of layers in the model's own proportion."""
-    period = next(
-        (
-            p
-            for p in range(1, len(kinds) + 1)
-            if all(kinds[i] == kinds[i % p] for i in range(len(kinds)))
-        ),
-        1,
-    )
+    """Return two layer counts to trace.
+
+    The extra layers of the second count contain each layer type in the model's own proportion, so
+    the difference can be scaled to any depth. `kinds`: the type of each layer; empty if there is one.
+    Raises Untraceable.
+    """
+    period = _period(kinds)
     if period > LONGEST_PATTERN:
         raise Untraceable("its layers do not repeat")
-    few = 2 if period == 1 and layers >= 4 else period
+    few = period
+    if period == 1 and layers >= 4:
+        few = 2
     if 2 * few > layers:
         raise Untraceable("it has too few layers to go on from")
     return few, 2 * few
 
 
+def _period(kinds: list[str]) -> int:
+    """Return the least number of layers after which the types of layers repeat."""
+    for period in range(1, len(kinds)):
+        if kinds[period:] == kinds[:-period]:
+            return period
+    return max(1, len(kinds))
+
+
 def _key(question: dict[str, Any]) -> str:
-    """The key of a question by its content, without paths on disk and without what does not change the training step."""
+    """Return the key of a question by its content.
+
+    Paths on disk, and keys of the config that do not change the training step, are left out.
+    """
     config = question["plan"]["config"]
-    matters = {
-        name: config[name] for name in ("model", "adapter", "algorithm", "precision", "memory")
-    }
-    plan = {
-        **question["plan"],
-        "config": {**matters, "packing": config["data"]["packing"]},
-        "model_path": None,
-        "batch": None,
-    }
+    sections = ("model", "adapter", "algorithm", "precision", "memory")
+    of_step = {name: config[name] for name in sections}
+    of_step["packing"] = config["data"]["packing"]
+    plan = {**question["plan"], "config": of_step, "model_path": None, "batch": None}
     versions = [
         VERSION,
         drumline.__version__,
-        *(metadata.version(name) for name in ("torch", "transformers")),
+        metadata.version("torch"),
+        metadata.version("transformers"),
     ]
-    text = json.dumps({**question, "plan": plan, "versions": versions}, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    content = {**question, "plan": plan, "versions": versions}
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
+
+
+class _Line(NamedTuple):
+    """Bytes that grow with the number of layers: those of a block, and those of the ends."""
+
+    block: int
+    ends: int
 
 
 def _activations(question: dict[str, Any], layout: Layout) -> Activations:
-    few, more = in_child(question) if layout.mesh.tp * layout.mesh.cp > 1 else traces(question)
+    """Trace a question and return the bytes of a token."""
+    if layout.mesh.tp * layout.mesh.cp > 1:
+        few, more = trace_in_child(question)
+    else:
+        few, more = traces(question)
     tokens = layout.rows * layout.length / layout.mesh.cp
 
-    def line(few_bytes: int, more_bytes: int) -> tuple[int, int]:
-        """(of a block, of the ends) of what grows with the layers."""
+    def line(few_bytes: int, more_bytes: int) -> _Line:
         block = (more_bytes - few_bytes) // (more.layers - few.layers)
-        return block, few_bytes - few.layers * block
+        return _Line(block, few_bytes - few.layers * block)
 
     saved = more.saved_at["loss"]
-    block, ends = line(few.saved_at["loss"], saved)
-    # A block stands on what those up to it have saved.
-    ahead = [more.peaks_at[str(i)] - (i + 1) * block for i in range(more.layers)]
-    behind = [more.peaks_at.get(f"-{i}", 0) - (i + 1) * block for i in range(more.layers)]
+    saved_line = line(few.saved_at["loss"], saved)
+    live_forward = 0
+    live_backward = 0
+    live_loss_backward = more.peaks_at.get("-loss", 0) - saved
+    for index in range(more.layers):
+        # A block runs on top of what the blocks up to it have saved.
+        saved_by_blocks = (index + 1) * saved_line.block
+        forward_peak = more.peaks_at[f"{index}"]
+        backward_peak = more.peaks_at.get(f"-{index}", 0)
+        live_forward = max(live_forward, forward_peak - saved_by_blocks)
+        live_backward = max(live_backward, backward_peak - saved_by_blocks)
     return Activations(
-        saved_block=block / tokens,
-        saved_ends=ends / tokens,
-        live_forward=max(0, *ahead) / tokens,
-        live_backward=max(0, *behind) / tokens,
+        saved_block=saved_line.block / tokens,
+        saved_ends=saved_line.ends / tokens,
+        live_forward=live_forward / tokens,
+        live_backward=live_backward / tokens,
         live_loss=max(0, more.peaks_at["loss"] - saved) / tokens,
-        live_loss_backward=max(0, more.peaks_at.get("-loss", 0) - saved) / tokens,
+        live_loss_backward=max(0, live_loss_backward) / tokens,
         copies=line(few.copies, more.copies),
         copies_kept=line(few.copies_kept, more.copies_kept),
         source="trace",
@@ -228,13 +282,12 @@ def _activations(question: dict[str, Any], layout: Layout) -> Activations:
 
 
 def traces(question: dict[str, Any]) -> Iterator[Traced]:
-    """The traces at each of the question's numbers of layers."""
+    """Yield the traces at each of the question's numbers of layers."""
     plan = Plan.model_validate(question["plan"])
     for layers in question["layers"]:
-        fewer = plan.config.model.model_copy(
-            update={"config": {**plan.config.model.config, "num_hidden_layers": layers}}
-        )
-        config = plan.config.model_copy(update={"model": fewer})
+        overrides = {**plan.config.model.config, "num_hidden_layers": layers}
+        model = plan.config.model.model_copy(update={"config": overrides})
+        config = plan.config.model_copy(update={"model": model})
         yield run(
             plan.model_copy(update={"config": config}),
             question["rows"],
@@ -243,30 +296,33 @@ def traces(question: dict[str, Any]) -> Iterator[Traced]:
         )
 
 
-def in_child(question: dict[str, Any]) -> list[Traced]:
-    """The traces, made in a process of their own: this one may be a rank of a real process group."""
+def trace_in_child(question: dict[str, Any]) -> list[Traced]:
+    """Return the traces of a question, made in a process of their own.
+
+    This process may be a rank of a real process group. Raises Untraceable.
+    """
     code, out, err = run_module(
         "drumline.planner.trace", json.dumps(question, default=str), CHILD_SECONDS
     )
     if code is None:
         raise Untraceable(f"no answer within {CHILD_SECONDS} s")
-    last = (out.strip().splitlines() or [""])[-1]
-    if code or not last.startswith("["):
-        raise Untraceable((err.strip().splitlines() or ["it ended without a reason"])[-1])
-    return [Traced(**traced) for traced in json.loads(last)]
+    out_lines = out.strip().splitlines() or [""]
+    if code or not out_lines[-1].startswith("["):
+        err_lines = err.strip().splitlines() or ["it ended without a reason"]
+        raise Untraceable(err_lines[-1])
+    return [Traced(**traced) for traced in json.loads(out_lines[-1])]
 
 
-def _child() -> None:
-    """Trace as rank 0 of a process group that sends nothing: the question on stdin, the answer the last line of stdout."""
-    # A proof needs ranks that answer; a run makes it.
+def _run_child() -> None:
+    """Trace as rank 0 of a process group that sends nothing.
+
+    The question is read from stdin; the answer is the last line of stdout.
+    """
+    # The proof needs ranks that answer, and a run makes it.
     context_parallel._same_in_parts = lambda *_: True
     question = json.load(sys.stdin)
-    dist.init_process_group(
-        "fake",
-        store=FakeStore(),
-        rank=0,
-        world_size=Plan.model_validate(question["plan"]).mesh.world_size,
-    )
+    world_size = Plan.model_validate(question["plan"]).mesh.world_size
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         print(json.dumps([asdict(traced) for traced in traces(question)]))
     except Untraceable as reason:
@@ -276,11 +332,15 @@ def _child() -> None:
 
 
 class _FixedScalars(TorchDispatchMode):
-    """Answers that depend on values: every number is 1, a condition holds if `yes`, and a selection by a condition takes all entries."""
+    """Answers what depends on values, which fake tensors do not have.
 
-    def __init__(self, yes: bool) -> None:
+    Each number is 1, a condition has the value `condition`, and a selection by a condition takes all
+    entries.
+    """
+
+    def __init__(self, condition: bool) -> None:
         super().__init__()
-        self.yes = yes
+        self.condition = condition
 
     def __torch_dispatch__(
         self,
@@ -290,70 +350,85 @@ class _FixedScalars(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is local_scalar_dense.default:
-            return (
-                self.yes
-                if args[0].dtype == torch.bool
-                else 1.0
-                if args[0].is_floating_point()
-                else 1
-            )
+            return self._number(args[0])
         if func is _ATEN.nonzero.default:
-            return torch.empty(
-                (args[0].numel(), args[0].ndim), dtype=torch.int64, device=args[0].device
-            )
-        if (
-            func is _ATEN.index.Tensor
-            and [i.dtype for i in args[1] if i is not None] == [torch.bool]
-            and args[1][0] is not None
-        ):
-            return args[0].new_empty((args[1][0].numel(), *args[0].shape[args[1][0].ndim :]))
+            condition = args[0]
+            shape = (condition.numel(), condition.ndim)
+            return torch.empty(shape, dtype=torch.int64, device=condition.device)
+        if func is _ATEN.index.Tensor and _is_one_condition(args[1]):
+            selected = args[0]
+            condition = args[1][0]
+            return selected.new_empty((condition.numel(), *selected.shape[condition.ndim :]))
         return func(*args, **(kwargs or {}))
+
+    def _number(self, tensor: torch.Tensor) -> bool | int | float:
+        """Return the value of a tensor with one entry."""
+        if tensor.dtype == torch.bool:
+            return self.condition
+        if tensor.is_floating_point():
+            return 1.0
+        return 1
+
+
+def _is_one_condition(indices: Sequence[torch.Tensor | None]) -> bool:
+    """Return whether the indices of a selection are one condition over the first dimensions."""
+    types = [index.dtype for index in indices if index is not None]
+    return types == [torch.bool] and indices[0] is not None
 
 
 class Watch(LiveBytes):
-    """Follows one micro-batch of a model on FakeTensors.
+    """Counts the bytes that live while one micro-batch of a model runs on FakeTensors.
 
-    A place is `ahead` (of the blocks), a block's number, `behind` them, or `loss`; in backward the same with a minus (`-0`, `-loss`).
-    `peaks_at`: bytes at the peak in each place; `saved_at`: bytes where each place of forward begins. Both are of activations: what
-    lived before, gradients of weights, and copies of weights in a lower precision (`copies`) are counted apart.
+    A place is `ahead` (of the blocks), a block's number, `behind` (the blocks), or `loss`; in
+    backward it has a minus before it (`-0`, `-loss`).
+
+    `peaks_at`: bytes at the peak in each place. `saved_at`: bytes when each place of forward begins.
+    Both are of activations: what lived before, gradients of weights, and copies of weights in a lower
+    precision (`copies`) are not counted.
     """
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module]) -> None:
         super().__init__(fake=True)
         self.blocks = blocks
-        self.place, self.copies_at_loss = "ahead", 0
+        self.place = "ahead"
+        self.copies_at_loss = 0
         self.saved_at: dict[str, int] = {}
         self.peaks_at: dict[str, int] = {}
-        self._gradients, self._copies, self._weights = Tags(), Tags(), set[int]()
+        self._gradients = Tags()
+        self._copies = Tags()
+        self._weights = set[int]()
         for parameter in model.parameters():
-            self._weights |= self._keys(parameter.data)
+            self._weights |= self._storages(parameter.data)
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda p: self._tag(p.grad, self._gradients)
-                )
+                parameter.register_post_accumulate_grad_hook(self._tag_gradient)
         for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._begins, index), with_kwargs=True)
-        blocks[-1].register_forward_hook(self._ends)
+            block.register_forward_pre_hook(partial(self._enter_block, index), with_kwargs=True)
+        blocks[-1].register_forward_hook(self._leave_blocks)
 
-    def objective(self, inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def watch_objective(self, objective: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Return an objective that enters the place `loss` first."""
+
         def watched(outputs: Any, batch: Any) -> Any:
-            self.at("loss")
+            self.enter("loss")
             self.copies_at_loss = self.copies
-            return inner(outputs, batch)
+            return objective(outputs, batch)
 
         return watched
 
-    def at(self, place: str) -> None:
+    def enter(self, place: str) -> None:
+        """Count what follows in `place`."""
         self.place = place
         if not place.startswith("-"):
             self.saved_at[place] = self.activations
 
     @property
     def copies(self) -> int:
+        """Return the bytes of copies of weights in a lower precision."""
         return self._bytes(self._copies)
 
     @property
     def activations(self) -> int:
+        """Return the bytes of activations."""
         return self.current - self.base - self._bytes(self._gradients) - self.copies
 
     def __torch_dispatch__(
@@ -364,66 +439,74 @@ class Watch(LiveBytes):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if (
-            func in (to_copy.default, _ATEN.to.dtype)
-            and isinstance(result, torch.Tensor)
-            and self._keys(args[0]) & self._weights
-        ):
+        is_cast = func in (to_copy.default, _ATEN.to.dtype) and isinstance(result, torch.Tensor)
+        if is_cast and self._storages(args[0]) & self._weights:
             self._tag(result, self._copies)
         return result
 
+    def _tag_gradient(self, parameter: torch.Tensor) -> None:
+        """Note the gradient of a parameter as one."""
+        assert parameter.grad is not None
+        self._tag(parameter.grad, self._gradients)
+
     def _tag(self, tensor: torch.Tensor, table: Tags) -> None:
-        for key in self._keys(tensor) - self._weights:
+        """Note the storages of a tensor in a table, except those of weights."""
+        for key in self._storages(tensor) - self._weights:
             if key in self._references:
                 table[key] = self._references[key]
 
-    def _keys(self, tensor: torch.Tensor) -> set[int]:
+    def _storages(self, tensor: torch.Tensor) -> set[int]:
+        """Return the addresses of the objects of a tensor's storages."""
         return {id(part.untyped_storage()) for part in plain_parts(tensor)}
 
     def _bytes(self, table: Tags) -> int:
-        """The bytes of the storages that still exist (another may have come to the same address)."""
-        return sum(
-            self._sizes.get(key, 0)
-            for key, reference in table.items()
-            if self._references.get(key) is reference
-        )
+        """Return the bytes of the storages of a table that still exist."""
+        total = 0
+        for key, reference in table.items():
+            # Another storage may have come to the same address.
+            if self._references.get(key) is reference:
+                total += self._sizes.get(key, 0)
+        return total
 
     def _note(self) -> None:
         super()._note()
         self.peaks_at[self.place] = max(self.peaks_at.get(self.place, 0), self.activations)
 
-    def _begins(
+    def _enter_block(
         self, index: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._passes(
-            str(index),
-            args[0] if args else kwargs.get("hidden_states"),
-            f"-{index - 1}" if index else "-ahead",
-        )
+        """Enter a block in forward; in backward its input's gradient goes into the block before."""
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        before = f"-{index - 1}" if index else "-ahead"
+        self._pass_on(hidden, f"{index}", before)
 
-    def _ends(self, _module: Any, _args: Any, output: Any) -> None:
-        self._passes(
-            "behind", output[0] if isinstance(output, tuple) else output, f"-{len(self.blocks) - 1}"
-        )
+    def _leave_blocks(self, _module: Any, _args: Any, output: Any) -> None:
+        """Leave the last block in forward, which backward enters first."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        self._pass_on(hidden, "behind", f"-{len(self.blocks) - 1}")
 
-    def _passes(self, place: str, hidden: Any, back: str) -> None:
-        """`hidden` goes into a place; its gradient goes into `back`."""
+    def _pass_on(self, hidden: Any, place: str, place_of_gradient: str) -> None:
+        """Enter the place of a hidden state, and later the place of its gradient."""
         if current_graph_task_id() != -1:
-            return  # computed again
-        self.at(place)
+            # Backward computes the block again.
+            return
+        self.enter(place)
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-            hidden.register_hook(lambda _: self.at(back))
+            hidden.register_hook(lambda _: self.enter(place_of_gradient))
 
 
 class Untraceable(Exception):
-    """Why a model cannot be traced; the formula is used instead."""
+    """A model cannot be traced, for this reason. The formula is used instead."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Bytes of one micro-batch of a model of `layers` blocks. `saved_at`, `peaks_at`: of activations, by place, as `Watch` has them;
-    `copies`: of weights when the objective begins, `copies_kept` when forward is through. `peak`: all that lives on top of what did
-    before, in forward or backward."""
+    """Bytes of one micro-batch of a model with `layers` blocks.
+
+    `saved_at`, `peaks_at`: of activations by place (see `Watch`).
+    `copies`: of copies of weights when the objective begins; `copies_kept`: after forward.
+    `peak`: at the peak of forward and backward, besides what lived before.
+    """
 
     layers: int
     saved_at: dict[str, int] = field(default_factory=dict)
@@ -434,7 +517,7 @@ class Traced:
 
 
 class _Engine(NativeEngine):
-    """A native engine without an optimizer: nothing steps."""
+    """A native engine without an optimizer, whose steps are not traced."""
 
     def __init__(
         self,
@@ -449,8 +532,58 @@ class _Engine(NativeEngine):
 
 
 def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
-    """Trace a micro-batch of `rows` × `length`. `plan`: of one data rank, on the CPU. `dtype` (bf16): weights lie in that type, as FSDP2
-    gathers them and DeepSpeed keeps them, and there is no autocast. Raises Untraceable."""
+    """Trace a micro-batch of `rows` × `length`.
+
+    `plan`: of one data rank, on the CPU. `dtype` (bf16): all weights are in this type, as FSDP2
+    gathers them and DeepSpeed keeps them, and there is no autocast. Raises Untraceable.
+    """
+    config = plan.config
+    model = _build_without_weights(plan, dtype)
+    found = block_list(model)
+    if found is None:
+        raise Untraceable("its blocks are not in one list")
+    if not next(model.parameters()).is_meta:
+        raise Untraceable("it cannot be laid out without weights")
+    _, block_modules = found
+    blocks = list(block_modules)
+    # The objective tries a small copy of the model with real values; after `fill` nothing is real.
+    with contextlib.ExitStack() as stack:
+        values = _FakeValues(
+            Loaded(),
+            "cpu",
+            0,
+            stack=stack,
+            packs=config.packs,
+            dtype=DTYPES[dtype] if dtype else None,
+        )
+        engine = prepare(plan, model, values, _Engine)
+        if dtype:
+            engine.autocast_dtype = None
+        channels = int(getattr(model.config, "num_channels", 3))
+        batch = config.algorithm.traced_batch(plan, rows, length, channels)
+        watch = Watch(engine.model, blocks)
+        objective = watch.watch_objective(policy_objective(config.algorithm.build()))
+        try:
+            with watch, engine.micro_batch(last=True):
+                with engine._autocast():
+                    loss_sum, _ = engine.spread.module(batch, objective)
+                copies_kept = watch.copies
+                watch.enter("-loss")
+                loss_sum.backward()
+        except Exception as error:
+            raise Untraceable(f"{class_and_line(error)}: {first_line(error)}") from error
+    return Traced(
+        layers=len(blocks),
+        saved_at=watch.saved_at,
+        peaks_at=watch.peaks_at,
+        copies=watch.copies_at_loss,
+        copies_kept=copies_kept,
+        peak=watch.peak - watch.base,
+    )
+
+
+def _build_without_weights(plan: Plan, dtype: str | None) -> Any:
+    """Return the model of a plan on the meta device, with its adapters; `dtype` as for `run`."""
     config = plan.config
     model, _ = lay_out(
         plan.model_path,
@@ -466,94 +599,51 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
         adapters.inject(model, config.adapter, 0)
     if not dtype:
         keep_frozen_low(plan, model)
-    if (found := block_list(model)) is None:
-        raise Untraceable("its blocks are not in one list")
-    if not next(model.parameters()).is_meta:
-        raise Untraceable("it cannot be laid out without weights")
-    # The objective's trials of a small copy run for real; from `fill` on nothing does.
-    with contextlib.ExitStack() as stack:
-        values = _FakeValues(
-            Loaded(),
-            "cpu",
-            0,
-            stack=stack,
-            packs=config.packs,
-            dtype=DTYPES[dtype] if dtype else None,
-        )
-        engine = prepare(plan, model, values, _Engine)
-        engine.autocast_dtype = None if dtype else engine.autocast_dtype
-        batch = config.algorithm.traced_batch(
-            plan, rows, length, int(getattr(model.config, "num_channels", 3))
-        )
-        watch, objective = (
-            Watch(engine.model, list(found[1])),
-            policy_objective(config.algorithm.build()),
-        )
-        try:
-            with watch, engine.micro_batch(last=True):
-                with engine._autocast():
-                    loss_sum, _ = engine.spread.module(batch, watch.objective(objective))
-                copies_kept = watch.copies
-                watch.at("-loss")
-                loss_sum.backward()
-        except Exception as error:
-            raise Untraceable(f"{class_and_line(error)}: {first_line(error)}") from error
-    return Traced(
-        len(found[1]),
-        watch.saved_at,
-        watch.peaks_at,
-        watch.copies_at_loss,
-        copies_kept,
-        watch.peak - watch.base,
-    )
+    return model
 
 
 @dataclass(frozen=True)
 class _FakeValues(Values):
-    """Values without memory: until `stack` is left, what is computed has shapes alone. `packs`: rows hold several documents."""
+    """Values without memory: until `stack` is left, what is computed has shapes alone.
+
+    `packs`: rows hold several documents. `dtype`: of parameters; None: as they are.
+    """
 
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     packs: bool = False
-    dtype: torch.dtype | None = None  # of parameters; None: as they are
+    dtype: torch.dtype | None = None
 
     def fill(
         self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None
     ) -> None:
         from drumline.vendor.transformers import masking_utils
 
-        # Where packs hold several documents, attention gets a mask; otherwise transformers finds none needed, as it does in a run. If it
-        # knew of the tracing, it would make one.
+        # If packs hold several documents, attention gets a mask; otherwise transformers finds that
+        # none is needed, as in a run. It would make a mask if it knew of the tracing.
         self.stack.callback(setattr, masking_utils, "is_tracing", masking_utils.is_tracing)
         masking_utils.is_tracing = lambda *_, **__: False
         self.stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self.stack.enter_context(_FixedScalars(not self.packs))
-        made: dict[int, torch.Tensor] = {}  # tied ones stay tied
-        tables = [
-            table
-            for owner in (model.modules() if owners is None else owners)
-            for table in (owner._parameters, owner._buffers)
-        ]
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _empty(tensor, self.dtype)
-                    table[name] = made[id(tensor)]  # type: ignore[assignment]
+        # Tied tensors stay tied.
+        fakes: dict[int, torch.Tensor] = {}
+        for owner in model.modules() if owners is None else owners:
+            for table in (owner._parameters, owner._buffers):
+                for name, tensor in table.items():
+                    if tensor is None or not tensor.is_meta:
+                        continue
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _fake_like(tensor, self.dtype)
+                    table[name] = fakes[id(tensor)]  # type: ignore[assignment]
 
 
-def _empty(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A fake one like it; a parameter in `dtype`."""
+def _fake_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a fake tensor like another one; a parameter in `dtype`, if that is given."""
     part = local(tensor.detach())
-    fake = torch.empty(
-        part.shape, dtype=(dtype if isinstance(tensor, nn.Parameter) else None) or part.dtype
-    )
-    fake = distribute_alike(fake, tensor)
-    return (
-        nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else fake
-    )
+    if not isinstance(tensor, nn.Parameter):
+        return distribute_alike(torch.empty(part.shape, dtype=part.dtype), tensor)
+    fake = torch.empty(part.shape, dtype=dtype or part.dtype)
+    return nn.Parameter(distribute_alike(fake, tensor), requires_grad=tensor.requires_grad)
 
 
 if __name__ == "__main__":
-    _child()
+    _run_child()

@@ -98,7 +98,7 @@ def test_a_trace_of_one_rank_is_what_lives_on_it(told: dict[str, Any], name: str
     config = plan.config
     known = facts(load_config(plan.model_path, config.model), config.data.max_length)
     question = tracing.question_of(config, plan.model_path, plan, known)
-    (traced,) = tracing.in_child({**question, "layers": [known.layers]})
+    (traced,) = tracing.trace_in_child({**question, "layers": [known.layers]})
     real = told[name][0]
     assert traced.peak == pytest.approx(
         max(real["peaks"]["forward"], real["peaks"]["backward"]) - real["base"], rel=0.02

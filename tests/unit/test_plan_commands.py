@@ -14,7 +14,7 @@ from drumline.errors import PlanError
 from drumline.hardware.cluster import calibration_for
 from drumline.hardware.detect import Machine
 from drumline.planner.cluster import cluster_of
-from drumline.planner.cost.times import _shared
+from drumline.planner.cost.times import _devices_per_link
 from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.output import full_config, overrides
 from drumline.planner.search.advice import _of_length, max_batch, max_length, nothing_fits
@@ -165,4 +165,4 @@ def test_the_memory_of_a_host_of_processors_is_said(gb: int, each: int) -> None:
 def test_copies_to_the_host_share_its_links() -> None:
     for devices, times in ((4, 1), (8, 2)):
         asked = question("0.1b", f"{devices}xh100-80g")
-        assert _shared(search(asked).ranked[0].layout, asked.cluster) == times
+        assert _devices_per_link(search(asked).ranked[0].layout, asked.cluster) == times

@@ -19,7 +19,7 @@ from drumline.core.stages import plan_pipeline
 from drumline.core.strategy import StrategySpec
 from drumline.hardware.cluster import Cluster, DeviceSpec, Link
 from drumline.planner.cost.activations import formula
-from drumline.planner.cost.memory import flying, host_memory, memory
+from drumline.planner.cost.memory import host_memory, in_flight, memory
 from drumline.planner.cost.traffic import flows
 from tests.harness import LETTERS
 
@@ -209,7 +209,7 @@ def test_blocks_in_flight(schedule: str, blocks: list[float]) -> None:
         4,
         accumulation=8 if schedule in ("gpipe", "1f1b") else 4,
     )
-    assert [flying(plan, rank, 2)[0] for rank in range(4)] == pytest.approx(blocks)
+    assert [in_flight(plan, rank, 2).blocks for rank in range(4)] == pytest.approx(blocks)
 
 
 def test_what_makes_a_run_larger_or_smaller() -> None:

@@ -22,7 +22,7 @@ from drumline.hardware import catalog
 from drumline.hardware.cluster import Cluster
 from drumline.models.load import facts, load_config
 from drumline.planner.cost import fitted
-from drumline.planner.cost.compute import computing
+from drumline.planner.cost.compute import compute_seconds
 from drumline.planner.cost.fitted import RANGES, group_of
 from drumline.planner.cost.times import estimate, seconds
 from drumline.planner.cost.traffic import flows
@@ -243,8 +243,8 @@ def test_what_each_cause_costs() -> None:
     )
     long = with_length(model(), 2048, 32768)
     assert (
-        computing(layout("fsdp2"), long, cluster())[1]
-        > 1.5 * computing(layout("fsdp2"), model(), cluster())[1]
+        compute_seconds(layout("fsdp2"), long, cluster()).backward
+        > 1.5 * compute_seconds(layout("fsdp2"), model(), cluster()).backward
     )
     tiny: dict[str, Any] = {
         "micro_batch": 1,

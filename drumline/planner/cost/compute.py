@@ -1,9 +1,12 @@
-"""Seconds in which a device computes a step: matrix products, attention, what the operators between them move, unpacking of weights, and
-the host that starts all kernels. Pure."""
+"""Predict the seconds in which a device computes a step.
+
+They are those of matrix products, attention, the bytes that the operators between them move, the
+unpacking of weights, and the host that starts all kernels. All functions are pure.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,218 +18,366 @@ from drumline.hardware.cluster import Cluster, Measured
 from drumline.planner.cost import fitted
 from drumline.planner.cost.memory import as_kept
 
-# Of what a block moves, what tensor parallelism without sequence parallelism leaves whole (Korthikanti et al. 2022, section 4.1).
+
+class BlockStarts(NamedTuple):
+    """Seconds in which a host starts the kernels of a block."""
+
+    forward: float
+    backward: float
+
+
+# The share of what a block moves that tensor parallelism leaves whole if it does not cut the
+# residual stream (Korthikanti et al. 2022, section 4.1).
 WHOLE = 10 / 34
-# What the cross-entropy moves for each token and word, as models.losses computes it, counted: 50 bytes.
+# Bytes that the cross-entropy moves for each token and word, counted in models.losses.
 MOVED_HEAD = 50.0
-# Seconds that a host takes to start a block's kernels, forward and backward (38 and 78 of a Llama in fp32; 54 and 100 under autocast): CPU
-# time of one core of an EPYC at 2.6 GHz, torch 2.13, blocks so small that nothing else takes time. A layer with an adapter adds kernels.
-STARTS = {"fp32": (0.60e-3, 0.54e-3), "bf16": (0.95e-3, 0.92e-3), "fp16": (0.95e-3, 0.92e-3)}
-STARTS_ADAPTED = (6 * 0.95e-3 / 54, 9 * 0.92e-3 / 100)
-# Attention in tiles computes half of all pairs where it is causal; its backward takes 2.5 times its forward (Dao 2023, section 3.1).
-CAUSAL, ATTENTION_BACKWARD = 0.5, 2.5
+# Seconds in which a host starts a block's kernels, forward and backward: 38 and 78 kernels of a
+# Llama in fp32, 54 and 100 under autocast. Measured as CPU time of one core of an EPYC at 2.6 GHz
+# with torch 2.13, with blocks so small that nothing else takes time.
+STARTS = {
+    "fp32": BlockStarts(0.60e-3, 0.54e-3),
+    "bf16": BlockStarts(0.95e-3, 0.92e-3),
+    "fp16": BlockStarts(0.95e-3, 0.92e-3),
+}
+# A layer with an adapter adds 6 kernels forward and 9 backward.
+STARTS_ADAPTED = BlockStarts(6 * 0.95e-3 / 54, 9 * 0.92e-3 / 100)
+# If attention is causal, attention in tiles computes half of all pairs; its backward takes 2.5
+# times as long as its forward (Dao 2023, section 3.1).
+CAUSAL = 0.5
+ATTENTION_BACKWARD = 2.5
+# The output of a product is computed in tiles of this size (cost.fitted.TILES).
+TILE_ROWS = 128
+TILE_COLUMNS = 256
+# `drumline calibrate` measures the operators of a block by the bytes of its hidden states. In 16 bits
+# one byte of the states stands for 2 bytes of an entry; a third of cost.fitted.MOVED is moved
+# forward, and two thirds backward.
+FORWARD_STATES = 2 * 3
+BACKWARD_STATES = 3
+# FLOPs for each entry of a weight and token: 2 in each product, of which there are forward, and in
+# backward those of the input's and of the weight's gradient.
+FLOPS_OF_PRODUCT = 2
+FLOPS_OF_TRAINABLE = 6
+FLOPS_OF_FROZEN = 4
+# Bytes that casts to fp8 move for an entry: it is read in 16 bits and written in 8.
+MOVED_CAST = 3.0
 
 
-class Passes(NamedTuple):
-    """Of forward, of backward, and of what backward computes again."""
+@dataclass(frozen=True)
+class Passes:
+    """A quantity of forward, of backward, and of what backward computes again."""
 
     forward: float
     backward: float
     again: float = 0.0
 
-    def __mul__(self, factor: float) -> Passes:  # type: ignore[override]
-        return Passes(*(factor * part for part in self))
+    def __mul__(self, factor: float) -> Passes:
+        return Passes(factor * self.forward, factor * self.backward, factor * self.again)
 
-    def __add__(self, other: Passes) -> Passes:  # type: ignore[override]
-        return Passes(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.again + other.again,
+        )
 
-    @property
-    def both(self) -> tuple[float, float]:
-        return self.forward, self.backward + self.again
+
+class ComputeSeconds(NamedTuple):
+    """Seconds in which a rank computes; backward includes what it computes again."""
+
+    forward: float
+    backward: float
 
 
-def computing(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[float, float]:
-    """Seconds in which a rank computes forward, and backward with what is computed again; mean over the stages of a pipeline."""
-    mesh, precision, rounds, memory = (
-        layout.mesh,
-        layout.precision,
-        layout.batch.accumulation,
-        layout.config.memory,
+def compute_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> ComputeSeconds:
+    """Return the seconds in which a rank computes a step, mean over the stages of a pipeline."""
+    lines = operators(layout, cluster)
+    device = _device_seconds(layout, facts, cluster, lines)
+    host = _host_seconds(layout, facts, lines)
+    if layout.device == "cpu":
+        # The cores that start kernels also run them.
+        total = device + (host + _loop_seconds(layout, lines))
+        return ComputeSeconds(total.forward, total.backward + total.again)
+    return ComputeSeconds(
+        _blend(device.forward, host.forward),
+        _blend(device.backward + device.again, host.backward + host.again),
     )
-    kind, again = layout.activation_checkpointing, part_again(layout, facts)
-    tokens = layout.rows * layout.positions / mesh.cp / layout.devices_per_rank  # of a micro-batch
-    calls = rounds * (len(facts.block_weights) or facts.layers) / mesh.pp  # of blocks
-    rate = cluster.rate(precision, max(1, round(tokens)), facts.hidden) or cluster.rate("fp32")
-    if (
-        layout.device == "cuda"
-        and precision not in cluster.calibration.products
-        and not layout.config.images_alone
-    ):
-        tiles = tokens / 128 * facts.hidden / mesh.tp / 256
-        rate *= tiles / (tiles + fitted.TILES)
-    rate, attends = (
-        each * mesh.tp * mesh.pp / (rounds * tokens)
-        for each in (rate, cluster.attention_rate(precision))
+
+
+def _blend(device: float, host: float) -> float:
+    """Return the seconds of a device and a host that wait for each other in turn (cost.fitted)."""
+    total = device**fitted.BLEND + host**fitted.BLEND
+    return float(total ** (1 / fitted.BLEND))
+
+
+def _tokens(layout: Layout) -> float:
+    """Return the tokens of a micro-batch on one device."""
+    return layout.rows * layout.positions / layout.mesh.cp / layout.devices_per_rank
+
+
+def _block_calls(layout: Layout, facts: ModelFacts) -> float:
+    """Return how often a rank calls a block in the forward of a step."""
+    blocks = len(facts.block_weights) or facts.layers
+    return layout.batch.accumulation * blocks / layout.mesh.pp
+
+
+def _bandwidth(cluster: Cluster) -> float:
+    """Return the bytes per second of the device's memory, as measured or by its datasheet."""
+    return cluster.calibration.memory or cluster.device.bandwidth
+
+
+def _device_seconds(
+    layout: Layout, facts: ModelFacts, cluster: Cluster, lines: Operators
+) -> Passes:
+    """Return the seconds in which the device runs the kernels of a step."""
+    mesh = layout.mesh
+    rounds = layout.batch.accumulation
+    kind = layout.activation_checkpointing
+    recomputed = recomputed_share(layout, facts)
+    tokens = _tokens(layout)
+    # FLOP/s over the tokens of a step: seconds are FLOPs of a token over these rates.
+    rate = _product_rate(layout, facts, cluster, tokens) * mesh.tp * mesh.pp / (rounds * tokens)
+    attention_rate = (
+        cluster.attention_rate(layout.precision) * mesh.tp * mesh.pp / (rounds * tokens)
     )
-    cast = 0.0
+    cast_bytes = 0.0
     if layout.fp8:
-        rate, cast = _of_fp8(layout, facts, cluster, rate)
-    products = flops(facts, kind, again, bool(memory.mlp_chunk)) + Passes(
-        scoring_flops(layout, facts), 0.0
+        fp8 = _of_fp8(layout, facts, cluster, rate)
+        rate = fp8.rate
+        cast_bytes = fp8.cast_bytes
+    products = _all_product_flops(layout, facts, recomputed)
+    seconds = products * (1 / rate)
+    seconds += attention_flops(facts, kind, recomputed) * (1 / attention_rate)
+
+    block_bytes = bytes_moved(layout, facts) * (tokens / max(1, facts.layers))
+    calls = _block_calls(layout, facts)
+    seconds += Passes(
+        calls * block_bytes.forward / lines.forward.bandwidth,
+        calls * block_bytes.backward / lines.backward.bandwidth,
+        calls * block_bytes.again / lines.forward.bandwidth,
     )
-    if layout.device == "cuda":
-        products *= fitted.PRODUCTS
-        of_weights = max(0.0, products.backward - products.forward)
-        products += Passes(0.0, (fitted.WEIGHT_GRADIENTS - 1) * of_weights)
-    works = products * (1 / rate) + attention_flops(facts, kind, again) * (1 / attends)
-    first, second = operators(layout, cluster)
-    each = bytes_moved(layout, facts) * (tokens / max(1, facts.layers))  # of a block, in one call
-    head = (MOVED_HEAD * facts.vocab_size / mesh.tp + cast) / 3 * rounds * tokens / mesh.pp
-    bandwidth = cluster.calibration.memory or cluster.device.bandwidth
-    works += Passes(
-        *(
-            calls * bytes_ / line.bandwidth
-            for bytes_, line in zip(each, (first, second, first), strict=True)
-        )
-    )
-    works += Passes(head, 2 * head) * (1 / bandwidth)
-    if bits := packed_bits(layout.config):
-        entries = (facts.parameters - as_kept(layout, facts).parameters) / (
-            1 - bits / 8 / WIDTH[precision]
-        )
-        packed = rounds * fitted.UNPACKED * entries / (mesh.tp * mesh.pp) / bandwidth
-        works += Passes(packed, packed, packed * again)
-    layers, _ = adapted(facts)
-    starts = Passes(
-        *(
-            line.latency + layers * more
-            for line, more in zip((first, second), STARTS_ADAPTED, strict=True)
-        )
-    )
+    # A third is moved forward, two thirds backward.
+    head_bytes = MOVED_HEAD * facts.vocab_size / mesh.tp + cast_bytes
+    head_third = head_bytes / 3 * rounds * tokens / mesh.pp
+    seconds += Passes(head_third, 2 * head_third) * (1 / _bandwidth(cluster))
+    if packed_bits(layout.config):
+        unpacking = _unpacking_seconds(layout, facts, cluster)
+        seconds += Passes(unpacking, unpacking, unpacking * recomputed)
+    return seconds
+
+
+def _product_rate(layout: Layout, facts: ModelFacts, cluster: Cluster, tokens: float) -> float:
+    """Return the FLOP/s of matrix products of `tokens` rows and the model's hidden width."""
+    precision = layout.precision
+    rows = max(1, round(tokens))
+    rate = cluster.rate(precision, rows, facts.hidden) or cluster.rate("fp32")
+    is_measured = precision in cluster.calibration.products
+    if layout.device == "cuda" and not is_measured and not layout.config.images_alone:
+        # The last wave of tiles does not fill the device.
+        tiles = tokens / TILE_ROWS * facts.hidden / layout.mesh.tp / TILE_COLUMNS
+        rate *= tiles / (tiles + fitted.TILES)
+    return rate
+
+
+def _all_product_flops(layout: Layout, facts: ModelFacts, recomputed: float) -> Passes:
+    """Return the FLOPs of a token's products, on a GPU with the surplus that runs were found to take."""
+    is_chunked = bool(layout.config.memory.mlp_chunk)
+    products = product_flops(facts, layout.activation_checkpointing, recomputed, is_chunked)
+    products += Passes(scoring_flops(layout, facts), 0.0)
+    if layout.device != "cuda":
+        return products
+    products *= fitted.PRODUCTS
+    of_weights = max(0.0, products.backward - products.forward)
+    return products + Passes(0.0, (fitted.WEIGHT_GRADIENTS - 1) * of_weights)
+
+
+def _unpacking_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
+    """Return the seconds in which a rank unpacks its weights once in each micro-batch."""
+    mesh = layout.mesh
+    saved = facts.parameters - as_kept(layout, facts).parameters
+    # An entry keeps `bits` of its width.
+    entries = saved / (1 - packed_bits(layout.config) / 8 / WIDTH[layout.precision])
+    moved = layout.batch.accumulation * fitted.UNPACKED * entries / (mesh.tp * mesh.pp)
+    return moved / _bandwidth(cluster)
+
+
+def _host_seconds(layout: Layout, facts: ModelFacts, lines: Operators) -> Passes:
+    """Return the seconds in which the host starts the kernels of a step."""
+    adapters = adapted_layers(facts).layers
+    forward = lines.forward.latency + adapters * STARTS_ADAPTED.forward
+    backward = lines.backward.latency + adapters * STARTS_ADAPTED.backward
     if layout.config.compile.enabled:
-        ahead, behind = (
-            after / before
-            for after, before in zip(fitted.KERNELS_COMPILED, fitted.KERNELS, strict=True)
-        )
-        starts = Passes(starts.forward * ahead, starts.backward * behind)
-    hooks = fitted.HOOK * layout.strategy.hooked * modules(facts)
-    starts += Passes(hooks, hooks)
-    starts = starts._replace(again=again * starts.forward) * (calls * layout.devices_per_rank)
-    if layout.device == "cpu":  # the cores that start kernels run them, too
-        block = first.latency + second.latency
-        works += starts + Passes(fitted.LOOP[1] * rounds * block, fitted.LOOP[0] * block)
-        return works.both
-    ahead, behind = (
-        (a**fitted.BLEND + b**fitted.BLEND) ** (1 / fitted.BLEND)
-        for a, b in zip(works.both, starts.both, strict=True)
-    )
-    return ahead, behind
+        forward *= fitted.KERNELS_COMPILED[0] / fitted.KERNELS[0]
+        backward *= fitted.KERNELS_COMPILED[1] / fitted.KERNELS[1]
+    hooks = fitted.HOOK * layout.strategy.hooked * modules_of_block(facts)
+    forward += hooks
+    backward += hooks
+    block = Passes(forward, backward, recomputed_share(layout, facts) * forward)
+    return block * (_block_calls(layout, facts) * layout.devices_per_rank)
 
 
-def operators(layout: Layout, cluster: Cluster) -> tuple[Measured, Measured]:
-    """Lines of what a block takes besides its products, forward and backward: seconds of its host, and bytes over a bandwidth."""
+def _loop_seconds(layout: Layout, lines: Operators) -> Passes:
+    """Return the seconds of a CPU outside of the blocks; cost.fitted.LOOP counts them in blocks."""
+    block = lines.forward.latency + lines.backward.latency
+    of_step, of_micro_batch = fitted.LOOP
+    return Passes(of_micro_batch * layout.batch.accumulation * block, of_step * block)
+
+
+class Operators(NamedTuple):
+    """Lines of what a block takes besides its products: seconds of its host, bytes per second."""
+
+    forward: Measured
+    backward: Measured
+
+
+def operators(layout: Layout, cluster: Cluster) -> Operators:
+    """Return the lines of the operators of a block, as calibrated or by STARTS."""
     measured = cluster.calibration.operators.get(layout.precision)
-    if (
-        measured is not None
-    ):  # by the bytes of hidden states, of which a block moves so many in 16 bits
-        ahead, back = measured
-        return replace(ahead, bandwidth=ahead.bandwidth * fitted.MOVED / 6), replace(
-            back, bandwidth=back.bandwidth * fitted.MOVED / 3
-        )
-    bandwidth = cluster.calibration.memory or cluster.device.bandwidth
-    forward, backward = (Measured(latency, bandwidth) for latency in STARTS[layout.precision])
-    return forward, backward
+    if measured is None:
+        bandwidth = _bandwidth(cluster)
+        starts = STARTS[layout.precision]
+        return Operators(Measured(starts.forward, bandwidth), Measured(starts.backward, bandwidth))
+    # Calibration counts the bytes of hidden states, of which a block in 16 bits moves so many.
+    forward, backward = measured
+    return Operators(
+        replace(forward, bandwidth=forward.bandwidth * fitted.MOVED / FORWARD_STATES),
+        replace(backward, bandwidth=backward.bandwidth * fitted.MOVED / BACKWARD_STATES),
+    )
 
 
 def bytes_moved(layout: Layout, facts: ModelFacts) -> Passes:
-    """Bytes that all blocks move for each token besides the arithmetic of products: a third of it forward."""
-    mesh, width = layout.mesh, WIDTH[layout.precision] / 2
-    moved, moved_adapted = fitted.MOVED, fitted.MOVED_ADAPTED
+    """Return the bytes that all blocks move for each token besides the arithmetic of products.
+
+    A third of them is moved forward.
+    """
+    tp = layout.mesh.tp
+    width = WIDTH[layout.precision] / 2
+    moved = fitted.MOVED
+    moved_adapted = fitted.MOVED_ADAPTED
     if layout.config.compile.enabled:
         moved -= fitted.FUSED
         moved_adapted *= fitted.ADAPTED_COMPILED
-    third = (
-        width
-        * moved
-        / 3
-        * facts.hidden
-        * facts.layers
-        * (WHOLE / layout.stream_parts + (1 - WHOLE) / mesh.tp)
-    )
-    third += width * moved_adapted * adapted(facts)[1] / mesh.tp
-    return Passes(third, 2 * third, third * part_again(layout, facts))
+    share_of_rank = WHOLE / layout.stream_parts + (1 - WHOLE) / tp
+    third = width * moved / 3 * facts.hidden * facts.layers * share_of_rank
+    third += width * moved_adapted * adapted_layers(facts).entries / tp
+    return Passes(third, 2 * third, third * recomputed_share(layout, facts))
+
+
+class Adapted(NamedTuple):
+    """The layers with an adapter.
+
+    `layers`: of a block, mean. `entries`: inputs and outputs of those of all blocks.
+    """
+
+    layers: float
+    entries: float
 
 
 @lru_cache(maxsize=1024)
-def adapted(facts: ModelFacts) -> tuple[float, float]:
-    """Layers with an adapter, of a block; and their inputs and outputs, of all blocks."""
-    blocks = [
-        (w, number) for block, number in facts.kinds_of_blocks for w in block if ".lora_" in w.name
-    ]
-    layers = sum(number for _, number in blocks) / 2 / max(1, len(facts.block_weights))
-    return layers, sum(number * max(w.shape) for w, number in blocks)
+def adapted_layers(facts: ModelFacts) -> Adapted:
+    """Return the layers with an adapter."""
+    factors = 0
+    entries = 0
+    for block, number in facts.kinds_of_blocks:
+        for weight in block:
+            if ".lora_" in weight.name:
+                factors += number
+                # The other side of a factor is the rank of the adapter.
+                entries += number * max(weight.shape)
+    return Adapted(factors / 2 / max(1, len(facts.block_weights)), entries)
 
 
 @lru_cache(maxsize=1024)
-def modules(facts: ModelFacts) -> float:
-    """Modules with weights of their own, of a block."""
-    each = (
-        (len({w.name.rpartition(".")[0] for w in block}), number)
-        for block, number in facts.kinds_of_blocks
-    )
-    return sum(held * number for held, number in each) / max(1, len(facts.block_weights))
+def modules_of_block(facts: ModelFacts) -> float:
+    """Return the number of modules of a block that have weights of their own, mean over blocks."""
+    total = 0
+    for block, number in facts.kinds_of_blocks:
+        names = {weight.name.rpartition(".")[0] for weight in block}
+        total += len(names) * number
+    return total / max(1, len(facts.block_weights))
 
 
-def part_again(layout: Layout, facts: ModelFacts) -> float:
-    """The part of the blocks that backward computes again."""
+def recomputed_share(layout: Layout, facts: ModelFacts) -> float:
+    """Return the share of the blocks that backward computes again."""
     if layout.activation_checkpointing == "none":
         return 0.0
-    return min(
-        1.0, (layout.config.memory.checkpointed_blocks or facts.layers) / max(1, facts.layers)
-    )
+    blocks = layout.config.memory.checkpointed_blocks or facts.layers
+    return min(1.0, blocks / max(1, facts.layers))
 
 
 @lru_cache(maxsize=1024)
-def flops(
+def product_flops(
     facts: ModelFacts, checkpointing: str, part: float = 1.0, chunked: bool = False
 ) -> Passes:
-    """FLOPs of a token's products: forward, backward, and again: of blocks (full), or of every second product (selective), in this `part`
-    of them; and of feed-forward parts that are `chunked`."""
-    forward, attention = forward_flops(facts), facts.layers * facts.attention_flops
+    """Return the FLOPs of a token's matrix products.
+
+    Backward computes the products of blocks again with full checkpointing, and half of them with
+    selective, in the share `part` of the blocks. It also computes `chunked` feed-forward parts again.
+    """
+    forward = forward_flops(facts)
+    attention = facts.layers * facts.attention_flops
     products = forward - attention / 3
-    blocks = max(0.0, products - 2 * facts.head_parameters)
-    again = {"none": 0.0, "selective": blocks / 2, "full": blocks}[checkpointing] * part
-    again += 2.0 * sum(map(of_mlp, facts.block_weights)) * chunked
+    of_blocks = max(0.0, products - FLOPS_OF_PRODUCT * facts.head_parameters)
+    again = 0.0
+    if checkpointing == "selective":
+        again = of_blocks / 2 * part
+    elif checkpointing == "full":
+        again = of_blocks * part
+    if chunked:
+        feed_forward = sum(of_mlp(block) for block in facts.block_weights)
+        again += float(FLOPS_OF_PRODUCT) * feed_forward
     return Passes(products, facts.flops_per_token - attention - products, again)
 
 
 def attention_flops(facts: ModelFacts, checkpointing: str, part: float = 1.0) -> Passes:
-    """FLOPs of a token's attention as kernels in tiles compute it. Selective checkpointing keeps its result."""
-    forward = facts.layers * facts.attention_flops / 3 * (1.0 if facts.bidirectional else CAUSAL)
-    return Passes(forward, ATTENTION_BACKWARD * forward, forward * part * (checkpointing == "full"))
+    """Return the FLOPs of a token's attention, as kernels in tiles compute it.
+
+    Selective checkpointing keeps the result of attention. `part`: the share of blocks that are
+    computed again.
+    """
+    forward = facts.layers * facts.attention_flops / 3
+    if not facts.bidirectional:
+        forward *= CAUSAL
+    again = 0.0
+    if checkpointing == "full":
+        again = forward * part
+    return Passes(forward, ATTENTION_BACKWARD * forward, again)
 
 
-def _of_fp8(
-    layout: Layout, facts: ModelFacts, cluster: Cluster, rate: float
-) -> tuple[float, float]:
-    """(the rate of a step whose blocks' linear layers multiply in fp8; bytes for each token that casts move). Products reach the same part
-    of the datasheet as those in bf16. Inputs and gradients are read in 16 bits and written in 8, once for each of the two products that
-    they are in. An estimate: nothing of it has run on a GPU."""
-    weights = [weight for block in facts.block_weights for weight in block if takes_fp8(weight)]
-    share = 6.0 * sum(weight.numel for weight in weights) / facts.flops_per_token
-    spared = (
-        share * (1 - cluster.device.flops.get("bf16", 0.0) / cluster.device.flops["fp8"])
-        if "fp8" in cluster.device.flops
-        else 0.0
-    )
-    return rate / (1 - spared), 2 * 3.0 * sum(
-        sum(weight.shape) for weight in weights
-    ) / layout.mesh.tp
+class _Fp8(NamedTuple):
+    """`rate`: FLOP/s over the tokens of a step. `cast_bytes`: moved by casts for each token."""
+
+    rate: float
+    cast_bytes: float
+
+
+def _of_fp8(layout: Layout, facts: ModelFacts, cluster: Cluster, rate: float) -> _Fp8:
+    """Return the rate of a step whose blocks' linear layers multiply in fp8; `rate` is that in bf16.
+
+    Products reach the same share of the datasheet as in bf16. Inputs and gradients are cast once for
+    each of the two products that they are in. This is an estimate: none of it has run on a GPU.
+    """
+    entries = 0
+    sides = 0
+    for block in facts.block_weights:
+        for weight in block:
+            if takes_fp8(weight):
+                entries += weight.numel
+                sides += sum(weight.shape)
+    spared = 0.0
+    peaks = cluster.device.flops
+    if "fp8" in peaks:
+        share = float(FLOPS_OF_TRAINABLE) * entries / facts.flops_per_token
+        spared = share * (1 - peaks.get("bf16", 0.0) / peaks["fp8"])
+    cast_bytes = 2 * MOVED_CAST * sides / layout.mesh.tp
+    return _Fp8(rate / (1 - spared), cast_bytes)
 
 
 def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
-    """For each token of a step, what is computed without gradients: a first pass, and a reference that answers in every step (alive, or
-    the policy without its adapter)."""
+    """Return the FLOPs that are computed without gradients for each token of a step.
+
+    They are those of a first pass, and of a reference that answers in every step: a model of its
+    own, or the policy without its adapter.
+    """
     algorithm = layout.config.algorithm
     kind = algorithm.reference_of(layout.config)
     policy_forwards = algorithm.extra_forwards
@@ -239,8 +390,13 @@ def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
 
 
 def forward_flops(facts: ModelFacts) -> float:
-    """FLOPs of a token in forward: 2 for each parameter of a product, which counts 6 in all (4 if frozen), and a third of attention's."""
+    """Return the FLOPs of a token in forward.
+
+    Of all FLOPs of a parameter, forward has 2, of 6 if it is trainable and of 4 if it is frozen. Of
+    attention it has a third.
+    """
     attention = facts.layers * facts.attention_flops
-    return (facts.flops_per_token - attention) * (2 * facts.parameters) / (
-        6 * facts.trainable + 4 * facts.frozen
-    ) + attention / 3
+    products = facts.flops_per_token - attention
+    in_forward = FLOPS_OF_PRODUCT * facts.parameters
+    in_all = FLOPS_OF_TRAINABLE * facts.trainable + FLOPS_OF_FROZEN * facts.frozen
+    return products * in_forward / in_all + attention / 3

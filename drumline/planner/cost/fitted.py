@@ -1,5 +1,8 @@
-"""The constants of the estimates that no datasheet gives, each with its source or as fitted to published runs (benchmarks/planner_fit.py;
-residuals: docs/benchmarks.md), and how far estimates may be from what is measured. Pure; the fit sets these names."""
+"""The constants of the estimates that no datasheet gives, and how far estimates are from measured runs.
+
+Each constant has its source, or is fitted to published runs (benchmarks/planner_fit.py, which sets
+these names; residuals: docs/benchmarks.md). Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +10,62 @@ from drumline.core.estimate import Ends
 from drumline.core.plan import Layout
 from drumline.core.rule import packed_bits
 
-# Bytes that an eager block of 16 bits moves through the device's memory for each token and entry of the hidden width, forward and
-# backward, besides the arithmetic of its products.
+# Bytes that an eager block of 16 bits moves through the device's memory for each token and entry of
+# the hidden width, forward and backward, besides the arithmetic of its products.
 MOVED = 557.0
-# Of these, the bytes that a compiled block does not move: of a Llama block Inductor's kernels move 128, eager ones 491 (counted).
+# The bytes of these that a compiled block does not move. Inductor's kernels of a Llama block move 128,
+# and eager kernels 491 (counted).
 FUSED = 363.0
-# The part of MOVED_ADAPTED that a compiled block moves: 78 bytes of 181 in seven layers with adapters (counted of the same block).
+# The share of MOVED_ADAPTED that a compiled block moves: 78 bytes of 181 in seven layers with adapters
+# (counted in the same block).
 ADAPTED_COMPILED = 78 / 181
-# Kernels of a block, forward and backward, eager and compiled (counted of the same block, products and attention with the rest).
-KERNELS, KERNELS_COMPILED = (38, 78), (19, 24)
+# Kernels of a block, (forward, backward), eager and compiled, products and attention included (counted
+# in the same block).
+KERNELS = (38, 78)
+KERNELS_COMPILED = (19, 24)
 # Seconds in which the blocks of a kind are compiled, forward and backward: a choice.
 COMPILING = 60.0
-# How often the time of large products by themselves those of a run take: other shapes, and a device whose clock falls under load.
+# The time of products in a run over the time of large products alone. A run has other shapes, and the
+# clock of a device falls under load.
 PRODUCTS = 1.13
-# How often the time of other products a device takes for the product that gives a weight's gradient, with all that trainable weights bring
-# besides and no other line counts: adding up, casts, hooks.
+# The time of the product that gives a weight's gradient over the time of other products. It includes
+# all that trainable weights bring and no other constant counts: adding up, casts, hooks.
 WEIGHT_GRADIENTS = 2.7
-# The same for each input and output of a layer with an adapter: casts, the factors' results, and their sum.
+# What MOVED is for a block, for each input and output of a layer with an adapter: casts, the results
+# of the factors, and their sum.
 MOVED_ADAPTED = 7.17
-# Bytes through the memory that unpacking a 4-bit entry is worth, each time: a kernel bound by its instructions.
+# Bytes that would take as long as unpacking a 4-bit entry, whose kernel is bound by its instructions.
 UNPACKED = 24.3
-# Seconds of a host for each module whose weights an engine gathers and lets go by hooks of its own, in each pass.
+# Seconds of a host in each pass, for each module whose weights an engine gathers and frees by hooks of
+# its own.
 HOOK = 2.97e-04
-# Seconds for each entry that all ranks of a host update on it, with what comes before and behind that there (norm, scaling, casts).
+# Seconds for each entry that all ranks of a host update on the host, including what comes before and
+# after (norm, scaling, casts).
 HOST_STEP = 2.55e-09
-# The share of what an allocator has handed out beyond weights, gradients and moments (these lie still) that it reserves besides; and
-# where weights are gathered and let go beside the computing, on streams of their own.
-FRAGMENTS, FRAGMENTS_GATHERED = 0.0287, 0.177
-# Tiles of 128 × 256 that a product's last wave, half empty, is worth: a quarter of 108 multiprocessors (NVIDIA's guide to matrix products).
-# The power in which device and host add up, which wait for each other in turn: a choice.
-TILES, BLEND = 27.0, 3.0
+# Bytes that an allocator reserves besides those in use, as a share of the bytes in use without weights,
+# gradients and moments, which lie still. GATHERED: weights are gathered and freed on streams of their
+# own beside the computing.
+FRAGMENTS = 0.0287
+FRAGMENTS_GATHERED = 0.177
+# The tiles that a product's last wave is worth, which is half empty: a quarter of 108 multiprocessors
+# (NVIDIA's guide to matrix products). A tile has 128 × 256 outputs.
+TILES = 27.0
+# Device and host wait for each other in turn; their seconds are added up in this power. A choice.
+BLEND = 3.0
 
-# On a CPU, fitted to runs of benchmarks/planner_runs.py: what the loop, the embedding, the head and autograd take besides, for a step and
-# for a micro-batch, in blocks that are started (compute.STARTS). And seconds that a collective waits besides: the threads of ranks, gloo
-# and autograd share the cores, so no two ranks come to it at once.
-LOOP, WAIT = (6.5, 10.6), 4e-3
+# On a CPU, fitted to runs of benchmarks/planner_runs.py: what the loop, the embedding, the head and
+# autograd take, for a step and for a micro-batch, in blocks that are started (compute.STARTS).
+LOOP = (6.5, 10.6)
+# Seconds that a collective waits on a CPU. The threads of ranks, gloo and autograd share the cores, so
+# no two ranks come to it at once.
+WAIT = 4e-3
 
-# Ends of measured / predicted, of memory and of seconds: where nine of ten rows of a group lay that the constants had not seen, of fewer
-# than ten all, and at least as far as those of all groups; never without 1. Of tensor, context and pipeline parallelism there
-# is no row: memory as full, which it is counted like (and CPU runs hold it so), seconds twice as far, a choice.
-# A processor: runs of benchmarks/planner_runs.py, without and with `drumline calibrate`.
+# Ends of measured over predicted, of memory and of seconds. Nine of ten runs of a group that the
+# constants had not seen were between these ends; in groups of fewer than ten runs, all were. The ends
+# are at least as far apart as those of all groups, and 1 is between them. No run of tensor, context or
+# pipeline parallelism was published: memory has the ends of `full`, as it is counted in the same way
+# (and CPU runs were within them), and seconds are twice as far, a choice. On a processor they are those
+# of benchmarks/planner_runs.py, without and with `drumline calibrate`.
 RANGES: dict[str, tuple[Ends, Ends]] = {
     "full": ((0.9, 1.37), (0.76, 1.34)),
     "LoRA": ((0.93, 1.15), (0.81, 1.12)),
@@ -56,8 +75,8 @@ RANGES: dict[str, tuple[Ends, Ends]] = {
     "cpu": ((0.9, 1.1), (0.5, 2.0)),
     "cpu calibrated": ((0.9, 1.1), (0.8, 1.2)),
 }
-# Half of all published runs that the constants had not seen were nearer to their predicted seconds than this part of them
-# (benchmarks/results/planner_published.json: the median of "left out").
+# The median error of predicted seconds, over published runs that the constants had not seen
+# (benchmarks/results/planner_published.json, "left out").
 SPEED_ERROR = 0.126
 # After a trial of the plan itself: a choice.
 PROBED: tuple[Ends, Ends] = (
@@ -67,23 +86,29 @@ PROBED: tuple[Ends, Ends] = (
 
 
 def group_of(layout: Layout, calibrated: bool = False) -> str:
-    """The group of RANGES that a layout belongs to."""
+    """Return the group of RANGES to which a layout belongs.
+
+    `calibrated`: the operators of a block were measured on this machine.
+    """
     if layout.device == "cpu":
-        return "cpu calibrated" if calibrated else "cpu"
+        if calibrated:
+            return "cpu calibrated"
+        return "cpu"
     if layout.strategy.offloads() != ("none", "none") or layout.config.optimizer.offload:
         return "offload"
     if not is_measured(layout):
         return "tp, cp or pp"
-    return (
-        "QLoRA"
-        if packed_bits(layout.config)
-        else "LoRA"
-        if layout.config.adapter.kind == "lora"
-        else "full"
-    )
+    if packed_bits(layout.config):
+        return "QLoRA"
+    if layout.config.adapter.kind == "lora":
+        return "LoRA"
+    return "full"
 
 
 def is_measured(layout: Layout) -> bool:
-    """Whether runs of this kind were published and compared with the planner: all but those by tensor, context or pipeline parallelism."""
+    """Return whether published runs of this kind were compared with the planner.
+
+    There are none of tensor, context and pipeline parallelism.
+    """
     mesh = layout.mesh
     return mesh.tp * mesh.cp * mesh.pp == 1

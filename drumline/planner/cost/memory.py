@@ -1,18 +1,22 @@
-"""Bytes on a device, by category: the peak is the largest of its phases, not the sum of all there is (reference: ZeRO, Rajbhandari et al.
-2020, for states; Korthikanti et al. 2022 for activations). Pure.
+"""Predict the bytes on a device and in host memory, by category.
 
-the strategy's state                         ──▶ what lies between steps, exact
+A step has phases (forward, loss, backward, optimizer), and the peak is that of the largest phase,
+not the sum of everything that ever exists. References: ZeRO (Rajbhandari et al. 2020) for weights,
+gradients and moments; Korthikanti et al. 2022 for activations. All functions are pure.
+
+the strategy's state                         ──▶ what exists between steps, exact
 the strategy's buffers                       ──▶ gathered weights, buckets, copies
 activations.formula (or a trace), head_bytes ──▶ what forward leaves for backward
-auxiliary_of                                 ──▶ auxiliary models, rollouts
-host_memory                                  ──▶ bytes of a host: while weights are loaded, while it trains, saves, exports
+auxiliary_state                              ──▶ auxiliary models, rollouts
+host_memory                                  ──▶ a host: while it loads, trains, saves, exports
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, entry_bytes, kind_of
@@ -20,6 +24,7 @@ from drumline.core.estimate import PROCESS, Activations, HostMemory, Memory
 from drumline.core.facts import (
     ModelFacts,
     Part,
+    Weight,
     end_weights,
     ends,
     experts_over,
@@ -36,156 +41,285 @@ from drumline.core.rule import packed_bits, plain
 from drumline.core.run import MOST_NEW
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost import fitted
-from drumline.planner.cost.activations import block_of, formula, head_bytes, tower_bytes
+from drumline.planner.cost.activations import (
+    HeadBytes,
+    block_of,
+    formula,
+    head_bytes,
+    tower_bytes,
+)
 
 CONTEXT = 2**29  # bytes of CUDA's context and its kernels (docs/planner.md, "Constants")
 GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
-# Parts of a step that an estimate calls backward: its begin, its way through the blocks, its end, and averaging behind it.
+# The phases that an estimate reports as backward: through the head, through the blocks, the end of
+# backward, and averaging after it.
 BACKWARD = ("head", "blocks", "end", "average")
-# Bytes of activations for each FLOP of a step on an image: fp32 ResNet-50 and ViT-B/16 stay below it.
+# Bytes of activations for each FLOP of a step on an image. fp32 ResNet-50 and ViT-B/16 need less.
 BYTES_PER_IMAGE_FLOP = 0.004
-IMAGE_SHARE = 0.5  # of the tokens of a vision-language model, those taken to stand for images
+# The share of the tokens of a vision-language model that is taken to stand for images.
+IMAGE_SHARE = 0.5
+# A pipeline with more ranks than this is estimated on three of them.
+MOST_RANKS_CHECKED = 3
+# fp32 matrices that DoRA makes of an adapted weight's shape: the product of the factors, the scaled
+# product, and its sum with the weight. With weights in 16 bits the fp32 weight is one more.
+DORA_MATRICES = 3
+# fp32 tensors of the hidden width in the backward of the last norm, besides those of the blocks.
+NORM_GRADIENTS = 3
+# What zero bubble keeps in flight in proportion to interleaved: it keeps what the gradients of
+# weights need for later. At 2 ranks 1.1 to 1.4 times as much was measured.
+ZERO_BUBBLE_SURPLUS = 1.25
+# fp32 tensors of the logits of the last tokens while a sampler chooses the next ones.
+SAMPLED_LOGITS = 3.0
+# Bytes of a file of weights that are mapped at once while it is loaded. The kernel can drop the pages.
+WINDOW = 2**30
+# The last blocks keep their activations on the device: backward needs them at once.
+BLOCKS_NOT_OFFLOADED = 2
 
 
 def memory(
     layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None
 ) -> Memory:
-    """Bytes of the fullest rank: of a pipeline, the one whose peak is highest. `activations` None: by formula; traced ones are of the
-    layout's own precision, checkpointing, adapter and tensor parallelism."""
-    generator, engine, ranks = (
-        getattr(layout.config.algorithm, "generator", None),
-        0,
-        list(range(layout.mesh.pp)),
-    )
+    """Return the bytes of the fullest rank; in a pipeline, of the rank with the highest peak.
+
+    `activations`: traced ones, which must have the layout's precision, checkpointing, adapter and
+    tensor parallelism. Without them the formula is used.
+    """
     facts = experts_over(facts, layout.mesh.ep)
-    if isinstance(generator, VLLMGenerator) and generator.url is None and layout.device == "cuda":
-        # An engine in each rank keeps its share of the GPU from the first rollout on (rl.vllm).
-        engine = int(generator.memory * cluster.device.memory_bytes)
-    if len(ranks) > 3:  # both ends, and of those between the one that most blocks wait on
-        ranks = [
-            0,
-            max(
-                ranks[1:-1],
-                key=lambda rank: flying(layout, rank, stage_of(layout, facts, rank).blocks)[0],
-            ),
-            ranks[-1],
-        ]
-    kept = activations or formula(layout, facts)
-    return max((of_rank(layout, facts, kept, rank, engine) for rank in ranks), key=lambda m: m.peak)
+    engine = _sampling_engine_bytes(layout, cluster)
+    if activations is None:
+        activations = formula(layout, facts)
+    ranks = _ranks_to_check(layout, facts)
+    estimates = [of_rank(layout, facts, activations, rank, engine) for rank in ranks]
+    return max(estimates, key=attrgetter("peak"))
+
+
+def _sampling_engine_bytes(layout: Layout, cluster: Cluster) -> int:
+    """Return the bytes of vLLM's engine in each rank: it keeps its share of the GPU (rl.vllm)."""
+    generator = getattr(layout.config.algorithm, "generator", None)
+    if not isinstance(generator, VLLMGenerator) or layout.device != "cuda":
+        return 0
+    if generator.url is not None:
+        # The engine is a server elsewhere.
+        return 0
+    return int(generator.memory * cluster.device.memory_bytes)
+
+
+def _ranks_to_check(layout: Layout, facts: ModelFacts) -> list[int]:
+    """Return the ranks of the pipeline among which the fullest one is.
+
+    These are both ends, and between them the rank with the most blocks in flight.
+    """
+    ranks = list(range(layout.mesh.pp))
+    if len(ranks) <= MOST_RANKS_CHECKED:
+        return ranks
+    first, *between, last = ranks
+
+    def blocks_in_flight(rank: int) -> float:
+        return in_flight(layout, rank, stage_of(layout, facts, rank).blocks).blocks
+
+    return [first, max(between, key=blocks_in_flight), last]
 
 
 def stage_of(layout: Layout, facts: ModelFacts, rank: int) -> Part:
-    """The part of the model on rank `rank` of the pipeline; without one, all of it."""
-    return part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, rank)
+    """Return the part of the model on rank `rank` of the pipeline; without a pipeline, all of it."""
+    layers: tuple[tuple[int, int], ...] = ()
+    if layout.pipeline:
+        layers = layout.pipeline.layers
+    return part_of(facts, layers, layout.mesh.pp, rank)
 
 
 def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
-    """What a rank with this part of the model holds between steps."""
-    kept, bits = as_kept(layout, experts_over(facts, layout.mesh.ep)), packed_bits(layout.config)
+    """Return the weights, gradients and moments of a rank that has the part `mine` of the model."""
+    kept = as_kept(layout, experts_over(facts, layout.mesh.ep))
     state = layout.strategy.state(layout, kept, mine)
+    bits = packed_bits(layout.config)
     if bits:
-        state = replace(state, parameters=state.parameters + packed_scales(facts, mine, bits)[0])
-    return state if layout.device == "cuda" else state.here()
+        scales, _ = packed_scales(facts, mine, bits)
+        state = replace(state, parameters=state.parameters + scales)
+    if layout.device == "cuda":
+        return state
+    return state.here()
 
 
 def as_kept(layout: Layout, facts: ModelFacts) -> ModelFacts:
-    """The model with frozen linear layers as they are kept: what strategies hold and send is of these."""
+    """Return the facts with frozen linear layers as they are stored, which may be packed.
+
+    What a strategy holds and sends is counted on these facts.
+    """
     bits = packed_bits(layout.config)
-    return packed(facts, bits, WIDTH[layout.precision]) if bits else facts
+    if bits:
+        return packed(facts, bits, WIDTH[layout.precision])
+    return facts
 
 
-def _unpacked(layout: Layout, facts: ModelFacts, mine: Part) -> float:
-    """Bytes while a packed layer computes: its weight; on a CPU, where no kernel unpacks, also two fp32 copies."""
+def _unpacked_bytes(layout: Layout, facts: ModelFacts, mine: Part) -> float:
+    """Return the bytes of the largest packed layer's weight while the layer computes.
+
+    On a CPU no kernel unpacks the codes, so there are fp32 copies besides: two of a 4-bit weight,
+    one of an 8-bit weight.
+    """
     bits = packed_bits(layout.config)
     if not bits:
         return 0.0
-    copies = 0 if layout.device == "cuda" else FULL * (2 if bits == 4 else 1)
-    return (
-        copies + (LOW if layout.precision != "fp32" or layout.device == "cuda" else 0)
-    ) * packed_scales(facts, mine, bits)[1]
+    width = 0
+    if layout.device != "cuda":
+        width += 2 * FULL if bits == 4 else FULL
+    if layout.precision != "fp32" or layout.device == "cuda":
+        width += LOW
+    _, largest = packed_scales(facts, mine, bits)
+    return width * largest
 
 
 def of_rank(
     layout: Layout, facts: ModelFacts, kept: Activations, rank: int, engine: int = 0
 ) -> Memory:
-    """Bytes of a rank of stage `rank` of the pipeline. `facts`: with its experts alone; `engine`: of a sampler beside the model."""
+    """Return the bytes of a rank of stage `rank` of the pipeline.
+
+    `facts`: with the rank's own experts only. `kept`: the activations of a token.
+    `engine`: bytes of a sampler beside the model.
+    """
     mine = stage_of(layout, facts, rank)
-    state, other = state_of(layout, facts, mine), auxiliary_of(layout, facts, rank)
-    buffers, unpacked = (
-        layout.strategy.buffers(layout, as_kept(layout, facts), mine, state, kept),
-        _unpacked(layout, facts, mine),
-    )
-    again = layout.activation_checkpointing != "none"
-    measured = _lengths(facts, kind_of(layout) != "fp32")
-    buffers = replace(
-        buffers,
-        block=buffers.block + unpacked + measured,
-        backward=buffers.backward + unpacked + measured * again,
-    )
-    if layout.config.adapter.kind == "lora" and layout.config.adapter.trainable_tokens:
-        # PEFT lays rows over a copy of the embedding, which has a gradient. A head keeps a copy for
-        # backward, whether it is tied or not.
-        whole = WIDTH[layout.precision] * facts.vocab_size * facts.hidden
-        has_head = any(
-            weight.place == "both" or weight.style == "head" for weight in facts.end_weights
-        )
-        through = buffers.through + whole * has_head
-        forward, begun = buffers.forward + whole, buffers.begun + whole
-        buffers = replace(buffers, forward=forward, through=through, begun=begun)
+    state = state_of(layout, facts, mine)
+    auxiliary = auxiliary_state(layout, facts, rank)
+    buffers = _buffers(layout, facts, mine, state, kept)
     phases = _phases(layout, facts, mine, rank, state, buffers, kept)
     phases["rollout"] = Phase(0.0, _rollout(layout, facts), 0.0, 0.0)
-    beside = engine + (WIDTH[layout.precision] * facts.parameters if samples_copy(layout) else 0)
-    base = state.parameters + state.optimizer + other.parameters + other.optimizer + beside
-    # Trainable models go through a step one after the other, each beside the gradients of those before it.
-    totals = {
-        name: math.ceil(base + sum(each) + other.gradients * (name != "rollout"))
-        for name, each in phases.items()
-    }
-    name = max(totals, key=lambda phase: totals[phase])
-    peak, phase = totals[name], phases[name]
-    share, overhead, mesh = 0.0, 0, layout.mesh
-    if layout.device == "cuda":
-        # The context, and a communicator for all ranks and for each axis of the mesh.
-        axes = sum(size > 1 for _, size in mesh)
-        share = fitted.FRAGMENTS if layout.strategy.whole_weights else fitted.FRAGMENTS_GATHERED
-        overhead = CONTEXT + GROUP * (1 + axes if axes else 0)
+
+    sampler = engine
+    if samples_copy(layout):
+        sampler += WIDTH[layout.precision] * facts.parameters
+    parameters = state.parameters + auxiliary.parameters
+    optimizer = state.optimizer + auxiliary.optimizer
+    base = parameters + optimizer + sampler
+    totals = {}
+    for name, phase in phases.items():
+        total = base + sum(phase)
+        if name != "rollout":
+            # Trainable models take a step one after the other, each beside the gradients of those
+            # before it.
+            total += auxiliary.gradients
+        totals[name] = math.ceil(total)
+
+    peak_name = max(totals, key=totals.__getitem__)
+    peak = totals[peak_name]
+    at_peak = phases[peak_name]
+    overhead = _overhead(layout)
+    # What lies still leaves no gaps between blocks of the allocator.
+    changing = max(0.0, peak - base - at_peak.gradients)
     return Memory(
-        parameters=state.parameters + other.parameters,
-        gradients=state.gradients + other.gradients,
-        optimizer=state.optimizer + other.optimizer,
-        activations=math.ceil(phase.activations),
-        logits=math.ceil(phase.logits),
-        buffers=math.ceil(phase.buffers) + beside,
+        parameters=parameters,
+        gradients=state.gradients + auxiliary.gradients,
+        optimizer=optimizer,
+        activations=math.ceil(at_peak.activations),
+        logits=math.ceil(at_peak.logits),
+        buffers=math.ceil(at_peak.buffers) + sampler,
         overhead=overhead,
         peak=peak,
-        # What lies still leaves no gaps.
-        reserved=math.ceil(peak + share * max(0.0, peak - base - phase.gradients)) + overhead,
-        phase="backward" if name in BACKWARD else name,
+        reserved=math.ceil(peak + _fragments(layout) * changing) + overhead,
+        phase="backward" if peak_name in BACKWARD else peak_name,
         phases=totals,
     )
 
 
+def _overhead(layout: Layout) -> int:
+    """Return the bytes of a GPU that torch does not own.
+
+    They are those of the context, and of a communicator of all ranks and of each axis of the mesh.
+    """
+    if layout.device != "cuda":
+        return 0
+    axes = sum(size > 1 for _, size in layout.mesh)
+    if axes == 0:
+        return CONTEXT
+    return CONTEXT + GROUP * (1 + axes)
+
+
+def _fragments(layout: Layout) -> float:
+    """Return the share of changing memory that the allocator reserves besides (cost.fitted)."""
+    if layout.device != "cuda":
+        return 0.0
+    if layout.strategy.whole_weights:
+        return fitted.FRAGMENTS
+    return fitted.FRAGMENTS_GATHERED
+
+
+def _buffers(
+    layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations
+) -> Buffers:
+    """Return the strategy's buffers, with those of packed weights and of adapters."""
+    buffers = layout.strategy.buffers(layout, as_kept(layout, facts), mine, state, kept)
+    unpacked = _unpacked_bytes(layout, facts, mine)
+    dora = _dora_bytes(facts, kind_of(layout) != "fp32")
+    backward = buffers.backward + unpacked
+    if layout.activation_checkpointing != "none":
+        backward += dora
+    buffers = replace(buffers, block=buffers.block + unpacked + dora, backward=backward)
+    adapter = layout.config.adapter
+    if adapter.kind == "lora" and adapter.trainable_tokens:
+        # PEFT lays the trained rows over a copy of the embedding, which has a gradient. A head, tied
+        # or not, keeps a copy for backward.
+        embedding = WIDTH[layout.precision] * facts.vocab_size * facts.hidden
+        through = buffers.through
+        if any(_is_head(weight) for weight in facts.end_weights):
+            through += embedding
+        buffers = replace(
+            buffers,
+            forward=buffers.forward + embedding,
+            through=through,
+            begun=buffers.begun + embedding,
+        )
+    return buffers
+
+
+def _is_head(weight: Weight) -> bool:
+    """Return whether a weight is the head, tied to the embedding or not."""
+    return weight.place == "both" or weight.style == "head"
+
+
 @lru_cache(maxsize=256)
-def _lengths(facts: ModelFacts, low: bool) -> int:
-    """Bytes while DoRA takes the lengths of rows, of the layer where that is most: PEFT multiplies its factors by a unit matrix, and adds
-    the product to the weight, all in fp32."""
+def _dora_bytes(facts: ModelFacts, is_low: bool) -> int:
+    """Return the bytes in which DoRA computes the lengths of a weight's rows, at its largest layer.
+
+    PEFT multiplies the adapter's factors by a unit matrix and adds the product to the weight, all
+    in fp32. `is_low`: the weights are in 16 bits.
+    """
+    matrices = DORA_MATRICES + is_low
     most = 0
     for block, _ in facts.kinds_of_blocks:
         shapes = {weight.name: weight.shape for weight in block}
         for name in shapes:
-            if ".lora_magnitude_vector." in name:
-                rows, columns = shapes[f"{name.partition('.lora_')[0]}.base_layer.weight"]
-                most = max(most, columns**2 + (3 + low) * rows * columns)
+            if ".lora_magnitude_vector." not in name:
+                continue
+            layer = name.partition(".lora_")[0]
+            rows, columns = shapes[f"{layer}.base_layer.weight"]
+            most = max(most, columns**2 + matrices * rows * columns)
     return FULL * most
 
 
 class Phase(NamedTuple):
-    """Bytes at the peak of a part of the step, without weights and optimizer."""
+    """Bytes at the peak of a phase of the step, without weights and optimizer."""
 
     gradients: float
     activations: float
     logits: float
     buffers: float
+
+
+@dataclass(frozen=True)
+class _RankActivations:
+    """Bytes of the activations of a rank."""
+
+    # What the forward of all micro-batches in flight has left for their backward.
+    saved: float
+    # The same of one block and one micro-batch.
+    saved_by_block: float
+    # The same of what lies outside of the blocks, of one micro-batch.
+    saved_by_ends: float
+    # Besides what is saved, while a block runs forward, and while one runs backward.
+    live_forward: float
+    live_backward: float
+    head: HeadBytes
+    in_flight: InFlight
 
 
 def _phases(
@@ -197,261 +331,422 @@ def _phases(
     buffers: Buffers,
     kept: Activations,
 ) -> dict[str, Phase]:
-    rows, blocks = (
-        math.ceil(layout.rows / layout.devices_per_rank),
-        mine.blocks if layout.pipeline else facts.layers,
-    )
-    tokens = rows * layout.length / layout.mesh.cp  # of one micro-batch on one device
+    """Return the phases of a step, by name; `kept`: the activations of a token."""
+    tokens = _tokens_on_device(layout)
     if layout.config.images_alone:
-        images = rows * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
-        saved = images * (0.5 if layout.precision != "fp32" else 1.0)
-        one = running = returning = saved / max(1, blocks)
-        ends = head = tail = left = 0.0
-        in_flight, number = 0.0, 1
+        activations = _image_activations(layout, facts, mine)
     else:
-        in_flight, number = flying(layout, rank, blocks)
-        # Only the last stage has a norm and a head behind its blocks.
-        ends = tokens * kept.saved_ends * (mine.last or kept.offloaded > 0)
-        saved = tokens * kept.saved_block * in_flight + ends * (number - 1)
-        if layout.pipeline is not None:
-            # Hidden states between stages: what came in until its backward, a gradient that comes back, and what goes out; where a rank has
-            # more than one stage torch keeps what it has sent to the end of the step.
-            per_rank, width = layout.pipeline.stages_per_rank, 2 if kind_of(layout) == "low" else 4
-            before, behind = per_rank - (rank == 0), per_rank - (rank == layout.mesh.pp - 1)
-            sent = number if per_rank == 1 else (before + behind) * layout.batch.accumulation
-            saved += tokens * facts.hidden * width * (before * number + behind + sent)
-        if mine.first and facts.vision_language:
-            saved += IMAGE_SHARE * tokens * tower_bytes(facts, layout.precision != "fp32")
-        one, running, returning = (
-            tokens * kept.saved_block,
-            tokens * kept.live_forward,
-            tokens * kept.live_backward,
-        )
-        head, tail, left = _head(layout, facts, mine, tokens, kept)
-    accumulates = layout.batch.accumulation > 1 and not (
-        layout.pipeline and layout.pipeline.schedule == "gpipe"
-    )
-    every, there = state.gradients, state.gradients if accumulates else buffers.early
-    if layout.pipeline and number == layout.batch.accumulation > 1:
-        # All are forward before the first is backward: once a gradient is there, one of them is gone.
-        there = max(0, every - math.ceil(tokens * kept.saved_block * in_flight / number))
+        activations = _token_activations(layout, facts, mine, rank, kept)
+    saved = activations.saved
+    head = activations.head
+    # What is saved when the objective and the head compute.
+    at_head = saved + activations.saved_by_ends
+    norm = 0.0
+    if mine.last and kept.live_loss is None and not layout.config.images_alone:
+        norm = NORM_GRADIENTS * FULL * tokens * facts.hidden
+    every = state.gradients
+    before = _gradients_before_backward(layout, state, buffers, activations)
+    # The head's gradient is new, unless a gradient to which it is added exists.
+    left_by_head = 0.0 if before else head.left
+
     through = buffers.always + buffers.through
-    # The norm behind the last block gives back three more of its width.
-    norm = (
-        12 * tokens * facts.hidden
-        if mine.last and kept.live_loss is None and not layout.config.images_alone
-        else 0
+    in_forward = through + buffers.forward
+    in_backward = through + buffers.begun
+    in_block = in_backward + buffers.backward
+    at_end = max(
+        buffers.backward + buffers.second, buffers.last, _embedding_gradient(layout, facts, mine)
     )
-    largest = max(
-        (part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.trainable), default=0
+    first_block = Phase(
+        before, saved + activations.live_backward, left_by_head, in_block + buffers.first
     )
-    embedding = entry_bytes(layout) * largest if mine.first else 0
-    first = Phase(
-        there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward
+    second_block = Phase(
+        before,
+        saved - activations.saved_by_block + activations.live_backward,
+        left_by_head,
+        in_block + buffers.second,
     )
-    begins = first._replace(buffers=first.buffers + buffers.first)
-    at_end = max(buffers.backward + buffers.second, buffers.last, embedding)
-    second = Phase(there, saved - one + returning, first.logits, first.buffers + buffers.second)
+    last_block = activations.saved_by_block + activations.live_backward
     return {
-        "forward": Phase(there, saved + running, 0.0, through + buffers.forward + buffers.block),
-        "loss": Phase(there, saved + ends, head, through + buffers.forward + buffers.head),
-        "head": Phase(there, saved + ends + norm, tail, through + buffers.begun + buffers.head),
-        "blocks": max(begins, second, key=sum),
-        "end": Phase(every, one + returning, 0.0, through + buffers.begun + at_end),
+        "forward": Phase(before, saved + activations.live_forward, 0.0, in_forward + buffers.block),
+        "loss": Phase(before, at_head, head.loss, in_forward + buffers.head),
+        "head": Phase(before, at_head + norm, head.backward, in_backward + buffers.head),
+        "blocks": max(first_block, second_block, key=sum),
+        "end": Phase(every, last_block, 0.0, in_backward + at_end),
         "average": Phase(every, 0.0, 0.0, buffers.always + buffers.average),
         "clip": Phase(every, 0.0, 0.0, buffers.always),
         "step": Phase(every, 0.0, 0.0, buffers.always + buffers.step),
     }
 
 
+def _rows_on_device(layout: Layout) -> int:
+    """Return the rows of a micro-batch on one device."""
+    return math.ceil(layout.rows / layout.devices_per_rank)
+
+
+def _tokens_on_device(layout: Layout) -> float:
+    """Return the tokens of a micro-batch on one device."""
+    return _rows_on_device(layout) * layout.length / layout.mesh.cp
+
+
+def _image_activations(layout: Layout, facts: ModelFacts, mine: Part) -> _RankActivations:
+    """Return the activations of a model of images, in proportion to its FLOPs."""
+    blocks = mine.blocks if layout.pipeline else facts.layers
+    saved = _rows_on_device(layout) * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
+    if layout.precision != "fp32":
+        saved *= LOW / FULL
+    by_block = saved / max(1, blocks)
+    return _RankActivations(
+        saved=saved,
+        saved_by_block=by_block,
+        saved_by_ends=0.0,
+        live_forward=by_block,
+        live_backward=by_block,
+        head=HeadBytes(0.0, 0.0, 0.0),
+        in_flight=InFlight(0.0, 1),
+    )
+
+
+def _token_activations(
+    layout: Layout, facts: ModelFacts, mine: Part, rank: int, kept: Activations
+) -> _RankActivations:
+    """Return the activations of a model of tokens; `kept`: those of a token."""
+    tokens = _tokens_on_device(layout)
+    blocks = mine.blocks if layout.pipeline else facts.layers
+    flight = in_flight(layout, rank, blocks)
+    saved_by_ends = 0.0
+    # Only the last stage has a norm and a head after its blocks.
+    if mine.last or kept.offloaded > 0:
+        saved_by_ends = tokens * kept.saved_ends
+    saved = tokens * kept.saved_block * flight.blocks
+    saved += saved_by_ends * (flight.micro_batches - 1)
+    if layout.pipeline is not None:
+        width = LOW if kind_of(layout) == "low" else FULL
+        states = _states_between_stages(layout, rank, flight.micro_batches)
+        saved += tokens * facts.hidden * width * states
+    if mine.first and facts.vision_language:
+        saved += IMAGE_SHARE * tokens * tower_bytes(facts, layout.precision != "fp32")
+    return _RankActivations(
+        saved=saved,
+        saved_by_block=tokens * kept.saved_block,
+        saved_by_ends=saved_by_ends,
+        live_forward=tokens * kept.live_forward,
+        live_backward=tokens * kept.live_backward,
+        head=_head(layout, facts, mine, tokens, kept),
+        in_flight=flight,
+    )
+
+
+def _states_between_stages(layout: Layout, rank: int, micro_batches: int) -> int:
+    """Return how many hidden states of a micro-batch a rank holds because of its pipeline.
+
+    They are the inputs of its stages, until their backward; a gradient that comes back; and the
+    outputs that it sends. A rank with several stages keeps all outputs to the end of the step, as
+    torch does. `micro_batches`: those in flight.
+    """
+    assert layout.pipeline is not None
+    stages = layout.pipeline.stages_per_rank
+    received = stages
+    if rank == 0:
+        received -= 1
+    sending = stages
+    if rank == layout.mesh.pp - 1:
+        sending -= 1
+    if stages == 1:
+        sent = micro_batches
+    else:
+        sent = (received + sending) * layout.batch.accumulation
+    return received * micro_batches + sending + sent
+
+
+def _gradients_before_backward(
+    layout: Layout, state: State, buffers: Buffers, activations: _RankActivations
+) -> int:
+    """Return the bytes of gradients that exist in forward, and in backward through the blocks."""
+    pipeline = layout.pipeline
+    accumulation = layout.batch.accumulation
+    flight = activations.in_flight
+    if pipeline and flight.micro_batches == accumulation > 1:
+        # The forward of all micro-batches is over before the first backward: when a gradient
+        # exists, the activations of one micro-batch are freed.
+        freed = activations.saved_by_block * flight.blocks / flight.micro_batches
+        return max(0, state.gradients - math.ceil(freed))
+    if accumulation > 1 and not (pipeline and pipeline.schedule == "gpipe"):
+        return state.gradients
+    return buffers.early
+
+
+def _embedding_gradient(layout: Layout, facts: ModelFacts, mine: Part) -> int:
+    """Return the bytes of the gradient of the largest weight outside of the blocks."""
+    if not mine.first:
+        return 0
+    largest = 0
+    for weight in end_weights(facts, mine):
+        if weight.trainable:
+            largest = max(largest, part(weight, layout.mesh.tp, 1))
+    return entry_bytes(layout) * largest
+
+
 def _head(
     layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Activations
-) -> tuple[float, float, float]:
-    """Bytes of the head in the loss, in its backward, and after that."""
+) -> HeadBytes:
+    """Return the bytes of the head; all 0 if the part `mine` has no head with logits."""
     algorithm = layout.config.algorithm
-    head = [
-        w
-        for w in facts.end_weights
-        if w.place in ("after", "both") and len(w.shape) == 2 and w.shape[0] == facts.vocab_size
-    ]
+    heads = [weight for weight in facts.end_weights if _makes_logits(weight, facts)]
     rows = math.ceil(facts.vocab_size / layout.mesh.tp)
     if mine.last and kept.live_loss is not None:
-        # The gradient of a tied head waits for the embedding's: traced, it is among what lives in the blocks' backward.
-        apart = any(w.trainable and w.place == "after" for w in head)
-        left = (2.0 if kind_of(layout) == "low" else 4.0) * rows * facts.hidden * apart
-        return tokens * kept.live_loss, tokens * (kept.live_loss_backward or 0.0), left
+        left = 0.0
+        # A trace counts the gradient of a tied head, which waits for the embedding's, among what
+        # lives in the backward of the blocks.
+        if any(weight.trainable and weight.place == "after" for weight in heads):
+            width = LOW if kind_of(layout) == "low" else FULL
+            left = float(width) * rows * facts.hidden
+        in_backward = tokens * (kept.live_loss_backward or 0.0)
+        return HeadBytes(tokens * kept.live_loss, in_backward, left)
     if not mine.last or not algorithm.head_outputs or not facts.vocab_size:
-        return 0.0, 0.0, 0.0
-    chunk = 0 if facts.changes_logits else int(getattr(algorithm, "loss_chunk", 0))
-    if layout.mesh.tp > 1:
-        chunk = chunk or math.ceil(tokens)
-    return head_bytes(
-        kind_of(layout), rows, facts.hidden, chunk, tokens, any(w.trainable for w in head)
+        return HeadBytes(0.0, 0.0, 0.0)
+    chunk = 0
+    if not facts.changes_logits:
+        chunk = int(getattr(algorithm, "loss_chunk", 0))
+    if layout.mesh.tp > 1 and not chunk:
+        chunk = math.ceil(tokens)
+    is_trainable = any(weight.trainable for weight in heads)
+    return head_bytes(kind_of(layout), rows, facts.hidden, chunk, tokens, is_trainable)
+
+
+def _makes_logits(weight: Weight, facts: ModelFacts) -> bool:
+    """Return whether a weight is a head over the vocabulary."""
+    if weight.place not in ("after", "both") or len(weight.shape) != 2:
+        return False
+    return weight.shape[0] == facts.vocab_size
+
+
+class InFlight(NamedTuple):
+    """The most blocks and micro-batches of a rank whose forward waits for its backward."""
+
+    blocks: float
+    micro_batches: int
+
+
+def in_flight(layout: Layout, rank: int, blocks: int) -> InFlight:
+    """Return what waits for its backward on rank `rank` of a pipeline, which has `blocks` blocks.
+
+    The schedules are torch's (Narayanan et al. 2021).
+    """
+    pipeline = layout.pipeline
+    ranks = layout.mesh.pp
+    micro_batches = layout.batch.accumulation
+    if pipeline is None or pipeline.schedule == "model_parallel":
+        return InFlight(blocks, 1)
+    if pipeline.schedule == "gpipe":
+        return InFlight(blocks * micro_batches, micro_batches)
+    if pipeline.schedule == "1f1b":
+        waiting = min(micro_batches, ranks - rank)
+        return InFlight(blocks * waiting, waiting)
+    # The stages of a rank take turns, each with the micro-batches of a round.
+    stages = pipeline.stages_per_rank
+    rounds = max(1, micro_batches // ranks)
+    per_round = micro_batches // rounds
+    ranks_after = ranks - 1 - rank
+    surplus = 1.0
+    if pipeline.schedule == "zero_bubble":
+        ranks_after = ranks - 1
+        surplus = ZERO_BUBBLE_SURPLUS
+    warm_up = (stages - 1) * per_round + 2 * ranks_after + 1
+    waiting_stages = min(warm_up, micro_batches * stages) * surplus
+    return InFlight(
+        blocks=waiting_stages * math.ceil(blocks / stages),
+        micro_batches=math.ceil(waiting_stages / stages),
     )
 
 
-def flying(layout: Layout, rank: int, blocks: int) -> tuple[float, int]:
-    """(blocks, micro-batches) whose forward waits for its backward on a rank, at most: torch's schedules, Narayanan et al. 2021."""
-    plan, ranks, number = layout.pipeline, layout.mesh.pp, layout.batch.accumulation
-    if plan is None or plan.schedule == "model_parallel":
-        return blocks, 1
-    if plan.schedule == "gpipe":
-        return blocks * number, number
-    if plan.schedule == "1f1b":
-        return blocks * min(number, ranks - rank), min(number, ranks - rank)
-    rounds = max(1, number // ranks)
-    each, ahead = number // rounds, ranks - 1 - rank
-    # A rank's stages take turns. Zero bubble keeps on every rank what gradients of weights need, and those of what lies between, for later:
-    # at 2 ranks 1.1 to 1.4 times what interleaved has on its first one, as measured.
-    later = plan.schedule == "zero_bubble"
-    warm = (plan.stages_per_rank - 1) * each + 2 * (ranks - 1 if later else ahead) + 1
-    flight = min(warm, number * plan.stages_per_rank) * (1.25 if later else 1.0)
-    return flight * math.ceil(blocks / plan.stages_per_rank), math.ceil(
-        flight / plan.stages_per_rank
-    )
-
-
-def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> State:
-    """What auxiliary models hold on the devices of stage `rank` of the pipeline."""
-    states, reference = list[State](), layout.config.algorithm.reference_of(layout.config)
+def auxiliary_state(layout: Layout, facts: ModelFacts, rank: int) -> State:
+    """Return what auxiliary models hold on the devices of stage `rank` of the pipeline."""
+    parameters = 0
+    gradients = 0
+    optimizer = 0
     for name, role in layout.roles.items():
-        if (sizes := facts.roles.get(name)) is None:
+        sizes = facts.roles.get(name)
+        if sizes is None:
             continue
-        own, mine = layout.of_role(name), part_of(sizes, role.layers, layout.mesh.pp, rank)
+        own = layout.of_role(name)
+        mine = part_of(sizes, role.layers, layout.mesh.pp, rank)
         if role.trainable:
-            states.append(state_of(own, sizes, mine))
-        # A reference that answers before the first step is gone by the first gradients, which take as much.
-        elif (
-            name != "reference" or reference != "precomputed" or sizes.parameters > facts.trainable
-        ):
-            states.append(State(_frozen(layout, own, sizes, mine), 0, 0))
-    return State(
-        *(
-            sum(getattr(state, name) for state in states)
-            for name in ("parameters", "gradients", "optimizer")
-        )
-    )
+            state = state_of(own, sizes, mine)
+            parameters += state.parameters
+            gradients += state.gradients
+            optimizer += state.optimizer
+        elif not _is_freed_before_gradients(layout, facts, name, sizes):
+            parameters += _frozen_bytes(layout, own, sizes, mine)
+    return State(parameters, gradients, optimizer)
 
 
-def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
-    """Bytes of a frozen model's weights: matrices are in the type that it computes in (see strategies.build._frozen)."""
-    shards = own.strategy.shards(own.mesh)
-    has = rank_params(sizes, mine, own.mesh.tp, shards)
+def _is_freed_before_gradients(
+    layout: Layout, facts: ModelFacts, name: str, sizes: ModelFacts
+) -> bool:
+    """Return whether a model is freed before the first gradients, which take as much memory.
+
+    A reference is, if it answers before the first step.
+    """
+    if name != "reference":
+        return False
+    if layout.config.algorithm.reference_of(layout.config) != "precomputed":
+        return False
+    return sizes.parameters <= facts.trainable
+
+
+def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
+    """Return the bytes of a frozen model's weights on a device.
+
+    Matrices are in the type in which the model computes (strategies.build._frozen). `own`: the
+    layout of this model.
+    """
     if own.strategy.offloads()[0] == "cpu" and layout.device == "cuda":
         return 0
-    casts = own.strategy.gathered_in(own.precision, own.config.images_alone) is not None
+    shards = own.strategy.shards(own.mesh)
+    here = rank_params(sizes, mine, own.mesh.tp, shards)
     if layout.precision == "fp32":
-        return FULL * has.entries
-    if layout.strategy.keeps_low and not casts:
-        return LOW * has.entries
-    in_blocks = has.matrices - ends(sizes, mine, own.mesh.tp, shards).matrices
-    return FULL * has.entries - (FULL - LOW) * (has.matrices if casts else in_blocks)
+        return FULL * here.entries
+    is_gathered_low = own.strategy.gathered_in(own.precision, own.config.images_alone) is not None
+    if layout.strategy.keeps_low and not is_gathered_low:
+        return LOW * here.entries
+    low = here.matrices
+    if not is_gathered_low:
+        low -= ends(sizes, mine, own.mesh.tp, shards).matrices
+    return FULL * here.entries - (FULL - LOW) * low
 
 
 def samples_copy(layout: Layout) -> bool:
-    """Whether rollouts, and samples and tasks of evaluation, come from a copy of the policy (rl.build): where the policy is sharded, where
-    rollouts go ahead, and where its weights are fp32 and continuous batching, which knows no autocast, shall compute in less."""
+    """Return whether a copy of the policy samples: rollouts, and samples and tasks of evaluation.
+
+    A copy does (rl.build) if the policy is sharded, or if rollouts run ahead of the steps. It also
+    does for continuous batching, which knows no autocast, if fp32 weights compute in less.
+    """
     generator = generator_of(layout)
     if generator is None or isinstance(generator, VLLMGenerator):
         return False
+    if not layout.strategy.whole_weights or not plain(layout.mesh):
+        return True
     rollout = layout.config.algorithm.rollout
-    whole = (
-        layout.strategy.whole_weights
-        and plain(layout.mesh)
-        and not (rollout is not None and rollout.lookahead)
-    )
-    return not whole or (isinstance(generator, ContinuousGenerator) and layout.precision != "fp32")
+    if rollout is not None and rollout.lookahead:
+        return True
+    return isinstance(generator, ContinuousGenerator) and layout.precision != "fp32"
 
 
 def generator_of(layout: Layout) -> Generator | None:
-    """What samples completions, of rollouts or at evaluations; None: nothing does."""
-    rollout, options = layout.config.algorithm.rollout, layout.config.eval
+    """Return what samples completions, in rollouts or at evaluations; None if nothing does."""
+    rollout = layout.config.algorithm.rollout
     if rollout is not None:
         return rollout.generator
-    return (
-        HFGenerator(max_new_tokens=options.max_new_tokens or MOST_NEW)
-        if options.generates
-        else None
-    )
+    options = layout.config.eval
+    if options.generates:
+        return HFGenerator(max_new_tokens=options.max_new_tokens or MOST_NEW)
+    return None
 
 
 def _rollout(layout: Layout, facts: ModelFacts) -> float:
-    """Keys and values of all sequences that are sampled side by side, and logits of their last tokens."""
-    algorithm, generator, width = (
-        layout.config.algorithm.rollout,
-        generator_of(layout),
-        WIDTH[layout.precision],
-    )
+    """Return the bytes of sampling, without weights.
+
+    They are those of keys and values of all sequences of a batch, of the logits of their last
+    tokens, and of the forward of the prompts.
+    """
+    rollout = layout.config.algorithm.rollout
+    generator = generator_of(layout)
     if generator is None or isinstance(generator, VLLMGenerator):
         return 0.0
-    wanted = (
-        layout.config.eval.samples
-        if algorithm is None
-        else algorithm.minibatches * layout.batch.global_samples
-    )
-    sequences = min(generator.batch, math.ceil(wanted / layout.mesh.world_size))
-    cache = 2.0 * facts.layers * block_of(facts).key_width * width * layout.length * sequences
-    logits = 3.0 * FULL * sequences * facts.vocab_size
-    # The prompts' own forward, whose activations nobody keeps.
-    prompt = (
-        sequences
-        * max(1, layout.length - generator.max_new_tokens)
-        * formula(layout, facts).live_forward
-    )
-    return cache + logits + prompt
-
-
-# Most of a file that is read through while weights are loaded; pages that can be given back.
-WINDOW = 2**30
+    if rollout is None:
+        samples = layout.config.eval.samples
+    else:
+        samples = rollout.minibatches * layout.batch.global_samples
+    sequences = min(generator.batch, math.ceil(samples / layout.mesh.world_size))
+    width = WIDTH[layout.precision]
+    key_width = block_of(facts).key_width
+    cache = 2.0 * facts.layers * key_width * width * layout.length * sequences
+    logits = SAMPLED_LOGITS * FULL * sequences * facts.vocab_size
+    # No activations are kept of the forward of the prompts.
+    prompt_tokens = sequences * max(1, layout.length - generator.max_new_tokens)
+    prompts = prompt_tokens * formula(layout, facts).live_forward
+    return cache + logits + prompts
 
 
 def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) -> HostMemory:
-    """Bytes of one host with all of its ranks. `peak`: of the fullest one's tensors (memory.memory), which on a CPU are part of it."""
-    ranks = max(1, min(cluster.per_node, layout.mesh.world_size))
-    state = state_of(layout, facts, stage_of(layout, facts, 0))
-    own = layout.strategy.host(
-        layout, as_kept(layout, facts), state.device if layout.device == "cpu" else state.host
-    )
-    weights = FULL * facts.parameters
-    kept = checkpoint_bytes(layout, facts)
-    world, copies = layout.mesh.world_size, layout.config.checkpoint.memory_copies
-    saved = own.copies * -(-kept // world)
-    # /dev/shm has this host's part, and the one of its neighbour.
-    in_memory = copies * kept * min(world, 2 * ranks) // world
-    # Read whole, to be packed.
-    block = (
-        FULL
-        * largest_block(facts, stage_of(layout, facts, 0)).entries
-        * (packed_bits(layout.config) > 0)
-    )
-    moved = offloaded(layout, facts) if layout.device == "cuda" else 0
-    exported = FULL * facts.trainable if layout.config.checkpoint.export_adapter else weights
+    """Return the bytes of one host with all of its ranks.
+
+    `peak`: of the tensors of the fullest rank, as `memory` predicts. On a CPU they are a part of
+    the host's memory.
+    """
+    world = layout.mesh.world_size
+    ranks = max(1, min(cluster.per_node, world))
+    stage = stage_of(layout, facts, 0)
+    state = state_of(layout, facts, stage)
+    states = state.device if layout.device == "cpu" else state.host
+    own = layout.strategy.host(layout, as_kept(layout, facts), states)
+    checkpoint = checkpoint_bytes(layout, facts)
+    saved = own.copies * -(-checkpoint // world)
+    # /dev/shm has the part of this host, and the part of its neighbour.
+    copies = layout.config.checkpoint.memory_copies
+    in_memory = copies * checkpoint * min(world, 2 * ranks) // world
+    moved = 0
+    if layout.device == "cuda":
+        moved = offloaded(layout, facts)
+    between = own.between + PROCESS + moved
+    if layout.device == "cpu":
+        training = peak + PROCESS + moved
+    else:
+        training = between
     return HostMemory(
-        load=ranks * (own.load + block + PROCESS) + min(WINDOW, weights) + in_memory // 2,
-        train=ranks * ((peak if layout.device == "cpu" else own.between) + PROCESS + moved)
-        + in_memory,
-        save=ranks * (own.between + PROCESS + saved + moved) + in_memory,
-        # Rank 0 builds the whole model in fp32, adapters merged, or the adapter alone.
-        export=0
-        if layout.config.checkpoint.export == "none"
-        else ranks * (own.export + PROCESS) + exported,
+        load=_loading_bytes(layout, facts, stage, ranks, own.load) + in_memory // 2,
+        train=ranks * training + in_memory,
+        save=ranks * (between + saved) + in_memory,
+        export=_exporting_bytes(layout, facts, ranks, own.export),
     )
+
+
+def _loading_bytes(
+    layout: Layout, facts: ModelFacts, stage: Part, ranks: int, per_rank: int
+) -> int:
+    """Return the bytes of a host while weights are loaded, of which a rank keeps `per_rank`."""
+    block = 0
+    if packed_bits(layout.config) > 0:
+        # A block is read whole to be packed.
+        block = FULL * largest_block(facts, stage).entries
+    mapped = min(WINDOW, FULL * facts.parameters)
+    return ranks * (per_rank + block + PROCESS) + mapped
+
+
+def _exporting_bytes(layout: Layout, facts: ModelFacts, ranks: int, per_rank: int) -> int:
+    """Return the bytes of a host while rank 0 exports; each rank keeps `per_rank`.
+
+    Rank 0 builds the whole model in fp32 with adapters merged, or the adapter alone.
+    """
+    options = layout.config.checkpoint
+    if options.export == "none":
+        return 0
+    exported = FULL * facts.parameters
+    if options.export_adapter:
+        exported = FULL * facts.trainable
+    return ranks * (per_rank + PROCESS) + exported
 
 
 def checkpoint_bytes(layout: Layout, facts: ModelFacts) -> int:
-    """Bytes of a checkpoint: fp32 weights of all models that are trained, and what their optimizers keep of each, in fp32 too."""
-    each = FULL * (1 + layout.config.optimizer.slots) + layout.strategy.outer_bytes()
-    return each * sum(model.trainable for _, model in layout.trainable(facts))
+    """Return the bytes of a checkpoint.
+
+    It has the fp32 weights of all models that are trained, and the states of their optimizers,
+    also in fp32.
+    """
+    per_entry = FULL * (1 + layout.config.optimizer.slots) + layout.strategy.outer_bytes()
+    return per_entry * sum(model.trainable for _, model in layout.trainable(facts))
 
 
 def offloaded(layout: Layout, facts: ModelFacts, rounds: bool = True) -> int:
-    """Bytes of a micro-batch that blocks move to the host: of all but the last two. `rounds`: as pinned memory takes them, in powers of
-    two, where a block moves its input alone (torch keeps what it has pinned for the next micro-batch)."""
+    """Return the bytes that the blocks move to the host in a micro-batch.
+
+    With `rounds`, bytes are counted as pinned memory takes them. If a block moves only its input,
+    torch pins a power of two and keeps it for the next micro-batch.
+    """
     if not layout.config.memory.activation_offload:
         return 0
-    each = math.ceil(
-        formula(layout, facts).offloaded * layout.rows * layout.length / layout.mesh.cp
-    )
-    if rounds and layout.activation_checkpointing == "full":
-        each = 1 << (each - 1).bit_length() if each else 0
-    return each * max(0, facts.layers - 2)
+    tokens_bytes = formula(layout, facts).offloaded * layout.rows * layout.length
+    per_block = math.ceil(tokens_bytes / layout.mesh.cp)
+    if rounds and layout.activation_checkpointing == "full" and per_block:
+        per_block = 1 << (per_block - 1).bit_length()
+    return per_block * max(0, facts.layers - BLOCKS_NOT_OFFLOADED)

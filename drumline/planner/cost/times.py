@@ -1,266 +1,397 @@
-"""The estimate of one layout, and in it the seconds of one optimizer step, by category. Pure; microseconds a call.
+"""Estimate a layout: its memory, its traffic, and the seconds of one optimizer step by category.
 
 layout, facts, cluster ──▶ memory.memory ──▶ Memory ──▶ memory.host_memory ──▶ HostMemory
                        ──▶ traffic.flows ──▶ Traffic ──▶ seconds ──▶ Seconds
 
-A device is busy with matrix products, at the rate that large ones reach (or that was measured), with attention at a rate of its own, and
-between them with what everything else moves through its memory (cost.fitted has these bytes). benchmarks/planner_accuracy.py holds
-predicted against published.
-It cannot be faster than its host starts kernels. Communication hides behind computing where the engine lets it (`Flow.beside`); it takes
-CONTENTION times as long while both use the device. On a CPU the cores do both, and nothing hides.
+A device computes matrix products at the rate that large ones reach (or that was measured), and
+attention at a rate of its own. Between them it moves bytes through its memory (cost.fitted), and it
+cannot be faster than its host starts kernels. Communication hides behind computing if the engine
+lets it (`Flow.beside`); it takes CONTENTION times as long while both use the device. On a CPU the
+cores do both, and nothing hides. benchmarks/planner_accuracy.py compares predicted with published
+values.
+
+All functions are pure, and an estimate takes microseconds.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
-from drumline.core.cost import FULL, Copied, Flow, Volume
+from drumline.core.cost import FULL, Beside, Copied, Flow, Volume
 from drumline.core.estimate import Activations, Estimate, Seconds
 from drumline.core.facts import ModelFacts
+from drumline.core.mesh import Mesh
 from drumline.core.plan import Layout
-from drumline.core.rollouts import VLLMGenerator
+from drumline.core.rollouts import Generator, VLLMGenerator
 from drumline.core.stages import bubble, stage_cost
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost import fitted
-from drumline.planner.cost.compute import STARTS, computing, forward_flops
+from drumline.planner.cost.compute import STARTS, ComputeSeconds, compute_seconds, forward_flops
 from drumline.planner.cost.memory import as_kept, host_memory, memory, offloaded, samples_copy
 from drumline.planner.cost.traffic import flows
 
 CONTENTION = 1.2  # docs/planner.md, "Constants": 1.1 to 1.3
-CLIPPED = 4 + 8  # the norm reads gradients, clipping reads and writes them
-# Bytes of an entry that AdamW's step reads and writes there: what cost.fitted's seconds are of.
+# Bytes of an entry: the gradient norm reads gradients, and clipping reads and writes them.
+CLIPPED = 4 + 8
+# Bytes of an entry that a step of AdamW on the host reads and writes (cost.fitted.HOST_STEP).
 HOST_MOVED = 28 + CLIPPED
-SWITCHES = 4  # that join GPUs to a host; of eight two share one (NVIDIA DGX A100 and H100 user guides, system topology)
+# Switches between the GPUs of a host and the host: of eight GPUs, two share one (system topology in
+# the user guides of NVIDIA DGX A100 and H100).
+SWITCHES = 4
+KEYS_AND_VALUES = 2
 
 
 def estimate(
     layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None
 ) -> Estimate:
-    """The estimate of a layout. `activations` None: by formula (cost.activations)."""
-    volume, needs = flows(layout, facts), memory(layout, facts, cluster, activations)
-    taken = seconds(layout, facts, cluster, volume)
-    rate = layout.tokens_per_step / taken.total
-    peak = cluster.device.flops.get(layout.precision)
-    devices, calibrated = (
-        layout.mesh.world_size * layout.devices_per_rank,
-        layout.precision in cluster.calibration.matmul,
-    )
-    bytes_range, seconds_range = fitted.RANGES[
-        fitted.group_of(layout, bool(cluster.calibration.operators))
-    ]
+    """Return the estimate of a layout.
+
+    `activations`: traced ones; without them the formula of cost.activations is used.
+    """
+    volume = flows(layout, facts)
+    device_memory = memory(layout, facts, cluster, activations)
+    step = seconds(layout, facts, cluster, volume)
+    tokens_per_s = layout.tokens_per_step / step.total
+    peak_flops = cluster.device.flops.get(layout.precision)
+    mfu = None
+    if peak_flops:
+        devices = layout.mesh.world_size * layout.devices_per_rank
+        mfu = tokens_per_s * facts.flops_per_token / (peak_flops * devices)
+    group = fitted.group_of(layout, bool(cluster.calibration.operators))
+    memory_range, seconds_range = fitted.RANGES[group]
     return Estimate(
-        memory=needs,
-        host=host_memory(layout, facts, cluster, needs.peak),
+        memory=device_memory,
+        host=host_memory(layout, facts, cluster, device_memory.peak),
         traffic=volume.traffic(),
-        seconds=taken,
-        startup=compiling(layout, facts),
-        tokens_per_s=rate,
-        mfu=rate * facts.flops_per_token / (peak * devices) if peak else None,
+        seconds=step,
+        startup=compile_seconds(layout, facts),
+        tokens_per_s=tokens_per_s,
+        mfu=mfu,
         limit=cluster.device.memory_bytes,
         host_limit=cluster.host_memory_bytes,
         host_assumed=cluster.host_memory_assumed,
-        calibrated=calibrated,
-        memory_range=bytes_range,
+        calibrated=layout.precision in cluster.calibration.matmul,
+        memory_range=memory_range,
         seconds_range=seconds_range,
     )
 
 
-def compiling(layout: Layout, facts: ModelFacts) -> float:
-    """Return the seconds in which a run compiles its blocks before the first step: blocks of a kind share one compilation."""
+def compile_seconds(layout: Layout, facts: ModelFacts) -> float:
+    """Return the seconds in which a run compiles its blocks before the first step.
+
+    Equal blocks share one compilation.
+    """
     if not layout.config.compile.enabled:
         return 0.0
     return fitted.COMPILING * max(1, len(facts.kinds_of_blocks))
 
 
 def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume) -> Seconds:
-    """Seconds of a step. `volume`: of traffic.flows; `communication` is the exposed one. Of a pipeline the slowest stage sets the pace; the
-    time that the other stages wait for it is in `bubble`."""
-    parts = [computing(layout, model, cluster) for _, model in layout.trainable(facts)]
-    forward, backward = sum(part[0] for part in parts), sum(part[1] for part in parts)
-    hidden = {
-        "forward": forward,
-        "backward": backward,
-        "last": backward / layout.batch.accumulation,
-    }
-    if layout.device == "cpu" and cluster.nodes == 1:
-        hidden = dict.fromkeys(hidden, 0.0)
-    busy, waits, devices = forward + backward, 0.0, layout.devices_per_rank
-    hidden["steps"] = busy * layout.strategy.overlap()
-    communication = _exposed(layout, cluster, volume.flows, hidden)
-    if (
-        devices > 1
-    ):  # nn.DataParallel: for each micro-batch the first device hands its weights to the others, and adds up their gradients
-        bytes_ = 4.0 * (facts.parameters + facts.trainable) * (devices - 1) / devices
-        communication += layout.batch.accumulation * cluster.collective_seconds(
-            "all_gather", bytes_, devices
-        )
-    if layout.pipeline is not None:
-        idle = bubble(
-            layout.pipeline.schedule,
-            layout.mesh.pp,
-            layout.pipeline.stages_per_rank,
-            layout.batch.accumulation,
-        )
-        waits = busy * (_slowest(facts, layout.pipeline.layers, layout.mesh.pp) / (1 - idle) - 1)
-    optimizer, offload = _update(layout, facts, cluster, busy)
-    if layout.device == "cuda" and (moved := offloaded(layout, facts, rounds=False)):
-        moved *= layout.batch.accumulation * _shared(layout, cluster)
-        offload += max(0.0, cluster.host_seconds("to_host", moved) - forward) + max(
-            0.0, cluster.host_seconds("to_device", moved) - backward
-        )
-    rollout, algorithm = rollout_seconds(layout, facts, cluster), layout.config.algorithm.rollout
-    if (
-        algorithm is not None
-        and algorithm.lookahead
-        and isinstance(algorithm.generator, VLLMGenerator)
-        and algorithm.generator.url
-    ):
-        # The server samples meanwhile; on the device that trains nothing is gained.
-        rollout = max(0.0, rollout - busy - optimizer)
+    """Return the seconds of a step by category.
+
+    `volume`: the flows of the step (traffic.flows). `communication` is only the exposed one. In a
+    pipeline the slowest stage sets the pace; `bubble` is the time in which the other stages wait.
+    """
+    compute = _compute_of_all_models(layout, facts, cluster)
+    busy = compute.forward + compute.backward
+    communication = _exposed_communication(layout, cluster, volume.flows, compute)
+    communication += _copies_of_data_parallel(layout, facts, cluster)
+    update = _update(layout, facts, cluster, busy)
+    offload = update.copies
+    offload += _activation_offload(layout, facts, cluster, compute)
+    rollout = rollout_seconds(layout, facts, cluster)
+    if _samples_on_server_ahead(layout):
+        # The server samples during the steps; the device that trains does not wait for it.
+        rollout = max(0.0, rollout - busy - update.step)
     return Seconds(
         compute=busy,
         communication=communication,
-        bubble=waits,
-        optimizer=optimizer,
+        bubble=_bubble(layout, facts, busy),
+        optimizer=update.step,
         offload=offload,
         rollout=rollout,
     )
 
 
-def _exposed(
-    layout: Layout, cluster: Cluster, flows: list[Flow], hidden: dict[str, float]
+def _compute_of_all_models(layout: Layout, facts: ModelFacts, cluster: Cluster) -> ComputeSeconds:
+    """Return the seconds in which a rank computes, for all trainable models together."""
+    forward = 0.0
+    backward = 0.0
+    for _, model in layout.trainable(facts):
+        compute = compute_seconds(layout, model, cluster)
+        forward += compute.forward
+        backward += compute.backward
+    return ComputeSeconds(forward, backward)
+
+
+def _copies_of_data_parallel(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
+    """Return the seconds of nn.DataParallel's copies, if a rank has several devices.
+
+    In each micro-batch the first device sends its weights to the others and adds up their gradients.
+    """
+    devices = layout.devices_per_rank
+    if devices <= 1:
+        return 0.0
+    entries = facts.parameters + facts.trainable
+    bytes_ = float(FULL) * entries * (devices - 1) / devices
+    once = cluster.collective_seconds("all_gather", bytes_, devices)
+    return layout.batch.accumulation * once
+
+
+def _bubble(layout: Layout, facts: ModelFacts, busy: float) -> float:
+    """Return the seconds in which the mean stage of a pipeline waits; `busy`: it computes."""
+    pipeline = layout.pipeline
+    if pipeline is None:
+        return 0.0
+    ranks = layout.mesh.pp
+    idle = bubble(pipeline.schedule, ranks, pipeline.stages_per_rank, layout.batch.accumulation)
+    slowest = _slowest_over_mean(facts, pipeline.layers, ranks)
+    return busy * (slowest / (1 - idle) - 1)
+
+
+@lru_cache(maxsize=1024)
+def _slowest_over_mean(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int) -> float:
+    """Return the most FLOPs of a rank of the pipeline over the mean.
+
+    `layers`: the blocks [first, stop) of each stage. Stages go around the ranks in turn.
+    """
+    if not layers:
+        return 1.0
+    flops = [0.0] * ranks
+    for stage, (first, stop) in enumerate(layers):
+        flops[stage % ranks] += stage_cost(facts, first, stop).flops
+    return max(flops) * ranks / sum(flops)
+
+
+def _activation_offload(
+    layout: Layout, facts: ModelFacts, cluster: Cluster, compute: ComputeSeconds
 ) -> float:
-    """Seconds of exposed communication: all that nothing is computed beside, the surplus of what takes longer than the computing beside
-    it, and one call of each flow, before the first block can start or after the last has ended."""
-    wires: dict[str, float] = {}
-    exposed, mesh, contention = 0.0, layout.mesh, CONTENTION if any(hidden.values()) else 1.0
-    # Neighbours in the mesh share a host, tensor parallel ones first.
-    strides = {
+    """Return the seconds by which copies of activations take longer than the computing beside them."""
+    if layout.device != "cuda":
+        return 0.0
+    moved = offloaded(layout, facts, rounds=False)
+    if not moved:
+        return 0.0
+    moved *= layout.batch.accumulation * _devices_per_link(layout, cluster)
+    exposed_down = max(0.0, cluster.host_seconds("to_host", moved) - compute.forward)
+    exposed_up = max(0.0, cluster.host_seconds("to_device", moved) - compute.backward)
+    return exposed_down + exposed_up
+
+
+def _samples_on_server_ahead(layout: Layout) -> bool:
+    """Return whether rollouts run ahead of the steps, on a server elsewhere."""
+    rollout = layout.config.algorithm.rollout
+    if rollout is None or not rollout.lookahead:
+        return False
+    return isinstance(rollout.generator, VLLMGenerator) and bool(rollout.generator.url)
+
+
+def _exposed_communication(
+    layout: Layout, cluster: Cluster, flows: list[Flow], compute: ComputeSeconds
+) -> float:
+    """Return the seconds of exposed communication.
+
+    Exposed are: flows beside which nothing is computed; the surplus of flows that take longer than
+    the computing beside them; and one call of each flow, before the first block can start or after
+    the last has ended.
+    """
+    hiding = _hiding_seconds(layout, cluster, compute)
+    contention = CONTENTION if any(hiding.values()) else 1.0
+    exposed = 0.0
+    # Seconds of the flows that may hide, by what is computed beside them.
+    beside: dict[Beside, float] = {}
+    for flow in flows:
+        call = _call_seconds(layout, cluster, flow)
+        if flow.beside == "nothing":
+            exposed += flow.calls * call
+            continue
+        alone = 0.0
+        if flow.beside != "steps":
+            alone = min(1.0, flow.calls)
+        exposed += alone * call
+        hidden = contention * (flow.calls - alone) * call
+        beside[flow.beside] = beside.get(flow.beside, 0.0) + hidden
+    surplus = 0.0
+    for kind, communicating in beside.items():
+        surplus += max(0.0, communicating - hiding[kind])
+    return exposed + surplus
+
+
+def _hiding_seconds(
+    layout: Layout, cluster: Cluster, compute: ComputeSeconds
+) -> dict[Beside, float]:
+    """Return the seconds of computing beside which communication can hide."""
+    busy = compute.forward + compute.backward
+    hiding: dict[Beside, float] = {
+        "forward": compute.forward,
+        "backward": compute.backward,
+        "last": compute.backward / layout.batch.accumulation,
+    }
+    if layout.device == "cpu" and cluster.nodes == 1:
+        hiding = dict.fromkeys(hiding, 0.0)
+    hiding["steps"] = busy * layout.strategy.overlap()
+    return hiding
+
+
+def _call_seconds(layout: Layout, cluster: Cluster, flow: Flow) -> float:
+    """Return the seconds of one call of a flow."""
+    stride = _strides(layout.mesh).get(flow.axis, layout.mesh.world_size // layout.mesh.pp)
+    in_host = max(1, cluster.per_node // stride)
+    hosts_near = cluster.pod or cluster.nodes
+    in_pod = max(1, hosts_near * cluster.per_node // stride)
+    call = cluster.collective_seconds(
+        flow.kind, flow.bytes_ / flow.calls, flow.ranks, min(flow.ranks, in_host), in_pod
+    )
+    if layout.device == "cpu" and flow.ranks > 1:
+        call += fitted.WAIT
+    return call
+
+
+def _strides(mesh: Mesh) -> dict[str, int]:
+    """Return the distance between neighbours along each axis of the mesh, in ranks.
+
+    Neighbours share a host, tensor-parallel ones first.
+    """
+    return {
         "tp": 1,
         "cp": mesh.tp,
         "shard": mesh.tp,
         "gradients": mesh.tp,
         "ep": mesh.tp * mesh.cp,
+        "replicate": mesh.tp * mesh.cp * mesh.ep * mesh.shard,
     }
-    strides["replicate"] = mesh.tp * mesh.cp * mesh.ep * mesh.shard
-    for flow in flows:
-        stride = strides.get(flow.axis, mesh.world_size // mesh.pp)
-        together, near = (
-            max(1, hosts * cluster.per_node // stride)
-            for hosts in (1, cluster.pod or cluster.nodes)
-        )
-        each = cluster.collective_seconds(
-            flow.kind, flow.bytes_ / flow.calls, flow.ranks, min(flow.ranks, together), near
-        )
-        each += fitted.WAIT * (layout.device == "cpu" and flow.ranks > 1)
-        alone = (
-            flow.calls
-            if flow.beside == "nothing"
-            else 0.0
-            if flow.beside == "steps"
-            else min(1.0, flow.calls)
-        )
-        exposed += alone * each
-        if flow.beside != "nothing":
-            wires[flow.beside] = (
-                wires.get(flow.beside, 0.0) + contention * (flow.calls - alone) * each
-            )
-    return exposed + sum(max(0.0, wire - hidden[beside]) for beside, wire in wires.items())
 
 
-@lru_cache(maxsize=1024)
-def _slowest(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int) -> float:
-    """The largest FLOPs of a rank of the pipeline over the mean."""
-    if not layers:
-        return 1.0
-    taken = [
-        sum(stage_cost(facts, first, stop).flops for first, stop in layers[rank::ranks])
-        for rank in range(ranks)
-    ]
-    return max(taken) * ranks / sum(taken)
+class UpdateSeconds(NamedTuple):
+    """Seconds of clipping and the optimizer's step, and of exposed copies between memories."""
+
+    step: float
+    copies: float
 
 
-def _update(
-    layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float
-) -> tuple[float, float]:
-    """Seconds of clipping and the update: bytes over the bandwidth of the memory that holds the optimizer's states; and of copies between
-    device, host and disk: of those beside computing, what takes longer counts."""
-    options, mesh, strategy = layout.config.optimizer, layout.mesh, layout.strategy
+def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) -> UpdateSeconds:
+    """Return the seconds of an update.
+
+    The step takes its bytes over the bandwidth of the memory that holds the optimizer's states.
+    Copies go between device, host and disk; of those beside computing, only the seconds beyond
+    `busy` count.
+    """
+    options = layout.config.optimizer
+    mesh = layout.mesh
+    strategy = layout.strategy
+    parts = mesh.tp * mesh.pp * strategy.optimizer_shards(mesh)
     # Parameters that a rank updates, of all trainable models.
-    trainable = sum(model.trainable for _, model in layout.trainable(facts)) / (
-        mesh.tp * mesh.pp * strategy.optimizer_shards(mesh)
-    )
-    moved = trainable * (options.does.moved[not options.fused] + CLIPPED)
-    place, on_host = "cpu" if options.offload else strategy.offloads()[0], _on_host(layout, cluster)
+    trainable = sum(model.trainable for _, model in layout.trainable(facts)) / parts
+    moved_fused, moved_unfused = options.does.moved
+    moved_by_step = moved_fused if options.fused else moved_unfused
+    moved = trainable * (moved_by_step + CLIPPED)
+    place = "cpu" if options.offload else strategy.offloads()[0]
+    ranks_on_host = _ranks_on_host(layout, cluster)
     if layout.device == "cpu" or place == "none":
         step = moved / (cluster.calibration.memory or cluster.device.bandwidth)
     else:
-        step = fitted.HOST_STEP * on_host * moved / HOST_MOVED
+        step = fitted.HOST_STEP * ranks_on_host * moved / HOST_MOVED
     if place == "none" or (layout.device == "cpu" and place != "nvme"):
-        return step, 0.0
-    copied = (
-        Copied(FULL * trainable, FULL * trainable)
-        if options.offload
-        else strategy.copied(layout, as_kept(layout, facts), trainable)
-    )
-    taken = cluster.host_seconds("to_device", copied.up) + cluster.host_seconds(
-        "to_host", copied.down
-    )
-    taken *= _shared(layout, cluster)
+        return UpdateSeconds(step, 0.0)
+    if options.offload:
+        copied = Copied(up=FULL * trainable, down=FULL * trainable)
+    else:
+        copied = strategy.copied(layout, as_kept(layout, facts), trainable)
+    up = cluster.host_seconds("to_device", copied.up)
+    down = cluster.host_seconds("to_host", copied.down)
+    copies = (up + down) * _devices_per_link(layout, cluster)
     if copied.hidden:
-        return step, max(0.0, taken - busy)
-    stored = copied.stored * on_host
-    return step, taken + (
-        cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored)
-    )
+        return UpdateSeconds(step, max(0.0, copies - busy))
+    stored = copied.stored * ranks_on_host
+    disk = cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored)
+    return UpdateSeconds(step, copies + disk)
 
 
-def _on_host(layout: Layout, cluster: Cluster) -> int:
-    """Ranks that share a host, its memory and its drive."""
+def _ranks_on_host(layout: Layout, cluster: Cluster) -> int:
+    """Return the number of ranks that share a host, its memory and its drive."""
     return min(cluster.per_node, layout.mesh.world_size)
 
 
-def _shared(layout: Layout, cluster: Cluster) -> int:
-    """Devices that share a link to the host."""
-    return 2 if _on_host(layout, cluster) > SWITCHES else 1
+def _devices_per_link(layout: Layout, cluster: Cluster) -> int:
+    """Return the number of devices that share a link to the host."""
+    if _ranks_on_host(layout, cluster) > SWITCHES:
+        return 2
+    return 1
 
 
 def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
-    """A rollout's time, spread over the optimizer steps that learn from it. Sampling reads all weights for each token of a batch (it is
-    bound by memory, Pope et al. 2023), and the keys and values of what is there already; every completion is taken to reach
-    `max_new_tokens`. Then log-probabilities, values and rewards by models are one forward each. Where weights are spread and the sampler
-    has its own, they are gathered once. Rewards by functions run on the host and are not counted."""
-    algorithm = layout.config.algorithm.rollout
-    if algorithm is None:
+    """Return the seconds of a rollout over the number of optimizer steps that learn from it.
+
+    Each completion is taken to have `max_new_tokens`. Log-probabilities, values and rewards by
+    models are one forward each. Rewards by functions run on the host and are not counted.
+    """
+    rollout = layout.config.algorithm.rollout
+    if rollout is None:
         return 0.0
-    episodes, world = algorithm.minibatches * layout.batch.global_samples, layout.mesh.world_size
-    generator, each = algorithm.generator, math.ceil(episodes / world)
-    at_once = min(generator.batch, each)
-    vllm, copied = isinstance(generator, VLLMGenerator), samples_copy(layout)
-    # Under autocast, sampling reads the policy's fp32 weights; a copy, vLLM's model and DeepSpeed's are in the type that they compute in.
-    width = 2 if layout.precision != "fp32" and (vllm or copied or layout.strategy.keeps_low) else 4
+    world = layout.mesh.world_size
+    generator = rollout.generator
+    episodes = rollout.minibatches * layout.batch.global_samples
+    episodes_of_rank = math.ceil(episodes / world)
+    batch = min(generator.batch, episodes_of_rank)
+    rate = cluster.rate(layout.precision, batch, facts.hidden) or cluster.rate("fp32")
+
+    token = _token_seconds(layout, facts, cluster, generator, batch, rate)
+    sampling = math.ceil(episodes_of_rank / batch) * generator.max_new_tokens * token
+    forwards = [forward_flops(model) for model in facts.roles.values()]
+    if rollout.steps_in_turn > 1:
+        # The old log-probabilities, which otherwise the forward of the step gives.
+        forwards.append(forward_flops(facts))
+    if layout.config.head == "valued":
+        forwards.append(forward_flops(facts))
+    scoring = sum(forwards) * episodes * layout.length / world / rate
+    refreshing = _refresh_seconds(layout, facts, cluster, generator)
+    return (sampling + scoring + refreshing) / rollout.steps_in_turn
+
+
+def _token_seconds(
+    layout: Layout,
+    facts: ModelFacts,
+    cluster: Cluster,
+    generator: Generator,
+    batch: int,
+    rate: float,
+) -> float:
+    """Return the seconds in which a rank samples the next token of each sequence of a batch.
+
+    Sampling is bound by memory (Pope et al. 2023): each token reads all weights, and the keys and
+    values of the tokens before it. `rate`: FLOP/s of products.
+    """
+    is_vllm = isinstance(generator, VLLMGenerator)
+    # Under autocast, sampling reads the fp32 weights of the policy. A copy and the models of vLLM and
+    # DeepSpeed are in the type in which they compute.
+    width = 4
+    has_low_weights = is_vllm or samples_copy(layout) or layout.strategy.keeps_low
+    if layout.precision != "fp32" and has_low_weights:
+        width = 2
     bandwidth = cluster.calibration.memory or cluster.device.bandwidth
-    rate = cluster.rate(layout.precision, at_once, facts.hidden) or cluster.rate("fp32")
-    kept = 2 * facts.kv_heads * facts.head_dim * facts.layers * width * at_once * layout.length / 2
-    token = max(
-        (width * facts.parameters + kept) / bandwidth, at_once * forward_flops(facts) / rate
-    )
-    if not vllm:  # which replays CUDA graphs
-        token = max(token, STARTS[layout.precision][0] * facts.layers)
-    answering = [forward_flops(model) for model in facts.roles.values()]
-    # The old log-probabilities, unless the step's own forward gives them; and values.
-    answering += [forward_flops(facts)] * (
-        (algorithm.steps_in_turn > 1) + (layout.config.head == "valued")
-    )
-    scored = sum(answering) * episodes * layout.length / world / rate
-    refreshed = copied or (isinstance(generator, VLLMGenerator) and generator.weights != "none")
-    spread = refreshed and world > layout.mesh.replicate
-    gathered = (
-        cluster.collective_seconds("all_gather", 4 * facts.parameters * (world - 1) / world, world)
-        if spread
-        else 0.0
-    )
-    return (
-        math.ceil(each / at_once) * generator.max_new_tokens * token + scored + gathered
-    ) / algorithm.steps_in_turn
+    entries = KEYS_AND_VALUES * facts.kv_heads * facts.head_dim * facts.layers
+    # The mean over a sequence is half of its length.
+    cache = entries * width * batch * layout.length / 2
+    reading = (width * facts.parameters + cache) / bandwidth
+    computing = batch * forward_flops(facts) / rate
+    token = max(reading, computing)
+    if is_vllm:
+        # vLLM replays CUDA graphs, so its host starts no kernels.
+        return token
+    return max(token, STARTS[layout.precision].forward * facts.layers)
+
+
+def _refresh_seconds(
+    layout: Layout, facts: ModelFacts, cluster: Cluster, generator: Generator
+) -> float:
+    """Return the seconds in which sharded weights are gathered once for a sampler with its own."""
+    world = layout.mesh.world_size
+    has_own_weights = samples_copy(layout)
+    if isinstance(generator, VLLMGenerator) and generator.weights != "none":
+        has_own_weights = True
+    if not has_own_weights or world <= layout.mesh.replicate:
+        return 0.0
+    bytes_ = FULL * facts.parameters * (world - 1) / world
+    return cluster.collective_seconds("all_gather", bytes_, world)

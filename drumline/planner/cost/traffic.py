@@ -1,14 +1,20 @@
-"""Bytes that a rank sends in one optimizer step, by the ring algorithm. Pure; `telemetry.traffic` counts the same where it runs."""
+"""Predict the bytes that a rank sends in one optimizer step, by the ring algorithm.
+
+All functions are pure. `telemetry.traffic` counts the same in a run.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
-from drumline.core.cost import WIDTH, Axis, Volume, kind_of
+from drumline.core.cost import FULL, LOW, WIDTH, Axis, Volume, kind_of
 from drumline.core.facts import (
     ModelFacts,
+    Weight,
     cut_dimension,
     cut_weights,
     experts_over,
@@ -20,32 +26,61 @@ from drumline.core.model import Head
 from drumline.core.plan import Layout
 from drumline.planner.cost.memory import as_kept
 
+ROW_COUNT = 8  # bytes of an int64
+# Batch norm gathers the mean and the square of each channel, and adds up two sums in backward.
+BATCH_NORM_STATISTICS = 2
+BATCH_NORM_SUMS = 2
+# Exchanges of a choice of an expert: to the expert and back, and the same way for gradients. What
+# backward computes again goes to the expert and back once more.
+EXCHANGES = 4
+EXCHANGES_AGAIN = 2
+# Sums over ranks that share their tokens, for each layer of experts: of outputs, of the gradients of
+# tokens, and of the gradients of choices.
+EXPERT_SUMS = 3
+# A loss over a cut vocabulary exchanges fp32 numbers for each token: the largest logit; the
+# target's logit and the sum; and the entropy, if the objective needs it.
+LARGEST_LOGIT = FULL
+TARGET_AND_SUM = 2 * FULL
+ENTROPY = FULL
+
 
 def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
-    """What forward, backward, gradient norm and step of every trainable model send, mean over ranks; as `train.loop` counts it, so without
-    rollouts, frozen roles, sums of losses and checkpoints. `step`: of the step after so many; None: the mean of a long run, which
-    differs for local SGD and DiLoCo alone.
+    """Return what forward, backward, gradient norm and step of each trainable model send.
 
-    Exact for weights, gradients, norms, stages and sequences. Where activations travel (tp), rows are taken to be `layout.positions` wide:
-    without packing a batch is as wide as its longest row, so more is sent. All real tokens are taken to carry a loss: of the cross-entropy
-    over a cut vocabulary 20 bytes are sent for each that does, against 28 × width in each block. See also the strategy's `send`.
+    The bytes are means over ranks, as `train.loop` counts them: without rollouts, frozen models,
+    sums of losses, and checkpoints. `step`: the number of steps done before this one. None: the
+    mean of a long run, which differs only for local SGD and DiLoCo.
+
+    Bytes are exact for weights, gradients, norms, stages and sequences. If activations are sent
+    (tp), rows are taken to be `layout.positions` wide; without packing a batch is as wide as its
+    longest row, so more is sent. All real tokens are taken to have a loss: the cross-entropy over a
+    cut vocabulary sends 20 bytes for each of them, and each block 28 × width. See also the
+    strategy's `send`.
     """
-    volume, mesh, strategy = Volume(), layout.mesh, layout.strategy
+    volume = Volume()
+    mesh = layout.mesh
+    strategy = layout.strategy
     wrap = getattr(strategy, "wrap", None)
+    if wrap is not None:
+        wrap = tuple(wrap)
     for head, whole in layout.trainable(facts):
-        volume.part, model = 1.0, experts_over(whole, mesh.ep)
+        model = experts_over(whole, mesh.ep)
+        volume.part = 1.0
         batch_norms(volume, layout, model)
+        kept = model
+        if whole is facts:
+            kept = as_kept(layout, model)
         for tp_rank, share in tp_ranks(model, mesh.tp):
-            kept = as_kept(layout, model) if whole is facts else model
             has = cut_weights(
                 kept,
                 mesh.pp > 1,
                 mesh.tp,
                 tp_rank,
                 strategy.optimizer_shards(mesh),
-                wrap and tuple(wrap),
+                wrap,
             )
-            volume.part = share / mesh.pp  # all stages together, dealt to their ranks
+            # The weights of all stages are counted together, and each rank has one of `pp` parts.
+            volume.part = share / mesh.pp
             strategy.send(volume, layout, kept, has, step)
             pipeline(volume, layout, model, has)
             volume.part = share
@@ -61,190 +96,302 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
 
 
 def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
-    """Statistics shared over ranks, for each micro-batch: forward gathers counts, means and squares, backward adds up two sums; fp32."""
-    model, world = layout.config.model, layout.mesh.world_size
+    """Add the flows of batch norms whose statistics are shared over ranks, in fp32.
+
+    In each micro-batch the forward gathers counts, means and squares, and the backward adds up two
+    sums.
+    """
+    model = layout.config.model
     if not model.sync_batchnorm:
         return
-    ranks, rounds = model.sync_batchnorm_ranks or world, layout.batch.accumulation
-    norms = [
-        (w, n)
-        for w, n in weights_of(facts)
-        if w.owners and "BatchNorm" in w.owners[-1] and w.name.endswith("weight")
-    ]
-    channels, calls = (
-        sum(weight.numel * number for weight, number in norms),
-        rounds * sum(number for _, number in norms),
-    )
-    parts = (
-        3 * channels
-        if layout.device == "cpu"
-        else 2 * channels + sum(number for _, number in norms)
-    )
-    volume.add("all_gather", 4 * rounds * parts, ranks, "gradients", calls)
-    volume.add("all_reduce", 4 * rounds * 2 * channels, ranks, "gradients", calls)
+    ranks = model.sync_batchnorm_ranks or layout.mesh.world_size
+    rounds = layout.batch.accumulation
+    channels = 0
+    norms = 0
+    for weight, number in weights_of(facts):
+        if _is_batch_norm(weight):
+            channels += weight.numel * number
+            norms += number
+    # On a CPU there is a count for each channel, elsewhere one for each norm.
+    counts = channels if layout.device == "cpu" else norms
+    statistics = BATCH_NORM_STATISTICS * channels + counts
+    calls = rounds * norms
+    volume.add("all_gather", FULL * rounds * statistics, ranks, "gradients", calls)
+    sums = BATCH_NORM_SUMS * channels
+    volume.add("all_reduce", FULL * rounds * sums, ranks, "gradients", calls)
+
+
+def _is_batch_norm(weight: Weight) -> bool:
+    """Return whether a weight is the scale of a batch norm."""
+    if not weight.owners or "BatchNorm" not in weight.owners[-1]:
+        return False
+    return weight.name.endswith("weight")
 
 
 def optimizer(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
-    """What the step of an optimizer sends that needs whole matrices, or their sums: along each axis that a weight is cut over in turn."""
-    mesh, shards = layout.mesh, layout.strategy.optimizer_shards(layout.mesh)
-    for weight, number in weights_of(facts) if layout.config.optimizer.does.sends else ():
-        tp = mesh.tp if cut_dimension(weight) is not None else 1
-        axes: list[tuple[Axis, int]] = [
+    """Add the flows of an optimizer whose step needs whole matrices or sums over them.
+
+    They go along each axis of the mesh along which a weight is cut, one axis after the other.
+    """
+    options = layout.config.optimizer
+    if not options.does.sends:
+        return
+    mesh = layout.mesh
+    shards = layout.strategy.optimizer_shards(mesh)
+    for weight, number in weights_of(facts):
+        if not weight.trainable:
+            continue
+        tp = 1
+        if cut_dimension(weight) is not None:
+            tp = mesh.tp
+        ranks_of_axes: list[tuple[Axis, int]] = [
             ("shard", max(1, shards // weight.apart)),
             ("ep", weight.apart),
             ("tp", tp),
         ]
-        axes, here = [axis for axis in axes if axis[1] > 1], part(weight, tp, shards)
-        for axis, ranks in axes if weight.trainable else ():
-            kind, bytes_ = layout.config.optimizer.sends(weight, here, len(axes))
+        cut_axes = [(axis, ranks) for axis, ranks in ranks_of_axes if ranks > 1]
+        here = part(weight, tp, shards)
+        for axis, ranks in cut_axes:
+            kind, bytes_ = options.sends(weight, here, len(cut_axes))
             volume.add(kind, number * bytes_, ranks, axis, number * 2 / ranks)
             here *= ranks
 
 
 def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]) -> None:
-    """Hidden states to the next stage and their gradients to the one before, for each micro-batch, whatever the schedule. Weights that both
-    ends hold exchange gradients."""
-    if layout.mesh.pp == 1 or layout.pipeline is None:
+    """Add the flows between the stages of a pipeline, which are the same in each schedule.
+
+    Hidden states go to the next stage and gradients to the stage before, in each micro-batch. Both
+    ends exchange the gradients of weights that they share.
+    """
+    mesh = layout.mesh
+    strategy = layout.strategy
+    if mesh.pp == 1 or layout.pipeline is None:
         return
     # The residual stream is fp32 under autocast.
-    width = WIDTH[
-        layout.strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"
-    ]
-    message = layout.rows * layout.length * facts.hidden * width
-    boundaries = layout.mesh.pp * layout.pipeline.stages_per_rank - 1
-    ranks, messages = layout.mesh.pp, 2 * layout.batch.accumulation * boundaries
-    volume.add("p2p", messages * message, ranks, "pp", messages)
-    volume.add("p2p", 4 * has["tied"] / layout.strategy.shards(layout.mesh), ranks, "pp", 2)
+    precision = strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"
+    message = layout.rows * layout.length * facts.hidden * WIDTH[precision]
+    boundaries = mesh.pp * layout.pipeline.stages_per_rank - 1
+    messages = 2 * layout.batch.accumulation * boundaries
+    volume.add("p2p", messages * message, mesh.pp, "pp", messages)
+    volume.add("p2p", FULL * has["tied"] / strategy.shards(mesh), mesh.pp, "pp", 2)
+
+
+@dataclass
+class RegionWidths:
+    """Entries of one token that enter and leave the regions which tensor parallelism cuts.
+
+    A region is a module that begins with layers cut by rows. Outside of regions the residual stream
+    is cut by tokens.
+    """
+
+    # Inputs of regions.
+    inputs: int = 0
+    # Inputs without a gradient, because nothing trainable is before them.
+    without_gradient: int = 0
+    # Inputs that backward needs for the gradients of weights.
+    saved: int = 0
+    # Outputs of layers that are cut by columns, and those of them that backward computes again.
+    outputs: int = 0
+    outputs_again: int = 0
+    # Outputs of layers that are cut by rows, if all ranks need them whole.
+    rows: int = 0
+    # Entries of trainable weights of blocks that are not cut. They do not depend on tokens.
+    weights: int = 0
 
 
 @lru_cache(maxsize=1024)
-def regions(facts: ModelFacts) -> Counter[str]:
-    """Entries of one token at the bounds of what tensor parallelism cuts, where the stream is cut by tokens: `enter` of all modules that
-    begin with layers cut by rows, `stopped` of it where nothing trainable is before them, `kept` where backward needs what they begin with;
-    `outputs`, `again`, `rows`: see `widths`. `weights`: entries of trainable weights of blocks that are not cut."""
-    sums = Counter[str]()
-    trains = any(
-        weight.trainable for weight in facts.end_weights if weight.place in ("before", "both")
+def regions(facts: ModelFacts) -> RegionWidths:
+    """Return the entries of one token at the bounds of regions, of all blocks together."""
+    total = RegionWidths()
+    embedding_trains = _trains_before_blocks(facts)
+    for index, (block, number) in enumerate(facts.kinds_of_blocks):
+        has_gradient_before = index > 0 or embedding_trains
+        total.weights += number * _trainable_uncut_entries(block)
+        _add_regions_of_block(total, facts.hidden, block, number, has_gradient_before)
+    return total
+
+
+def _add_regions_of_block(
+    total: RegionWidths,
+    hidden: int,
+    block: tuple[Weight, ...],
+    number: int,
+    has_gradient_before: bool,
+) -> None:
+    """Add the regions of a block, of which the model has `number`.
+
+    `has_gradient_before`: the input of the block has a gradient.
+    """
+    matrices = [weight for weight in block if len(weight.shape) == 2]
+    # For each region whether its input is counted as saved.
+    is_saved: dict[str, bool] = {}
+    for place, weight in enumerate(matrices):
+        region = _region_of(weight)
+        if _is_cut_by_rows(weight):
+            if region not in is_saved:
+                total.inputs += number * hidden
+                if not is_saved and not has_gradient_before:
+                    # Only the first block of a model has no gradient before it.
+                    total.without_gradient += hidden
+                is_saved[region] = False
+            if weight.style != "colwise":
+                total.rows += number * _outputs_of(weight)
+        elif _is_cut_by_columns(weight):
+            total.outputs += number * _outputs_of(weight)
+            if _is_made_again(matrices[place + 1 :]):
+                total.outputs_again += number * _outputs_of(weight)
+        if _needs_input(weight) and is_saved.get(region) is False:
+            total.saved += number * hidden
+            is_saved[region] = True
+
+
+def _trainable_uncut_entries(block: tuple[Weight, ...]) -> int:
+    """Return the entries of a block's trainable weights that each rank has whole."""
+    entries = 0
+    for weight in block:
+        if weight.trainable and cut_dimension(weight) is None:
+            entries += weight.numel
+    return entries
+
+
+def _trains_before_blocks(facts: ModelFacts) -> bool:
+    """Return whether a weight before the blocks is trainable."""
+    trainable = [weight for weight in facts.end_weights if weight.trainable]
+    return any(weight.place in ("before", "both") for weight in trainable)
+
+
+def _region_of(weight: Weight) -> str:
+    """Return the name of the module around the layer of a weight, an adapter's or its own."""
+    layer = weight.name.partition(".lora_")[0]
+    for suffix in (".weight", ".bias", ".base_layer"):
+        layer = layer.removesuffix(suffix)
+    return layer.rpartition(".")[0]
+
+
+def _is_cut_by_rows(weight: Weight) -> bool:
+    """Return whether tensor parallelism cuts the rows of a weight, so a rank has some outputs."""
+    return weight.style.startswith("colwise")
+
+
+def _is_cut_by_columns(weight: Weight) -> bool:
+    """Return whether tensor parallelism cuts the columns of a weight, so outputs are added up."""
+    return weight.style.startswith("rowwise")
+
+
+def _outputs_of(weight: Weight) -> int:
+    """Return the outputs of a layer by its matrix. Conv1D keeps its matrix transposed."""
+    is_transposed = weight.owners[-1:] == ("Conv1D",)
+    return weight.shape[1] if is_transposed else weight.shape[0]
+
+
+def _needs_input(weight: Weight) -> bool:
+    """Return whether the gradient of a matrix needs the input of its region."""
+    if not weight.trainable:
+        return False
+    if ".lora_A" in weight.name:
+        return True
+    return _is_cut_by_rows(weight) and ".lora_B" not in weight.name
+
+
+def _is_made_again(later: Sequence[Weight]) -> bool:
+    """Return whether activation checkpointing adds up the outputs of a layer again.
+
+    Backward computes a block again up to the last product whose inputs it needs. The sum after the
+    last layer of a block is not made again, unless an adapter is on that layer. `later`: the
+    matrices that follow in the block.
+    """
+    return any(_is_cut_by_columns(weight) or ".lora_" in weight.name for weight in later)
+
+
+@dataclass
+class LayerWidths:
+    """Entries of one token that all layers send which tensor parallelism cuts."""
+
+    # What comes back to the inputs of layers that are cut by rows.
+    inputs: int = 0
+    # Inputs without a gradient, because nothing trainable is before them.
+    without_gradient: int = 0
+    # Outputs of layers that are cut by columns, and those of them that backward computes again.
+    outputs: int = 0
+    outputs_again: int = 0
+    embedding: int = 0
+    # What is gathered, if all ranks need the outputs of a layer cut by rows whole; and what comes
+    # back to a layer cut by columns whose inputs were whole.
+    rows: int = 0
+    columns: int = 0
+    # Entries of whole weights whose gradients are added up. They do not depend on tokens.
+    weights: int = 0
+    # Half of the layers that are cut.
+    calls: int = 0
+
+
+@lru_cache(maxsize=1024)
+def widths(facts: ModelFacts, staged: bool) -> LayerWidths:
+    """Return the entries of one token that layers cut by tensor parallelism send.
+
+    `staged`: in a pipeline. A last stage that holds the embedding for its tied head looks up too.
+    """
+    total = LayerWidths()
+    embedding_trains = any(
+        weight.trainable for weight in facts.end_weights if weight.style == "embedding"
     )
     for index, (block, number) in enumerate(facts.kinds_of_blocks):
-        seen: dict[str, bool] = {}
-        for place, weight in enumerate(block):
-            if weight.trainable and cut_dimension(weight) is None:
-                sums["weights"] += number * weight.numel
-            layer = (
-                weight.name.partition(".lora_")[0]
-                .removesuffix(".weight")
-                .removesuffix(".bias")
-                .removesuffix(".base_layer")
-            )
-            if len(weight.shape) == 2 and weight.style.startswith("colwise"):
-                region = layer.rpartition(".")[0]
-                first = index == 0 and not seen and not trains
-                if region not in seen:
-                    sums["enter"] += number * facts.hidden
-                    sums["stopped"] += facts.hidden * first
-                    seen[region] = False
-                out = weight.shape[weight.owners[-1:] == ("Conv1D",)]
-                sums["rows"] += number * out * (weight.style != "colwise")
-            elif len(weight.shape) == 2 and weight.style.startswith("rowwise"):
-                out = weight.shape[weight.owners[-1:] == ("Conv1D",)]
-                behind = any(
-                    w.style.startswith("rowwise") or ".lora_" in w.name
-                    for w in block[place + 1 :]
-                    if len(w.shape) == 2
-                )
-                sums["outputs"] += number * out
-                sums["again"] += number * out * behind
-            # What autograd keeps of a region's input: for gradients of the weights that it meets.
-            meets = (
-                weight.style.startswith("colwise") and ".lora_B" not in weight.name
-            ) or ".lora_A" in weight.name
-            if (
-                meets
-                and weight.trainable
-                and len(weight.shape) == 2
-                and (region := layer.rpartition(".")[0]) in seen
-            ):
-                sums["kept"] += number * facts.hidden * (not seen[region])
-                seen[region] = True
-    return sums
-
-
-@lru_cache(maxsize=1024)
-def widths(facts: ModelFacts, staged: bool) -> Counter[str]:
-    """Entries of one token that all layers send that tensor parallelism cuts. `inputs`: what comes back to inputs of layers cut by rows of
-    their weight, `stopped` of it where nothing trainable is before them; `outputs`: of layers cut by columns, and of them `again` where
-    activation checkpointing repeats them; `embedding`; `rows`, `columns`: gathered for outputs that are needed unsharded, and back for
-    such inputs. `weights`: entries of unsharded weights whose gradients are added up. `calls`: layers, half of them.
-
-    `staged`: in a pipeline; a last stage that holds the embedding for its tied head looks up too. Recomputation ends with the last
-    product whose inputs backward needs: the sum behind a block's last layer is not made again, unless an adapter is on it."""
-    sums = Counter[str]()
-    trains = any(weight.trainable for weight in facts.end_weights if weight.style == "embedding")
-    for index, (block, number) in enumerate(facts.kinds_of_blocks):
-        sums["weights"] += sum(
-            number * w.numel
-            for w in block
-            if w.style == "replicated_with_grad_allreduce" and w.trainable
-        )
-        matrices = [weight for weight in block if len(weight.shape) == 2]
-        sums["calls"] += number * len([weight for weight in matrices if weight.style]) // 2
-        for place, weight in enumerate(matrices):
-            rows, columns = weight.shape
-            behind = matrices[place + 1 :]
-            if weight.style.startswith("colwise"):
-                sums["inputs"] += number * columns
-                sums["rows"] += number * rows * (weight.style != "colwise")
-                first = (
-                    index == 0
-                    and not trains
-                    and "attn" in weight.name
-                    and ".lora_" not in weight.name
-                )
-                sums["stopped"] += columns * first
-            elif weight.style.startswith("rowwise"):
-                sums["outputs"] += number * rows
-                sums["columns"] += number * columns * (weight.style != "rowwise")
-                sums["again"] += (
-                    number
-                    * rows
-                    * any(w.style.startswith("rowwise") or ".lora_" in w.name for w in behind)
-                )
+        has_gradient_before = index > 0 or embedding_trains
+        _add_layers_of_block(total, block, number, has_gradient_before)
     for weight in facts.end_weights:
         if weight.style == "embedding":
-            sums["embedding"] += weight.shape[1] * (2 if staged and weight.place == "both" else 1)
-    return sums
+            look_ups = 2 if staged and weight.place == "both" else 1
+            total.embedding += weight.shape[1] * look_ups
+    return total
+
+
+def _add_layers_of_block(
+    total: LayerWidths, block: tuple[Weight, ...], number: int, has_gradient_before: bool
+) -> None:
+    """Add the layers of a block, of which the model has `number`.
+
+    `has_gradient_before`: the input of the block has a gradient.
+    """
+    for weight in block:
+        if weight.style == "replicated_with_grad_allreduce" and weight.trainable:
+            total.weights += number * weight.numel
+    matrices = [weight for weight in block if len(weight.shape) == 2]
+    cut = [weight for weight in matrices if weight.style]
+    total.calls += number * len(cut) // 2
+    for place, weight in enumerate(matrices):
+        rows, columns = weight.shape
+        if _is_cut_by_rows(weight):
+            total.inputs += number * columns
+            if weight.style != "colwise":
+                total.rows += number * rows
+            is_of_attention = "attn" in weight.name and ".lora_" not in weight.name
+            if is_of_attention and not has_gradient_before:
+                # Only the first block of a model has no gradient before it.
+                total.without_gradient += columns
+        elif _is_cut_by_columns(weight):
+            total.outputs += number * rows
+            if weight.style != "rowwise":
+                total.columns += number * columns
+            if _is_made_again(matrices[place + 1 :]):
+                total.outputs_again += number * rows
 
 
 def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> None:
-    """For each micro-batch: a layer cut by rows of its weight adds up what comes back to its input, one cut by columns its output; and so
-    does the embedding, whose rows lie apart. Under autocast gradients of inputs are fp32, outputs in the low type."""
-    ranks, rounds = layout.mesh.tp, layout.batch.accumulation
+    """Add the flows of tensor parallelism, in each micro-batch.
+
+    A layer cut by rows of its weight adds up what comes back to its input, and a layer cut by
+    columns its output. So does the embedding, whose rows are on different ranks. Under autocast the
+    gradients of inputs are fp32, and outputs are in the low type.
+    """
+    ranks = layout.mesh.tp
     if ranks == 1:
         return
-    tokens, low = layout.rows * layout.positions / layout.mesh.cp * rounds, WIDTH[layout.precision]
-    recomputed = layout.activation_checkpointing != "none"
-    of = widths(facts, layout.mesh.pp > 1)
-    calls = rounds * of["calls"]
-    back, outputs = (
-        of["inputs"] + of["embedding"] - of["stopped"] * (not recomputed),
-        of["outputs"] + of["again"] * recomputed,
-    )
+    rounds = layout.batch.accumulation
+    tokens = layout.rows * layout.positions / layout.mesh.cp * rounds
     if layout.stream_parts > 1:
-        _stream(volume, layout, facts, tokens)
+        _cut_stream(volume, layout, facts, tokens)
     else:
-        volume.add("all_reduce", tokens * 4 * back, ranks, "tp", calls)
-        volume.add(
-            "all_reduce", tokens * low * outputs, ranks, "tp", calls * (1.5 if recomputed else 1)
-        )
-        volume.add(
-            "all_gather",
-            tokens * low * (of["rows"] * (1 + recomputed) + of["columns"]) / ranks,
-            ranks,
-            "tp",
-            calls,
-        )
-        volume.add("all_reduce", 4 * rounds * of["weights"], ranks, "tp", rounds)
+        _whole_stream(volume, layout, facts, tokens)
     experts(
         volume,
         layout,
@@ -258,6 +405,70 @@ def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> Non
         _vocabulary(volume, layout, facts, tokens)
 
 
+def _whole_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
+    """Add the flows of layers if each rank has the residual stream of all tokens."""
+    ranks = layout.mesh.tp
+    rounds = layout.batch.accumulation
+    low = WIDTH[layout.precision]
+    sizes = widths(facts, layout.mesh.pp > 1)
+    calls = rounds * sizes.calls
+    output_calls: float = calls
+    gradients = sizes.inputs + sizes.embedding
+    outputs = sizes.outputs
+    gathered = sizes.rows + sizes.columns
+    if layout.activation_checkpointing == "none":
+        gradients -= sizes.without_gradient
+    else:
+        # Recomputation begins at the input of a block, which has a gradient then.
+        outputs += sizes.outputs_again
+        gathered += sizes.rows
+        output_calls = calls * 1.5
+    volume.add("all_reduce", tokens * FULL * gradients, ranks, "tp", calls)
+    volume.add("all_reduce", tokens * low * outputs, ranks, "tp", output_calls)
+    volume.add("all_gather", tokens * low * gathered / ranks, ranks, "tp", calls)
+    volume.add("all_reduce", FULL * rounds * sizes.weights, ranks, "tp", rounds)
+
+
+def _cut_stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
+    """Add the flows of layers if the residual stream is cut by tokens.
+
+    A region gathers its input and scatters its output; gradients go the opposite ways. Backward
+    gathers the input again, if the input was saved in parts. Each stage of a pipeline cuts the
+    stream that it receives, and gathers the stream that it sends.
+    """
+    mesh = layout.mesh
+    ranks = mesh.tp
+    rounds = layout.batch.accumulation
+    recomputes = layout.activation_checkpointing != "none"
+    sizes = regions(facts)
+    gathers = sizes.inputs + sizes.rows + sizes.outputs
+    reduces = sizes.inputs + sizes.outputs + sizes.rows
+    if recomputes:
+        gathers += sizes.inputs + sizes.rows
+        reduces += sizes.outputs_again
+    else:
+        reduces -= sizes.without_gradient
+        if not layout.config.compile.enabled:
+            # A compiled region saves its whole input instead.
+            gathers += sizes.saved
+    stages = mesh.pp
+    if layout.pipeline:
+        stages *= layout.pipeline.stages_per_rank
+    # What stages send, and the gradients of what they receive. The first stage has a gradient of its
+    # input if that trains, or if it recomputes: recomputation begins at the input of a block.
+    boundaries = stages + (stages - 1)
+    if recomputes or _trains_before_blocks(facts):
+        boundaries += 1
+    low = WIDTH[layout.precision]
+    stream_width = LOW if kind_of(layout) == "low" else FULL
+    gathered = low * gathers + stream_width * facts.hidden * boundaries
+    calls = rounds * 2 * sizes.inputs / max(1, facts.hidden)
+    volume.add("all_gather", tokens / ranks * gathered, ranks, "tp", calls)
+    volume.add("reduce_scatter", tokens * low * reduces, ranks, "tp", calls)
+    embedding = tokens * widths(facts, mesh.pp > 1).embedding
+    volume.add("all_reduce", FULL * (embedding + rounds * sizes.weights), ranks, "tp", 2 * rounds)
+
+
 def experts(
     volume: Volume,
     layout: Layout,
@@ -267,127 +478,111 @@ def experts(
     axis: Axis,
     shared: bool = False,
 ) -> None:
-    """Of experts cut over ranks: where these share their tokens, sums of the outputs, and of the gradients of tokens and choices; else each
-    choice goes to its expert and back, and so do gradients, beside the number of rows for each. Mean over ranks, whatever the routing."""
-    layers = sum(
-        number
-        for block, number in facts.kinds_of_blocks
-        if any(weight.style == "experts" for weight in block)
-    )
-    again, rounds = layout.activation_checkpointing != "none", layout.batch.accumulation
-    one, choices = (
-        tokens * facts.hidden * (2 if kind_of(layout) == "low" else 4),
-        facts.experts_per_token,
-    )
+    """Add the flows of experts that are cut over `ranks` of an axis; means over ranks.
+
+    If these ranks share their tokens (`shared`), they add up outputs, and the gradients of tokens
+    and of choices. Otherwise the token of each choice goes to its expert and back, and so do
+    gradients; before this, ranks exchange the number of rows for each expert.
+    """
+    layers = 0
+    for block, number in facts.kinds_of_blocks:
+        if any(weight.style == "experts" for weight in block):
+            layers += number
+    rounds = layout.batch.accumulation
+    choices = facts.experts_per_token
+    stream_width = LOW if kind_of(layout) == "low" else FULL
+    token_bytes = tokens * facts.hidden * stream_width
     if shared:
-        volume.add(
-            "all_reduce",
-            layers * (2 * one + 4 * tokens * choices),
-            ranks,
-            axis,
-            3 * layers * rounds,
-        )
-    else:
-        exchanged = one * choices * (4 + 2 * again) + 8 * facts.experts * rounds * (1 + again)
-        volume.add("all_to_all", layers * exchanged, ranks, axis, layers * rounds * (5 + 3 * again))
-
-
-def _stream(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
-    """The same where the residual stream is cut by tokens: a region gathers its input, and again for backward where that was kept in parts,
-    and deals out its output; gradients go the opposite ways. Each stage cuts what it is given and gathers what it hands on."""
-    ranks, rounds, recomputed, of = (
-        layout.mesh.tp,
-        layout.batch.accumulation,
-        layout.activation_checkpointing != "none",
-        regions(facts),
-    )
-    low, kind = WIDTH[layout.precision], kind_of(layout)
-    wide, stages = (
-        (2 if kind == "low" else 4) * facts.hidden,
-        layout.mesh.pp * (layout.pipeline.stages_per_rank if layout.pipeline else 1),
-    )
-    # Recomputation begins at a block's input, which gets a gradient whether or not anything before it learns.
-    trains = recomputed or any(
-        weight.trainable for weight in facts.end_weights if weight.place in ("before", "both")
-    )
-    gathers = of["enter"] * (1 + recomputed) + of["rows"] * (1 + recomputed) + of["outputs"]
-    # A compiled region keeps all that it has gathered.
-    keeps_parts = not recomputed and not layout.config.compile.enabled
-    if keeps_parts:
-        gathers += of["kept"]
-    reduces = (
-        of["enter"]
-        - of["stopped"] * (not recomputed)
-        + of["outputs"]
-        + of["again"] * recomputed
-        + of["rows"]
-    )
-    calls = rounds * 2 * of["enter"] / max(1, facts.hidden)
-    # What stages hand on, and gradients of what they are given.
-    cuts = stages + (stages - 1 + trains)
-    volume.add("all_gather", tokens / ranks * (low * gathers + wide * cuts), ranks, "tp", calls)
-    volume.add("reduce_scatter", tokens * low * reduces, ranks, "tp", calls)
-    embedding = tokens * widths(facts, layout.mesh.pp > 1)["embedding"]
-    volume.add("all_reduce", 4 * (embedding + rounds * of["weights"]), ranks, "tp", 2 * rounds)
+        summed = 2 * token_bytes + FULL * tokens * choices
+        volume.add("all_reduce", layers * summed, ranks, axis, EXPERT_SUMS * layers * rounds)
+        return
+    exchanges = EXCHANGES
+    count_exchanges = 1
+    if layout.activation_checkpointing != "none":
+        exchanges += EXCHANGES_AGAIN
+        count_exchanges += 1
+    counts = ROW_COUNT * facts.experts * rounds * count_exchanges
+    exchanged = token_bytes * choices * exchanges + counts
+    calls = layers * rounds * (exchanges + count_exchanges)
+    volume.add("all_to_all", layers * exchanged, ranks, axis, calls)
 
 
 def _vocabulary(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
-    """The loss over a head that is cut by rows: of each token that carries one its largest logit, that of the target with the sum, and
-    the entropy where the objective needs it; and of all tokens what comes back to the hidden states."""
-    real = (
-        max(0.0, layout.tokens_per_row - 1)
-        * layout.rows
-        * layout.batch.accumulation
-        / layout.mesh.cp
-    )
+    """Add the flows of the loss over a head that is cut by rows.
+
+    Each token with a loss sends its largest logit, the target's logit with the sum, and the entropy
+    if the objective needs it. All tokens send the gradients of the hidden states.
+    """
     algorithm = layout.config.algorithm
-    each = 4 + 8 + 4 * ("entropy" in algorithm.head_outputs)
-    chunk = getattr(algorithm, "loss_chunk", 0) or layout.rows * layout.length
-    calls = 2 * math.ceil(layout.rows * layout.length / chunk) * layout.batch.accumulation
-    volume.add("all_reduce", each * real + 4 * tokens * facts.hidden, layout.mesh.tp, "tp", calls)
+    rounds = layout.batch.accumulation
+    targets = max(0.0, layout.tokens_per_row - 1)
+    tokens_with_loss = targets * layout.rows * rounds / layout.mesh.cp
+    per_token = LARGEST_LOGIT + TARGET_AND_SUM
+    if "entropy" in algorithm.head_outputs:
+        per_token += ENTROPY
+    tokens_of_micro_batch = layout.rows * layout.length
+    chunk = getattr(algorithm, "loss_chunk", 0) or tokens_of_micro_batch
+    calls = 2 * math.ceil(tokens_of_micro_batch / chunk) * rounds
+    summed = per_token * tokens_with_loss + FULL * tokens * facts.hidden
+    volume.add("all_reduce", summed, layout.mesh.tp, "tp", calls)
 
 
 def context(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> None:
-    """Ulysses: in each block queries, keys and values (heads repeated where the ranks do not divide them) change from parts of the sequence
-    to heads by an all-to-all, what attention makes of them changes back, and all gradients go the same ways; activation checkpointing
-    repeats the forward. Then the losses of all tokens are gathered. Ring attention is counted as it would send at least:
-    keys and values once around in forward, and with their gradients in backward."""
-    ranks, rounds, tp = layout.mesh.cp, layout.batch.accumulation, layout.mesh.tp
+    """Add the flows of context parallelism.
+
+    Ulysses: in each block an all-to-all changes queries, keys and values from parts of the sequence
+    to heads, and the results of attention change back. Heads of keys and values are repeated if the
+    ranks do not divide them. Gradients go the same ways, and activation checkpointing repeats the
+    forward. Then the losses of all tokens are gathered.
+
+    Ring attention: the least that it could send, which is keys and values once around in forward,
+    and with their gradients in backward.
+    """
+    ranks = layout.mesh.cp
     if ranks == 1:
         return
+    rounds = layout.batch.accumulation
+    blocks = len(facts.block_weights)
     tokens = layout.rows * layout.length / ranks * rounds
-    entries = tokens * facts.head_dim  # of a head
-    heads, kv = facts.heads / tp, max(1, facts.kv_heads // tp)
-    passes = (3 if layout.activation_checkpointing != "none" else 2) * len(facts.block_weights)
+    head_entries = tokens * facts.head_dim
+    heads = facts.heads / layout.mesh.tp
+    kv_heads = max(1, facts.kv_heads // layout.mesh.tp)
+    passes = 2 * blocks
+    if layout.activation_checkpointing != "none":
+        passes = 3 * blocks
     width = WIDTH[layout.precision]
-    # Under autocast the rotary embedding makes queries and keys fp32, and values travel with them.
-    turned = 4 if kind_of(layout) == "autocast" else width
     if layout.strategy.context_method() == "ulysses":
-        kv *= ranks // math.gcd(kv, ranks)
-        volume.add(
-            "all_to_all",
-            passes * entries * (turned * (heads + 2 * kv) + width * heads),
-            ranks,
-            "cp",
-            2 * passes * rounds,
-        )
+        # Under autocast the rotary embedding makes queries and keys fp32. Values go with them.
+        width_before = FULL if kind_of(layout) == "autocast" else width
+        kv_heads *= ranks // math.gcd(kv_heads, ranks)
+        head_bytes = width_before * (heads + 2 * kv_heads) + width * heads
+        sent = passes * head_entries * head_bytes
+        volume.add("all_to_all", sent, ranks, "cp", 2 * passes * rounds)
     else:
-        around = (passes + len(facts.block_weights)) * (ranks - 1)
-        volume.add("p2p", around * entries * 2 * heads * width, ranks, "cp", passes * rounds)
-    _answers(volume, layout, tokens, head)
+        hops = (passes + blocks) * (ranks - 1)
+        sent = hops * head_entries * 2 * heads * width
+        volume.add("p2p", sent, ranks, "cp", passes * rounds)
+    _context_outputs(volume, layout, tokens, head)
 
 
-def _answers(volume: Volume, layout: Layout, tokens: float, head: Head) -> None:
-    """The outputs that an objective needs of unsharded sequences: bytes for each token, and sums."""
-    ranks, rounds = layout.mesh.cp, layout.batch.accumulation
+def _context_outputs(volume: Volume, layout: Layout, tokens: float, head: Head) -> None:
+    """Add the flows of outputs of whole sequences, which an objective needs."""
+    ranks = layout.mesh.cp
+    rounds = layout.batch.accumulation
     if head == "text":
-        # At least: one class.
-        volume.add("all_reduce", 4 * layout.rows * rounds, ranks, "cp", rounds)
+        # One class, which is the least.
+        volume.add("all_reduce", FULL * layout.rows * rounds, ranks, "cp", rounds)
         return
-    head_outputs = layout.config.algorithm.head_outputs if head != "score" else frozenset()
-    each = 4 * (
-        ("log_probs" in head_outputs) + ("entropy" in head_outputs) + (head in ("score", "valued"))
-    )
+    head_outputs: frozenset[str] = frozenset()
+    if head != "score":
+        head_outputs = layout.config.algorithm.head_outputs
+    numbers = 0
+    if "log_probs" in head_outputs:
+        numbers += 1
+    if "entropy" in head_outputs:
+        numbers += 1
+    if head in ("score", "valued"):
+        numbers += 1
     if "cross_entropy" in head_outputs:
-        volume.add("all_reduce", 4 * rounds, ranks, "cp", rounds)
-    volume.add("all_gather", each * tokens, ranks, "cp", rounds)
+        volume.add("all_reduce", FULL * rounds, ranks, "cp", rounds)
+    volume.add("all_gather", FULL * numbers * tokens, ranks, "cp", rounds)

@@ -1,4 +1,5 @@
-"""Advice: the smallest change that would fit, the longest row, the largest micro-batch, other numbers of hosts; and fallbacks. Pure."""
+"""Advice: the smallest change after which a run fits, the longest row, the largest micro-batch, other
+numbers of hosts, and fallbacks for a run that ran out of memory. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from typing import Any, NamedTuple
 
 from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec
 from drumline.core.batch import default_rounds
@@ -32,31 +34,40 @@ from drumline.planner.search.answer import (
 )
 from drumline.planner.search.search import CHECKPOINTING, evaluate, fits, search, search_space
 
-STEP = 64  # tokens; rows that are advised are a multiple of it long
+STEP = 64  # tokens; the length of an advised row is a multiple of it
 SHORT = 512  # tokens; no shorter row is advised
 MOST_HOSTS = 1024
-LONGEST = 1 << 20  # tokens, where the model has no end of its own
+HOST_SIZES = (2, 4, 8)  # devices of one host
+LONGEST = 1 << 20  # tokens of the longest row if the model sets no limit
 MOST_ROWS = 1 << 12
-MLP_CHUNK = 8192  # tokens: wide enough for a GPU's products
-MOST_CHANGES = 3  # that one line names
-DISK = "/nvme"  # stands for a folder that is not named yet
+MLP_CHUNK = 8192  # tokens; products of so many rows fill a GPU
+MOST_CHANGES = 3  # that an error names
+DISK = "/nvme"  # stands for a folder that the user has to name
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change after which a run fits. `what`: as keys of the YAML; `found`: the first plan after it."""
+    """A change after which a run fits.
+
+    `what`: the change as keys of the YAML. `found`: the first plan after it.
+    """
 
     what: str
     found: Candidate
 
     def line(self) -> str:
+        """Return the change with the plan and its memory."""
         estimate = self.found.estimate
-        return f"{self.what} ({self.found.name}: {gb(estimate.memory.reserved)} of {gb(estimate.limit)})"
+        needs = gb(estimate.memory.reserved)
+        return f"{self.what} ({self.found.name}: {needs} of {gb(estimate.limit)})"
 
 
 @dataclass(frozen=True)
 class Most:
-    """The longest row, or the largest micro-batch, that a family fits. `number`: tokens, or samples."""
+    """The longest row, or the largest micro-batch, with which a family fits.
+
+    `number`: tokens, or samples. `found`: the first plan with it.
+    """
 
     number: int
     found: Candidate
@@ -64,7 +75,10 @@ class Most:
 
 @dataclass(frozen=True)
 class Adapted:
-    """One of full, LoRA and QLoRA: its answer, and the longest row that fits; None for images, and where none does."""
+    """One of full, LoRA and QLoRA, with its answer.
+
+    `longest`: the longest row that fits; None for images, and if no row fits.
+    """
 
     name: str
     answer: Answer
@@ -72,41 +86,45 @@ class Adapted:
 
     @property
     def best(self) -> Candidate | None:
-        """The first that fits, else the one that needs least."""
-        near = (refused.best for refused in self.answer.refused if refused.best)
-        return (
-            self.answer.ranked[0]
-            if self.answer.ranked
-            else min(near, key=lambda c: c.estimate.memory.reserved, default=None)
-        )
+        """The first candidate that fits, or else the one that needs least."""
+        if self.answer.ranked:
+            return self.answer.ranked[0]
+        return _leanest(refused.best for refused in self.answer.refused)
+
+
+def _leanest(candidates: Iterable[Candidate | None]) -> Candidate | None:
+    """Return the candidate that needs least memory; None if there is none."""
+    known = [candidate for candidate in candidates if candidate is not None]
+    return min(known, key=lambda each: each.estimate.memory.reserved, default=None)
 
 
 def nothing_fits(answer: Answer) -> tuple[Change, ...]:
-    """The smallest change of each kind after which something fits, in this order: checkpointing, micro-batch, a disk, adapters, a shorter
-    row, more devices. Empty where none would help."""
-    found = (
-        (what, search(changed, with_room=True))
-        for what, changed in _proposals(answer.question)
-        if fits(changed)
-    )
-    return tuple(Change(what, made.ranked[0]) for what, made in found if made.ranked)
+    """Return the smallest change of each kind after which something fits; empty if none would help.
+
+    The order is: checkpointing, micro-batch, a disk, adapters, a shorter row, more devices.
+    """
+    changes = []
+    for what, changed in _proposals(answer.question):
+        if not fits(changed):
+            continue
+        ranked = search(changed, with_room=True).ranked
+        if ranked:
+            changes.append(Change(what, ranked[0]))
+    return tuple(changes)
 
 
 def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
-    """The error that nothing fits: one line with the nearest candidate, and the smallest changes (nothing_fits)."""
-    near = [refused.best for refused in answer.refused if refused.best is not None]
-    if not near:
+    """Return the error that nothing fits: the nearest candidate, and the smallest changes."""
+    nearest = _leanest(refused.best for refused in answer.refused)
+    if nearest is None:
         first = answer.refused[0]
         return PlanError(
             f"no strategy goes with this config: {first.name}: {first.reason}", where="strategy"
         )
-    nearest = min(near, key=lambda candidate: candidate.estimate.memory.reserved)
-    helps = "; or ".join(change.line() for change in changes[:MOST_CHANGES])
-    fix = (
-        f"it would with {helps}"
-        if helps
-        else "no change was found that would: take a smaller model, or larger devices"
-    )
+    fix = "no change was found that would: take a smaller model, or larger devices"
+    if changes:
+        lines = "; or ".join(change.line() for change in changes[:MOST_CHANGES])
+        fix = f"it would with {lines}"
     return PlanError(
         f"nothing fits; nearest is {nearest.name}: {why_not(nearest.estimate)}",
         where="strategy",
@@ -115,189 +133,261 @@ def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
 
 
 def max_length(question: Question) -> tuple[Most, ...]:
-    """For each family the longest row that fits, in steps of 64 tokens; samples of a step stay as they are. The longest first. Raises
-    PlanError for images alone."""
+    """Return for each family the longest row that fits, in steps of 64 tokens, the longest first.
+
+    The samples of a step stay as they are. Raises PlanError for images alone.
+    """
     if question.config.images_alone:
         raise PlanError(
             "rows of images have no length", where="--max-seq", fix="ask for --max-batch"
         )
+
+    def longest(family: Sequence[StrategySpec]) -> Most | None:
+        return _longest(question, family)
+
+    return _by_family(question, longest)
+
+
+def _longest(question: Question, family: Sequence[StrategySpec]) -> Most | None:
+    """Return the longest row with which one of some strategies fits."""
     end = question.facts.max_positions or LONGEST
-    return _by_family(
-        question,
-        lambda family: _most(partial(_of_length, question), family, _shortest(question), end, STEP),
-    )
+    return _most(partial(_of_length, question), family, _shortest(question), end, STEP)
 
 
 def _shortest(question: Question) -> int:
-    """The first multiple of STEP that leaves room for a prompt before what is sampled."""
+    """Return the first multiple of STEP that leaves room for a prompt before sampled tokens."""
     return STEP * (question.config.algorithm.new_tokens // STEP + 1)
 
 
 def by_adapter(answer: Answer, plain: Question) -> tuple[Adapted, ...]:
-    """The same run with all weights trained, by LoRA and by QLoRA (on a GPU), as far as they can be counted. `plain`: the answer's question
-    without its adapter. What real steps have shown of the answer counts for all."""
+    """Return the same run with all weights trained, by LoRA and by QLoRA, as far as they are counted.
+
+    `plain`: the answer's question without its adapter. All are corrected as the answer is.
+    """
     plain = replace(plain, correction=answer.question.correction)
-    adapter, made = (
-        answer.question.config.adapter,
-        {"full": plain, **under_adapters(answer.question)},
-    )
-    own = (
-        "full"
-        if not isinstance(adapter, LoRAConfig)
-        else "LoRA"
-        if adapter.quantize == "none"
-        else "QLoRA"
-    )
-    each = ((name, answer if name == own else search(other)) for name, other in made.items())
-    return tuple(
-        Adapted(
-            name, found, None if found.question.config.images_alone else _longest(found.question)
-        )
-        for name, found in each
-    )
+    questions = {"full": plain, **under_adapters(answer.question)}
+    own = _adapter_name(answer.question)
+    adapted = []
+    for name, question in questions.items():
+        found = answer if name == own else search(question)
+        longest = None
+        if not found.question.config.images_alone:
+            longest = _longest_of_all(found.question)
+        adapted.append(Adapted(name, found, longest))
+    return tuple(adapted)
+
+
+def _adapter_name(question: Question) -> str:
+    """Return which of full, LoRA and QLoRA a question is about."""
+    adapter = question.config.adapter
+    if not isinstance(adapter, LoRAConfig):
+        return "full"
+    return "LoRA" if adapter.quantize == "none" else "QLoRA"
 
 
 def beside_adapters(answer: Answer) -> tuple[Adapted, ...]:
-    """The same as `by_adapter` of an answer that trains all weights, without the longest rows, which take seconds to find."""
-    adapters = [
-        (name, search(question)) for name, question in under_adapters(answer.question).items()
-    ]
-    return tuple(Adapted(name, found, None) for name, found in [("full", answer), *adapters])
+    """Return the same as `by_adapter` for an answer that trains all weights, without longest rows.
+
+    Longest rows take seconds to find.
+    """
+    adapted = [Adapted("full", answer, None)]
+    for name, question in under_adapters(answer.question).items():
+        adapted.append(Adapted(name, search(question), None))
+    return tuple(adapted)
 
 
-def _longest(question: Question) -> Most | None:
-    """The longest row that fits, by any strategy; first those that cut most, so that few others are looked at closely."""
-    end = question.facts.max_positions or LONGEST
-    cut = sorted(
-        search_space(question),
-        key=lambda strategy: -getattr(strategy, "cp", 1) * getattr(strategy, "tp", 1),
-    )
-    return _most(partial(_of_length, question), cut, _shortest(question), end, STEP)
+def _longest_of_all(question: Question) -> Most | None:
+    """Return the longest row that fits with any strategy.
+
+    Strategies that cut most come first, so the search looks closely at few of the rest.
+    """
+
+    def parts(strategy: StrategySpec) -> int:
+        return int(getattr(strategy, "cp", 1) * getattr(strategy, "tp", 1))
+
+    strategies = sorted(search_space(question), key=parts, reverse=True)
+    return _longest(question, strategies)
 
 
 def max_batch(question: Question) -> tuple[Most, ...]:
-    """For each family the largest micro-batch of a device that fits; the global batch follows it. The largest first."""
+    """Return for each family the largest micro-batch of a device that fits, the largest first.
+
+    The global batch follows the micro-batch.
+    """
 
     def largest(family: Sequence[StrategySpec]) -> Most | None:
-        each = (
-            _most(partial(_of_batch, question, strategy), [strategy], 1, MOST_ROWS, 1)
-            for strategy in family
-        )
-        return max(
-            filter(None, each),
-            key=lambda most: (most.number, most.found.estimate.tokens_per_s),
-            default=None,
-        )
+        found = []
+        for strategy in family:
+            most = _most(partial(_of_batch, question, strategy), [strategy], 1, MOST_ROWS, 1)
+            if most is not None:
+                found.append(most)
+        return max(found, key=_size_and_speed, default=None)
 
     return _by_family(question, largest)
 
 
+def _size_and_speed(most: Most) -> tuple[int, float]:
+    """Return the order of micro-batches: by size, then by speed."""
+    return most.number, most.found.estimate.tokens_per_s
+
+
 def what_if(question: Question, nodes: Sequence[int]) -> tuple[Answer, ...]:
-    """The answers on as many hosts of the cluster, in that order."""
-    return tuple(
-        search(replace(question, cluster=with_nodes(question.cluster, number))) for number in nodes
-    )
+    """Return the answers for these numbers of hosts of the cluster, in their order."""
+    answers = []
+    for number in nodes:
+        cluster = with_nodes(question.cluster, number)
+        answers.append(search(replace(question, cluster=cluster)))
+    return tuple(answers)
 
 
-def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
-    """(change as keys of the YAML, the question after it), in the order of `nothing_fits`."""
-    config, cluster = question.config, question.cluster
+class Proposal(NamedTuple):
+    """A change as keys of the YAML, and the question after it."""
 
-    if (
-        "activation_checkpointing" in config.memory.model_fields_set
-        and config.memory.activation_checkpointing != "full"
-    ):
-        yield (
+    what: str
+    question: Question
+
+
+def _proposals(question: Question) -> Iterator[Proposal]:
+    """Yield changes in the order of `nothing_fits`."""
+    yield from _less_memory_a_row(question)
+    yield from _smaller_batch(question)
+    if question.nvme is None and question.deepspeed:
+        yield Proposal("strategy={kind: auto, nvme: FOLDER}", replace(question, nvme=DISK))
+    host = _with_host_memory(question)
+    if host is not None:
+        yield host
+    if question.config.adapter.kind == "none" and question.config.head == "lm":
+        keys = {"LoRA": "adapter=lora", "QLoRA": "adapter={kind: lora, quantize: 4bit}"}
+        for name, adapted in under_adapters(question).items():
+            yield Proposal(keys[name], adapted)
+    shorter = _with_shorter_rows(question)
+    if shorter is not None:
+        yield shorter
+    for larger in _larger(question):
+        if fits(larger.question):
+            yield larger
+            return
+
+
+def _less_memory_a_row(question: Question) -> Iterator[Proposal]:
+    """Yield changes after which a row needs less memory."""
+    memory = question.config.memory
+    is_set = "activation_checkpointing" in memory.model_fields_set
+    if is_set and memory.activation_checkpointing != "full":
+        yield Proposal(
             "memory.activation_checkpointing=full",
             question.with_values("memory", activation_checkpointing="full"),
         )
-    if not config.memory.activation_offload and cluster.device.kind == "cuda":
+    if not memory.activation_offload and question.cluster.device.kind == "cuda":
         least = {
             "activation_checkpointing": "full",
             "activation_offload": True,
             "mlp_chunk": MLP_CHUNK,
         }
-        yield f"memory={flow(least)}", question.with_values("memory", **least)
-    if config.batch.global_samples is not None and (
-        over := config.batch.global_samples % cluster.world_size
-    ):
-        samples = config.batch.global_samples - over + cluster.world_size
-        yield (
-            f"batch.global_samples={samples}",
-            question.with_values("batch", global_samples=samples),
+        yield Proposal(f"memory={flow(least)}", question.with_values("memory", **least))
+
+
+def _smaller_batch(question: Question) -> Iterator[Proposal]:
+    """Yield changes of the batch, and chunks of the loss."""
+    batch = question.config.batch
+    algorithm = question.config.algorithm
+    if batch.global_samples is not None:
+        world_size = question.cluster.world_size
+        surplus = batch.global_samples % world_size
+        if surplus:
+            # The next multiple of the world size.
+            samples = batch.global_samples - surplus + world_size
+            yield Proposal(
+                f"batch.global_samples={samples}",
+                question.with_values("batch", global_samples=samples),
+            )
+    if (batch.micro_batch or 1) > 1 or batch.accumulation is not None:
+        yield Proposal(
+            "batch.micro_batch=1",
+            question.with_values("batch", micro_batch=1, accumulation=None),
         )
-    if (config.batch.micro_batch or 1) > 1 or config.batch.accumulation is not None:
-        yield "batch.micro_batch=1", question.with_values("batch", micro_batch=1, accumulation=None)
-    chunk = type(config.algorithm).model_fields.get("loss_chunk")
-    if chunk is not None and not getattr(config.algorithm, "loss_chunk", None):
-        yield (
+    chunk = type(algorithm).model_fields.get("loss_chunk")
+    if chunk is not None and not getattr(algorithm, "loss_chunk", None):
+        yield Proposal(
             f"algorithm.loss_chunk={chunk.default}",
             question.with_values("algorithm", loss_chunk=chunk.default),
         )
-    if question.nvme is None and question.deepspeed:
-        yield "strategy={kind: auto, nvme: FOLDER}", replace(question, nvme=DISK)
-    if (host := _with_host_memory(question)) is not None:
-        yield host
-    if config.adapter.kind == "none" and config.head == "lm":
-        whats = {"LoRA": "adapter=lora", "QLoRA": "adapter={kind: lora, quantize: 4bit}"}
-        yield from ((whats[name], adapted) for name, adapted in under_adapters(question).items())
+
+
+def _with_shorter_rows(question: Question) -> Proposal | None:
+    """Return the change to the longest row that fits; None if no shorter row fits."""
+    config = question.config
+    if config.images_alone:
+        return None
+
+    def fits_with(tokens: int) -> bool:
+        return fits(_of_length(question, tokens))
+
     start = max(SHORT, _shortest(question))
-    end = 0 if config.images_alone else config.data.max_length - 1
-    if (tokens := _largest(lambda n: fits(_of_length(question, n)), start, end, STEP)) is not None:
-        shorter = _of_length(question, tokens)
-        batch = (
-            ""
-            if shorter.config.batch == config.batch
-            else f" batch={flow(shorter.config.batch.model_dump(exclude_defaults=True))}"
-        )
-        yield f"data.max_length={tokens}{batch}", shorter
-    for what, larger in _larger(question):
-        if fits(larger):
-            yield what, larger
-            return
+    tokens = _largest(fits_with, range(start, config.data.max_length, STEP))
+    if tokens is None:
+        return None
+    shorter = _of_length(question, tokens)
+    what = f"data.max_length={tokens}"
+    batch = shorter.config.batch
+    if batch != config.batch:
+        what += f" batch={flow(batch.model_dump(exclude_defaults=True))}"
+    return Proposal(what, shorter)
 
 
-def _with_host_memory(question: Question) -> tuple[str, Question] | None:
-    """The change that says how much memory a host has, where that was assumed: the least with which something fits. None otherwise."""
+def _with_host_memory(question: Question) -> Proposal | None:
+    """Return the change that sets a host's memory, to the least with which something fits.
+
+    None if that memory is known already, or if nothing fits with any.
+    """
     cluster = question.cluster
     if not cluster.host_memory_assumed:
         return None
-    unlimited = replace(
-        question, cluster=replace(cluster, host_memory_bytes=None, host_memory_assumed=False)
-    )
-    found = search(unlimited, with_room=True).ranked
+    unlimited = replace(cluster, host_memory_bytes=None, host_memory_assumed=False)
+    found = search(replace(question, cluster=unlimited), with_room=True).ranked
     if not found:
         return None
     least = math.ceil(min(candidate.estimate.host.most for candidate in found) / GB)
     known = replace(cluster, host_memory_bytes=int(least * GB), host_memory_assumed=False)
-    return f"cluster.host_memory_gb={least}", replace(question, cluster=known)
+    return Proposal(f"cluster.host_memory_gb={least}", replace(question, cluster=known))
 
 
-def _larger(question: Question) -> Iterator[tuple[str, Question]]:
-    """(What changes, the question) on more devices, the fewest first: up to eight in the one host, then twice as many hosts again and
-    again."""
+def _larger(question: Question) -> Iterator[Proposal]:
+    """Yield the question on more devices, the fewest first.
+
+    They are up to eight in one host, then twice as many hosts again and again.
+    """
     cluster = question.cluster
-    sizes = [
-        (1, number) for number in (2, 4, 8) if cluster.nodes == 1 and number > cluster.per_node
-    ]
-    full = sizes[-1][1] if sizes else cluster.per_node
-    doubled = (cluster.nodes << times for times in range(1, MOST_HOSTS.bit_length()))
-    for nodes, per_node in [*sizes, *((nodes, full) for nodes in doubled if nodes <= MOST_HOSTS)]:
-        spread = f"{nodes} × {per_node}" if nodes > 1 else f"{per_node}"
-        host = cluster.host_memory_bytes
-        if host is not None and cluster.host_memory_assumed:
-            host = host // cluster.per_node * per_node
+    sizes = []
+    per_host = cluster.per_node
+    if cluster.nodes == 1:
+        for size in HOST_SIZES:
+            if size > cluster.per_node:
+                sizes.append((1, size))
+                per_host = size
+    nodes = 2 * cluster.nodes
+    while nodes <= MOST_HOSTS:
+        sizes.append((nodes, per_host))
+        nodes *= 2
+    for nodes, per_node in sizes:
+        host_memory = cluster.host_memory_bytes
+        if host_memory is not None and cluster.host_memory_assumed:
+            host_memory = host_memory // cluster.per_node * per_node
         larger = replace(
-            cluster, nodes=nodes, per_node=per_node, host_memory_bytes=host, found=False
+            cluster, nodes=nodes, per_node=per_node, host_memory_bytes=host_memory, found=False
         )
-        yield (
-            f"{spread} devices in place of {cluster.world_size}",
+        devices = f"{nodes} × {per_node}" if nodes > 1 else f"{per_node}"
+        yield Proposal(
+            f"{devices} devices in place of {cluster.world_size}",
             replace(question, cluster=larger),
         )
 
 
 def without_offload(question: Question) -> Change | None:
-    """The fewest more devices on which something fits that keeps nothing in host memory, and the best plan there; None without any."""
+    """Return the fewest more devices on which something fits without offloading, and its best plan.
+
+    None if no number of devices is enough.
+    """
     for what, larger in _larger(question):
         on_devices = [strategy for strategy in search_space(larger) if not is_offloaded(strategy)]
         if fits(larger, on_devices):
@@ -307,71 +397,86 @@ def without_offload(question: Question) -> Change | None:
 
 
 def under_adapters(question: Question) -> dict[str, Question]:
-    """The question under LoRA and QLoRA (on a GPU), by the adapter that it has, else by one over all linear layers; empty where `with_lora`
-    cannot count that. Both have the same object of facts: what is cached by facts would compare equal ones weight by weight."""
-    adapter = question.config.adapter
-    if not isinstance(adapter, LoRAConfig):
-        adapter = LoRAConfig()
-        facts = with_lora(question.facts, adapter) if question.config.head == "lm" else None
-        if facts is None:
+    """Return the question under LoRA and, on a GPU, under QLoRA.
+
+    The adapter is the question's own, or else one over all linear layers. The result is empty if
+    `with_lora` cannot count it. Both questions share one object of facts: caches compare equal facts
+    weight by weight if they are different objects.
+    """
+    if not isinstance(question.config.adapter, LoRAConfig):
+        adapted = _with_default_adapter(question)
+        if adapted is None:
             return {}
-        config = question.config.model_copy(update={"adapter": adapter})
-        roles = config.algorithm.auxiliary_models(
-            config
-        ).keys()  # without the adapter the policy is its own reference
-        facts = replace(
-            facts, roles={name: sizes for name, sizes in facts.roles.items() if name in roles}
-        )
-        question = replace(
-            question,
-            facts=facts,
-            roles={name: role for name, role in question.roles.items() if name in roles},
-        )
-    kinds = (
-        {"LoRA": "none", "QLoRA": "4bit"}
-        if question.cluster.device.kind == "cuda"
-        else {"LoRA": "none"}
-    )
-    question = replace(question, config=question.config.model_copy(update={"adapter": adapter}))
-    return {
-        name: question.with_values("adapter", quantize=quantize) for name, quantize in kinds.items()
-    }
+        question = adapted
+    questions = {"LoRA": question.with_values("adapter", quantize="none")}
+    if question.cluster.device.kind == "cuda":
+        questions["QLoRA"] = question.with_values("adapter", quantize="4bit")
+    return questions
+
+
+def _with_default_adapter(question: Question) -> Question | None:
+    """Return the question with an adapter over all linear layers; None if it cannot be counted."""
+    if question.config.head != "lm":
+        return None
+    adapter = LoRAConfig()
+    facts = with_lora(question.facts, adapter)
+    if facts is None:
+        return None
+    config = question.config.model_copy(update={"adapter": adapter})
+    # Without its adapter the policy is its own reference, so there are fewer auxiliary models.
+    names = config.algorithm.auxiliary_models(config).keys()
+    sizes = {name: role for name, role in facts.roles.items() if name in names}
+    roles = {name: role for name, role in question.roles.items() if name in names}
+    return replace(question, config=config, facts=replace(facts, roles=sizes), roles=roles)
 
 
 def _of_length(question: Question, tokens: int) -> Question:
-    """The question with rows of this many tokens. A global batch in tokens becomes one of as many samples; all rows count as full."""
-    config, old = question.config, question.config.data.max_length
+    """Return the question with rows of this many tokens, all of them full.
+
+    A global batch in tokens becomes one of as many samples.
+    """
+    config = question.config
+    old = config.data.max_length
     batch = config.batch
     if batch.global_tokens is not None:
         samples = max(1, batch.global_tokens // (old * config.algorithm.rows_per_sample))
         batch = batch.model_copy(update={"global_tokens": None, "global_samples": samples})
-    changed = config.model_copy(
-        update={"data": config.data.model_copy(update={"max_length": tokens}), "batch": batch}
-    )
-    return replace(
-        question, config=changed, facts=with_length(question.facts, old, tokens), data=None
-    )
+    data = config.data.model_copy(update={"max_length": tokens})
+    changed = config.model_copy(update={"data": data, "batch": batch})
+    facts = with_length(question.facts, old, tokens)
+    return replace(question, config=changed, facts=facts, data=None)
 
 
 def _of_batch(question: Question, strategy: StrategySpec, micro: int) -> Question:
-    """The question with this micro-batch, and with as many of them in a step as the strategy has stages, or the algorithm's groups need."""
-    rounds = 1
-    with suppress(PlanError):  # which the search reports
+    """Return the question with this micro-batch.
+
+    A step accumulates as many micro-batches as the strategy has stages, or as the groups of the
+    algorithm need.
+    """
+    accumulation = 1
+    # A PlanError is left to the search, which reports it.
+    with suppress(PlanError):
         mesh = strategy.mesh(question.cluster.world_size)
-        rounds = default_rounds(
-            question.config.algorithm, micro * mesh.data_ranks, in_flight(mesh, strategy)
-        )
-    batch = BatchConfig(micro_batch=micro, accumulation=rounds)
+        samples = micro * mesh.data_ranks
+        stages = in_flight(mesh, strategy)
+        accumulation = default_rounds(question.config.algorithm, samples, stages)
+    batch = BatchConfig(micro_batch=micro, accumulation=accumulation)
     return replace(question, config=question.config.model_copy(update={"batch": batch}), data=None)
 
 
 def _by_family(
     question: Question, most: Callable[[Sequence[StrategySpec]], Most | None]
 ) -> tuple[Most, ...]:
+    """Return the result of `most` for each family that has one, the largest number first."""
     families = dict[str, list[StrategySpec]]()
     for strategy in search_space(question):
-        families.setdefault(strategy.names(question.cluster.world_size).family, []).append(strategy)
-    found: Iterable[Most] = filter(None, map(most, families.values()))
+        name = strategy.names(question.cluster.world_size).family
+        families.setdefault(name, []).append(strategy)
+    found = []
+    for family in families.values():
+        result = most(family)
+        if result is not None:
+            found.append(result)
     return tuple(sorted(found, key=lambda each: (-each.number, each.found.simple)))
 
 
@@ -382,122 +487,182 @@ def _most(
     last: int,
     step: int,
 ) -> Most | None:
-    """The largest number with which a family fits; None where no number does. A strategy that does not fit more than those before it is
-    asked once."""
-    make, best, number = cache(make), tuple[StrategySpec, ...](), first - step
+    """Return the largest number with which a family fits; None if it fits with none.
+
+    `make`: returns the question with a number. The numbers are first, first + step, … up to last. A
+    strategy that fits no more than those before it is searched once.
+    """
+    make = cache(make)
+    best: StrategySpec | None = None
+    number = first - step
     for strategy in family:
-        more = _largest(lambda n, one=strategy: fits(make(n), [one]), number + step, last, step)  # type: ignore[misc]
-        number, best = (number, best) if more is None else (more, (strategy,))
-    found = search(make(number), best, with_room=True).ranked if best else ()
+        more = _largest_of_strategy(make, strategy, range(number + step, last + 1, step))
+        if more is not None:
+            number = more
+            best = strategy
+    if best is None:
+        return None
+    found = search(make(number), [best], with_room=True).ranked
     return Most(number, found[0]) if found else None
 
 
-def _largest(good: Callable[[int], bool], first: int, last: int, step: int) -> int | None:
-    """The largest of first, first + step, … up to last that is good, where what is smaller than a good one is good; None without one."""
-    numbers = range(first, last + 1, step)
-    if not numbers or not good(first):
+def _largest_of_strategy(
+    make: Callable[[int], Question], strategy: StrategySpec, numbers: range
+) -> int | None:
+    """Return the largest number with which a strategy fits; None if it fits with none."""
+
+    def is_good(number: int) -> bool:
+        return fits(make(number), [strategy])
+
+    return _largest(is_good, numbers)
+
+
+def _largest(is_good: Callable[[int], bool], numbers: range) -> int | None:
+    """Return the largest good number; None if none is good.
+
+    All numbers that are smaller than a good one must be good.
+    """
+    if not numbers or not is_good(numbers[0]):
         return None
-    good_ones = bisect_left(numbers, True, key=lambda number: not good(number))
-    return numbers[good_ones - 1] if good_ones else None
+    good_ones = bisect_left(numbers, True, key=lambda number: not is_good(number))
+    if good_ones == 0:
+        return None
+    return numbers[good_ones - 1]
+
+
+class Fallbacks(NamedTuple):
+    """`fitting`: the plans that fit, the nearest to the run first. `leanest`: it may not fit."""
+
+    fitting: list[Candidate]
+    leanest: Candidate | None
+
+
+class _Fallback(NamedTuple):
+    """A plan with the number of its changes."""
+
+    changes: int
+    candidate: Candidate
+
+    def order(self) -> tuple[int, float, int]:
+        """Return what fallbacks are sorted by: few changes, few seconds, then much memory."""
+        estimate = self.candidate.estimate
+        return self.changes, estimate.seconds.total, -estimate.memory.peak
 
 
 def find_fallbacks(
     question: Question, plan: Plan, limit: int, below: int, baseline: Config
-) -> tuple[list[Candidate], Candidate | None]:
-    """Plans that take the same steps with less memory, for a run that ran out of it: (those that fit into `limit` bytes of a device and
-    peak below `below`, the nearest to `plan` first; the leanest of all, which may not fit). Near: few changes, then few seconds. The name
-    of each is its difference from `baseline`, the user's config.
+) -> Fallbacks:
+    """Return plans that take the same steps as `plan` with less memory, since it ran out of memory.
 
-    All keep the global batch, the ranks and the numbers (up to rounding): smaller micro-batches with more accumulation, activation
-    checkpointing, chunks of the cross-entropy, states sharded over the ranks there are, states kept on the host."""
-    found: list[tuple[int, Candidate]] = []
+    A plan fits if it needs at most `limit` bytes of a device and peaks below `below`. Its name is
+    its difference from `baseline`, the user's config.
+
+    All keep the global batch, the ranks and the numbers up to rounding. They may have smaller
+    micro-batches with more accumulation, activation checkpointing, chunks of the cross-entropy,
+    states sharded over the ranks, and states on the host.
+    """
+    found: list[_Fallback] = []
     for changes, config in _variants(plan, question.facts.batch_norms > 0):
         try:
             candidate = evaluate(question, config, changed(baseline, config))
         except PlanError:
             continue
-        found.append((changes, candidate))
-    leanest = min((c for _, c in found), key=lambda c: c.estimate.memory.reserved, default=None)
-    fitting = [
-        (n, c)
-        for n, c in found
-        if c.estimate.memory.peak < below
-        and c.estimate.memory.reserved <= limit
-        and c.estimate.host_fits
-    ]
-    fitting.sort(key=lambda f: (f[0], f[1].estimate.seconds.total, -f[1].estimate.memory.peak))
-    return [candidate for _, candidate in fitting], leanest
+        found.append(_Fallback(changes, candidate))
+    fitting = []
+    for fallback in found:
+        estimate = fallback.candidate.estimate
+        fits_device = estimate.memory.peak < below and estimate.memory.reserved <= limit
+        if fits_device and estimate.host_fits:
+            fitting.append(fallback)
+    fitting.sort(key=_Fallback.order)
+    leanest = _leanest(fallback.candidate for fallback in found)
+    return Fallbacks([fallback.candidate for fallback in fitting], leanest)
 
 
 def changed(old: Config, new: Config) -> str:
-    """The difference, as keys of the YAML: `batch: {micro_batch: 1, accumulation: 8}, memory: {activation_checkpointing: full}`."""
+    """Return the difference as keys of the YAML: `batch: {micro_batch: 1, accumulation: 8}`."""
     sections = []
     for section in ("strategy", "batch", "eval", "memory", "algorithm"):
-        before, after = (
-            getattr(old, section).model_dump(mode="json"),
-            getattr(new, section).model_dump(mode="json"),
-        )
-        usual = getattr(new, section).__class__.model_fields
-        keys = {
-            k: v
-            for k, v in after.items()
-            if before.get(k) != v
-            and (
-                k in before
-                or k == "kind"
-                or v != usual[k].get_default(call_default_factory=True, validated_data=after)
-            )
-        }
-        if keys:
-            kind = {"kind": after["kind"]} if "kind" in after and section == "strategy" else {}
-            sections.append(f"{section}: {flow({**kind, **keys})}")
+        before = getattr(old, section).model_dump(mode="json")
+        after = getattr(new, section).model_dump(mode="json")
+        fields = type(getattr(new, section)).model_fields
+        keys: dict[str, Any] = {}
+        for key, value in after.items():
+            if before.get(key) == value:
+                continue
+            # A key that only the new kind has is a difference if its value is not the default.
+            is_known = key in before or key == "kind"
+            if is_known or value != fields[key].get_default(
+                call_default_factory=True, validated_data=after
+            ):
+                keys[key] = value
+        if not keys:
+            continue
+        if section == "strategy" and "kind" in after:
+            keys = {"kind": after["kind"], **keys}
+        sections.append(f"{section}: {flow(keys)}")
     return ", ".join(sections)
 
 
-def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
-    """(number of changes, config). `by_micro_batch`: the results depend on the micro-batch (batch norm), so it stays."""
-    config, batch = plan.config, plan.batch
+class _Variant(NamedTuple):
+    """A config with the number of its changes."""
+
+    changes: int
+    config: Config
+
+
+def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[_Variant]:
+    """Yield configs that take the same steps with less memory.
+
+    `by_micro_batch`: the results depend on the micro-batch (batch norm), so it stays.
+    """
+    config = plan.config
+    batch = plan.batch
     per_rank = batch.micro_batch * batch.accumulation
-    micros = [
-        m
-        for m in range(batch.micro_batch, 0, -1)
-        if per_rank % m == 0 and (m == batch.micro_batch or not by_micro_batch)
-    ]
-    heavier = CHECKPOINTING[CHECKPOINTING.index(plan.activation_checkpointing) :]
-    algorithm = config.algorithm
-    chunks: list[AlgorithmSpec] = [algorithm]
-    if (
-        isinstance(algorithm, ChunkedSpec)
-        and not algorithm.loss_chunk
-        and algorithm.rollout is None
-    ):
-        usual = type(algorithm).model_fields["loss_chunk"].default
-        chunks.append(algorithm.model_copy(update={"loss_chunk": usual}))
-    spreads = [
-        (0, config.strategy),
-        *config.strategy.fallbacks(plan.mesh.data_ranks * plan.mesh.cp > 1, plan.device),
-    ]
-    for micro, kept, loss, (cost, strategy) in product(micros, heavier, chunks, spreads):
-        fewer = micro < batch.micro_batch
-        heavier_kind = (
-            kept != plan.activation_checkpointing or config.memory.checkpointed_blocks is not None
+    micro_batches = [batch.micro_batch]
+    if not by_micro_batch:
+        smaller = range(batch.micro_batch - 1, 0, -1)
+        micro_batches += [micro for micro in smaller if per_rank % micro == 0]
+    at_least_as_much = CHECKPOINTING[CHECKPOINTING.index(plan.activation_checkpointing) :]
+    algorithms = _with_chunks(config.algorithm)
+    has_copies = plan.mesh.data_ranks * plan.mesh.cp > 1
+    strategies = [(0, config.strategy), *config.strategy.fallbacks(has_copies, plan.device)]
+    choices = product(micro_batches, at_least_as_much, algorithms, strategies)
+    for micro, checkpointing, algorithm, (strategy_changes, strategy) in choices:
+        is_smaller = micro < batch.micro_batch
+        recomputes_more = (
+            checkpointing != plan.activation_checkpointing
+            or config.memory.checkpointed_blocks is not None
         )
-        changes = fewer + heavier_kind + (loss is not algorithm) + cost
+        is_chunked = algorithm is not config.algorithm
+        changes = is_smaller + recomputes_more + is_chunked + strategy_changes
         if not changes:
             continue
-        smaller = BatchConfig(
-            global_samples=batch.global_samples, micro_batch=micro, accumulation=per_rank // micro
-        )
-        held_out = config.eval.micro_batch
+        evaluation = config.eval
+        if evaluation.micro_batch and is_smaller:
+            smaller_eval = min(evaluation.micro_batch, micro)
+            evaluation = evaluation.model_copy(update={"micro_batch": smaller_eval})
         update = {
-            "batch": smaller,
-            "memory": config.memory.model_copy(
-                update={"activation_checkpointing": kept, "checkpointed_blocks": None}
+            "batch": BatchConfig(
+                global_samples=batch.global_samples,
+                micro_batch=micro,
+                accumulation=per_rank // micro,
             ),
-            "algorithm": loss,
+            "memory": config.memory.model_copy(
+                update={"activation_checkpointing": checkpointing, "checkpointed_blocks": None}
+            ),
+            "algorithm": algorithm,
             "strategy": strategy,
-            "eval": config.eval.model_copy(update={"micro_batch": min(held_out, micro)})
-            if held_out and fewer
-            else config.eval,
+            "eval": evaluation,
         }
-        yield changes, config.model_copy(update=update)
+        yield _Variant(changes, config.model_copy(update=update))
+
+
+def _with_chunks(algorithm: AlgorithmSpec) -> list[AlgorithmSpec]:
+    """Return an algorithm, and the same with a chunked loss if it can have one and has none."""
+    if not isinstance(algorithm, ChunkedSpec) or algorithm.loss_chunk:
+        return [algorithm]
+    if algorithm.rollout is not None:
+        return [algorithm]
+    usual = type(algorithm).model_fields["loss_chunk"].default
+    return [algorithm, algorithm.model_copy(update={"loss_chunk": usual})]

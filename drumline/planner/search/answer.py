@@ -1,5 +1,7 @@
-"""The question of a search, and its answer: ranked candidates, refused families with their reason; and how real steps of a few
-candidates (probes) correct the estimates of all. Pure."""
+"""The question of a search and its answer: ranked candidates, and refused families with reasons.
+
+Real steps of a few candidates (probes) correct the estimates of all candidates. Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from statistics import geometric_mean
 from pydantic import Field
 
 from drumline.core.config import Config
-from drumline.core.estimate import Ends, Estimate, Frozen
+from drumline.core.estimate import Ends, Estimate, Frozen, Memory
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import DataPlan, Layout, RolePlan
 from drumline.core.strategy import StrategySpec
@@ -20,20 +22,27 @@ from drumline.planner.cost.fitted import PROBED, SPEED_ERROR, is_measured
 from drumline.telemetry.truth import Measurement, compare
 
 GB = 1e9
-# Predicted speeds of the same kind of plan that differ by less are the same: no prediction is better than that.
+# Predicted speeds of plans of one kind that differ by less are equal: no prediction is more exact.
 TIE = 0.03
-# What a plan has to gain before it goes first, if no run of its kind was measured, or measured runs were much slower than predicted:
-# twice the error of the others, as planner.cost.fitted widens the ends of their seconds.
+# The gain that lets a plan go first if no run of its kind was measured, or if measured runs were much
+# slower than predicted. It is twice the error of other plans, as in planner.cost.fitted.
 UNMEASURED = 2 * SPEED_ERROR
-# A plan needs clearly less memory than another where it leaves so much more of the host's memory.
+# A plan needs clearly less memory than another if it leaves this much more of the host's memory.
 CLEARLY_LESS = 0.25
+SMALLEST_IN_GB = 1e8  # bytes; fewer are shown in MB
+SECONDS_PER_HOUR = 3600
 
 
 @dataclass(frozen=True)
 class Question:
-    """A config (its strategy may be auto; the search is free to choose what the user left out), the cluster, and the known sizes.
-    `processes`: their number is set, so each must have work. `deepspeed`: it is installed, or may be. `nvme`: a folder on a disk that
-    ZeRO-3 may offload to, besides the one that strategy auto names. `correction`: of all estimates, by real steps."""
+    """What to plan: a config, a cluster, and the sizes of the model.
+
+    The strategy of the config may be auto; the search chooses what the user left out.
+    `processes`: their number is set, so each must have work.
+    `deepspeed`: DeepSpeed is installed, or may be.
+    `nvme`: a folder on a disk to which ZeRO-3 may offload, besides the folder of strategy auto.
+    `correction`: corrects all estimates, by real steps.
+    """
 
     config: Config
     cluster: Cluster
@@ -53,7 +62,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """`name`: short and unique in an answer (`fsdp2 × tp 2`); `layout.config`: the config that trains so, with every choice filled in."""
+    """A layout and its estimate.
+
+    `name`: short and unique in an answer (`fsdp2 × tp 2`). `simple`: the lower, the simpler.
+    `layout.config`: a config that trains with this layout, in which each choice is set.
+    """
 
     name: str
     layout: Layout
@@ -63,39 +76,56 @@ class Candidate:
 
     @property
     def config(self) -> Config:
+        """Return the config that trains with this layout."""
         return self.layout.config
 
     @property
     def devices(self) -> int:
+        """Return the number of devices."""
         return self.layout.mesh.world_size * self.layout.devices_per_rank
 
     def hours(self, tokens: float | None = None) -> float | None:
-        """Hours of the run with what it compiles: for `tokens` where given, else for its steps; None where neither is known."""
+        """Return the hours of the run, including those in which it compiles.
+
+        They are for `tokens` if given, otherwise for the run's steps; None if neither is known.
+        """
         if tokens is not None:
             stepping = tokens / self.estimate.tokens_per_s
         elif self.layout.steps is not None:
             stepping = self.layout.steps * self.estimate.seconds.total
         else:
             return None
-        return (stepping + self.estimate.startup) / 3600
+        return (stepping + self.estimate.startup) / SECONDS_PER_HOUR
 
     @property
     def speed_of_run(self) -> float:
-        """Tokens/s of the whole run, in which it also compiles; of its steps alone where its length is not known."""
+        """Return the tokens/s of the whole run, in which it also compiles.
+
+        If the length of the run is not known, the tokens/s of its steps.
+        """
         if not self.layout.steps:
             return self.estimate.tokens_per_s
         stepping = self.layout.steps * self.estimate.seconds.total
         return self.estimate.tokens_per_s * stepping / (stepping + self.estimate.startup)
 
     def cost(self, price: float | None, tokens: float | None = None) -> float | None:
-        """The cost of the run, in the currency of `price` of a device for an hour; None where price or length of the run is not known."""
+        """Return the cost of the run; `price`: of a device for an hour.
+
+        None if the price or the length of the run is not known.
+        """
         hours = self.hours(tokens)
-        return None if price is None or hours is None else price * hours * self.devices
+        if price is None or hours is None:
+            return None
+        return price * hours * self.devices
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A refused family and its reason, with the number: `zero2`, `91.3 GB > 80.0 GB`, or the rule's. `best`: its nearest candidate."""
+    """A refused family.
+
+    `reason`: a rule's, or with the numbers, such as `91.3 GB > 80.0 GB`. `best`: the candidate that
+    needs least.
+    """
 
     name: str
     reason: str
@@ -104,8 +134,13 @@ class Refused:
 
 @dataclass(frozen=True)
 class Answer:
-    """`ranked`: candidates that fit or are tight, the best first (`in_order`); `refused`: families of which none fits. `looked_at`:
-    estimated layouts; `probes`: candidates that ran for a few steps and correct all estimates."""
+    """The answer to a question.
+
+    `ranked`: candidates that fit or are tight, the best first (`in_order`).
+    `refused`: families of which none fits.
+    `looked_at`: the number of estimated layouts.
+    `probes`: candidates that ran for a few steps and correct all estimates.
+    """
 
     question: Question
     ranked: tuple[Candidate, ...]
@@ -115,26 +150,30 @@ class Answer:
 
     @property
     def tight(self) -> Candidate | None:
-        """The fastest tight candidate where it is faster than the first of `ranked` by more than SPEED_ERROR."""
+        """The fastest tight candidate if it is clearly faster than the first of `ranked`."""
         candidates = [
             candidate for candidate in self.ranked if candidate.estimate.verdict == "tight"
         ]
         if not candidates:
             return None
         fastest = max(candidates, key=trusted_speed)
-        return fastest if is_clearly_faster(fastest, self.ranked[0]) else None
+        if is_clearly_faster(fastest, self.ranked[0]):
+            return fastest
+        return None
 
     @property
     def with_room(self) -> Candidate | None:
-        """The best candidate that fits at its upper end too; None where all are tight."""
-        return next(
-            (candidate for candidate in self.ranked if candidate.estimate.verdict == "fits"), None
-        )
+        """The best candidate that fits at its upper end too; None if all are tight."""
+        for candidate in self.ranked:
+            if candidate.estimate.verdict == "fits":
+                return candidate
+        return None
 
 
 def why_not(estimate: Estimate) -> str:
-    """The part of an estimate with verdict `no` that is too large: `91.3 GB > 80.0 GB`."""
-    needs, limit = estimate.memory.reserved, estimate.limit
+    """Return what is too large in an estimate with verdict `no`: `91.3 GB > 80.0 GB`."""
+    needs = estimate.memory.reserved
+    limit = estimate.limit
     if needs > limit:
         return over(needs, limit)
     host = estimate.host
@@ -143,45 +182,55 @@ def why_not(estimate: Estimate) -> str:
         phases.append((host.export, "to export"))
     most, phase = max(phases)
     text = over(most, estimate.host_limit or 0, f" of host memory {phase}")
-    return f"{text} assumed" if estimate.host_assumed else text
+    if estimate.host_assumed:
+        return f"{text} assumed"
+    return text
 
 
 def over(needs: int, limit: int, what: str = "") -> str:
-    """In GB, or to the byte where these look the same."""
-    shown = (gb(needs), gb(limit)) if gb(needs) != gb(limit) else (f"{needs:,}", f"{limit:,} bytes")
-    return f"{shown[0]}{what} > {shown[1]}"
+    """Return a comparison in GB, or in bytes if both look the same in GB."""
+    needs_text = gb(needs)
+    limit_text = gb(limit)
+    if needs_text == limit_text:
+        needs_text = f"{needs:,}"
+        limit_text = f"{limit:,} bytes"
+    return f"{needs_text}{what} > {limit_text}"
 
 
 def gb(bytes_: float) -> str:
-    """Bytes as text, in units of 10^9 as device memory is sold; small numbers in 10^6."""
-    return f"{bytes_ / GB:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
+    """Return bytes as text, in units of 10^9 as device memory is sold; small numbers in 10^6."""
+    if bytes_ >= SMALLEST_IN_GB:
+        return f"{bytes_ / GB:.1f} GB"
+    return f"{bytes_ / 1e6:.1f} MB"
 
 
 def number(value: float | None) -> str:
-    """Three digits, or whole where there are more: 0.0123, 1.23, 12.3, 1,234."""
+    """Return a number with three digits, or whole if it has more: 0.0123, 1.23, 12.3, 1,234."""
     if value is None:
         return "–"
     if value == 0:
         return "0"
-    if abs(value) >= 100:
+    size = abs(value)
+    if size >= 100:
         return f"{value:,.0f}"
-    return (
-        f"{value:.1f}"
-        if abs(value) >= 10
-        else f"{value:.2f}"
-        if abs(value) >= 0.1
-        else f"{value:.2g}"
-    )
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 0.1:
+        return f"{value:.2f}"
+    return f"{value:.2g}"
 
 
 def ranged(value: float, ends: Ends, show: Callable[[float], str] = number) -> str:
-    """A value, and its ends as multiples of it: `12.3 (11.6-13.4)`."""
-    low, high = (show(value * end) for end in ends)
-    return f"{show(value)} ({low}-{high})" if low != high else show(value)
+    """Return a value with its ends, which are multiples of it: `12.3 (11.6-13.4)`."""
+    low = show(value * ends[0])
+    high = show(value * ends[1])
+    if low == high:
+        return show(value)
+    return f"{show(value)} ({low}-{high})"
 
 
 def faster(estimate: Estimate, other: Estimate) -> bool:
-    """Whether an estimate is faster than another by more than the error of a prediction (TIE)."""
+    """Return whether an estimate is faster than another by more than the error of a prediction."""
     return estimate.tokens_per_s * (1 - TIE) > other.tokens_per_s
 
 
@@ -193,29 +242,31 @@ def is_offloaded(strategy: StrategySpec) -> bool:
 def is_trusted(layout: Layout) -> bool:
     """Return whether measured runs have confirmed the predicted speed of such layouts.
 
-    None has confirmed tensor, context or pipeline parallelism, and those that offload took up to 77% longer.
+    No run has confirmed tensor, context or pipeline parallelism, and runs that offload took up to 77%
+    longer.
     """
     return is_measured(layout) and not is_offloaded(layout.strategy)
 
 
 def trusted_speed(candidate: Candidate) -> float:
-    """Return tokens/s, and UNMEASURED less if no measured run has confirmed them (`is_trusted`)."""
-    speed = candidate.speed_of_run
-    return speed if is_trusted(candidate.layout) else (1 - UNMEASURED) * speed
+    """Return the tokens/s of the run, and UNMEASURED less if no measured run has confirmed them."""
+    if is_trusted(candidate.layout):
+        return candidate.speed_of_run
+    return (1 - UNMEASURED) * candidate.speed_of_run
 
 
 def expected_speed(candidate: Candidate) -> float:
-    """The trusted speed times the chance to fit, by which candidates are ranked."""
+    """Return the trusted speed times the chance to fit, by which candidates are ranked."""
     return trusted_speed(candidate) * (1 - candidate.estimate.risk)
 
 
 def is_clearly_faster(candidate: Candidate, other: Candidate) -> bool:
-    """Whether a candidate is faster than another, whatever it risks, by more than SPEED_ERROR."""
+    """Return whether a candidate is faster by more than SPEED_ERROR, whatever its risk."""
     return trusted_speed(candidate) * (1 - SPEED_ERROR) > trusted_speed(other)
 
 
 def in_order(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """The candidates, the best first (`_best`)."""
+    """Yield the candidates, the best first (`_best`)."""
     left = list(candidates)
     while left:
         first = _best(left)
@@ -224,81 +275,90 @@ def in_order(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate with the largest expected speed. Of those within SPEED_ERROR of it, any that wastes memory beside another is passed
-    over; of those within TIE, one that fits goes first, then the simplest, then the smallest."""
+    """Return the candidate with the largest expected speed.
+
+    Of those within SPEED_ERROR of it, a candidate that wastes memory beside another is passed over.
+    Of those within TIE, one that fits goes first, then the simplest, then the smallest.
+    """
+    near = near_the_fastest(candidates, SPEED_ERROR)
+    lean = [candidate for candidate in near if not _wastes_memory(candidate, near)]
+    return min(near_the_fastest(lean, TIE), key=_preference)
+
+
+def near_the_fastest(candidates: Sequence[Candidate], difference: float) -> list[Candidate]:
+    """Return the candidates whose expected speed is within a share `difference` of the highest."""
     fastest = max(expected_speed(candidate) for candidate in candidates)
-    near = [
-        candidate
-        for candidate in candidates
-        if expected_speed(candidate) >= (1 - SPEED_ERROR) * fastest
-    ]
-    lean = [
-        candidate
-        for candidate in near
-        if not any(_needs_clearly_less(other.estimate, candidate.estimate) for other in near)
-    ]
-    fastest_lean = max(expected_speed(candidate) for candidate in lean)
-    equal = [
-        candidate for candidate in lean if expected_speed(candidate) >= (1 - TIE) * fastest_lean
-    ]
+    least = (1 - difference) * fastest
+    return [candidate for candidate in candidates if expected_speed(candidate) >= least]
 
-    def preference(candidate: Candidate) -> tuple[bool, int, int, float]:
-        estimate = candidate.estimate
-        return (
-            estimate.verdict != "fits",
-            candidate.simple,
-            estimate.memory.reserved,
-            -estimate.tokens_per_s,
-        )
 
-    return min(equal, key=preference)
+def _preference(candidate: Candidate) -> tuple[bool, int, int, float]:
+    """Return the place of a candidate among equally fast ones; the smallest goes first."""
+    estimate = candidate.estimate
+    does_not_fit = estimate.verdict != "fits"
+    return does_not_fit, candidate.simple, estimate.memory.reserved, -estimate.tokens_per_s
+
+
+def _wastes_memory(candidate: Candidate, rivals: Sequence[Candidate]) -> bool:
+    """Return whether one of its rivals needs clearly less memory."""
+    return any(_needs_clearly_less(rival.estimate, candidate.estimate) for rival in rivals)
 
 
 def _needs_clearly_less(estimate: Estimate, other: Estimate) -> bool:
-    """Whether an estimate leaves at least CLEARLY_LESS of a host's memory that another takes, and takes no more of a device."""
+    """Return whether an estimate needs clearly less host memory, and no more of a device.
+
+    The difference is at least CLEARLY_LESS of the host's memory.
+    """
     if other.host_limit is None:
         return False
+    if estimate.memory.reserved > other.memory.reserved:
+        return False
     saved = other.host.running - estimate.host.running
-    return (
-        saved >= CLEARLY_LESS * other.host_limit
-        and estimate.memory.reserved <= other.memory.reserved
-    )
+    return saved >= CLEARLY_LESS * other.host_limit
 
 
 def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
-    """The answer with all estimates corrected (of a probe by its own factors, of the rest by their mean), ranked and refused anew. A probe
-    that failed is refused."""
-    own = {probe.name: probe.factors for probe in probes if probe.factors is not None}
-    common = mean(own.values())
+    """Return the answer with all estimates corrected, ranked and refused anew.
+
+    A probe is corrected by its own factors, and other candidates by the mean of the factors. A probe
+    that failed is refused.
+    """
+    factors = {probe.name: probe.factors for probe in probes if probe.factors is not None}
     failed = {probe.name: probe.failed for probe in probes if probe.failed}
-    named = [(c.name, c) for c in answer.ranked] + [
-        (r.name, r.best) for r in answer.refused if r.best is not None
-    ]
-    better = (
-        (name, replace(c, estimate=corrected(c.estimate, own.get(c.name, common))))
-        for name, c in named
-    )
+    common = mean(factors.values())
+    named = [(candidate.name, candidate) for candidate in answer.ranked]
+    without_candidates = []
+    for refused in answer.refused:
+        if refused.best is None:
+            without_candidates.append(refused)
+        else:
+            named.append((refused.name, refused.best))
+    renamed = []
+    for name, candidate in named:
+        own = factors.get(candidate.name, common)
+        better = replace(candidate, estimate=corrected(candidate.estimate, own))
+        if candidate.name in failed:
+            name = candidate.name
+        renamed.append((name, better))
     question = replace(answer.question, correction=common)
-    without = replace(
-        answer,
-        question=question,
-        refused=tuple(r for r in answer.refused if r.best is None),
-        probes=probes,
-    )
-    return ranked_anew(
-        without, ((c.name if c.name in failed else name, c) for name, c in better), failed
-    )
+    emptied = replace(answer, question=question, refused=tuple(without_candidates), probes=probes)
+    return ranked_anew(emptied, renamed, failed)
 
 
 def ranked_anew(
     answer: Answer, named: Iterable[tuple[str, Candidate]], failed: Mapping[str, str]
 ) -> Answer:
-    """The answer with these candidates in the place of its own. One that does not fit, or has `failed` (name → reason), is refused."""
-    ranked, refused = list[Candidate](), list(answer.refused)
+    """Return the answer with these candidates in place of its own.
+
+    `named`: each with the name under which it is refused if it does not fit. `failed`: reasons for
+    which candidates are refused, by their names.
+    """
+    ranked: list[Candidate] = []
+    refused = list(answer.refused)
     for name, candidate in named:
-        reason = failed.get(candidate.name) or (
-            why_not(candidate.estimate) if candidate.estimate.verdict == "no" else ""
-        )
+        reason = failed.get(candidate.name)
+        if not reason and candidate.estimate.verdict == "no":
+            reason = why_not(candidate.estimate)
         if reason:
             refused.append(Refused(name, reason, candidate))
         else:
@@ -307,10 +367,11 @@ def ranked_anew(
 
 
 STATES = ("parameters", "gradients", "optimizer")
+LIVE = ("activations", "logits", "buffers")
 
 
 class Factors(Frozen):
-    """Measured / predicted, by category; 1 where nothing was measured or nothing was predicted."""
+    """Measured over predicted, by category; 1 if nothing was measured or nothing was predicted."""
 
     parameters: float = 1.0
     gradients: float = 1.0
@@ -326,7 +387,11 @@ class Factors(Frozen):
 
 
 class Probe(Frozen):
-    """A candidate that ran for a few steps. `measured` None: it failed for the reason `failed`. `predicted`: without corrections."""
+    """A candidate that ran for a few steps.
+
+    `predicted`: its estimate without corrections. `measured`: None if it failed, for the reason
+    `failed`.
+    """
 
     name: str
     predicted: Estimate
@@ -336,6 +401,7 @@ class Probe(Frozen):
 
     @classmethod
     def of(cls, name: str, predicted: Estimate, measured: Measurement) -> Probe:
+        """Return the probe of a candidate that ran."""
         return cls(
             name=name,
             predicted=predicted,
@@ -345,75 +411,85 @@ class Probe(Frozen):
 
 
 def factors_of(estimate: Estimate, measured: Measurement) -> Factors:
+    """Return the factors between an estimate and what a run of it measured."""
     rows = {row.category: row for row in compare(estimate, measured)}
 
-    def ratio(name: str) -> float:
-        return (
-            rows[name].measured / rows[name].predicted
-            if name in rows and rows[name].predicted and rows[name].measured
-            else 1.0
-        )
+    def ratio(category: str) -> float:
+        row = rows.get(category)
+        if row is None or not row.predicted or not row.measured:
+            return 1.0
+        return row.measured / row.predicted
 
-    found = {name: ratio(name) for name in (*STATES, "seconds", "traffic")}
+    factors = {name: ratio(name) for name in (*STATES, "seconds", "traffic")}
     if "peak" in rows:
-        rest = [
-            sum(getattr(rows[name], side) for name in STATES if name in rows)
-            for side in ("predicted", "measured")
-        ]
-        predicted, measured_ = rows["peak"].predicted - rest[0], rows["peak"].measured - rest[1]
-        found["live"] = measured_ / predicted if min(predicted, measured_) > 0 else 1.0
+        states = [rows[name] for name in STATES if name in rows]
+        predicted_live = rows["peak"].predicted - sum(row.predicted for row in states)
+        measured_live = rows["peak"].measured - sum(row.measured for row in states)
+        factors["live"] = 1.0
+        if min(predicted_live, measured_live) > 0:
+            factors["live"] = measured_live / predicted_live
     if "reserved" in rows:
-        found["reserved"] = ratio("reserved") / ratio("peak")
-    return Factors(**found)
+        factors["reserved"] = ratio("reserved") / ratio("peak")
+    return Factors(**factors)
 
 
 def mean(factors: Iterable[Factors]) -> Factors:
-    """The geometric mean of each; 1 without any."""
-    every = list(factors) or [Factors()]
-    return Factors(
-        **{name: geometric_mean(getattr(f, name) for f in every) for name in Factors.model_fields}
-    )
+    """Return the geometric mean of each factor; 1 if there are none."""
+    every = list(factors)
+    if not every:
+        return Factors()
+    means = {}
+    for name in Factors.model_fields:
+        means[name] = geometric_mean(getattr(each, name) for each in every)
+    return Factors(**means)
 
 
 def corrected(estimate: Estimate, by: Factors) -> Estimate:
-    """The estimate times the factors. Host memory is left as it is."""
-    memory, seconds = estimate.memory, estimate.seconds
-    states = {name: round(getattr(memory, name) * getattr(by, name)) for name in STATES}
-    live = {
-        name: round(getattr(memory, name) * by.live)
-        for name in ("activations", "logits", "buffers")
-    }
-    peak = sum(states.values()) + round(
-        (memory.peak - sum(getattr(memory, name) for name in STATES)) * by.live
-    )
-    kept = (
-        (memory.reserved - memory.overhead)
-        * by.reserved
-        * (peak / memory.peak if memory.peak else 1.0)
-    )
-    times = {name: value if name == "rollout" else value * by.seconds for name, value in seconds}
-    slower = sum(times.values()) / seconds.total
+    """Return the estimate times the factors. Host memory stays as it is."""
+    seconds = {}
+    for name, value in estimate.seconds:
+        seconds[name] = value if name == "rollout" else value * by.seconds
+    slower = sum(seconds.values()) / estimate.seconds.total
+    traffic = {name: value * by.traffic for name, value in estimate.traffic}
+    mfu = estimate.mfu
+    if mfu is not None:
+        mfu /= slower
+    memory_range, seconds_range = PROBED
     return estimate.model_copy(
         update={
-            "memory": memory.model_copy(
-                update={**states, **live, "peak": peak, "reserved": round(kept) + memory.overhead}
-            ),
-            "seconds": seconds.model_copy(update=times),
-            "traffic": estimate.traffic.model_copy(
-                update={name: value * by.traffic for name, value in estimate.traffic}
-            ),
+            "memory": _corrected_memory(estimate.memory, by),
+            "seconds": estimate.seconds.model_copy(update=seconds),
+            "traffic": estimate.traffic.model_copy(update=traffic),
             "tokens_per_s": estimate.tokens_per_s / slower,
-            "mfu": None if estimate.mfu is None else estimate.mfu / slower,
-            "memory_range": PROBED[0],
-            "seconds_range": PROBED[1],
+            "mfu": mfu,
+            "memory_range": memory_range,
+            "seconds_range": seconds_range,
         }
     )
 
 
+def _corrected_memory(memory: Memory, by: Factors) -> Memory:
+    """Return the bytes of a device times the factors."""
+    states = {name: round(getattr(memory, name) * getattr(by, name)) for name in STATES}
+    live = {name: round(getattr(memory, name) * by.live) for name in LIVE}
+    predicted_states = memory.parameters + memory.gradients + memory.optimizer
+    peak = sum(states.values()) + round((memory.peak - predicted_states) * by.live)
+    # The allocator's surplus grows with the peak.
+    growth = 1.0
+    if memory.peak:
+        growth = peak / memory.peak
+    kept = (memory.reserved - memory.overhead) * by.reserved * growth
+    reserved = round(kept) + memory.overhead
+    return memory.model_copy(update={**states, **live, "peak": peak, "reserved": reserved})
+
+
 def require_here(cluster: Cluster) -> None:
-    """Raises EnvironmentFault where `cluster` is not this machine."""
-    if not cluster.found:
-        what = f"the cluster to plan for ({cluster.world_size} × {cluster.device.name}) is not this machine, so nothing can be tried on it"
-        raise EnvironmentFault(
-            what, where="--probe", fix="leave --probe out, or run it there without --cluster"
-        )
+    """Raise EnvironmentFault if `cluster` is not this machine."""
+    if cluster.found:
+        return
+    size = f"{cluster.world_size} × {cluster.device.name}"
+    raise EnvironmentFault(
+        f"the cluster to plan for ({size}) is not this machine, so nothing can be tried on it",
+        where="--probe",
+        fix="leave --probe out, or run it there without --cluster",
+    )

@@ -1,17 +1,19 @@
-"""`strategy: auto`: what the planner takes and why, in one line; the heuristics as small tables, and where the planner disagrees. Pure.
+"""`strategy: auto`: what the planner chooses and why; heuristics, and where the planner disagrees. Pure.
 
-`parameters` and `devices` go by counts alone. `tree` is the ladder DP → DDP → FSDP → FSDP + offload; a run takes the first rung that
-fits. The table leaves out nn.DataParallel, the first rung (many GPUs with little change to the code), since DDP needs no more here.
+The heuristics `parameters` and `devices` go by counts alone. `tree` is the ladder DP → DDP → FSDP →
+FSDP + offload, of which a run takes the first rung that fits. Its first rung, nn.DataParallel (many
+GPUs with little change to the code), is left out, since here DDP needs no more changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
+from drumline.core.estimate import Estimate
 from drumline.core.explain import count
 from drumline.core.stages import in_flight
 from drumline.core.strategy import StrategySpec
@@ -39,41 +41,71 @@ from drumline.strategies.single.spec import SingleStrategy
 from drumline.strategies.zero.spec import Zero2Strategy, Zero3Strategy
 
 BILLION = 1_000_000_000
-DDP, FSDP, OFFLOADED = DDPStrategy(), FSDP2Strategy(), FSDP2Strategy(offload="cpu")
-# Of each heuristic its rungs: (when, whether that holds, strategy). The first one that holds counts.
-HEURISTICS: dict[str, tuple[tuple[str, Callable[[Question], bool], StrategySpec], ...]] = {
+DDP = DDPStrategy()
+FSDP = FSDP2Strategy()
+OFFLOADED = FSDP2Strategy(offload="cpu")
+
+
+def _always(question: Question) -> bool:
+    return True
+
+
+def _has_less_than_1b(question: Question) -> bool:
+    return question.facts.parameters < BILLION
+
+
+def _has_up_to_7b(question: Question) -> bool:
+    return question.facts.parameters <= 7 * BILLION
+
+
+def _has_few_devices_and_parameters(question: Question) -> bool:
+    return question.cluster.world_size <= 4 and question.facts.parameters <= 8 * BILLION
+
+
+def _fits_on_a_device(question: Question) -> bool:
+    return isinstance(look_at(question, DDP), Candidate)
+
+
+def _fits_in_shards(question: Question) -> bool:
+    return isinstance(look_at(question, FSDP), Candidate)
+
+
+class Rung(NamedTuple):
+    """A rung of a heuristic: the strategy to take if the condition holds.
+
+    `condition`: as text for the user. `holds`: whether it holds for a question.
+    """
+
+    condition: str
+    holds: Callable[[Question], bool]
+    strategy: StrategySpec
+
+
+# The first rung that holds counts.
+HEURISTICS: dict[str, tuple[Rung, ...]] = {
     "parameters": (
-        ("fewer than 1B parameters", lambda question: question.facts.parameters < BILLION, DDP),
-        (
-            "1-7B parameters",
-            lambda question: question.facts.parameters <= 7 * BILLION,
-            Zero2Strategy(),
-        ),
-        ("more than 7B parameters", lambda _: True, Zero3Strategy()),
+        Rung("fewer than 1B parameters", _has_less_than_1b, DDP),
+        Rung("1-7B parameters", _has_up_to_7b, Zero2Strategy()),
+        Rung("more than 7B parameters", _always, Zero3Strategy()),
     ),
     "devices": (
-        (
-            "up to 4 devices and 8B parameters",
-            lambda q: q.cluster.world_size <= 4 and q.facts.parameters <= 8 * BILLION,
-            DDP,
-        ),
-        ("more than 4 devices, or than 8B parameters", lambda _: True, FSDP),
+        Rung("up to 4 devices and 8B parameters", _has_few_devices_and_parameters, DDP),
+        Rung("more than 4 devices, or than 8B parameters", _always, FSDP),
     ),
     "tree": (
-        (
-            "the whole model fits on a device",
-            lambda question: isinstance(look_at(question, DDP), Candidate),
-            DDP,
-        ),
-        ("its shards do", lambda question: isinstance(look_at(question, FSDP), Candidate), FSDP),
-        ("its shards do not", lambda _: True, OFFLOADED),
+        Rung("the whole model fits on a device", _fits_on_a_device, DDP),
+        Rung("its shards do", _fits_in_shards, FSDP),
+        Rung("its shards do not", _always, OFFLOADED),
     ),
 }
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A heuristic whose strategy is slower or does not fit: `says`: that strategy; `reason`: why not, with numbers."""
+    """A heuristic whose strategy is slower, or does not fit.
+
+    `says`: the strategy and its condition. `reason`: why the planner disagrees, with numbers.
+    """
 
     heuristic: str
     says: str
@@ -81,90 +113,106 @@ class Disagreement:
 
 
 def chosen_by(question: Question, heuristic: str) -> tuple[StrategySpec, str]:
-    """The strategy of a heuristic (DDP on one device is single), and the condition that holds."""
-    when, strategy = next(
-        (when, strategy) for when, holds, strategy in HEURISTICS[heuristic] if holds(question)
-    )
-    return (
-        SingleStrategy() if question.cluster.world_size == 1 and strategy is DDP else strategy
-    ), when
+    """Return the strategy of a heuristic, and the condition that holds. DDP on one device is single."""
+    rung = next(rung for rung in HEURISTICS[heuristic] if rung.holds(question))
+    strategy = rung.strategy
+    if question.cluster.world_size == 1 and strategy is DDP:
+        strategy = SingleStrategy()
+    return strategy, rung.condition
 
 
 def heuristic_first(answer: Answer) -> tuple[Answer, str]:
-    """The answer with the strategy of the heuristic first, where `strategy: {kind: auto, by: rules}` sets one, and a line on it: a run
-    takes it, however fast the rest. Otherwise the same answer."""
+    """Return the answer with the strategy of the set heuristic first, and a line on it.
+
+    `strategy: {kind: auto, by: rules}` sets one. A run takes its strategy, however fast the rest is.
+    Without it, or if its strategy is refused, the answer is the same; the line is empty without it.
+    """
     auto = answer.question.config.strategy
     if not isinstance(auto, AutoStrategy) or auto.by != "rules":
         return answer, ""
-    name, when, theirs = _proposed(answer, auto.guide)
-    line = f"{name} by the heuristic `{auto.guide}` ({when}), as set"
-    if isinstance(theirs, Refused):
-        return answer, f"{line}: {theirs.reason}"
-    rest = (candidate for candidate in answer.ranked if candidate.name != name)
-    return replace(answer, ranked=(theirs, *rest)), f"First: {line}"
+    proposed = _proposed(answer, auto.guide)
+    line = f"{proposed.name} by the heuristic `{auto.guide}` ({proposed.condition}), as set"
+    if isinstance(proposed.result, Refused):
+        return answer, f"{line}: {proposed.result.reason}"
+    rest = [candidate for candidate in answer.ranked if candidate.name != proposed.name]
+    return replace(answer, ranked=(proposed.result, *rest)), f"First: {line}"
 
 
-def _proposed(answer: Answer, heuristic: str) -> tuple[str, str, Candidate | Refused]:
-    """(name, condition, result) of the strategy of a heuristic: as ranked, where a probe may have corrected it, else the search's."""
-    strategy, when = chosen_by(answer.question, heuristic)
+class _Proposed(NamedTuple):
+    """What a heuristic proposes: the name of its strategy, its condition, and the search's result."""
+
+    name: str
+    condition: str
+    result: Candidate | Refused
+
+
+def _proposed(answer: Answer, heuristic: str) -> _Proposed:
+    """Return what a heuristic proposes.
+
+    The result is that of the answer, which a probe may have corrected, or else of a new search.
+    """
+    strategy, condition = chosen_by(answer.question, heuristic)
     name = strategy.names(answer.question.cluster.world_size).name
-    ranked = next((candidate for candidate in answer.ranked if candidate.name == name), None)
-    return name, when, ranked or look_at(answer.question, strategy)
+    for candidate in answer.ranked:
+        if candidate.name == name:
+            return _Proposed(name, condition, candidate)
+    return _Proposed(name, condition, look_at(answer.question, strategy))
 
 
 def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
-    """The heuristics whose strategy does not fit, or is slower than the first plan by more than the error of a prediction."""
-    found, question = list[Disagreement](), answer.question
+    """Return the heuristics whose strategy does not fit, or is slower than the first plan.
+
+    Slower means by more than the error of a prediction.
+    """
+    question = answer.question
+    size = f"{count(question.facts.parameters)} on {question.cluster.world_size}"
+    found = []
     for heuristic in HEURISTICS:
-        name, when, theirs = _proposed(answer, heuristic)
-        says = (
-            f"{name} ({when}: {count(question.facts.parameters)} on {question.cluster.world_size})"
-        )
-        if isinstance(theirs, Refused):
-            found.append(Disagreement(heuristic, says, theirs.reason))
-        elif (
-            answer.ranked
-            and faster(answer.ranked[0].estimate, theirs.estimate)
-            and answer.ranked[0].estimate.verdict == "fits"
-        ):
-            first, speed, ours = (
-                answer.ranked[0].name,
-                answer.ranked[0].estimate.tokens_per_s,
-                theirs.estimate.tokens_per_s,
-            )
-            found.append(
-                Disagreement(
-                    heuristic,
-                    says,
-                    f"{ours:,.0f} tokens/s, {first} {speed:,.0f} ({speed / ours:.2f} ×)",
-                )
-            )
+        proposed = _proposed(answer, heuristic)
+        reason = _why_not_proposed(answer, proposed.result)
+        if reason is not None:
+            says = f"{proposed.name} ({proposed.condition}: {size})"
+            found.append(Disagreement(heuristic, says, reason))
     return tuple(found)
 
 
+def _why_not_proposed(answer: Answer, result: Candidate | Refused) -> str | None:
+    """Return why the first plan is better than a result; None if it is not."""
+    if isinstance(result, Refused):
+        return result.reason
+    if not answer.ranked:
+        return None
+    first = answer.ranked[0]
+    if first.estimate.verdict != "fits" or not faster(first.estimate, result.estimate):
+        return None
+    proposed_speed = result.estimate.tokens_per_s
+    speed = first.estimate.tokens_per_s
+    times = f"{speed / proposed_speed:.2f} ×"
+    return f"{proposed_speed:,.0f} tokens/s, {first.name} {speed:,.0f} ({times})"
+
+
 def choose(question: Question) -> tuple[Config, str | None]:
-    """The config with strategy, micro-batch and checkpointing filled in, and why. Where the rules refuse everything, the same config:
-    resolving it reports the rule. Raises PlanError where nothing fits, with the smallest changes that would."""
-    config, auto = question.config, question.config.strategy
+    """Return the config with strategy, micro-batch and checkpointing filled in, and why.
+
+    If the rules refuse everything, the config is the same: resolving it reports the rule. Raises
+    PlanError if nothing fits, with the smallest changes after which something would.
+    """
+    config = question.config
+    auto = config.strategy
     assert isinstance(auto, AutoStrategy)
     if auto.by == "rules":
-        strategy, when = chosen_by(question, auto.guide)
-        found = look_at(question, strategy)
-        why = f"strategy auto: {strategy.names(question.cluster.world_size).name} by the heuristic `{auto.guide}` ({when})"
-        refused = f"; the planner would not: {found.reason}" if isinstance(found, Refused) else ""
-        return config.model_copy(update={"strategy": strategy}), why + refused
+        return _choose_by_heuristic(question, auto.guide)
     answer = search(question)
     if not answer.ranked:
         if any(refused.best for refused in answer.refused):
             raise refusal(answer, nothing_fits(answer))
         return config, None
-    first, layout = answer.ranked[0], answer.ranked[0].layout
+    first = answer.ranked[0]
+    layout = first.layout
     update: dict[str, Any] = {"strategy": layout.strategy}
-    # A key that resolves to the same value anyway stays as the user set it.
-    if (
-        resolve_batch(config, layout.mesh.data_ranks, in_flight(layout.mesh, layout.strategy))
-        != layout.batch
-    ):
+    # A section that resolves to the same value anyway stays as the user set it.
+    least = in_flight(layout.mesh, layout.strategy)
+    if resolve_batch(config, layout.mesh.data_ranks, least) != layout.batch:
         update["batch"] = first.config.batch
     if layout.config.memory != config.memory:
         update["memory"] = layout.config.memory
@@ -172,18 +220,32 @@ def choose(question: Question) -> tuple[Config, str | None]:
         update["checkpoint"] = layout.config.checkpoint
     if layout.config.compile.enabled:
         update["compile"] = layout.config.compile
-    elif layout.device == "cuda":  # decided, so that nobody asks again
+    elif layout.device == "cuda":
+        # It is set, so that it is not chosen again.
         update["compile"] = set_compile(config, bool(config.compile.enabled)).compile
     return config.model_copy(update=update), _why(answer)
+
+
+def _choose_by_heuristic(question: Question, heuristic: str) -> tuple[Config, str]:
+    """Return the config with the strategy of a heuristic, and what the planner says of it."""
+    strategy, condition = chosen_by(question, heuristic)
+    result = look_at(question, strategy)
+    name = strategy.names(question.cluster.world_size).name
+    why = f"strategy auto: {name} by the heuristic `{heuristic}` ({condition})"
+    if isinstance(result, Refused):
+        why += f"; the planner would not: {result.reason}"
+    return question.config.model_copy(update={"strategy": strategy}), why
 
 
 def choose_compile(question: Question) -> tuple[Config, str]:
     """Return the config of a named strategy with `compile: auto` decided, and why.
 
-    The same config with an empty text where the user has decided, on a CPU, and where the config cannot be
-    planned: resolving it reports the reason.
+    The config is the same, and the text empty, if the user has decided, on a CPU, and if the config
+    cannot be planned: resolving it reports the reason.
     """
-    config, facts, cluster = question.config, question.facts, question.cluster
+    config = question.config
+    facts = question.facts
+    cluster = question.cluster
     if config.compile.enabled is not None or cluster.device.kind == "cpu":
         return config, ""
     try:
@@ -199,7 +261,7 @@ def choose_compile(question: Question) -> tuple[Config, str]:
 
 
 def with_little_room(answer: Answer) -> str:
-    """A line on the tight candidate that is faster than the first one, and on its risk; empty where there is none."""
+    """Return a line on the tight candidate that is faster than the first one; empty without one."""
     found = answer.tight
     if found is None:
         return ""
@@ -209,66 +271,63 @@ def with_little_room(answer: Answer) -> str:
 
 
 def export_left_out(config: Config, candidate: Candidate) -> str:
-    """Return a line on a candidate that leaves the merged model's export out for want of host memory; empty without one.
+    """Return a line on the export that a candidate leaves out for want of host memory.
 
-    `config`: what the user has set.
+    It is empty if the candidate exports what the user has set in `config`.
     """
     checkpoint = candidate.layout.config.checkpoint
     if checkpoint == config.checkpoint:
         return ""
-    exported = (
-        "the adapter alone is exported"
-        if checkpoint.export_adapter
-        else "nothing is exported at the end"
-    )
+    exported = "nothing is exported at the end"
+    if checkpoint.export_adapter:
+        exported = "the adapter alone is exported"
     reason = "the whole model in fp32 does not fit into the host's memory"
     return f"{exported}, since {reason}: `drumline export` writes it on a larger machine"
 
 
 def risk(candidate: Candidate) -> str:
-    """The risk of a tight candidate as text, and what the run does when memory runs out."""
+    """Return the risk of a tight candidate, and what the run does if memory runs out."""
     estimate = candidate.estimate
-    chance = f"it runs out of memory with a chance of {estimate.risk:.0%} ({gb(estimate.memory.reserved)} of {gb(estimate.limit)})"
+    needs = f"{gb(estimate.memory.reserved)} of {gb(estimate.limit)}"
+    chance = f"it runs out of memory with a chance of {estimate.risk:.0%} ({needs})"
     if candidate.config.memory.on_oom == "replan":
         return f"{chance}, and then goes on with a plan that needs less (memory.on_oom=replan)"
     return f"{chance}, and then ends and names a plan that needs less (memory.on_oom=stop)"
 
 
 def _why(answer: Answer) -> str:
+    """Return why the planner chooses the first candidate, with the numbers, in one line."""
     first, *rest = answer.ranked
-    second = next((other for other in rest if other.family != first.family), None)
-    batch, estimated = first.layout.batch, first.estimate
+    question = answer.question
+    estimated = first.estimate
+    batch = first.layout.batch
+    batches = f"micro-batch {batch.micro_batch} × accumulation {batch.accumulation}"
+    choice = f"strategy auto: {first.name}, {batches}"
     kind = first.layout.activation_checkpointing
-    checkpointing = "" if kind == "none" else f", {kind} checkpointing"
-    speed = f"{estimated.tokens_per_s:,.0f} tokens/s at {gb(estimated.memory.reserved)} of {gb(estimated.limit)}"
-    parts = [
-        f"strategy auto: {first.name}, micro-batch {batch.micro_batch} × accumulation {batch.accumulation}{checkpointing}",
-        f"of {answer.looked_at} layouts {_reason(answer)}: {speed}",
-    ]
+    if kind != "none":
+        choice += f", {kind} checkpointing"
+    speed = f"{_speed_and_memory(estimated)} of {gb(estimated.limit)}"
+    parts = [choice, f"of {answer.looked_at} layouts {_reason(answer)}: {speed}"]
+    second = next((other for other in rest if other.family != first.family), None)
     if second is not None:
-        parts.append(
-            f"second {second.name}, {second.estimate.tokens_per_s:,.0f} tokens/s at {gb(second.estimate.memory.reserved)}"
-        )
+        parts.append(f"second {second.name}, {_speed_and_memory(second.estimate)}")
     if estimated.verdict == "tight":
         parts.append(f"tight: {risk(first)}")
-    line = with_little_room(answer)
-    if line:
-        parts.append(line)
-    question = answer.question
-    without = export_left_out(question.config, first)
-    if without:
-        parts.append(without)
+    parts.append(with_little_room(answer))
+    parts.append(export_left_out(question.config, first))
     if question.config.compile.enabled is None:
-        compiling = describe_compile(
-            first.layout, question.facts, question.cluster, first.layout.steps
-        )
-        if compiling:
-            parts.append(compiling)
-    return "; ".join(parts)
+        steps = first.layout.steps
+        parts.append(describe_compile(first.layout, question.facts, question.cluster, steps))
+    return "; ".join(part for part in parts if part)
+
+
+def _speed_and_memory(estimate: Estimate) -> str:
+    """Return the speed and the memory of an estimate as text."""
+    return f"{estimate.tokens_per_s:,.0f} tokens/s at {gb(estimate.memory.reserved)}"
 
 
 def _reason(answer: Answer) -> str:
-    """Why the first candidate is the first."""
+    """Return why the first candidate is the first."""
     first, *rest = answer.ranked
     if first.estimate.verdict == "tight":
         if answer.with_room is None:

@@ -1,11 +1,13 @@
-"""Checkpointing by a budget of memory (`memory.budget_gb`): what is computed again, over how many blocks. Pure."""
+"""Choose activation checkpointing by a budget of memory (`memory.budget_gb`): its kind, and over how
+many blocks. Pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from drumline.core.config import MemoryConfig
 from drumline.core.facts import ModelFacts
@@ -17,27 +19,39 @@ from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.memory import memory
 from drumline.planner.cost.times import estimate
 
+# From least to most recomputation.
 CHECKPOINTING = ("none", "selective", "full")
+GB = 1e9
 L = TypeVar("L", bound=Layout)
 
 
 def kinds_of(options: MemoryConfig) -> Sequence[str]:
-    """The kinds of checkpointing that a config leaves open: all, or the one it sets."""
-    return (
-        (options.activation_checkpointing,)
-        if "activation_checkpointing" in options.model_fields_set
-        else CHECKPOINTING
-    )
+    """Return the kinds of checkpointing that a config leaves open: all, or the one that it sets."""
+    if "activation_checkpointing" in options.model_fields_set:
+        return (options.activation_checkpointing,)
+    return CHECKPOINTING
+
+
+class _Least(NamedTuple):
+    """The bytes of a layout with a kind of checkpointing over all blocks."""
+
+    bytes_: int
+    kind: str
 
 
 def within_budget(layout: L, facts: ModelFacts, cluster: Cluster, kinds: Sequence[str]) -> L:
-    """The layout with the fastest of `kinds` of checkpointing over as few blocks as its budget allows (where blocks may not differ, over
-    all); itself without a budget. Raises PlanError where nothing stays within it."""
-    budget, found, least = layout.config.memory.budget_gb, list[L](), list[tuple[int, str]]()
-    if budget is None:
-        return layout
+    """Return the layout with the fastest checkpointing that its budget allows.
 
-    def at(kind: str, blocks: int | None) -> L:
+    Of each of `kinds` it is over as few blocks as the budget allows, or over all blocks if blocks may
+    not differ. Without a budget the layout is returned as it is. Raises PlanError if nothing stays
+    within the budget.
+    """
+    budget_gb = layout.config.memory.budget_gb
+    if budget_gb is None:
+        return layout
+    budget = budget_gb * GB
+
+    def with_checkpointing(kind: str, blocks: int | None) -> L:
         options = layout.config.memory.model_copy(
             update={"activation_checkpointing": kind, "checkpointed_blocks": blocks}
         )
@@ -45,30 +59,36 @@ def within_budget(layout: L, facts: ModelFacts, cluster: Cluster, kinds: Sequenc
         check_rules(Case(config, layout.mesh, layout.device, layout.precision, facts))
         return layout.model_copy(update={"config": config, "activation_checkpointing": kind})
 
-    def needs(candidate: L) -> int:
-        return memory(candidate, facts, cluster).reserved
+    def fits_over(kind: str, blocks: int) -> bool:
+        return memory(with_checkpointing(kind, blocks), facts, cluster).reserved <= budget
 
+    found: list[L] = []
+    least: list[_Least] = []
     for kind in kinds:
+        # The rules refuse some kinds, and some numbers of blocks.
         with suppress(PlanError):
-            every = at(kind, None)
-            least.append((needs(every), kind))
-            if least[-1][0] <= budget * 1e9:
-                found.append(every)
-                if kind != "none":  # of all blocks it is enough, of none it may be
-                    blocks = 1 + bisect_left(
-                        range(1, facts.layers),
-                        True,
-                        key=lambda number: needs(at(kind, number)) <= budget * 1e9,
-                    )
-                    found.append(at(kind, blocks))
+            over_all = with_checkpointing(kind, None)
+            needs = memory(over_all, facts, cluster).reserved
+            least.append(_Least(needs, kind))
+            if needs > budget:
+                continue
+            found.append(over_all)
+            if kind != "none":
+                numbers = range(1, facts.layers)
+                too_few = bisect_left(numbers, True, key=partial(fits_over, kind))
+                found.append(with_checkpointing(kind, 1 + too_few))
     if not found:
-        bytes_, kind = min(least)
-        # Rounded up to three digits: with that much it goes.
-        unit = 10 ** max(0, len(str(bytes_)) - 3)
-        what = f"a step takes {-(-bytes_ // unit) * unit / 1e9:g} GB at least, with activation_checkpointing={kind}"
-        raise PlanError(
-            what,
-            where="memory.budget_gb",
-            fix="give more, or use a smaller micro-batch or memory.activation_offload=true",
-        )
+        raise _over_budget(min(least))
     return min(found, key=lambda each: estimate(each, facts, cluster).seconds.total)
+
+
+def _over_budget(least: _Least) -> PlanError:
+    """Return the error that nothing stays within the budget."""
+    # Rounded up to three digits, so that the step fits into the number that is shown.
+    unit = 10 ** max(0, len(str(least.bytes_)) - 3)
+    needs_gb = -(-least.bytes_ // unit) * unit / GB
+    return PlanError(
+        f"a step takes {needs_gb:g} GB at least, with activation_checkpointing={least.kind}",
+        where="memory.budget_gb",
+        fix="give more, or use a smaller micro-batch or memory.activation_offload=true",
+    )

@@ -1,6 +1,6 @@
-"""Whether a plan is slow for want of memory, and what an expert would do instead. Pure.
+"""Find out whether a plan is slow for want of memory, and what an expert would do instead. Pure.
 
-Instead means a larger global batch, an adapter, more devices, or fewer tokens.
+That is a larger global batch, an adapter, more devices, or fewer tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from drumline.planner.search.advice import Adapted, without_offload
 from drumline.planner.search.answer import Answer, Candidate, Refused, gb, is_offloaded, number
 from drumline.planner.search.search import look_at
 
-# An adapter skips at most a third of the arithmetic (no gradients of the weights that it leaves alone), so it is at most 1.5 × as fast for
-# that reason. More than twice that means that the other plan waits for memory.
+# An adapter skips at most a third of the arithmetic (the gradients of frozen weights), which makes it
+# at most 1.5 × as fast. If it is more than twice as fast as that, the other plan waits for memory.
 SLOW = 3.0
-# A doubled global batch is advised if it gains at least a quarter: then fixed costs take 40% of a step or more.
+# A doubled global batch is advised if it gains at least a quarter. Then fixed costs take 40% of a step
+# or more.
 WORTH_DOUBLING = 1.25
 MOST_TOKENS_A_STEP = 1 << 20  # few fine-tune with more
 DAY = 86_400  # seconds
@@ -24,7 +25,10 @@ FLAGS = {"full": "--adapter none", "LoRA": "--adapter lora", "QLoRA": "--adapter
 
 
 def choose_adapter(adapted: Sequence[Adapted]) -> Adapted | None:
-    """Return the first of full, LoRA and QLoRA, unless a later one is more than SLOW times as fast; None if none of them fits."""
+    """Return the first of full, LoRA and QLoRA than which no later one is SLOW times as fast.
+
+    None if none of them fits.
+    """
     fitting = [each for each in adapted if each.answer.ranked]
     for place, each in enumerate(fitting):
         limit = SLOW * _speed(each)
@@ -35,7 +39,10 @@ def choose_adapter(adapted: Sequence[Adapted]) -> Adapted | None:
 
 @dataclass(frozen=True)
 class LargerBatch:
-    """The first plan with a larger global batch. `samples`: of a step; `times`: how many times as fast the adapter is with it."""
+    """The first plan with a larger global batch.
+
+    `samples`: of a step. `times`: how many times as fast the adapter is with the larger batch.
+    """
 
     samples: int
     found: Candidate
@@ -43,7 +50,7 @@ class LargerBatch:
 
 
 def why_adapter(adapted: Sequence[Adapted], choice: Adapted) -> str:
-    """Why an adapter is chosen in place of training all weights, as a sentence."""
+    """Return sentences on why an adapter is chosen instead of training all weights."""
     full = next((each for each in adapted if each.name == "full"), None)
     if full is None or not full.answer.ranked:
         return (
@@ -58,16 +65,16 @@ def why_adapter(adapted: Sequence[Adapted], choice: Adapted) -> str:
 def slow_lines(
     answer: Answer, adapted: Sequence[Adapted], tokens: float | None = None
 ) -> list[str]:
-    """Return why row 1 is slow and what to do instead, one line each; an empty list unless an adapter is more than SLOW times as fast.
+    """Return why row 1 is slow, and what to do instead, in a line each.
 
-    `tokens`: of the whole run; None: those of row 1's steps, if their number is known.
+    The list is empty unless an adapter is more than SLOW times as fast. `tokens`: of the whole run;
+    None: the tokens of row 1's steps, if their number is known.
     """
     first = answer.ranked[0]
     if tokens is None and first.layout.steps is not None:
         tokens = first.layout.steps * first.layout.tokens_per_step
-    ahead = [
-        each for each in adapted if each.answer.ranked and _speed(each) > SLOW * _speed_of(first)
-    ]
+    limit = SLOW * _speed_of(first)
+    ahead = [each for each in adapted if each.answer.ranked and _speed(each) > limit]
     if not ahead:
         return []
     best = max(ahead, key=_speed)
@@ -79,7 +86,9 @@ def slow_lines(
         lines.append(f"  --batch {larger.samples}: {_pace(larger.found, tokens)}")
     for each in ahead:
         lines.append(f"  {FLAGS[each.name]}: {_pace(each.answer.ranked[0], tokens)}")
-    more_devices = without_offload(answer.question) if is_offloaded(first.layout.strategy) else None
+    more_devices = None
+    if is_offloaded(first.layout.strategy):
+        more_devices = without_offload(answer.question)
     if more_devices is not None:
         devices = more_devices.what.partition(" in place of ")[0]
         lines.append(f"  {devices}: {_pace(more_devices.found, tokens)}")
@@ -90,10 +99,11 @@ def slow_lines(
 
 
 def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
-    """Return the first plan at a larger global batch, doubled while each doubling gains a quarter, up to MOST_TOKENS_A_STEP.
+    """Return the first plan at a larger global batch.
 
-    None if the first doubling gains less, or if the user has set micro-batch or accumulation. `other`: the adapter that it is
-    compared with, at the same batch.
+    The batch is doubled while each doubling gains a quarter, up to MOST_TOKENS_A_STEP. None if the
+    first doubling gains less, or if the user has set micro-batch or accumulation. `other`: the
+    adapter with which it is compared, at the same batch.
     """
     first = answer.ranked[0]
     batch = answer.question.config.batch
@@ -118,22 +128,29 @@ def _larger_batch(answer: Answer, other: Adapted) -> LargerBatch | None:
         "batch", global_tokens=None, global_samples=samples
     )
     rival = look_at(at_larger, other.answer.ranked[0].layout.strategy)
-    fastest = _speed(other) if isinstance(rival, Refused) else max(_speed(other), _speed_of(rival))
+    fastest = _speed(other)
+    if isinstance(rival, Candidate):
+        fastest = max(fastest, _speed_of(rival))
     return LargerBatch(samples, best, fastest / _speed_of(best))
 
 
 def _times(answer: Answer, other: Adapted, larger: LargerBatch | None) -> str:
-    """Return how much faster an adapter is than the first plan, with the batch of both: `3.4 times as fast`."""
+    """Return how much faster an adapter is than the first plan: `3.4 times as fast`.
+
+    If there is a larger batch, the text says it for both batches.
+    """
     first = answer.ranked[0]
     times = f"{number(_speed(other) / _speed_of(first))} times as fast"
     if larger is None:
         return times
     samples = first.layout.batch.global_samples
-    plural = "s" if samples > 1 else ""
-    return f"{times} with {samples} sample{plural} a step, and {number(larger.times)} times with {larger.samples}"
+    noun = "samples" if samples > 1 else "sample"
+    larger_times = f"{number(larger.times)} times with {larger.samples}"
+    return f"{times} with {samples} {noun} a step, and {larger_times}"
 
 
 def _speed(each: Adapted) -> float:
+    """Return the speed of the first plan of an adapter."""
     return _speed_of(each.answer.ranked[0])
 
 
@@ -143,7 +160,10 @@ def _speed_of(candidate: Candidate) -> float:
 
 
 def _pace(candidate: Candidate, tokens: float | None) -> str:
-    """A candidate's name, its speed, and the hours of the run (of a billion tokens where its length is not known)."""
+    """Return a candidate's name, its speed, and the hours of the run.
+
+    The hours are those of a billion tokens if the length of the run is not known.
+    """
     hours = candidate.hours(tokens)
     if hours is None:
         length = f"{number(candidate.hours(1e9))} hours / 1B tokens"
@@ -153,7 +173,7 @@ def _pace(candidate: Candidate, tokens: float | None) -> str:
 
 
 def _reasons(answer: Answer) -> list[str]:
-    """Return why the first plan offloads, as a sentence in a list; an empty one if it does not."""
+    """Return a list with a sentence on why the first plan offloads; empty if it does not."""
     first = answer.ranked[0]
     if not is_offloaded(first.layout.strategy):
         return []
@@ -173,7 +193,7 @@ def _reasons(answer: Answer) -> list[str]:
 
 
 def _is_too_large(refused: Refused) -> bool:
-    """Whether a family is out by a device's memory, though it keeps everything there."""
+    """Return whether a family needs more than a device's memory without offloading."""
     best = refused.best
     if best is None or is_offloaded(best.layout.strategy):
         return False

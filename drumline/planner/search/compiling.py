@@ -1,5 +1,7 @@
-"""Whether a run compiles its blocks where nobody has said so (`compile: auto`): the seconds before its first step against those that each
-step saves. Pure."""
+"""Decide whether a run compiles its blocks if the config leaves it open (`compile: auto`). Pure.
+
+The seconds in which it compiles before its first step are weighed against those that a step saves.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def set_compile(config: Config, is_enabled: bool) -> Config:
 
 
 def reason_against(config: Config, facts: ModelFacts, cluster: Cluster) -> str:
-    """Return why `compile: auto` leaves a run eager without looking at its seconds; an empty text if it does not."""
+    """Return why `compile: auto` leaves a run eager, whatever its seconds; empty if there is no reason."""
     if cluster.device.kind == "cpu":
         return "on a CPU compiling takes minutes, and what it gains is not known"
     if config.images_alone or config.plain or facts.vision_language:
@@ -40,7 +42,9 @@ def reason_against(config: Config, facts: ModelFacts, cluster: Cluster) -> str:
         return "how many tokens come to an expert is another number each time"
     if packed_bits(config):
         return "unpacking a weight is not compiled, so a block would fall into many parts"
-    return _missing_tool() if cluster.found else ""
+    if cluster.found:
+        return _missing_tool()
+    return ""
 
 
 def _missing_tool() -> str:
@@ -54,7 +58,7 @@ def _missing_tool() -> str:
 
 
 def is_weighed(layout: Layout, facts: ModelFacts, cluster: Cluster) -> bool:
-    """Return whether a step would be faster compiled, so that the length of the run decides whether it is."""
+    """Return whether a step would be faster compiled, so that the length of the run decides."""
     if reason_against(layout.config, facts, cluster) or _refusal(layout, facts):
         return False
     eager, compiled = _both(layout, facts, cluster)
@@ -62,9 +66,9 @@ def is_weighed(layout: Layout, facts: ModelFacts, cluster: Cluster) -> bool:
 
 
 def describe_compile(layout: Layout, facts: ModelFacts, cluster: Cluster, steps: int | None) -> str:
-    """Return what `compile: auto` has chosen for a layout and why, with both numbers; an empty text on a CPU.
+    """Return what `compile: auto` has chosen for a layout and why, with the seconds; empty on a CPU.
 
-    `steps`: of the run; None: not known.
+    `steps`: the number of steps of the run; None: it is not known.
     """
     if layout.device == "cpu":
         return ""
@@ -74,7 +78,9 @@ def describe_compile(layout: Layout, facts: ModelFacts, cluster: Cluster, steps:
     eager, compiled = _both(layout, facts, cluster)
     saved = eager.seconds.total - compiled.seconds.total
     before = f"compiling takes about {compiled.startup:.0f} s before the first step"
-    each = f"a step takes {number(compiled.seconds.total)} s compiled and {number(eager.seconds.total)} s eager"
+    compiled_step = number(compiled.seconds.total)
+    eager_step = number(eager.seconds.total)
+    each = f"a step takes {compiled_step} s compiled and {eager_step} s eager"
     if layout.config.compile.enabled:
         text = f"compile auto: on ({NOT_SHOWN}): {before}; {each}"
     else:
@@ -98,6 +104,7 @@ def _is_gain(eager: Estimate, compiled: Estimate) -> bool:
 
 
 def _with_compile(layout: Layout, is_enabled: bool) -> Layout:
+    """Return the layout with `compile.enabled` set."""
     return layout.model_copy(update={"config": set_compile(layout.config, is_enabled)})
 
 

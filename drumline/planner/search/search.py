@@ -1,8 +1,10 @@
-"""All layouts of a run on a cluster that the rules allow, each with its estimate, the best first. Pure.
+"""Search all layouts of a run on a cluster that the rules allow, each with its estimate. Pure.
 
-search space (families, strategies) ──▶ rules ──▶ micro-batch × checkpointing ──▶ estimate ──▶ best of each strategy ──▶ FEW of each family
+search space (families, strategies) ──▶ rules ──▶ micro-batch × checkpointing ──▶ estimate
+    ──▶ the best layout of each strategy ──▶ the best FEW strategies of each family
 
-The search keeps only the best few candidates of a family, so memory does not grow with the cluster; whole plans are made of those alone.
+The search keeps only the best few candidates of a family, so memory does not grow with the cluster.
+Whole plans are made of these candidates alone.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.core.batch import TOKENS_AT_ONCE, batches, resolve_batch
 from drumline.core.config import BatchConfig, Config
@@ -42,6 +44,7 @@ from drumline.planner.search.answer import (
     faster,
     in_order,
     is_clearly_faster,
+    near_the_fastest,
     trusted_speed,
     why_not,
 )
@@ -49,10 +52,11 @@ from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budge
 from drumline.planner.search.compiling import reason_against, set_compile
 
 FEW = 3  # strategies of a family that an answer holds
-# Speeds of micro-batches of one strategy that differ by less are the same: what is wrong of one is wrong of the other, too.
+# Speeds of micro-batches of one strategy that differ by less are equal: their predictions share
+# their errors.
 SAME_ERROR = 0.01
-MOST_AT_ONCE = 4 * TOKENS_AT_ONCE  # of micro-batches that are tried where nobody has set a batch
-# Keys that candidates choose; whatever else a user sets of a strategy goes over them.
+MOST_AT_ONCE = 4 * TOKENS_AT_ONCE  # tokens of the largest micro-batch if no batch is set
+# Keys that candidates choose. What else a user sets of a strategy is set in each candidate.
 _CHOSEN = (
     "tp",
     "cp",
@@ -67,9 +71,14 @@ _CHOSEN = (
 
 
 def search_space(question: Question) -> Iterator[StrategySpec]:
-    """All strategies that the question leaves open, each once by name. Those of the kind of the config's strategy keep what it sets;
-    strategies that need to be named (dp, local_sgd, diloco, tp, cp, pp, model_parallel) are there where it names them."""
-    given, cluster, seen = question.config.strategy, question.cluster, set[str]()
+    """Yield all strategies that the question leaves open, each name once.
+
+    Strategies of the kind of the config's strategy keep what the config sets. Strategies that need
+    to be named (dp, local_sgd, diloco, tp, cp, pp, model_parallel) come only if the config names
+    them.
+    """
+    given = question.config.strategy
+    cluster = question.cluster
     space = Space(
         cluster.nodes,
         cluster.per_node,
@@ -77,155 +86,214 @@ def search_space(question: Question) -> Iterator[StrategySpec]:
         question.nvme or getattr(given, "nvme", None),
         question.facts.experts,
     )
-    for strategy in chain(
-        given.variants(), *(spec.candidates(space) for spec in kinds(StrategySpec).values())
-    ):
+    candidates = [spec.candidates(space) for spec in kinds(StrategySpec).values()]
+    seen = set[str]()
+    for strategy in chain(given.variants(), *candidates):
         merged = _merge(given, strategy)
-        if merged is not None and (name := merged.names(cluster.world_size).name) not in seen:
+        if merged is None:
+            continue
+        name = merged.names(cluster.world_size).name
+        if name not in seen:
             seen.add(name)
             yield merged
 
 
-def _chosen(strategy: StrategySpec, key: str) -> Any:
-    """What a strategy has for a key, or does where the key is null."""
-    return getattr(strategy, "reshards" if key == "reshard_after_forward" else key)
-
-
 def _merge(given: StrategySpec, strategy: StrategySpec) -> StrategySpec | None:
-    """The strategy with what the user set for its kind; None where these contradict."""
+    """Return a strategy with what the user set for its kind; None if these contradict."""
     if strategy is given or strategy.kind != given.kind:
         return strategy
     fixed = {name: getattr(given, name) for name in given.model_fields_set - {"kind"}}
-    if fixed.get("config") or fixed.get(
-        "options"
-    ):  # a DeepSpeed config of the user's own sets everything
+    if fixed.get("config") or fixed.get("options"):
+        # A DeepSpeed config of the user's own sets everything.
         return None
     pipeline = fixed.pop("pipeline", None)
-    if fixed.get("reshard_after_forward", False) is None:  # left to each strategy
+    if "reshard_after_forward" in fixed and fixed["reshard_after_forward"] is None:
+        # It is left to each strategy.
         del fixed["reshard_after_forward"]
-    if any(fixed[name] != _chosen(strategy, name) for name in _CHOSEN if name in fixed):
-        return None
+    for name in _CHOSEN:
+        if name in fixed and fixed[name] != _chosen_value(strategy, name):
+            return None
     if pipeline is not None and getattr(strategy, "pp", 1) > 1:
         options = {name: getattr(pipeline, name) for name in pipeline.model_fields_set}
-        fixed["pipeline"] = getattr(strategy, "pipeline", pipeline).model_copy(update=options)
+        own_pipeline = getattr(strategy, "pipeline", pipeline)
+        fixed["pipeline"] = own_pipeline.model_copy(update=options)
     return strategy.model_copy(update=fixed)
+
+
+def _chosen_value(strategy: StrategySpec, key: str) -> Any:
+    """Return a strategy's value of a key in _CHOSEN, or what it does if the value is null."""
+    attribute = key
+    if key == "reshard_after_forward":
+        attribute = "reshards"
+    return getattr(strategy, attribute)
 
 
 @dataclass
 class _Family:
-    """The best few of a family so far. `nearest`: of those that do not fit, the one that needs least; `tight`: of those with little room
-    the fastest; `reason`: of the first refusal; `looked_at`: estimates in all."""
+    """What a search has found of a family so far."""
 
+    # The best few candidates, one of each strategy.
     best: list[Candidate] = field(default_factory=list)
+    # Of the candidates that do not fit, the one that needs least memory.
     nearest: Candidate | None = None
+    # The fastest of those with little room.
     tight: Candidate | None = None
+    # The reason of the first refusal.
     reason: str = ""
+    # The number of estimates.
     looked_at: int = 0
 
 
 def search(
     question: Question, among: Iterable[StrategySpec] | None = None, *, with_room: bool = False
 ) -> Answer:
-    """The best few of each family, or the reason why none fits. `among`: the strategies to estimate; None: all. `with_room`: tight
-    candidates do not count."""
-    estimates, families = _Estimates(question), dict[str, _Family]()
+    """Return the best few candidates of each family, or the reason why none fits.
+
+    `among`: the strategies to estimate; None: all. `with_room`: tight candidates do not count.
+    """
+    estimates = _Estimates(question)
     question = estimates.question
-    for strategy in search_space(question) if among is None else among:
-        family = families.setdefault(strategy.names(question.cluster.world_size).family, _Family())
-        if (best := estimates.best_of(strategy, family, with_room)) is not None:
+    if among is None:
+        among = search_space(question)
+    families = _search_families(estimates, among, with_room)
+    completed = _complete_families(families, question.facts)
+    ranked = list(in_order(completed.candidates))
+    if ranked and not with_room:
+        faster_one = _faster_and_tight(ranked, families.values(), question.facts)
+        if faster_one is not None:
+            ranked = list(in_order([*ranked, faster_one]))
+    looked_at = sum(family.looked_at for family in families.values())
+    return Answer(question, tuple(ranked), tuple(completed.refused), looked_at)
+
+
+def _search_families(
+    estimates: _Estimates, strategies: Iterable[StrategySpec], with_room: bool
+) -> dict[str, _Family]:
+    """Return the families of some strategies, by name, with their best candidates."""
+    world_size = estimates.question.cluster.world_size
+    families = dict[str, _Family]()
+    for strategy in strategies:
+        family = families.setdefault(strategy.names(world_size).family, _Family())
+        best = estimates.best_of(strategy, family, with_room)
+        if best is not None:
             family.best = heapq.nlargest(FEW, [*family.best, best], expected_speed)
     if estimates.may_compile:
         for family in families.values():
             family.best = [
                 estimates.with_compile(candidate, family, with_room) for candidate in family.best
             ]
-    found, refused = list[Candidate](), list[Refused]()
+    return families
+
+
+class _Completed(NamedTuple):
+    """The candidates of all families with complete configs, and the families that are refused."""
+
+    candidates: list[Candidate]
+    refused: list[Refused]
+
+
+def _complete_families(families: dict[str, _Family], facts: ModelFacts) -> _Completed:
+    """Return the best candidates of all families with complete configs.
+
+    A family is refused if it has none, or if a whole plan of one of them is refused, for example by
+    a DeepSpeed config of the user's own.
+    """
+    candidates: list[Candidate] = []
+    refused: list[Refused] = []
     for name, family in families.items():
         try:
-            found += [_complete(candidate, question.facts) for candidate in family.best]
+            candidates += [_complete(candidate, facts) for candidate in family.best]
             if not family.best:
-                nearest = family.nearest and _complete(family.nearest, question.facts)
-                refused.append(
-                    Refused(name, why_not(nearest.estimate) if nearest else family.reason, nearest)
-                )
-        except (
-            PlanError
-        ) as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
+                refused.append(_refuse(name, family, facts))
+        except PlanError as error:
             refused.append(Refused(name, _reason(error)))
-    ranked = list(in_order(found))
-    if ranked and not with_room:
-        faster_one = _faster_and_tight(ranked, families.values(), question.facts)
-        if faster_one is not None:
-            ranked = list(in_order([*ranked, faster_one]))
-    return Answer(
-        question,
-        tuple(ranked),
-        tuple(refused),
-        sum(family.looked_at for family in families.values()),
-    )
+    return _Completed(candidates, refused)
+
+
+def _refuse(name: str, family: _Family, facts: ModelFacts) -> Refused:
+    """Return why no candidate of a family fits."""
+    if family.nearest is None:
+        return Refused(name, family.reason)
+    nearest = _complete(family.nearest, facts)
+    return Refused(name, why_not(nearest.estimate), nearest)
 
 
 def _faster_and_tight(
     ranked: Sequence[Candidate], families: Iterable[_Family], facts: ModelFacts
 ) -> Candidate | None:
-    """The fastest tight candidate of all, with a name of its own, where it is faster than the first of `ranked` and than each tight one
-    among these. None otherwise: the strategy's best candidate is another one, and fits with more room."""
+    """Return the fastest tight candidate of all families, with a name of its own.
+
+    It must be clearly faster than the first of `ranked` and than each tight one among these;
+    otherwise the result is None. Its strategy's best candidate is another one with more room.
+    """
     tight = [family.tight for family in families if family.tight is not None]
     if not tight:
         return None
     fastest = max(tight, key=trusted_speed)
-    rivals = [
-        ranked[0],
-        *(candidate for candidate in ranked if candidate.estimate.verdict == "tight"),
-    ]
+    rivals = [ranked[0]]
+    rivals += [candidate for candidate in ranked if candidate.estimate.verdict == "tight"]
     if not all(is_clearly_faster(fastest, rival) for rival in rivals):
         return None
-    same_strategy = next(
-        (candidate for candidate in ranked if candidate.name == fastest.name), None
-    )
-    if same_strategy is not None:
-        fastest = replace(
-            fastest, name=f"{fastest.name}, {_difference(fastest.layout, same_strategy.layout)}"
-        )
-    with suppress(PlanError):  # what only a whole plan looks at
+    for candidate in ranked:
+        if candidate.name == fastest.name:
+            difference = _difference(fastest.layout, candidate.layout)
+            fastest = replace(fastest, name=f"{fastest.name}, {difference}")
+            break
+    try:
         return _complete(fastest, facts)
-    return None
+    except PlanError:
+        # Only a whole plan shows this.
+        return None
 
 
 def _difference(layout: Layout, other: Layout) -> str:
-    """What a layout does otherwise than another one of the same strategy, for its name."""
+    """Return in a few words what a layout does that another of the same strategy does not."""
     kind = layout.activation_checkpointing
-    if kind == other.activation_checkpointing and layout.batch == other.batch:
-        return "compiled" if layout.config.compile.enabled else "eager"
     if kind == other.activation_checkpointing:
-        return f"micro-batch {layout.batch.micro_batch}"
-    return "no checkpointing" if kind == "none" else f"{kind} checkpointing"
+        if layout.batch != other.batch:
+            return f"micro-batch {layout.batch.micro_batch}"
+        return "compiled" if layout.config.compile.enabled else "eager"
+    if kind == "none":
+        return "no checkpointing"
+    return f"{kind} checkpointing"
 
 
 def look_at(question: Question, strategy: StrategySpec) -> Candidate | Refused:
-    """The best candidate of one strategy, or why it is refused."""
+    """Return the best candidate of one strategy, or why it is refused."""
     answer = search(question, [strategy])
-    return answer.ranked[0] if answer.ranked else answer.refused[0]
+    if answer.ranked:
+        return answer.ranked[0]
+    return answer.refused[0]
 
 
 def fits(question: Question, among: Iterable[StrategySpec] | None = None) -> bool:
-    """Whether any strategy fits, with most checkpointing that the rules allow, the smallest micro-batch first; ends with the first that
-    does. With less checkpointing none needs less."""
+    """Return whether any strategy fits; the first that fits ends the search.
+
+    `among`: the strategies to estimate; None: all.
+    """
     estimates = _Estimates(question)
-    for strategy in search_space(estimates.question) if among is None else among:
-        for kind in reversed(estimates.checkpointing):
-            with suppress(PlanError):
-                if any(
-                    candidate.estimate.verdict == "fits"
-                    for candidate in estimates.candidates(strategy, kind)
-                ):
-                    return True
-                break
+    if among is None:
+        among = search_space(estimates.question)
+    return any(_strategy_fits(estimates, strategy) for strategy in among)
+
+
+def _strategy_fits(estimates: _Estimates, strategy: StrategySpec) -> bool:
+    """Return whether a strategy fits with the most checkpointing that the rules allow.
+
+    With less checkpointing it needs no less memory. The smallest micro-batch comes first.
+    """
+    for checkpointing in reversed(estimates.checkpointing):
+        with suppress(PlanError):
+            candidates = estimates.candidates(strategy, checkpointing)
+            return any(candidate.estimate.verdict == "fits" for candidate in candidates)
     return False
 
 
 def evaluate(question: Question, config: Config, name: str) -> Candidate:
-    """The candidate of one config with a set strategy on the question's cluster. Raises PlanError where a rule or a number refuses it."""
+    """Return the candidate of one config, whose strategy is set, on the question's cluster.
+
+    Raises PlanError if a rule or a number refuses the config.
+    """
     plan = resolve(
         config,
         run_dir="",
@@ -240,41 +308,49 @@ def evaluate(question: Question, config: Config, name: str) -> Candidate:
 
 
 class _Estimates:
-    """A search's estimates of one strategy at a time; what does not change is computed once."""
+    """Makes the estimates of a search, one strategy at a time.
+
+    What does not change from strategy to strategy is computed once.
+    """
 
     def __init__(self, question: Question) -> None:
         self.config = question.config.strategy.adopted(question.config)
         self.question = replace(question, config=self.config)
-        machine = _machine(question.cluster)
+        cluster = question.cluster
+        machine = _machine(cluster)
         self.device = device_of(self.config, machine)
         self.precision = precision_of(self.config, machine, self.device, [])
-        known = catalog.DEVICES.get(question.cluster.device.name)
-        if (
-            self.config.precision.kind == "fp8"
-            and self.device == "cuda"
-            and known is not None
-            and "fp8" not in known.flops
-        ):
+        self._require_fp8()
+        memory = self.config.memory
+        self.may_compile = False
+        if self.config.compile.enabled is None:
+            self.may_compile = not reason_against(self.config, question.facts, cluster)
+        if question.facts.block_parameters:
+            self.kinds = kinds_of(memory)
+        else:
+            self.kinds = (memory.activation_checkpointing,)
+        self.checkpointing = self.kinds
+        if memory.budget_gb is not None:
+            # A budget chooses the kind for each batch.
+            self.checkpointing = self.kinds[:1]
+
+    def _require_fp8(self) -> None:
+        """Raise PlanError if the precision is fp8, and the GPUs are known to have no fp8."""
+        if self.config.precision.kind != "fp8" or self.device != "cuda":
+            return
+        known = catalog.DEVICES.get(self.question.cluster.device.name)
+        if known is not None and "fp8" not in known.flops:
             raise PlanError(
                 f"precision fp8 but {known.name} has no fp8",
                 where="precision",
                 fix="use precision=bf16",
             )
-        memory = self.config.memory
-        is_open = self.config.compile.enabled is None
-        self.may_compile = is_open and not reason_against(
-            self.config, question.facts, question.cluster
-        )
-        self.kinds = (
-            kinds_of(memory)
-            if question.facts.block_parameters
-            else (memory.activation_checkpointing,)
-        )
-        # A budget chooses for each batch by itself.
-        self.checkpointing = self.kinds if memory.budget_gb is None else self.kinds[:1]
 
     def with_compile(self, eager: Candidate, family: _Family, with_room: bool) -> Candidate:
-        """Return the best compiled candidate of an eager one's strategy if the run gains from it, else the eager one."""
+        """Return the best compiled candidate of an eager one's strategy if the run gains from it.
+
+        Otherwise return the eager candidate.
+        """
         compiled = self.best_of(eager.layout.strategy, family, with_room, compiles=True)
         if compiled is None:
             return eager
@@ -286,82 +362,56 @@ class _Estimates:
     ) -> Candidate | None:
         """Return the best micro-batch and checkpointing of a strategy: the largest expected speed.
 
-        Of those as fast (TIE), one that fits goes before a tight one, then the least checkpointing. Of these,
-        among the fastest (SAME_ERROR), it is the micro-batch nearest to the usual one. None where none fits or
-        rules and numbers refuse all; the family notes it. `with_room`: tight ones do not count. `compiles`:
-        compiled, where the config leaves it open.
+        Of those as fast (TIE), one that fits goes before a tight one, then the least checkpointing.
+        Of these, among the fastest (SAME_ERROR), it is the micro-batch nearest to the usual one.
+        None if none fits, or if rules and numbers refuse all; the family notes it.
+
+        `with_room`: tight candidates do not count. `compiles`: candidates are compiled, which the
+        config must leave open.
         """
-        found = list[Candidate]()
-        for kind in self.checkpointing:
+        found: list[Candidate] = []
+        for checkpointing in self.checkpointing:
             try:
-                for candidate in self.candidates(strategy, kind, compiles):
-                    family.looked_at += 1
-                    estimated, nearest, tight = candidate.estimate, family.nearest, family.tight
-                    if estimated.verdict == "fits" or (
-                        estimated.verdict == "tight" and not with_room
-                    ):
+                for candidate in self.candidates(strategy, checkpointing, compiles):
+                    if _note(candidate, family, with_room):
                         found.append(candidate)
-                        if estimated.verdict == "tight" and (
-                            tight is None or faster(estimated, tight.estimate)
-                        ):
-                            family.tight = candidate
-                    elif (
-                        nearest is None
-                        or estimated.memory.reserved < nearest.estimate.memory.reserved
-                    ):
-                        family.nearest = candidate
             except PlanError as error:
                 family.reason = family.reason or _reason(error)
         if not found:
             return None
-        fastest = max(expected_speed(candidate) for candidate in found)
-
-        def preference(candidate: Candidate) -> tuple[bool, int]:
-            kind = candidate.layout.activation_checkpointing
-            return candidate.estimate.verdict != "fits", CHECKPOINTING.index(kind)
-
-        def distance(candidate: Candidate) -> float:
-            layout = candidate.layout
-            return abs(math.log2(layout.rows * layout.length / TOKENS_AT_ONCE))
-
-        equal = [c for c in found if expected_speed(c) >= (1 - TIE) * fastest]
-        first = min(preference(candidate) for candidate in equal)
-        alike = [candidate for candidate in equal if preference(candidate) == first]
-        fastest_alike = max(expected_speed(candidate) for candidate in alike)
-        near = [c for c in alike if expected_speed(c) >= (1 - SAME_ERROR) * fastest_alike]
-        return min(near, key=distance)
+        equal = near_the_fastest(found, TIE)
+        first = min(_preference(candidate) for candidate in equal)
+        alike = [candidate for candidate in equal if _preference(candidate) == first]
+        near = near_the_fastest(alike, SAME_ERROR)
+        return min(near, key=_distance_from_usual)
 
     def candidates(
         self, strategy: StrategySpec, checkpointing: str, compiles: bool = False
     ) -> Iterator[Candidate]:
-        """One for each possible micro-batch, the smallest first, up to the first that does not fit: a larger one needs no less. But without
-        accumulation no gradients are added up, so that one is looked at too, where their bytes (with DDP's buckets twice) would do.
-        Raises PlanError where rules or numbers refuse all."""
-        question, cluster, names = (
-            self.question,
-            self.question.cluster,
-            strategy.names(self.question.cluster.world_size),
-        )
-        if strategy.package == "deepspeed" and not question.deepspeed:
-            raise PlanError("deepspeed is not installed", fix="pip install deepspeed ninja")
-        if (
-            self.device == "cpu"
-            and "cpu" in strategy.offloads()
-            and strategy != self.config.strategy
-        ):
-            raise PlanError("the device's memory is the host's: there is nothing to offload to")
-        world = _world(question, strategy)
-        if question.processes and world != cluster.world_size:
-            raise PlanError(f"it is one process, and there are {cluster.world_size}")
+        """Yield a candidate for each possible micro-batch, the smallest first.
+
+        The first that does not fit is the last, since a larger one needs no less. But without
+        accumulation no gradients are added up; that micro-batch is tried too if the bytes of the
+        gradients (twice, because of DDP's buckets) would suffice.
+
+        Raises PlanError if rules or numbers refuse all.
+        """
+        question = self.question
+        cluster = question.cluster
+        names = strategy.names(cluster.world_size)
+        self._require_strategy(strategy)
         memory = self.config.memory.model_copy(update={"activation_checkpointing": checkpointing})
         config = self.config.model_copy(update={"strategy": strategy, "memory": memory})
         if compiles:
             config = set_compile(config, True)
-        case = Case(config, strategy.mesh(world), self.device, self.precision, question.facts)
+        mesh = strategy.mesh(_world(question, strategy))
+        case = Case(config, mesh, self.device, self.precision, question.facts)
         require(case, question.roles, question.data)
-        refusal, laid_out, over = None, False, False
-        for batch in self._batches(config, case.mesh, in_flight(case.mesh, strategy)):
-            if over and batch.accumulation > 1:
+        refusal = None
+        is_laid_out = False
+        only_without_accumulation = False
+        for batch in self._batches(config, mesh, in_flight(mesh, strategy)):
+            if only_without_accumulation and batch.accumulation > 1:
                 continue
             try:
                 layout = lay_out(case, batch, question.roles, question.data, cluster.per_node)
@@ -370,20 +420,32 @@ class _Estimates:
                 refusal = refusal or error
                 continue
             layout, estimated = _with_export_that_fits(question, layout)
-            laid_out = True
+            is_laid_out = True
             yield Candidate(names.name, layout, estimated, names.family, names.simple)
             if estimated.verdict == "no":
-                over = True
+                only_without_accumulation = True
                 if estimated.memory.peak - 2 * estimated.memory.gradients > estimated.limit:
                     return
-        if refusal is not None and not laid_out:
+        if refusal is not None and not is_laid_out:
             raise refusal
+
+    def _require_strategy(self, strategy: StrategySpec) -> None:
+        """Raise PlanError if a strategy cannot run here, or would do nothing."""
+        question = self.question
+        if strategy.package == "deepspeed" and not question.deepspeed:
+            raise PlanError("deepspeed is not installed", fix="pip install deepspeed ninja")
+        is_set = strategy == self.config.strategy
+        if self.device == "cpu" and "cpu" in strategy.offloads() and not is_set:
+            raise PlanError("the device's memory is the host's: there is nothing to offload to")
+        world_size = question.cluster.world_size
+        if question.processes and _world(question, strategy) != world_size:
+            raise PlanError(f"it is one process, and there are {world_size}")
 
     def _batches(self, config: Config, mesh: Mesh, least: int) -> Iterator[BatchPlan]:
         """Yield the batches to estimate, the smallest micro-batch first (core.batch.batches).
 
-        A single GPU for which nobody has set any batch would take one row at a time. There the global batch is
-        open, too: rows are doubled up to MOST_AT_ONCE tokens, as far as there is data.
+        A single GPU without any batch setting would take one row at a time. There the global batch
+        is open, too: rows are doubled up to MOST_AT_ONCE tokens, as far as there is data.
         """
         world = self.question.cluster.world_size
         yield from batches(config, mesh.data_ranks, world, least)
@@ -401,73 +463,108 @@ class _Estimates:
             samples *= 2
 
 
-def _with_export_that_fits(question: Question, layout: Layout) -> tuple[Layout, Estimate]:
-    """Return a layout and its estimate, without the merged model's export if the host's memory is too small for it.
+def _note(candidate: Candidate, family: _Family, with_room: bool) -> bool:
+    """Note a candidate in its family, and return whether it counts as one that fits."""
+    family.looked_at += 1
+    estimated = candidate.estimate
+    is_tight = estimated.verdict == "tight"
+    if estimated.verdict == "fits" or (is_tight and not with_room):
+        if is_tight and (family.tight is None or faster(estimated, family.tight.estimate)):
+            family.tight = candidate
+        return True
+    nearest = family.nearest
+    if nearest is None or estimated.memory.reserved < nearest.estimate.memory.reserved:
+        family.nearest = candidate
+    return False
 
-    A run with LoRA exports its adapter then, another one nothing; `drumline export` does it later on another machine.
-    What the user has set of the export stays.
+
+def _preference(candidate: Candidate) -> tuple[bool, int]:
+    """Return the place of a candidate among equally fast ones; the smallest goes first."""
+    kind = candidate.layout.activation_checkpointing
+    return candidate.estimate.verdict != "fits", CHECKPOINTING.index(kind)
+
+
+def _distance_from_usual(candidate: Candidate) -> float:
+    """Return how many doublings lie between a micro-batch and the usual number of tokens."""
+    layout = candidate.layout
+    return abs(math.log2(layout.rows * layout.length / TOKENS_AT_ONCE))
+
+
+def _with_export_that_fits(question: Question, layout: Layout) -> tuple[Layout, Estimate]:
+    """Return a layout and its estimate, whose export at the end fits into the host's memory.
+
+    If the export of the merged model does not fit, a run with LoRA exports its adapter, and another
+    run exports nothing; `drumline export` does it later on another machine. What the user has set
+    of the export stays.
     """
     estimated = _estimate(question, layout)
     config = layout.config
     is_set = config.checkpoint.model_fields_set & {"export", "export_adapter"}
     if is_set or estimated.host_limit is None or estimated.host.export <= estimated.host_limit:
         return layout, estimated
-    update = {"export_adapter": True} if config.adapter.kind == "lora" else {"export": "none"}
+    update: dict[str, Any] = {"export": "none"}
+    if config.adapter.kind == "lora":
+        update = {"export_adapter": True}
     checkpoint = config.checkpoint.model_copy(update=update)
-    changed = layout.model_copy(
-        update={"config": config.model_copy(update={"checkpoint": checkpoint})}
-    )
+    changed_config = config.model_copy(update={"checkpoint": checkpoint})
+    changed = layout.model_copy(update={"config": changed_config})
     return changed, _estimate(question, changed)
 
 
 def _complete(candidate: Candidate, facts: ModelFacts) -> Candidate:
-    """The candidate with a config that sets its batch; of a tight one also what happens when memory runs out, where the user has not set
-    it. Raises PlanError where a DeepSpeed config of the user's own contradicts."""
+    """Return a candidate whose config sets its batch.
+
+    The config of a tight candidate also sets what happens if memory runs out, unless the user has
+    set it. Raises PlanError if a DeepSpeed config of the user's own contradicts.
+    """
     layout = candidate.layout
-    batch, given = layout.batch, layout.config.batch
-    total = (
-        {} if given.global_samples or given.global_tokens else {"accumulation": batch.accumulation}
-    )
-    update: dict[str, Any] = {
-        "batch": given.model_copy(update={"micro_batch": batch.micro_batch, **total})
-    }
+    given = layout.config.batch
+    of_batch = {"micro_batch": layout.batch.micro_batch}
+    if not (given.global_samples or given.global_tokens):
+        of_batch["accumulation"] = layout.batch.accumulation
+    update: dict[str, Any] = {"batch": given.model_copy(update=of_batch)}
     memory = layout.config.memory
     if candidate.estimate.verdict == "tight" and "on_oom" not in memory.model_fields_set:
         update["memory"] = memory.model_copy(update={"on_oom": "replan"})
-    made = layout.model_copy(update={"config": layout.config.model_copy(update=update)})
-    deepspeed_of(made, facts, "")
-    return replace(candidate, layout=made)
+    completed = layout.model_copy(update={"config": layout.config.model_copy(update=update)})
+    deepspeed_of(completed, facts, "")
+    return replace(candidate, layout=completed)
 
 
 def _reason(error: PlanError) -> str:
-    return error.what + (f" — {error.fix}" if error.fix else "")
+    """Return what an error says, with its fix."""
+    if error.fix:
+        return f"{error.what} — {error.fix}"
+    return error.what
 
 
 def _estimate(question: Question, layout: Layout) -> Estimate:
-    made = estimate(layout, question.facts, question.cluster)
-    return made if question.correction is None else corrected(made, question.correction)
+    """Return the estimate of a layout, corrected by real steps if the question has a correction."""
+    predicted = estimate(layout, question.facts, question.cluster)
+    if question.correction is None:
+        return predicted
+    return corrected(predicted, question.correction)
 
 
 def _world(question: Question, strategy: StrategySpec) -> int:
-    """Processes of a strategy."""
-    return 1 if strategy.one_process else question.cluster.world_size
+    """Return the number of processes of a strategy."""
+    if strategy.one_process:
+        return 1
+    return question.cluster.world_size
 
 
 def _machine(cluster: Cluster) -> Machine:
-    """A host of the cluster, as `detect` would describe it."""
+    """Return a host of the cluster as `detect` would describe it."""
     device = cluster.device
-    devices = (
-        [Device(device.name, device.memory_bytes)] * cluster.per_node
-        if device.kind == "cuda"
-        else []
-    )
-    memory, bf16 = cluster.host_memory_bytes or 0, "bf16" in device.flops
-    # Whether a Mac's GPU is there is known where the run is set up.
+    devices = []
+    if device.kind == "cuda":
+        devices = [Device(device.name, device.memory_bytes)] * cluster.per_node
     return Machine(
         devices,
         cores=1,
-        memory_bytes=memory,
+        memory_bytes=cluster.host_memory_bytes or 0,
         device=device.kind,
-        bf16=bf16,
+        bf16="bf16" in device.flops,
+        # Whether a Mac has its GPU is known when the run is set up.
         mps=device.kind == "cpu",
     )
