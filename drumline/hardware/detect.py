@@ -201,10 +201,10 @@ class Groups:
 def _numbers(path: Path) -> list[float]:
     """Return the numbers in a control file, `max` as inf; none if there is no such file."""
     try:
-        words = path.read_text().split()
+        entries = path.read_text().split()
     except OSError:
         return []
-    return [math.inf if word == "max" else float(word) for word in words]
+    return [math.inf if entry == "max" else float(entry) for entry in entries]
 
 
 def free_bytes(path: Path) -> int:
