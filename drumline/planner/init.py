@@ -569,7 +569,7 @@ def _steps_between_saves(config: Config, first: FirstRows, length: int) -> int:
 def missing_packages(config: Config) -> list[str]:
     """Return the packages that a run of this config imports and that are not installed."""
     rewards = getattr(config.algorithm, "rewards", ())
-    wanted = []
+    wanted: list[str | None] = []
     if config.adapter.kind == "lora":
         wanted.append("peft")
     wanted.append(config.strategy.package)
