@@ -8,11 +8,11 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -22,22 +22,54 @@ from drumline.bench.pages import Rows, claim, write_pages
 from drumline.bench.verify import spell
 from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
+from drumline.core.estimate import Estimate
 from drumline.core.explain import size, strategy_name
 from drumline.core.files import remove, write_whole
 from drumline.core.load import Loaded, Request, override, reader
 from drumline.core.plan import Plan
 from drumline.core.signals import NOTHING_LOST
 from drumline.errors import DrumlineError, UserError
-from drumline.report.bars import OnProgress, bars
+from drumline.report.bars import bars
 from drumline.telemetry.events import Event, Fault, Measured, Step, read
 
 WARM = 4  # steps that are not counted: the first are slower, and one is under the tracker of memory and traffic
 MARK = "bench.json"
+UNKNOWN = "–"
+HEADS = ("samples/s", "tokens/s", "speed-up", "eff.", "memory", "comm.", "predicted")
+PREDICTED_HEADS = (
+    "cluster",
+    "devices",
+    "samples/s",
+    "tokens/s",
+    "a device",
+    "memory",
+    "best plan",
+)
+# Columns of text; the others hold numbers.
+TEXT_COLUMNS = ("strategy", "cluster", "best plan")
+
+
+class Spread(NamedTuple):
+    """A value with the ends of its range: a median and the extremes, or a prediction and its ends."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Return the median, the least and the largest of values; None without any."""
+        if not values:
+            return None
+        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
 class Case:
-    """`strategy`: as on the command line; empty: the config's own. `nodes`: hosts; None: this one."""
+    """What is measured: a strategy on a number of processes.
+
+    `strategy`: as on the command line; empty: the config's own. `nodes`: hosts; None: this one.
+    """
 
     strategy: str
     nproc: int
@@ -45,19 +77,26 @@ class Case:
 
     @property
     def world(self) -> int:
+        """The number of all processes."""
         return self.nproc * (self.nodes or 1)
 
     @property
     def name(self) -> str:
-        text = f"{self.strategy or 'config'}-{f'{self.nodes}x' if self.nodes else ''}{self.nproc}"
+        """The name of the folders of its rounds."""
+        strategy = self.strategy or "config"
+        hosts = f"{self.nodes}x" if self.nodes else ""
+        text = f"{strategy}-{hosts}{self.nproc}"
         # A strategy of one's own is the path of a file.
         return as_name(text.replace(" ", "-").replace("=", ""))
 
 
 @dataclass(frozen=True)
 class Round:
-    """Medians over the counted steps of one round. `communication`: the part of a step that ranks wait for one another; None: not measured.
-    `memory`: bytes of the fullest device: what the allocator holds, on a CPU the peak of tensors."""
+    """Medians over the counted steps of one round.
+
+    `seconds`: of a step; `communication`: the share of a step that ranks wait for one another, None if it was not
+    measured; `memory`: bytes of the fullest device: what the allocator holds, on a CPU the peak of tensors.
+    """
 
     samples_per_s: float
     tokens_per_s: float
@@ -68,31 +107,46 @@ class Round:
 
 @dataclass
 class Row:
+    """The rounds of a case.
+
+    `strategy`: the name of what the plan runs; `predicted`: samples/s; `reason`: why there are no rounds, or no more
+    of them.
+    """
+
     case: Case
     rounds: list[Round] = field(default_factory=list)
-    strategy: str = ""  # what the plan runs
-    predicted: tuple[float, float, float] | None = (
-        None  # samples/s: the estimate, and the ends of its range
-    )
-    reason: str = ""  # why there are no rounds, or no more of them
+    strategy: str = ""
+    predicted: Spread | None = None
+    reason: str = ""
 
-    def spread(self, name: str) -> tuple[float, float, float] | None:
-        """(median, least, most) over the rounds."""
-        values = [value for each in self.rounds if (value := getattr(each, name)) is not None]
-        return (statistics.median(values), min(values), max(values)) if values else None
+    @property
+    def name(self) -> str:
+        """The name of the strategy for readers."""
+        return self.strategy or self.case.strategy or "config"
 
-    def speed_up(self, base: Row) -> tuple[float, float, float] | None:
-        """The same of the samples/s over those of `base`, round by round: what disturbed a round met both."""
-        ratios = [
-            mine.samples_per_s / other.samples_per_s
-            for mine, other in zip(self.rounds, base.rounds, strict=False)
-        ]
-        return (statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
+    def spread(self, name: str) -> Spread | None:
+        """Return the spread of a field of `Round` over the rounds; None if none has it."""
+        values = [getattr(each, name) for each in self.rounds]
+        return Spread.of([value for value in values if value is not None])
+
+    def speed_up(self, base: Row) -> Spread | None:
+        """Return the spread of the samples/s over those of `base`.
+
+        They are compared round by round, since what disturbed a round met both.
+        """
+        ratios = []
+        for mine, other in zip(self.rounds, base.rounds, strict=False):
+            ratios.append(mine.samples_per_s / other.samples_per_s)
+        return Spread.of(ratios)
 
 
 @dataclass(frozen=True)
 class Options:
-    """`steps`: counted ones of a round; `weak`: the global batch grows with the processes; `predict`: clusters."""
+    """The options of the command line.
+
+    `nproc`, `nodes`: processes of a host and hosts, a case each; `steps`: counted ones of a round; `weak`: the global
+    batch grows with the processes; `predict`: clusters to plan for; `to`: the folder to write to.
+    """
 
     nproc: tuple[int, ...]
     strategies: tuple[str, ...] = ()
@@ -105,82 +159,155 @@ class Options:
 
 
 class DoesNotFit(DrumlineError):
-    """By its plan."""
+    """A case needs more memory than there is, by its plan."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the runs of all cases share.
+
+    `read_config`: returns the config under overrides; `strategies`: each with its overrides; `hosts`: overrides by the
+    number of hosts; `samples`: of a step of the case with the fewest processes (`least`).
+    """
+
+    read_config: Callable[[list[str]], Loaded]
+    config: Config
+    overrides: list[str]
+    options: Options
+    strategies: dict[str, list[str]]
+    hosts: dict[int, list[str]]
+    folder: Path
+    samples: int
+    least: int
+
+    def overrides_of(self, case: Case) -> list[str]:
+        """Return the overrides of a run of a case, without its folder."""
+        samples = self.samples
+        if self.options.weak:
+            samples = samples * case.world // self.least
+        return [
+            *self.overrides,
+            *self.strategies[case.strategy],
+            *_short(self.config, case, samples, self.options.steps),
+            *self.hosts.get(case.nodes or 0, []),
+        ]
 
 
 def bench(config: Path, overrides: list[str], options: Options) -> int:
-    """Measure each case once a round, in turn; print the table, and write it. Returns 0; 1 where no case ran; 75 after a signal. Raises
-    UserError for a config that cannot be loaded and a folder that holds something else."""
+    """Measure each case once a round, in turn; print the table, and write it.
+
+    Returns the exit code: 0, 1 if no case ran, 75 after a signal. Raises UserError for a config that cannot be loaded,
+    and for a folder that holds something else.
+    """
+    console = Console(highlight=False)
     read_config = reader(config)
-    loaded, console = read_config(overrides), Console(highlight=False)
-    launcher = loaded.config.launch
-    if options.nodes and not launcher.number_of_hosts:
-        fix = "set launch: {kind: ssh, hosts: […]} or slurm in the YAML, or ask the planner: --predict 2x8xh100-80g"
-        raise UserError(
-            f"launch.kind {launcher.kind} starts ranks on this host alone", where="--nodes", fix=fix
-        )
-    hosts = {
-        nodes: launcher.on_hosts(nodes)
-        for nodes in options.nodes or (launcher.number_of_hosts,)
-        if nodes
-    }
-    shapes = [(nproc, nodes) for nodes in hosts or (None,) for nproc in options.nproc]
-    cases = [Case(strategy, *shape) for strategy in options.strategies or ("",) for shape in shapes]
-    spelling = {
-        strategy: [spell(strategy)] if strategy else [] for strategy in options.strategies or ("",)
-    }
-    for given in spelling.values():
+    loaded = read_config(overrides)
+    hosts = _host_overrides(loaded.config, options)
+    strategies = {}
+    for strategy in options.strategies or ("",):
+        strategies[strategy] = [spell(strategy)] if strategy else []
+    for given in strategies.values():
         # A strategy that there is not is a mistake, one that does not run is a row.
         read_config([*overrides, *given])
+    cases = _cases(options, list(strategies), list(hosts))
     folder = options.to or Path("runs") / f"{config.stem}-bench"
     if claim(folder, MARK, "bench"):
         for old in folder.glob("*-round*"):
             remove(old)
     least = min(case.world for case in cases)
     samples = resolve_batch(loaded.config, least).global_samples
-    rows, code, loads = [Row(case) for case in cases], 0, list[float]()
+    settings = Settings(
+        read_config=read_config,
+        config=loaded.config,
+        overrides=overrides,
+        options=options,
+        strategies=strategies,
+        hosts=hosts,
+        folder=folder,
+        samples=samples,
+        least=least,
+    )
+    rows = [Row(case) for case in cases]
+    loads: list[float] = []
+    code = _measure_rounds(rows, settings, loads)
+    predictions = []
+    if code == 0:
+        samples_a_device = samples / least if options.weak else 0
+        for cluster in options.predict:
+            predictions.append(_predict(config, overrides, cluster, samples_a_device))
+    _show(config, rows, predictions, options, folder, loads, console)
+    if code:
+        return NOTHING_LOST
+    return 0 if any(row.rounds for row in rows) else 1
+
+
+def _host_overrides(config: Config, options: Options) -> dict[int, list[str]]:
+    """Return the overrides for each number of hosts; empty if the launcher starts ranks on this host alone.
+
+    Raises UserError if such a launcher has several hosts requested.
+    """
+    launcher = config.launch
+    if options.nodes and not launcher.number_of_hosts:
+        raise UserError(
+            f"launch.kind {launcher.kind} starts ranks on this host alone",
+            where="--nodes",
+            fix="set launch: {kind: ssh, hosts: […]} or slurm in the YAML, or ask the planner: --predict 2x8xh100-80g",
+        )
+    hosts = {}
+    for nodes in options.nodes or (launcher.number_of_hosts,):
+        if nodes:
+            hosts[nodes] = launcher.on_hosts(nodes)
+    return hosts
+
+
+def _cases(options: Options, strategies: Sequence[str], hosts: Sequence[int]) -> list[Case]:
+    """Return a case for each strategy on each number of hosts and processes."""
+    cases = []
+    for strategy in strategies:
+        for nodes in hosts or (None,):
+            for nproc in options.nproc:
+                cases.append(Case(strategy, nproc, nodes))
+    return cases
+
+
+def _measure_rounds(rows: Sequence[Row], settings: Settings, loads: list[float]) -> int:
+    """Measure all rounds into `rows`. Return 75 after a signal, else 0.
+
+    `loads`: the load of this machine before each round is appended.
+    """
+    code = 0
     with bars(Console(stderr=True)) as on_progress:
-        for number in range(options.rounds):
+        for number in range(1, settings.options.rounds + 1):
             loads.append(os.getloadavg()[0])
             for done, row in enumerate(rows):
-                on_progress(f"round {number + 1}", done, len(rows))
+                on_progress(f"round {number}", done, len(rows))
                 if row.reason or code:
                     continue
-                total = samples * row.case.world // least if options.weak else samples
-                short = _short(loaded.config, row.case, total, options.steps)
-                given = [
-                    *overrides,
-                    *spelling[row.case.strategy],
-                    *short,
-                    *hosts.get(row.case.nodes or 0, []),
-                ]
-                code = _measure(
-                    row,
-                    read_config,
-                    given,
-                    folder / f"{row.case.name}-round{number + 1}",
-                    on_progress,
-                )
-            on_progress(f"round {number + 1}", len(rows), len(rows))
-    clusters = () if code else options.predict
-    predictions = [
-        _predict(config, overrides, cluster, samples / least if options.weak else 0)
-        for cluster in clusters
-    ]
-    _show(config, rows, predictions, options, folder, loads, console)
-    return NOTHING_LOST if code else int(not any(row.rounds for row in rows))
+                folder = settings.folder / f"{row.case.name}-round{number}"
+                code = _measure(row, settings, folder)
+            on_progress(f"round {number}", len(rows), len(rows))
+    return code
 
 
 def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
-    """Overrides of a run of a few steps that leaves nothing behind, on so many processes, with this global batch."""
+    """Return the overrides of a run of a few steps that leaves nothing behind.
+
+    `samples`: of the global batch; `steps`: that are counted.
+    """
+    batch = f"global_samples: {samples}"
+    micro_batch = config.batch.micro_batch
+    if micro_batch:
+        # The largest that is no larger than the user's and divides the samples of a rank.
+        per_rank = max(1, samples // case.world)
+        micro_batch = min(micro_batch, per_rank)
+        while per_rank % micro_batch != 0:
+            micro_batch -= 1
+        batch += f", micro_batch: {micro_batch}"
     turn = config.algorithm.steps_in_turn
-    per_rank, micro = max(1, samples // case.world), config.batch.micro_batch
-    fitting = (
-        max(m for m in range(1, min(micro, per_rank) + 1) if per_rank % m == 0) if micro else None
-    )
+    turns = math.ceil((WARM + steps) / turn)
     return [
-        f"batch={{global_samples: {samples}{f', micro_batch: {fitting}' if fitting else ''}}}",
-        f"run.steps={turn * math.ceil((WARM + steps) / turn)}",
+        f"batch={{{batch}}}",
+        f"run.steps={turn * turns}",
         "run.log_every=1",
         "run.report_to=[]",
         "checkpoint={export: none}",
@@ -191,89 +318,130 @@ def _short(config: Config, case: Case, samples: int, steps: int) -> list[str]:
     ]
 
 
-def _measure(
-    row: Row, read_config: Any, given: list[str], folder: Path, on_progress: OnProgress
-) -> int:
-    """One round of a case: a round of `row`, or its `reason`. Returns 75 after a signal, else 0."""
+def _measure(row: Row, settings: Settings, folder: Path) -> int:
+    """Run one round of a case. It becomes a round of `row`, or its `reason`. Return 75 after a signal, else 0."""
     from drumline.train.command import launch_ranks
 
-    def unsaved(plan: Plan) -> Plan:
+    def change_plan(plan: Plan) -> Plan:
         row.strategy = row.case.strategy or strategy_name(plan)
-        if (estimate := plan.predicted.estimate) is not None:
-            rate = plan.batch.global_samples / estimate.seconds.total
-            row.predicted = rate, rate / estimate.seconds_range[1], rate / estimate.seconds_range[0]
-            if estimate.verdict == "no":
-                what = f"does not fit: it needs {size(estimate.memory.reserved)} of {size(estimate.limit)}, by its plan"
-                raise DoesNotFit(
-                    what
-                    if estimate.host_fits
-                    else "does not fit into the memory of its hosts, by its plan"
-                )
+        _note_prediction(row, plan)
         return plan.measured_only()
 
+    given = [*settings.overrides_of(row.case), override("run.dir", folder)]
     errors = io.StringIO()
     try:
-        loaded: Loaded = read_config([*given, override("run.dir", folder)])
+        loaded = settings.read_config(given)
+        request = Request(loaded, loaded.config.launch.processes())
         with redirect_stderr(errors):
-            _, code = launch_ranks(
-                Request(loaded, loaded.config.launch.processes()), display=False, change=unsaved
-            )
+            _, code = launch_ranks(request, display=False, change=change_plan)
     except DrumlineError as error:
         row.reason = error.line()
         return 0
     if code == NOTHING_LOST:
         return code
     events = read(folder / "events.jsonl")
-    if code or (seen := _round(events)) is None:
-        lines = [
-            line.removeprefix("error: ")
-            for line in errors.getvalue().splitlines()
-            if line.startswith("error: ")
-        ]
-        faults = [event.error for event in events if isinstance(event, Fault)]
-        row.reason = (faults or lines or [f"no steps were measured; see {folder}"])[-1]
-        return 0
-    row.rounds.append(seen)
+    measured = None if code else _summarise(events)
+    if measured is None:
+        row.reason = _failure(events, errors.getvalue(), folder)
+    else:
+        row.rounds.append(measured)
     return 0
 
 
-def _round(events: list[Event]) -> Round | None:
-    """None where there was no step after the first few."""
+def _note_prediction(row: Row, plan: Plan) -> None:
+    """Note the predicted samples/s of a plan in its row. Raise DoesNotFit for one that needs too much memory."""
+    estimate = plan.predicted.estimate
+    if estimate is None:
+        return
+    row.predicted = _samples_per_s(plan.batch.global_samples, estimate)
+    if estimate.verdict != "no":
+        return
+    if not estimate.host_fits:
+        raise DoesNotFit("does not fit into the memory of its hosts, by its plan")
+    needs = f"{size(estimate.memory.reserved)} of {size(estimate.limit)}"
+    raise DoesNotFit(f"does not fit: it needs {needs}, by its plan")
+
+
+def _samples_per_s(samples: int, estimate: Estimate) -> Spread:
+    """Return the predicted samples/s with the ends of their range. `samples`: of a step."""
+    rate = samples / estimate.seconds.total
+    fastest, slowest = estimate.seconds_range
+    return Spread(rate, rate / slowest, rate / fastest)
+
+
+def _failure(events: list[Event], errors: str, folder: Path) -> str:
+    """Return why a run measured nothing: its last fault, else the last error that it printed."""
+    faults = [event.error for event in events if isinstance(event, Fault)]
+    if faults:
+        return faults[-1]
+    mark = "error: "
+    lines = [line for line in errors.splitlines() if line.startswith(mark)]
+    if lines:
+        return lines[-1].removeprefix(mark)
+    return f"no steps were measured; see {folder}"
+
+
+def _summarise(events: list[Event]) -> Round | None:
+    """Return the medians over the counted steps of a run; None if there was no step after the first few."""
     steps = [event for event in events if isinstance(event, Step) and event.step > WARM]
     if not steps:
         return None
-    waits, seconds = [event.comm_s for event in steps], sum(event.seconds for event in steps)
-    memory = [
-        event.metrics["memory"]
-        for event in events
-        if isinstance(event, Measured) and event.metrics.get("memory")
-    ]
     return Round(
-        samples_per_s=statistics.median(event.samples_per_s for event in steps),
-        tokens_per_s=statistics.median(event.tokens_per_s for event in steps),
-        seconds=statistics.median(event.seconds for event in steps),
-        communication=None
-        if None in waits or not seconds
-        else sum(wait for wait in waits if wait is not None) / seconds,
-        memory=memory[-1].get("reserved", memory[-1].get("peak")) if memory else None,
+        samples_per_s=statistics.median(step.samples_per_s for step in steps),
+        tokens_per_s=statistics.median(step.tokens_per_s for step in steps),
+        seconds=statistics.median(step.seconds for step in steps),
+        communication=_communication(steps),
+        memory=_memory(events),
     )
+
+
+def _communication(steps: list[Step]) -> float | None:
+    """Return the share of the steps' seconds that ranks wait for one another; None if any step lacks it."""
+    seconds = sum(step.seconds for step in steps)
+    waited = 0.0
+    for step in steps:
+        if step.comm_s is None:
+            return None
+        waited += step.comm_s
+    if not seconds:
+        return None
+    return waited / seconds
+
+
+def _memory(events: list[Event]) -> int | None:
+    """Return the bytes of the fullest device by the last measurement; None if memory was not measured."""
+    last = None
+    for event in events:
+        if isinstance(event, Measured) and event.metrics.get("memory"):
+            last = event.metrics["memory"]
+    if last is None:
+        return None
+    return last.get("reserved", last.get("peak"))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says of a cluster: its best plan there, or why there is none. `samples`, `tokens`: a second, and their ends."""
+    """What the planner predicts for a cluster: its best plan there, or why there is none.
+
+    `samples`: a second, with the ends of their range; `tokens`: a second; `memory`: bytes that a device needs.
+    """
 
     cluster: str
     devices: int = 0
     name: str = ""
-    samples: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    samples: Spread = Spread(0.0, 0.0, 0.0)
     tokens: float = 0.0
     memory: int = 0
     reason: str = ""
 
 
-def _predict(config: Path, overrides: list[str], cluster: str, grows: float) -> Prediction:
-    """`grows`: samples of the global batch for each device, under weak scaling."""
+def _predict(
+    config: Path, overrides: list[str], cluster: str, samples_a_device: float
+) -> Prediction:
+    """Return what the planner predicts for a cluster.
+
+    `samples_a_device`: of the global batch under weak scaling; 0 under strong scaling.
+    """
     from drumline.planner.public import plan
 
     # What is set for this machine would bind the planner.
@@ -285,110 +453,105 @@ def _predict(config: Path, overrides: list[str], cluster: str, grows: float) -> 
     ]
     try:
         found = plan(config, given, cluster=cluster)
-        if grows:
-            batch = f"batch={{global_samples: {round(grows * found.answer.question.cluster.world_size)}}}"
+        if samples_a_device:
+            samples = round(samples_a_device * found.answer.question.cluster.world_size)
+            batch = f"batch={{global_samples: {samples}}}"
             found = plan(config, [*given, batch], cluster=cluster)
         best = found.best
     except DrumlineError as error:
         return Prediction(cluster, reason=error.line())
-    layout, estimate = best.candidate.layout, best.candidate.estimate
-    rate, (low, high) = layout.batch.global_samples / estimate.seconds.total, estimate.seconds_range
-    devices = layout.mesh.world_size * layout.devices_per_rank
+    layout = best.candidate.layout
+    estimate = best.candidate.estimate
     return Prediction(
-        cluster,
-        devices,
-        best.name,
-        (rate, rate / high, rate / low),
-        estimate.tokens_per_s,
-        estimate.memory.reserved,
+        cluster=cluster,
+        devices=best.candidate.devices,
+        name=best.name,
+        samples=_samples_per_s(layout.batch.global_samples, estimate),
+        tokens=estimate.tokens_per_s,
+        memory=estimate.memory.reserved,
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- to look at
-
-
 def _table(rows: Sequence[Row]) -> Rows:
-    """The measured rows under their head."""
-    nodes = any(row.case.nodes for row in rows)
-    out = [
-        [
-            "strategy",
-            "nodes × n" if nodes else "n",
-            "samples/s",
-            "tokens/s",
-            "speed-up",
-            "eff.",
-            "memory",
-            "comm.",
-            "predicted",
-        ]
-    ]
+    """Return the measured rows as cells, under their head."""
+    has_hosts = any(row.case.nodes for row in rows)
+    processes = "nodes × n" if has_hosts else "n"
+    cells = [["strategy", processes, *HEADS]]
     for row in rows:
-        base, tokens, memory = _base(rows, row), row.spread("tokens_per_s"), row.spread("memory")
-        where, shown = (
-            f"{row.case.nodes} × {row.case.nproc}" if nodes else str(row.case.nproc),
-            row.spread("samples_per_s"),
-        )
-        predicted = (
-            f"{_figure(row.predicted[1])}–{_figure(row.predicted[2])}" if row.predicted else "–"
-        )
-        name = row.strategy or row.case.strategy or "config"
-        if shown is None:
-            out.append([name, where, *["–"] * 6, predicted])
-            continue
-        gain = row.speed_up(base) if base else None
-        share = row.spread("communication")
-        out.append(
-            [
-                name,
-                where,
-                _spread(shown),
-                f"{tokens[0]:,.0f}" if tokens else "–",
-                _spread(gain) if gain else "–",
-                f"{gain[0] * base.case.world / row.case.world:.0%}" if gain and base else "–",
-                size(memory[2]) if memory else "–",
-                f"{share[0]:.0%}" if share else "–",
-                predicted,
-            ]
-        )
-    return out
+        where = f"{row.case.nodes} × {row.case.nproc}" if has_hosts else str(row.case.nproc)
+        predicted = UNKNOWN
+        if row.predicted is not None:
+            predicted = f"{_figure(row.predicted.low)}–{_figure(row.predicted.high)}"
+        cells.append([row.name, where, *_measured_cells(row, rows), predicted])
+    return cells
 
 
-def _base(rows: Sequence[Row], row: Row) -> Row | None:
-    """The row of the same strategy on the fewest processes."""
+def _measured_cells(row: Row, rows: Sequence[Row]) -> list[str]:
+    """Return the cells of what was measured of a row. `rows`: all of them, for the speed-up."""
+    samples = row.spread("samples_per_s")
+    if samples is None:
+        return [UNKNOWN] * 6
+    tokens_cell = speed_up_cell = efficiency_cell = memory_cell = waiting_cell = UNKNOWN
+    tokens = row.spread("tokens_per_s")
+    if tokens is not None:
+        tokens_cell = f"{tokens.middle:,.0f}"
+    base = _smallest_of_strategy(rows, row)
+    gain = None if base is None else row.speed_up(base)
+    if base is not None and gain is not None:
+        speed_up_cell = _describe_spread(gain)
+        efficiency_cell = f"{gain.middle * base.case.world / row.case.world:.0%}"
+    memory = row.spread("memory")
+    if memory is not None:
+        memory_cell = size(memory.high)
+    waiting = row.spread("communication")
+    if waiting is not None:
+        waiting_cell = f"{waiting.middle:.0%}"
+    samples_cell = _describe_spread(samples)
+    return [samples_cell, tokens_cell, speed_up_cell, efficiency_cell, memory_cell, waiting_cell]
+
+
+def _smallest_of_strategy(rows: Sequence[Row], row: Row) -> Row | None:
+    """Return the measured row of the same strategy on the fewest processes; None without one."""
     same = [each for each in rows if each.case.strategy == row.case.strategy and each.rounds]
-    return min(same, key=lambda each: each.case.world) if same else None
+    return min(same, key=lambda each: each.case.world, default=None)
 
 
 def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    """Return a number with three digits, or whole if it has more: 0.123, 12.3, 1,234."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
-def _spread(of: tuple[float, float, float]) -> str:
-    middle, low, high = map(_figure, of)
-    return middle if low == high else f"{middle} ({low}–{high})"
+def _describe_spread(spread: Spread) -> str:
+    """Return a value with the ends of its range, such as `12.3 (11.8–12.9)`; without them if they look the same."""
+    low = _figure(spread.low)
+    high = _figure(spread.high)
+    if low == high:
+        return _figure(spread.middle)
+    return f"{_figure(spread.middle)} ({low}–{high})"
 
 
 def _predicted_table(predictions: Sequence[Prediction]) -> Rows:
-    out = [["cluster", "devices", "samples/s", "tokens/s", "a device", "memory", "best plan"]]
+    """Return the predictions for other clusters as cells, under their head."""
+    cells = [list(PREDICTED_HEADS)]
     for each in predictions:
         if each.reason:
-            out.append([each.cluster, *["–"] * 5, each.reason])
+            cells.append([each.cluster, *[UNKNOWN] * 5, each.reason])
             continue
-        middle, low, high = map(_figure, each.samples)
-        a_device = _figure(each.tokens / each.devices)
-        out.append(
-            [
-                each.cluster,
-                str(each.devices),
-                f"{middle} ({low}–{high})",
-                f"{each.tokens:,.0f}",
-                a_device,
-                size(each.memory),
-                each.name,
-            ]
-        )
-    return out
+        samples = each.samples
+        ends = f"{_figure(samples.low)}–{_figure(samples.high)}"
+        row = [
+            each.cluster,
+            str(each.devices),
+            f"{_figure(samples.middle)} ({ends})",
+            f"{each.tokens:,.0f}",
+            _figure(each.tokens / each.devices),
+            size(each.memory),
+            each.name,
+        ]
+        cells.append(row)
+    return cells
 
 
 def _show(
@@ -400,73 +563,92 @@ def _show(
     loads: list[float],
     console: Console,
 ) -> None:
-    kind = (
-        "weak scaling, the batch grows with n"
-        if options.weak
-        else "strong scaling, one global batch"
-    )
+    """Print the tables with their remarks, and write them into the folder, with a figure and as JSON.
+
+    `loads`: of this machine before each round.
+    """
+    kind = "strong scaling, one global batch"
+    if options.weak:
+        kind = "weak scaling, the batch grows with n"
     title = f"{config.name}: {kind}"
     tables = [("", _table(rows))]
-    lines = [
-        f"{row.strategy or row.case.strategy or 'config'} on {row.case.world}: {row.reason}"
-        for row in rows
-        if row.reason
-    ]
-    lines.append(
-        f"Medians over rounds ({max((len(row.rounds) for row in rows), default=0)}) of {options.steps} steps, each case once a round"
-        " (least–most); speed-up and eff. against the same strategy on the fewest processes, round by round; comm.: share of a step that"
-        " ranks wait for one another (–: no clock, as in pipelines); predicted: samples/s, the range that the planner gives. Load before"
-        f" each round: {', '.join(f'{each:.1f}' for each in loads)}."
-    )
     if predictions:
         tables.append(("Predicted, not measured", _predicted_table(predictions)))
-        lines.append(
-            "Predicted: the planner's best plan for each cluster; nine of ten runs that it had not seen lay within its range."
-        )
+    lines = _remarks(rows, predictions, options, loads)
     for head, table_rows in tables:
-        pages.show(console, head or title, table_rows, ("strategy", "cluster", "best plan"))
+        pages.show(console, head or title, table_rows, TEXT_COLUMNS)
     for line in lines:
         console.print(line, markup=False)
-    as_json = {
+    values = asdict(options)
+    del values["to"]
+    content = {
         "time": time.time(),
         "config": str(config),
-        "options": {name: value for name, value in asdict(options).items() if name != "to"},
+        "options": values,
         "load": loads,
         "rows": [asdict(row) for row in rows],
         "predicted": [asdict(each) for each in predictions],
     }
-    write_whole(folder / MARK, json.dumps(as_json, indent=1) + "\n")
+    write_whole(folder / MARK, json.dumps(content, indent=1) + "\n")
     written = write_pages(
         folder, "bench", title, tables, lines, lambda figure: _draw(figure, rows, title)
     )
     console.print(f"written to {folder}: {written}, {MARK}", markup=False, soft_wrap=True)
 
 
-def _draw(figure: Any, rows: Sequence[Row], title: str) -> None:
-    """Speed-up over processes, a line a strategy, with the ends of the rounds, and what would be ideal."""
-    axes = figure.subplots()
-    done = [row for row in rows if row.rounds]
-    for strategy in dict.fromkeys(row.case.strategy for row in done):
-        mine = sorted(
-            (row for row in done if row.case.strategy == strategy), key=lambda row: row.case.world
-        )
-        gains = [(row.case.world, gain) for row in mine if (gain := row.speed_up(mine[0]))]
-        worlds, middle = [world for world, _ in gains], [gain[0] for _, gain in gains]
-        ends = [[gain[0] - gain[1] for _, gain in gains], [gain[2] - gain[0] for _, gain in gains]]
-        axes.errorbar(
-            worlds, middle, yerr=ends, marker="o", capsize=3, label=mine[0].strategy or strategy
-        )
-    worlds = sorted({row.case.world for row in done})
-    axes.plot(
-        worlds,
-        [world / worlds[0] for world in worlds] if worlds else [],
-        "--",
-        color="grey",
-        label="ideal",
+def _remarks(
+    rows: Sequence[Row], predictions: Sequence[Prediction], options: Options, loads: Sequence[float]
+) -> list[str]:
+    """Return the lines below the tables: why cases did not run, and what the columns mean."""
+    lines = []
+    for row in rows:
+        if row.reason:
+            lines.append(f"{row.name} on {row.case.world}: {row.reason}")
+    rounds = max((len(row.rounds) for row in rows), default=0)
+    load = ", ".join(f"{each:.1f}" for each in loads)
+    lines.append(
+        f"Medians over rounds ({rounds}) of {options.steps} steps, each case once a round"
+        " (least–most); speed-up and eff. against the same strategy on the fewest processes, round by round; comm.: share of a step that"
+        " ranks wait for one another (–: no clock, as in pipelines); predicted: samples/s, the range that the planner gives. Load before"
+        f" each round: {load}."
     )
+    if predictions:
+        lines.append(
+            "Predicted: the planner's best plan for each cluster; nine of ten runs that it had not seen lay within its range."
+        )
+    return lines
+
+
+def _draw(figure: Any, rows: Sequence[Row], title: str) -> None:
+    """Draw the speed-up over processes, a line a strategy with the ends of the rounds, and the ideal."""
+    axes = figure.subplots()
+    measured = [row for row in rows if row.rounds]
+    for strategy in dict.fromkeys(row.case.strategy for row in measured):
+        of_strategy = [row for row in measured if row.case.strategy == strategy]
+        _draw_strategy(axes, sorted(of_strategy, key=lambda row: row.case.world))
+    worlds = sorted({row.case.world for row in measured})
+    ideal = [world / worlds[0] for world in worlds]
+    axes.plot(worlds, ideal, "--", color="grey", label="ideal")
     axes.set_title(title, loc="left", fontsize="medium")
     axes.set_xlabel("processes")
     axes.set_ylabel("speed-up")
     axes.set_xticks(worlds)
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
+
+
+def _draw_strategy(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw the line of a strategy's rows, of which the first is on the fewest processes."""
+    worlds = []
+    speed_ups = []
+    below = []
+    above = []
+    for row in rows:
+        gain = row.speed_up(rows[0])
+        if gain is not None:
+            worlds.append(row.case.world)
+            speed_ups.append(gain.middle)
+            below.append(gain.middle - gain.low)
+            above.append(gain.high - gain.middle)
+    label = rows[0].strategy or rows[0].case.strategy
+    axes.errorbar(worlds, speed_ups, yerr=[below, above], marker="o", capsize=3, label=label)

@@ -1,6 +1,8 @@
-"""Devices and links by name, as their makers' datasheets have them: dense matrix products, no sparsity, FLOP/s; one direction of a link.
+"""Devices and links by name, as their makers' datasheets have them.
 
-The fp32 rate is that of TF32 where the device has it, since that is how fp32 matrix products run by default here (`precision.tf32`).
+Rates are those of dense matrix products, without sparsity, in FLOP/s; a link's is of one direction. The fp32 rate is that of TF32 where
+the device has it, since that is how fp32 matrix products run by default here (`precision.tf32`).
+
 Memory is what torch reports as the device's total (it stands in its out-of-memory errors: "total capacity of 79.14 GiB"), the least that
 was seen for that kind of device in public issues: error correction and the driver keep a part of what is on the box.
 """
@@ -22,33 +24,49 @@ REACHED_A100, REACHED_H100, REACHED_MI300X, REACHED_4090 = 0.869, 0.803, 0.514, 
 # 2024); devices since Hopper are taken for like it.
 ATTENTION, ATTENTION_HOPPER = 0.60, 0.35
 HOPPER = ("h100", "h200", "b200", "gb200", "mi300x")
-# Among the devices of a host, and to it.
-PCIE4, PCIE5, C2C = (
-    ("pcie4", "pcie4"),
-    ("pcie5", "pcie5"),
-    ("nvlink5", "nvlink-c2c"),
-)
+# Beginnings of the names of devices that multiply in fp8.
+FP8 = ("h", "b200", "gb200", "l40s", "4090", "5090", "6000-ada", "mi300x")
+# Devices that have neither bf16 nor TF32.
+WITHOUT_BF16 = ("t4", "v100-16g", "v100-32g")
+# Links among the devices of a host, and to it.
+PCIE4 = ("pcie4", "pcie4")
+PCIE5 = ("pcie5", "pcie5")
+C2C = ("nvlink5", "nvlink-c2c")
 
 
 def _gpu(
     name: str,
-    gib: float,
-    gb_s: float,
-    half: float,
-    full: float,
+    memory_gib: float,
+    bandwidth_gb_s: float,
+    half_tflops: float,
+    full_tflops: float,
     links: tuple[str, str],
     source: str,
     reached: float = REACHED_H100,
 ) -> DeviceSpec:
-    """`half` and `full` in TFLOP/s: bf16 and fp16, fp32."""
-    flops = {"bf16": half * TERA, "fp16": half * TERA, "fp32": full * TERA}
-    if name.startswith(("h", "b200", "gb200", "l40s", "4090", "5090", "6000-ada", "mi300x")):
-        flops["fp8"] = 2 * half * TERA  # of each of these, as its datasheet has it
-    if name in ("t4", "v100-16g", "v100-32g"):  # neither bf16 nor TF32
+    """Return a GPU of the catalog.
+
+    `half_tflops`: of bf16 and fp16; `full_tflops`: of fp32; `links`: among the devices of a host, and to it; `reached`:
+    the share of the rates that large matrix products reach.
+    """
+    half = half_tflops * TERA
+    flops = {"bf16": half, "fp16": half, "fp32": full_tflops * TERA}
+    if name.startswith(FP8):
+        flops["fp8"] = 2 * half_tflops * TERA  # of each of these, as its datasheet has it
+    if name in WITHOUT_BF16:
         del flops["bf16"]
-    attention = ATTENTION_HOPPER if name.startswith(HOPPER) else ATTENTION
+    intra, host_link = links
     return DeviceSpec(
-        name, "cuda", int(gib * GIB), gb_s * GIGA, flops, source, reached, attention, *links
+        name=name,
+        kind="cuda",
+        memory_bytes=int(memory_gib * GIB),
+        bandwidth=bandwidth_gb_s * GIGA,
+        flops=flops,
+        source=source,
+        efficiency=reached,
+        attention=ATTENTION_HOPPER if name.startswith(HOPPER) else ATTENTION,
+        intra=intra,
+        host_link=host_link,
     )
 
 
@@ -57,187 +75,209 @@ DEVICES: dict[str, DeviceSpec] = {
     for spec in (
         _gpu(
             "a100-40g",
-            39.38,
-            1555,
-            312,
-            156,
-            ("nvlink3", "pcie4"),
-            "NVIDIA A100 datasheet (2021), SXM",
-            REACHED_A100,
+            memory_gib=39.38,
+            bandwidth_gb_s=1555,
+            half_tflops=312,
+            full_tflops=156,
+            links=("nvlink3", "pcie4"),
+            source="NVIDIA A100 datasheet (2021), SXM",
+            reached=REACHED_A100,
         ),
         _gpu(
             "a100-80g",
-            79.14,
-            2039,
-            312,
-            156,
-            ("nvlink3", "pcie4"),
-            "NVIDIA A100 datasheet (2021), SXM",
-            REACHED_A100,
+            memory_gib=79.14,
+            bandwidth_gb_s=2039,
+            half_tflops=312,
+            full_tflops=156,
+            links=("nvlink3", "pcie4"),
+            source="NVIDIA A100 datasheet (2021), SXM",
+            reached=REACHED_A100,
         ),
         _gpu(
             "h100-80g",
-            79.14,
-            3350,
-            989.4,
-            494.7,
-            ("nvlink4", "pcie5"),
-            "NVIDIA H100 datasheet (2023), SXM; halved for sparsity",
+            memory_gib=79.14,
+            bandwidth_gb_s=3350,
+            half_tflops=989.4,
+            full_tflops=494.7,
+            links=("nvlink4", "pcie5"),
+            source="NVIDIA H100 datasheet (2023), SXM; halved for sparsity",
         ),
         _gpu(
             "h100-pcie",
-            79.14,
-            2000,
-            756,
-            378,
-            PCIE5,
-            "NVIDIA H100 PCIe product brief (2022); halved for sparsity",
+            memory_gib=79.14,
+            bandwidth_gb_s=2000,
+            half_tflops=756,
+            full_tflops=378,
+            links=PCIE5,
+            source="NVIDIA H100 PCIe product brief (2022); halved for sparsity",
         ),
         _gpu(
             "h100-nvl",
-            93.0,
-            3900,
-            835.5,
-            417.5,
-            PCIE5,
-            "NVIDIA H100 datasheet (2024), NVL; halved for sparsity",
+            memory_gib=93.0,
+            bandwidth_gb_s=3900,
+            half_tflops=835.5,
+            full_tflops=417.5,
+            links=PCIE5,
+            source="NVIDIA H100 datasheet (2024), NVL; halved for sparsity",
         ),
         _gpu(
             "h200",
-            139.72,
-            4800,
-            989.4,
-            494.7,
-            ("nvlink4", "pcie5"),
-            "NVIDIA H200 datasheet (2024), SXM; halved for sparsity",
+            memory_gib=139.72,
+            bandwidth_gb_s=4800,
+            half_tflops=989.4,
+            full_tflops=494.7,
+            links=("nvlink4", "pcie5"),
+            source="NVIDIA H200 datasheet (2024), SXM; halved for sparsity",
         ),
         _gpu(
             "h200-nvl",
-            139.72,
-            4800,
-            835.5,
-            417.5,
-            PCIE5,
-            "NVIDIA H200 datasheet (2024), NVL; halved for sparsity",
+            memory_gib=139.72,
+            bandwidth_gb_s=4800,
+            half_tflops=835.5,
+            full_tflops=417.5,
+            links=PCIE5,
+            source="NVIDIA H200 datasheet (2024), NVL; halved for sparsity",
         ),
         _gpu(
             "b200",
-            178.35,
-            8000,
-            2250,
-            1125,
-            ("nvlink5", "pcie5"),
-            "NVIDIA DGX B200 datasheet (2025), an eighth; halved for sparsity",
+            memory_gib=178.35,
+            bandwidth_gb_s=8000,
+            half_tflops=2250,
+            full_tflops=1125,
+            links=("nvlink5", "pcie5"),
+            source="NVIDIA DGX B200 datasheet (2025), an eighth; halved for sparsity",
         ),
         _gpu(
-            "l40s", 44.34, 864, 362, 183, PCIE4, "NVIDIA L40S datasheet (2023); halved for sparsity"
+            "l40s",
+            memory_gib=44.34,
+            bandwidth_gb_s=864,
+            half_tflops=362,
+            full_tflops=183,
+            links=PCIE4,
+            source="NVIDIA L40S datasheet (2023); halved for sparsity",
         ),
-        _gpu("a10", 22.03, 600, 125, 62.5, PCIE4, "NVIDIA A10 datasheet (2021)"),
-        _gpu("t4", 14.56, 300, 65, 8.1, ("pcie3", "pcie3"), "NVIDIA T4 datasheet (2019)"),
+        _gpu(
+            "a10",
+            memory_gib=22.03,
+            bandwidth_gb_s=600,
+            half_tflops=125,
+            full_tflops=62.5,
+            links=PCIE4,
+            source="NVIDIA A10 datasheet (2021)",
+        ),
+        _gpu(
+            "t4",
+            memory_gib=14.56,
+            bandwidth_gb_s=300,
+            half_tflops=65,
+            full_tflops=8.1,
+            links=("pcie3", "pcie3"),
+            source="NVIDIA T4 datasheet (2019)",
+        ),
         _gpu(
             "3090",
-            23.52,
-            936,
-            71,
-            35.6,
-            PCIE4,
-            "NVIDIA GA102 whitepaper (2020), RTX 3090, fp32 accumulation",
-            REACHED_4090,
+            memory_gib=23.52,
+            bandwidth_gb_s=936,
+            half_tflops=71,
+            full_tflops=35.6,
+            links=PCIE4,
+            source="NVIDIA GA102 whitepaper (2020), RTX 3090, fp32 accumulation",
+            reached=REACHED_4090,
         ),
         _gpu(
             "4090",
-            23.52,
-            1008,
-            165.2,
-            82.6,
-            PCIE4,
-            "NVIDIA Ada whitepaper (2022), RTX 4090, fp32 accumulation",
-            REACHED_4090,
+            memory_gib=23.52,
+            bandwidth_gb_s=1008,
+            half_tflops=165.2,
+            full_tflops=82.6,
+            links=PCIE4,
+            source="NVIDIA Ada whitepaper (2022), RTX 4090, fp32 accumulation",
+            reached=REACHED_4090,
         ),
         _gpu(
             "5090",
-            31.36,
-            1792,
-            209.5,
-            104.8,
-            PCIE5,
-            "NVIDIA RTX Blackwell whitepaper (2025), RTX 5090, fp32 accumulation",
-            REACHED_4090,
+            memory_gib=31.36,
+            bandwidth_gb_s=1792,
+            half_tflops=209.5,
+            full_tflops=104.8,
+            links=PCIE5,
+            source="NVIDIA RTX Blackwell whitepaper (2025), RTX 5090, fp32 accumulation",
+            reached=REACHED_4090,
         ),
         # As A100 and H100, with slower links or products for export.
         _gpu(
             "a800-80g",
-            79.14,
-            2039,
-            312,
-            156,
-            ("nvlink3-a800", "pcie4"),
-            "NVIDIA A800 datasheet (2022), SXM",
-            REACHED_A100,
+            memory_gib=79.14,
+            bandwidth_gb_s=2039,
+            half_tflops=312,
+            full_tflops=156,
+            links=("nvlink3-a800", "pcie4"),
+            source="NVIDIA A800 datasheet (2022), SXM",
+            reached=REACHED_A100,
         ),
         _gpu(
             "h20",
-            95.0,
-            4000,
-            148,
-            74,
-            ("nvlink4", "pcie5"),
-            "NVIDIA H20 datasheet (2023), SXM, dense",
+            memory_gib=95.0,
+            bandwidth_gb_s=4000,
+            half_tflops=148,
+            full_tflops=74,
+            links=("nvlink4", "pcie5"),
+            source="NVIDIA H20 datasheet (2023), SXM, dense",
         ),
         _gpu(
             "gb200",
-            184.0,
-            8000,
-            2500,
-            1250,
-            C2C,
-            "NVIDIA GB200 NVL72 datasheet (2024), a 72nd; halved for sparsity",
+            memory_gib=184.0,
+            bandwidth_gb_s=8000,
+            half_tflops=2500,
+            full_tflops=1250,
+            links=C2C,
+            source="NVIDIA GB200 NVL72 datasheet (2024), a 72nd; halved for sparsity",
         ),
         _gpu(
             "v100-16g",
-            15.77,
-            900,
-            125,
-            15.7,
-            ("nvlink2", "pcie3"),
-            "NVIDIA V100 datasheet (2020), SXM2",
+            memory_gib=15.77,
+            bandwidth_gb_s=900,
+            half_tflops=125,
+            full_tflops=15.7,
+            links=("nvlink2", "pcie3"),
+            source="NVIDIA V100 datasheet (2020), SXM2",
         ),
         _gpu(
             "v100-32g",
-            31.74,
-            900,
-            125,
-            15.7,
-            ("nvlink2", "pcie3"),
-            "NVIDIA V100 datasheet (2020), SXM2",
+            memory_gib=31.74,
+            bandwidth_gb_s=900,
+            half_tflops=125,
+            full_tflops=15.7,
+            links=("nvlink2", "pcie3"),
+            source="NVIDIA V100 datasheet (2020), SXM2",
         ),
         _gpu(
             "a6000",
-            44.43,
-            768,
-            154.8,
-            77.4,
-            PCIE4,
-            "NVIDIA RTX A6000 datasheet (2021); halved for sparsity",
+            memory_gib=44.43,
+            bandwidth_gb_s=768,
+            half_tflops=154.8,
+            full_tflops=77.4,
+            links=PCIE4,
+            source="NVIDIA RTX A6000 datasheet (2021); halved for sparsity",
         ),
         _gpu(
             "6000-ada",
-            44.43,
-            960,
-            364.2,
-            182.1,
-            PCIE4,
-            "NVIDIA RTX 6000 Ada datasheet (2023), a quarter of sparse FP8",
+            memory_gib=44.43,
+            bandwidth_gb_s=960,
+            half_tflops=364.2,
+            full_tflops=182.1,
+            links=PCIE4,
+            source="NVIDIA RTX 6000 Ada datasheet (2023), a quarter of sparse FP8",
         ),
         _gpu(
             "mi300x",
-            191.69,
-            5300,
-            1307.4,
-            653.7,
-            ("infinity-fabric", "pcie5"),
-            "AMD Instinct MI300X data sheet (2023)",
-            REACHED_MI300X,
+            memory_gib=191.69,
+            bandwidth_gb_s=5300,
+            half_tflops=1307.4,
+            full_tflops=653.7,
+            links=("infinity-fabric", "pcie5"),
+            source="AMD Instinct MI300X data sheet (2023)",
+            reached=REACHED_MI300X,
         ),
     )
 }
@@ -275,78 +315,129 @@ HOST_NETWORK: dict[str, tuple[str, str]] = {
 }
 OTHER_NETWORK = "100Gb"
 
-# Step latencies are NCCL's own for a ring (src/graph/tuning.cc, hwLat, Simple): NVLink 3.4 µs, PCI 5.7, network 14.
+# Seconds of a step of a ring: NCCL's own (src/graph/tuning.cc, hwLat, Simple).
+NVLINK_LATENCY, PCI_LATENCY, NETWORK_LATENCY = 3.4e-6, 5.7e-6, 14e-6
 LINKS: dict[str, Link] = {
     link.name: link
     for link in (
         # 235 of 300 GB/s in an all-reduce (Bekman, Networking); 370 of 450 (NCCL's maintainer, nccl-tests issue 212); NVLink 5 as NVLink 4.
         Link(
-            "nvlink3", 300 * GIGA, 3.4e-6, 0.78, source="NVIDIA A100 datasheet: 600 GB/s both ways"
+            "nvlink3",
+            bandwidth=300 * GIGA,
+            latency=NVLINK_LATENCY,
+            efficiency=0.78,
+            source="NVIDIA A100 datasheet: 600 GB/s both ways",
         ),
         Link(
-            "nvlink4", 450 * GIGA, 3.4e-6, 0.82, source="NVIDIA H100 datasheet: 900 GB/s both ways"
+            "nvlink4",
+            bandwidth=450 * GIGA,
+            latency=NVLINK_LATENCY,
+            efficiency=0.82,
+            source="NVIDIA H100 datasheet: 900 GB/s both ways",
         ),
         Link(
-            "nvlink5", 900 * GIGA, 3.4e-6, 0.82, source="NVIDIA B200 datasheet: 1.8 TB/s both ways"
+            "nvlink5",
+            bandwidth=900 * GIGA,
+            latency=NVLINK_LATENCY,
+            efficiency=0.82,
+            source="NVIDIA B200 datasheet: 1.8 TB/s both ways",
         ),
         # NVLink 2, and NVLink 3 with two thirds of its lanes, as NVLink 3.
         Link(
-            "nvlink2", 150 * GIGA, 3.4e-6, 0.78, source="NVIDIA V100 datasheet: 300 GB/s both ways"
+            "nvlink2",
+            bandwidth=150 * GIGA,
+            latency=NVLINK_LATENCY,
+            efficiency=0.78,
+            source="NVIDIA V100 datasheet: 300 GB/s both ways",
         ),
         Link(
             "nvlink3-a800",
-            200 * GIGA,
-            3.4e-6,
-            0.78,
+            bandwidth=200 * GIGA,
+            latency=NVLINK_LATENCY,
+            efficiency=0.78,
             source="NVIDIA A800 datasheet: 400 GB/s both ways",
         ),
         Link(
             "nvlink-c2c",
-            225 * GIGA,
-            3.4e-6,
-            0.82,
+            bandwidth=225 * GIGA,
+            latency=NVLINK_LATENCY,
+            efficiency=0.82,
             source="NVIDIA GB200 datasheet: 900 GB/s both ways for the two GPUs of a Grace",
         ),
         # Sixteen lanes. Between devices: 28 (of 8) to 35 (of 4) of 63 GB/s on RTX 5090 (NCCL issue 1639); all pass through the host.
-        Link("pcie3", 15.75 * GIGA, 5.7e-6, 0.5, source="PCI-SIG: 8 GT/s a lane, 128b/130b"),
-        Link("pcie4", 31.5 * GIGA, 5.7e-6, 0.5, source="PCI-SIG: 16 GT/s a lane, 128b/130b"),
-        Link("pcie5", 63.0 * GIGA, 5.7e-6, 0.5, source="PCI-SIG: 32 GT/s a lane, 128b/130b"),
+        Link(
+            "pcie3",
+            bandwidth=15.75 * GIGA,
+            latency=PCI_LATENCY,
+            efficiency=0.5,
+            source="PCI-SIG: 8 GT/s a lane, 128b/130b",
+        ),
+        Link(
+            "pcie4",
+            bandwidth=31.5 * GIGA,
+            latency=PCI_LATENCY,
+            efficiency=0.5,
+            source="PCI-SIG: 16 GT/s a lane, 128b/130b",
+        ),
+        Link(
+            "pcie5",
+            bandwidth=63.0 * GIGA,
+            latency=PCI_LATENCY,
+            efficiency=0.5,
+            source="PCI-SIG: 32 GT/s a lane, 128b/130b",
+        ),
         # 47.7 of 64 GB/s between 2, 312.9 of 448 among 8 (Bekman, Networking).
         Link(
             "infinity-fabric",
-            448 * GIGA,
-            3.4e-6,
-            0.70,
-            64 * GIGA,
+            bandwidth=448 * GIGA,
+            latency=NVLINK_LATENCY,
+            efficiency=0.70,
+            per_peer=64 * GIGA,
             source="AMD MI300X platform data sheet: 7 × 128 GB/s both ways",
         ),
         # Two processes on 2 cores of an EPYC at 2.6 GHz, torch 2.13: 67 MB all-reduced in 58 ms, 1 kB in 0.46 ms.
         Link(
             "loopback",
-            1.15 * GIGA,
-            230e-6,
+            bandwidth=1.15 * GIGA,
+            latency=230e-6,
             source="measured: gloo over 127.0.0.1; `drumline calibrate` measures yours",
         ),
     )
 }
+# Such as 100Gb, 8x400Gb (cards of one host), 200GbE or 400Gbps: cards, and Gb/s of each.
 NETWORK = re.compile(r"^(?:(\d+)x)?(\d+(?:\.\d+)?)gb(?:e|ps|it)?$")
 # Of 400 Gb/s, 340 are reached in all-reduce tests (AWS EFA v1; Bekman, Networking).
-NETWORK_EFFICIENCY, NETWORK_LATENCY = 0.85, 14e-6
+NETWORK_EFFICIENCY = 0.85
 
 # What people call a device → its name in the catalog. Memory as the box has it tells nothing where the catalog has one size alone.
 _VENDORS = r"nvidia|geforce|rtx|tesla|amd|instinct|radeon|sxm\d?|hbm\d?e?|gpu"
-_BOXES = "a6000-48g 6000-ada-48g h20-96g gb200-186g gb200-192g h200-141g h200-144g b200-180g b200-192g l40s-48g a10-24g t4-16g 3090-24g"
-_SAME = {
-    name: name.rpartition("-")[0] for name in f"{_BOXES} 4090-24g 5090-32g mi300x-192g".split()
-}
+_WITH_MEMORY = (
+    "a6000-48g",
+    "6000-ada-48g",
+    "h20-96g",
+    "gb200-186g",
+    "gb200-192g",
+    "h200-141g",
+    "h200-144g",
+    "b200-180g",
+    "b200-192g",
+    "l40s-48g",
+    "a10-24g",
+    "t4-16g",
+    "3090-24g",
+    "4090-24g",
+    "5090-32g",
+    "mi300x-192g",
+)
+_SAME = {name: name.rpartition("-")[0] for name in _WITH_MEMORY}
 _SAME |= {
     "a100": "a100-80g",
     "a800": "a800-80g",
     "v100": "v100-32g",
     "h100": "h100-80g",
     "h100-94g": "h100-nvl",
+    "6000-ada-generation": "6000-ada",
 }
-_SAME["6000-ada-generation"] = "6000-ada"
 _SAME_LINKS = {"xgmi": "infinity-fabric", "gloo": "loopback", "lo": "loopback", "pcie": "pcie4"}
 # Names that several devices share: the user reads which one was taken.
 AMBIGUOUS = {
@@ -357,28 +448,34 @@ AMBIGUOUS = {
 
 
 def plain(name: str) -> str:
-    """A device's name without its maker's: `NVIDIA RTX-4090` is 4090, `A100-SXM4-80GB` a100-80g."""
-    parts = re.sub(r"[\s_]+", "-", name.strip().lower())
-    parts = re.sub(r"(\d+)gi?b\b", r"\1g", re.sub(rf"\b(?:{_VENDORS})(?=-|\d|\b)", "", parts))
-    return re.sub(r"-+", "-", parts).strip("-")
+    """Return a device's name without its maker's: `NVIDIA RTX-4090` is 4090, `A100-SXM4-80GB` is a100-80g."""
+    dashed = re.sub(r"[\s_]+", "-", name.strip().lower())
+    without_vendors = re.sub(rf"\b(?:{_VENDORS})(?=-|\d|\b)", "", dashed)
+    short_memory = re.sub(r"(\d+)gi?b\b", r"\1g", without_vendors)
+    return re.sub(r"-+", "-", short_memory).strip("-")
 
 
 def device(name: str) -> DeviceSpec | None:
-    """A device of the catalog by what people call it; None where it is not there (a CPU is not: its rates depend on the machine)."""
+    """Return a device of the catalog by what people call it; None for an unknown one.
+
+    A CPU is none of them: its rates depend on the machine.
+    """
     known = plain(name)
     return DEVICES.get(_SAME.get(known, known))
 
 
 def usual_host_memory(spec: DeviceSpec) -> tuple[int, str]:
-    """(Bytes of host memory for each device of this kind that a plan assumes where nobody has set it, and where they come from)."""
+    """Return the host memory that a plan assumes where nobody has set it, and its source.
+
+    It is in bytes for each device of this kind.
+    """
     if spec.name in HOST_MEMORY:
         gib, source = HOST_MEMORY[spec.name]
         return int(gib * GIB), source
-    modules = math.ceil(HOST_TIMES * spec.memory_bytes / (HOST_MODULE_GIB * GIB))
-    return (
-        modules * HOST_MODULE_GIB * GIB,
-        f"{HOST_TIMES} × the device's memory, in modules of {HOST_MODULE_GIB} GiB",
-    )
+    module_bytes = HOST_MODULE_GIB * GIB
+    modules = math.ceil(HOST_TIMES * spec.memory_bytes / module_bytes)
+    source = f"{HOST_TIMES} × the device's memory, in modules of {HOST_MODULE_GIB} GiB"
+    return modules * module_bytes, source
 
 
 def usual_network(intra: str, per_node: int) -> tuple[str, str]:
@@ -392,44 +489,87 @@ def usual_network(intra: str, per_node: int) -> tuple[str, str]:
 
 
 def link(name: str) -> Link | None:
-    """A link by its name, or a network by its rate: 100Gb, 8x400Gb (cards of one host), 200GbE, 400Gb of InfiniBand alike."""
+    """Return a link of the catalog by its name, or a network by its rate; None for any other name.
+
+    A rate is 100Gb, 8x400Gb (cards of one host) or 200GbE; InfiniBand is written like Ethernet.
+    """
     known = name.strip().lower().replace(" ", "").replace("_", "-")
-    if found := LINKS.get(_SAME_LINKS.get(known, known)):
+    found = LINKS.get(_SAME_LINKS.get(known, known))
+    if found is not None:
         return found
-    if (network := NETWORK.match(known)) and float(network[2]) > 0 and int(network[1] or 1) > 0:
-        bandwidth = int(network[1] or 1) * float(network[2]) / 8 * GIGA
-        return Link(
-            name.strip(), bandwidth, NETWORK_LATENCY, NETWORK_EFFICIENCY, source="its rate by name"
-        )
-    return None
+    network = NETWORK.match(known)
+    if network is None:
+        return None
+    cards = int(network[1] or 1)
+    gigabits = float(network[2])
+    if cards <= 0 or gigabits <= 0:
+        return None
+    return Link(
+        name.strip(),
+        bandwidth=cards * gigabits / 8 * GIGA,
+        latency=NETWORK_LATENCY,
+        efficiency=NETWORK_EFFICIENCY,
+        source="its rate by name",
+    )
 
 
 def nearest(name: str, known: list[str]) -> list[str]:
-    """The names that look most like one that is not there, the likeliest first."""
-    close = difflib.get_close_matches(plain(name), known, n=3, cutoff=0.6)
-    return close or [other for other in known if plain(name)[:2] == other[:2]]
+    """Return the known names that look most like one that is not there, the likeliest first."""
+    wanted = plain(name)
+    close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)
+    if close:
+        return close
+    return [other for other in known if other[:2] == wanted[:2]]
 
 
 # Words in the driver's name of a device of the catalog.
-DRIVERS = ("B200", "H200", "H200 NVL", "H100", "H100 NVL", "H100 PCIe", "A100", "A800", "H20", "GB200", "V100 SXM2", "V100 SXM3", "L40S",
-           "RTX A6000", "RTX 6000 Ada", "A10", "T4", "RTX 3090", "RTX 4090", "RTX 5090", "MI300X")  # fmt: skip
+DRIVERS = (
+    "B200",
+    "H200",
+    "H200 NVL",
+    "H100",
+    "H100 NVL",
+    "H100 PCIe",
+    "A100",
+    "A800",
+    "H20",
+    "GB200",
+    "V100 SXM2",
+    "V100 SXM3",
+    "L40S",
+    "RTX A6000",
+    "RTX 6000 Ada",
+    "A10",
+    "T4",
+    "RTX 3090",
+    "RTX 4090",
+    "RTX 5090",
+    "MI300X",
+)
 # A slice of a device, or another chip that carries the name of a known one.
 NOT_DEVICES = {"MIG", "Laptop", "Ti", "D", "Max"}
 
 
 def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
-    """The device by the name that its driver gives, of several sizes the one nearest in memory; None where the catalog lacks it."""
+    """Return the device of the catalog by the name that its driver gives; None for an unknown one.
+
+    Of several sizes it is the one nearest in memory.
+    """
     parts = device_name.replace("-", " ").split()
+    text = f" {' '.join(parts)} "
     # Whole words that stand next to each other, so that A10 is not found in A100.
-    found = [key for key in DRIVERS if f" {key} " in f" {' '.join(parts)} "]
+    found = [driver for driver in DRIVERS if f" {driver} " in text]
     if not found or NOT_DEVICES & set(parts):
         return None
     known = plain(max(found, key=len))
     specs = [spec for name, spec in DEVICES.items() if re.sub(r"-\d+g$", "", name) == known]
-    return min(specs, key=lambda spec: abs(spec.memory_bytes - (memory_bytes or 0)))
+    memory = memory_bytes or 0
+    return min(specs, key=lambda spec: abs(spec.memory_bytes - memory))
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """FLOP/s of one device at fp32, bf16 or fp16, by the name its driver gives; None where it is not known."""
+    """Return the FLOP/s of one device at a precision, by the name that its driver gives; None if it is not known."""
     spec = by_driver(device_name) or DEVICES.get(device_name)
-    return spec.flops.get(precision) if spec else None
+    if spec is None:
+        return None
+    return spec.flops.get(precision)

@@ -1,5 +1,8 @@
-"""The devices that a run is planned for, and the links between them: found here, or set in the YAML. Their rates are those of datasheets,
-or what `drumline calibrate` measured; its file is one for each kind of device and version of the software, in the cache folder."""
+"""The devices that a run is planned for, and the links between them: found here, or set in the YAML.
+
+Their rates are those of datasheets, or what `drumline calibrate` measured. Its file is one for each kind of device and version of the
+software, in the cache folder.
+"""
 
 from __future__ import annotations
 
@@ -36,38 +39,44 @@ Entries = Annotated[int, Field(gt=0)]
 
 @dataclass(frozen=True)
 class Measured:
-    """A line through timings: seconds of S bytes = latency + S / bandwidth."""
+    """A line through timings: the seconds of S bytes are latency + S / bandwidth."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of the file that it is read from
     latency: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     bandwidth: Rate
 
     def seconds(self, bytes_: float) -> float:
+        """Return the seconds that so many bytes take."""
         return self.latency + bytes_ / self.bandwidth
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> Measured:
-    """The line through (bytes, seconds) with the least squares of relative errors; neither its latency nor its bandwidth is negative."""
-    rows = [(1 / t**2, s, t) for s, t in points]
-    w, ws, wt = (
-        sum(w for w, _, _ in rows),
-        sum(w * s for w, s, _ in rows),
-        sum(w * t for w, _, t in rows),
-    )
-    wss, wst = sum(w * s * s for w, s, _ in rows), sum(w * s * t for w, s, t in rows)
-    spread = w * wss - ws * ws
-    slope = (w * wst - ws * wt) / spread if len({s for s, _ in points}) > 1 else 0.0
-    latency = (wt - slope * ws) / w
-    if (
-        slope <= 0 or latency < 0
-    ):  # of one size, or noise: the mean rate, as if nothing had to be waited for
-        return Measured(0.0, wss / wst)
+    """Return the line through (bytes, seconds) with the least squares of relative errors.
+
+    Neither its latency nor its bandwidth is negative.
+    """
+    # Weighted least squares: errors are divided by the seconds, so each point weighs 1 / seconds².
+    rows = [(1 / seconds**2, bytes_, seconds) for bytes_, seconds in points]
+    weight_sum = sum(weight for weight, _, _ in rows)
+    bytes_sum = sum(weight * bytes_ for weight, bytes_, _ in rows)
+    seconds_sum = sum(weight * seconds for weight, _, seconds in rows)
+    square_sum = sum(weight * bytes_ * bytes_ for weight, bytes_, _ in rows)
+    product_sum = sum(weight * bytes_ * seconds for weight, bytes_, seconds in rows)
+    sizes = {bytes_ for bytes_, _ in points}
+    slope = 0.0
+    if len(sizes) > 1:
+        spread = weight_sum * square_sum - bytes_sum * bytes_sum
+        slope = (weight_sum * product_sum - bytes_sum * seconds_sum) / spread
+    latency = (seconds_sum - slope * bytes_sum) / weight_sum
+    # Of one size, or noise: the mean rate, as if nothing had to be waited for.
+    if slope <= 0 or latency < 0:
+        return Measured(0.0, square_sum / product_sum)
     return Measured(latency, 1 / slope)
 
 
 @dataclass(frozen=True)
 class Product:
-    """A measured matrix product (rows × inner) · (inner × columns), FLOP/s."""
+    """A measured matrix product (rows × inner) · (inner × columns), and its rate in FLOP/s."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     rows: Entries
@@ -78,11 +87,17 @@ class Product:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured rates; empty: not measured. `matmul`: precision → FLOP/s of large products; `products`: precision → the
-    measured shapes; `memory`: bytes/s that a device copies (read and write counted); `collectives`: (kind, ranks) → line, kind one
-    of all_reduce, all_gather, reduce_scatter, all_to_all, p2p, and bytes what a rank sends, as `telemetry.traffic` counts;
-    `host`: to_device, to_host → line; `disk`: write, read → line; `operators`: precision → what a Llama's block takes besides its
-    products, forward and backward, by the bytes of its hidden states; `ranks`: that measured side by side, a core each."""
+    """Measured rates; an empty field was not measured.
+
+    `matmul`: precision → FLOP/s of large products; `products`: precision → products of several shapes.
+    `memory`: bytes/s that a device copies, where bytes read and bytes written both count.
+    `collectives`: (kind, ranks) → line. Kind is one of all_reduce, all_gather, reduce_scatter, all_to_all and p2p;
+    bytes are what a rank sends, as `telemetry.traffic` counts them.
+    `host`: to_device, to_host → line; `disk`: write, read → line.
+    `operators`: precision → lines (forward, backward) of what a Llama's block takes besides its products, by the bytes
+    of its hidden states.
+    `ranks`: the processes that measured side by side, with a core each.
+    """
 
     hardware: str = ""
     software: str = ""
@@ -96,43 +111,59 @@ class Calibration:
     products: Mapping[str, tuple[Product, ...]] = field(default_factory=dict)
 
     def line(self, kind: str, ranks: int) -> Measured | None:
-        """The line of a collective on one host, for the measured group nearest in size. A broadcast takes the steps of an all-gather."""
-        kind = "all_gather" if kind == "broadcast" else kind
+        """Return the line of a collective on one host, of the measured group nearest in size; None without any.
+
+        A broadcast takes the steps of an all-gather.
+        """
+        if kind == "broadcast":
+            kind = "all_gather"
         sizes = [size for name, size in self.collectives if name == kind]
-        return (
-            self.collectives[kind, min(sizes, key=lambda size: abs(math.log(size / ranks)))]
-            if sizes
-            else None
-        )
+        if not sizes:
+            return None
+        nearest_size = min(sizes, key=lambda size: _log_distance(size, ranks))
+        return self.collectives[kind, nearest_size]
 
     def _own(self, line: Measured, processes: int) -> Measured:
-        """A rank's line, by the line of one among `ranks`: a core starts the kernels of one process at a time."""
-        return Measured(
-            line.latency * max(1.0, processes / self.ranks), line.bandwidth * self.ranks / processes
-        )
+        """Return the line of one of `processes` ranks, from that of one among `self.ranks`.
+
+        A core starts the kernels of one process at a time, so the latency grows with processes beyond those that
+        measured.
+        """
+        latency = line.latency * max(1.0, processes / self.ranks)
+        return Measured(latency, line.bandwidth * self.ranks / processes)
 
     def shared(self, processes: int) -> Calibration:
-        """The rates of one of `processes` processes that share a processor, which was measured as a whole."""
+        """Return the rates of one of `processes` processes that share a processor, which was measured as a whole."""
+        memory = self.memory
+        if memory:
+            memory /= processes
+        products = {}
+        for precision, measured in self.products.items():
+            products[precision] = tuple(
+                replace(product, rate=product.rate / processes) for product in measured
+            )
+        operators = {}
+        for precision, (forward, backward) in self.operators.items():
+            own_forward = self._own(forward, processes)
+            own_backward = self._own(backward, processes)
+            operators[precision] = (own_forward, own_backward)
         return replace(
             self,
             matmul={precision: rate / processes for precision, rate in self.matmul.items()},
-            memory=self.memory and self.memory / processes,
-            products={
-                kind: tuple(replace(p, rate=p.rate / processes) for p in products)
-                for kind, products in self.products.items()
-            },
-            operators={
-                kind: (self._own(forward, processes), self._own(backward, processes))
-                for kind, (forward, backward) in self.operators.items()
-            },
+            memory=memory,
+            products=products,
+            operators=operators,
         )
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A kind of device. `memory_bytes`: as torch reports it; `bandwidth`: of that memory, bytes/s; `flops`: precision → dense FLOP/s by its
-    datasheet; `efficiency`: the part that large matrix products reach; `attention`: the same of attention's kernels, None: as products;
-    `intra`, `host_link`: usual links, by their catalog names."""
+    """A kind of device.
+
+    `memory_bytes`: as torch reports it; `bandwidth`: of that memory, bytes/s; `flops`: precision → dense FLOP/s by its
+    datasheet; `efficiency`: the share of them that large matrix products reach; `attention`: the share that the kernels
+    of attention reach, None for that of products; `intra`, `host_link`: usual links, by their catalog names.
+    """
 
     name: str
     kind: Literal["cpu", "cuda"]
@@ -148,9 +179,13 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class Link:
-    """`bandwidth`: bytes/s in one direction by the datasheet: what one device sends, or of a link between hosts what one host sends;
-    `latency`: seconds of one step of a ring; `efficiency`: of the bandwidth, what collectives on large tensors reach; `per_peer`: bytes/s
-    to each other device, where devices are joined pair by pair and not by a switch."""
+    """A link between devices or hosts.
+
+    `bandwidth`: bytes/s in one direction by the datasheet: what one device sends, or on a link between hosts what one
+    host sends; `latency`: seconds of one step of a ring; `efficiency`: the share of the bandwidth that collectives on
+    large tensors reach; `per_peer`: bytes/s to each other device, where devices are joined pair by pair and not by a
+    switch.
+    """
 
     name: str
     bandwidth: float
@@ -160,20 +195,22 @@ class Link:
     source: str = ""
 
     def reached(self, ranks: int) -> float:
-        """Bytes/s that a rank sends in a collective of `ranks` on this link alone."""
-        limit = (
-            self.bandwidth
-            if self.per_peer is None
-            else min(self.bandwidth, self.per_peer * (ranks - 1))
-        )
+        """Return the bytes/s that a rank sends in a collective of `ranks` on this link alone."""
+        limit = self.bandwidth
+        if self.per_peer is not None:
+            limit = min(limit, self.per_peer * (ranks - 1))
         return self.efficiency * limit
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """nodes × per_node equal devices. `pod`: hosts that reach each other at the full rate, None: all; its links to other pods carry what
-    they send divided by `oversubscription`. `host_memory_bytes` of one host, None: without a limit; `host_memory_assumed`: nobody has
-    set it. `found`: it is this machine; `notes`: assumptions, for the user."""
+    """Equal devices: `per_node` on each of `nodes` hosts.
+
+    `pod`: hosts that reach one another at the full rate, None for all; the links of a pod to other pods carry what they
+    send divided by `oversubscription`.
+    `host_memory_bytes`: of one host, None for no limit; `host_memory_assumed`: nobody has set it.
+    `found`: it is this machine; `notes`: assumptions, for the user.
+    """
 
     device: DeviceSpec
     per_node: int
@@ -195,41 +232,45 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
+        """The number of all devices."""
         return self.per_node * self.nodes
 
     def rate(self, precision: str, rows: int | None = None, width: int | None = None) -> float:
-        """FLOP/s of matrix products on one device: as measured, at the shape nearest by ratios to (rows × width) · (width × width) where
-        that is given; else the datasheet's times what large products reach of it. 0 for a precision that the device lacks."""
-        products, measured = (
-            self.calibration.products.get(precision),
-            self.calibration.matmul.get(precision),
-        )
+        """Return the FLOP/s of matrix products on one device.
+
+        That is the measured rate, for the shape nearest by ratios to (rows × width) · (width × width) where that is
+        given. Without a measurement it is the datasheet's times what large products reach of it. It is 0 for a
+        precision that the device lacks.
+        """
+        products = self.calibration.products.get(precision)
         if products and rows is not None and width is not None:
-            measured = nearest(products, rows, width).rate
-        return (
-            measured
-            if measured is not None
-            else self.device.efficiency * self.device.flops.get(precision, 0.0)
-        )
+            return nearest(products, rows, width).rate
+        measured = self.calibration.matmul.get(precision)
+        if measured is not None:
+            return measured
+        return self.device.efficiency * self.device.flops.get(precision, 0.0)
 
     def attention_rate(self, precision: str) -> float:
-        """FLOP/s of attention's kernels: slower than products by as much as its device's are."""
-        share = (
-            1.0 if self.device.attention is None else self.device.attention / self.device.efficiency
-        )
-        return share * (self.rate(precision) or self.rate("fp32"))
+        """Return the FLOP/s of attention's kernels, which are slower than products by as much as on its kind of device."""
+        share = 1.0
+        if self.device.attention is not None:
+            share = self.device.attention / self.device.efficiency
+        rate = self.rate(precision) or self.rate("fp32")
+        return share * rate
 
     def host_seconds(self, direction: Literal["to_device", "to_host"], bytes_: float) -> float:
-        """Seconds to copy bytes between one device and its host's pinned memory; 0 for a CPU, which is its host."""
+        """Return the seconds to copy bytes between one device and its host's pinned memory; 0 for a CPU, which is its host."""
         if self.device.kind == "cpu" or bytes_ <= 0:
             return 0.0
         usual = Measured(self.host_link.latency, HOST_EFFICIENCY * self.host_link.bandwidth)
         return self.calibration.host.get(direction, usual).seconds(bytes_)
 
     def disk_seconds(self, direction: Literal["write", "read"], bytes_: float) -> float:
-        """Seconds to write or read bytes of one host's disk, all its ranks' together."""
+        """Return the seconds to write or read bytes on one host's disk, for all its ranks together."""
         line = self.calibration.disk.get(direction)
-        return bytes_ / DISK[direction] if line is None or bytes_ <= 0 else line.seconds(bytes_)
+        if line is None or bytes_ <= 0:
+            return bytes_ / DISK[direction]
+        return line.seconds(bytes_)
 
     def collective_seconds(
         self,
@@ -239,44 +280,58 @@ class Cluster:
         per_node: int | None = None,
         per_pod: int | None = None,
     ) -> float:
-        """Seconds of one collective on a large tensor, in the ring algorithm; 0 with one rank alone.
+        """Return the seconds of one collective on a large tensor, in the ring algorithm; 0 for a rank alone.
 
-        `volume`: what a rank sends, as `telemetry.traffic` counts it; `ranks`: of the group, of which `per_node` share a host and
-        `per_pod` a pod (None: as many as fit). On one host what was measured goes before the link's datasheet. Over several hosts a
-        ring leaves each host once, and all groups that cross at the same time share its network card, as pods share their links to
-        others; pairs of an all-to-all cross each on their own. NCCL has faster ways for some (trees for small tensors, reductions in
+        `volume`: bytes that a rank sends, as `telemetry.traffic` counts them; `ranks`: of the group, of which `per_node`
+        share a host and `per_pod` a pod (None: as many as fit).
+
+        On one host a measurement goes before the link's datasheet. Over several hosts a ring leaves each host once. All
+        groups that cross at the same time share its network card, as pods share their links to others; pairs of an
+        all-to-all cross each on their own. NCCL has faster algorithms for some (trees for small tensors, reductions in
         the NVSwitch: 482 GB/s for 368 on 8×H200), so this errs to the slow side.
         """
         if ranks < 2 or volume <= 0:
             return 0.0
-        together = min(ranks, self.per_node) if per_node is None else min(per_node, ranks)
-        steps = ring_steps(kind, ranks)
-        if together >= ranks:
-            line = self.calibration.line(kind, ranks)
-            if line is not None:
-                return line.seconds(volume)
-            return BASE_LATENCY + steps * self.intra.latency + volume / self.intra.reached(ranks)
-        across = self._leaving(kind, volume, ranks, together, self.per_node) / self.inter.reached(
-            ranks
-        )
+        on_host = min(ranks, self.per_node if per_node is None else per_node)
+        if on_host >= ranks:
+            return self._seconds_on_one_host(kind, volume, ranks)
+        leaving = self._leaving(kind, volume, ranks, on_host, self.per_node)
+        across = leaving / self.inter.reached(ranks)
         if self.pod is not None and self.oversubscription > 1:
             devices = self.pod * self.per_node
-            near = min(ranks, devices if per_pod is None else per_pod)
+            in_pod = min(ranks, devices if per_pod is None else per_pod)
             uplinks = self.pod * self.inter.reached(ranks) / self.oversubscription
-            across = max(across, self._leaving(kind, volume, ranks, near, devices) / uplinks)
-        measured = self.calibration.line(kind, together)
-        within = (
-            volume / (measured.bandwidth if measured else self.intra.reached(together))
-            if together > 1
-            else 0.0
-        )
-        outside = min(steps, ring_steps(kind, -(-ranks // together)))
-        latency = outside * self.inter.latency + (steps - outside) * self.intra.latency
+            across = max(across, self._leaving(kind, volume, ranks, in_pod, devices) / uplinks)
+        within = 0.0
+        if on_host > 1:
+            within = volume / self._bandwidth_within(kind, on_host)
+        steps = ring_steps(kind, ranks)
+        hosts = math.ceil(ranks / on_host)
+        steps_across = min(steps, ring_steps(kind, hosts))
+        steps_within = steps - steps_across
+        latency = steps_across * self.inter.latency + steps_within * self.intra.latency
         return BASE_LATENCY + latency + max(across, within)
+
+    def _seconds_on_one_host(self, kind: Collective, volume: float, ranks: int) -> float:
+        line = self.calibration.line(kind, ranks)
+        if line is not None:
+            return line.seconds(volume)
+        latency = ring_steps(kind, ranks) * self.intra.latency
+        return BASE_LATENCY + latency + volume / self.intra.reached(ranks)
+
+    def _bandwidth_within(self, kind: Collective, ranks: int) -> float:
+        """Return the bytes/s that each of `ranks` on one host sends, as measured, else by the link's datasheet."""
+        measured = self.calibration.line(kind, ranks)
+        if measured is not None:
+            return measured.bandwidth
+        return self.intra.reached(ranks)
 
     @staticmethod
     def _leaving(kind: Collective, volume: float, ranks: int, together: int, devices: int) -> float:
-        """Bytes that leave so many neighbouring devices, where each is in such a group, of which `together` ranks are neighbours."""
+        """Return the bytes that leave `devices` neighbouring devices.
+
+        Each device is in a group of `ranks` that sends `volume`, of which `together` are neighbours.
+        """
         if together >= ranks:
             return 0.0
         if kind == "all_to_all":
@@ -285,24 +340,34 @@ class Cluster:
 
 
 def nearest(products: Sequence[Product], rows: int, width: int) -> Product:
-    """The measured product nearest by ratios to (rows × width) · (width × width)."""
-    return min(
-        products,
-        key=lambda p: (
-            abs(math.log(p.rows / rows))
-            + abs(math.log(p.inner / width))
-            + abs(math.log(p.columns / width))
-        ),
-    )
+    """Return the measured product nearest by ratios to (rows × width) · (width × width)."""
+
+    def distance(product: Product) -> float:
+        return (
+            _log_distance(product.rows, rows)
+            + _log_distance(product.inner, width)
+            + _log_distance(product.columns, width)
+        )
+
+    return min(products, key=distance)
+
+
+def _log_distance(number: int, other: int) -> float:
+    """Return how far two numbers are apart by their ratio: 0 for equal ones."""
+    return abs(math.log(number / other))
 
 
 def ring_steps(kind: Collective, ranks: int) -> int:
-    """Messages that follow one another in the ring algorithm (Thakur et al. 2005)."""
-    return {"all_reduce": 2 * (ranks - 1), "p2p": 1}.get(kind, ranks - 1)
+    """Return the messages that follow one another in the ring algorithm (Thakur et al. 2005)."""
+    if kind == "p2p":
+        return 1
+    if kind == "all_reduce":
+        return 2 * (ranks - 1)
+    return ranks - 1
 
 
 class _File(BaseModel):
-    """The file's own form. `measured`: when, in words; `quick`: with --quick."""
+    """The keys of a calibration's file. `measured`: when, as text; `quick`: whether with --quick."""
 
     model_config = ConfigDict(extra="forbid")
     version: Annotated[int, Field(ge=1, le=1)]
@@ -321,78 +386,79 @@ class _File(BaseModel):
 
 
 def hardware(machine: Machine) -> str:
-    """The kind of device: a GPU's name, or the processor's and how many of its cores may be used."""
-    return (
-        machine.devices[0].name if machine.devices else f"{processor_name()}, {machine.cores} cores"
-    )
+    """Return the kind of device: a GPU's name, or the processor's and how many of its cores may be used."""
+    if machine.devices:
+        return machine.devices[0].name
+    return f"{processor_name()}, {machine.cores} cores"
 
 
 def is_processor(hardware: str) -> bool:
-    """Whether this kind of device, by `hardware`, is a processor."""
+    """Return whether this kind of device, as `hardware` names it, is a processor."""
     return re.search(r", \d+ cores$", hardware) is not None
 
 
 def software(machine: Machine) -> str:
-    """torch's version and what its ranks talk through."""
-    return f"torch {metadata.version('torch')}, {'nccl' if machine.devices else 'gloo'}"
+    """Return torch's version, and the library that ranks communicate through."""
+    library = "nccl" if machine.devices else "gloo"
+    return f"torch {metadata.version('torch')}, {library}"
 
 
 def calibration_path(machine: Machine) -> Path:
-    """The path of this machine's calibration; the file need not exist."""
-    kind, versions = hardware(machine), software(machine)
+    """Return the path of this machine's calibration; the file need not exist."""
+    kind = hardware(machine)
+    versions = software(machine)
     key = hashlib.sha256(f"{kind}\n{versions}".encode()).hexdigest()[:8]
     slug = re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
     return cache_dir() / "calibration" / f"{slug}-{key}.json"
 
 
 def calibration_for(machine: Machine) -> Calibration | None:
-    """The calibration of machines like this one with this software; None without one. Raises EnvironmentFault for a damaged file."""
+    """Return the calibration of machines like this one with this software; None without one.
+
+    Raises EnvironmentFault for a damaged file.
+    """
     path = calibration_path(machine)
     if not path.exists():
         return None
     calibration = read_calibration(path)
-    return (
-        calibration
-        if (calibration.hardware, calibration.software) == (hardware(machine), software(machine))
-        else None
-    )
+    if calibration.hardware != hardware(machine) or calibration.software != software(machine):
+        return None
+    return calibration
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The calibration of a file. Raises EnvironmentFault where it is missing, unreadable, or no calibration."""
+    """Return the calibration of a file. Raise EnvironmentFault if it is missing, unreadable, or no calibration."""
+    content = read_bytes(
+        path, EnvironmentFault, "give the path of a file that `drumline calibrate` wrote"
+    )
     try:
-        content = _File.model_validate_json(
-            read_bytes(
-                path, EnvironmentFault, "give the path of a file that `drumline calibrate` wrote"
-            )
-        )
+        file = _File.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        inside = ".".join(str(part) for part in first["loc"])
-        what = first["msg"][0].lower() + first["msg"][1:]
-        fix = "remove it, and run `drumline calibrate` again"
+        key = ".".join(str(part) for part in first["loc"])
+        message = first["msg"]
+        what = message[0].lower() + message[1:]
+        if key:
+            what = f"{key}: {what}"
         raise EnvironmentFault(
-            "is no calibration: " + (f"{inside}: " if inside else "") + what,
+            f"is no calibration: {what}",
             where=str(path),
-            fix=fix,
+            fix="remove it, and run `drumline calibrate` again",
         ) from None
-    collectives = {
-        (kind, ranks): line
-        for kind, lines in content.collectives.items()
-        for ranks, line in lines.items()
-    }
-    return Calibration(
-        **{name: getattr(content, name) for name in Calibration.__dataclass_fields__}
-        | {"collectives": collectives}
-    )
+    values = {name: getattr(file, name) for name in Calibration.__dataclass_fields__}
+    collectives = {}
+    for kind, lines in file.collectives.items():
+        for ranks, line in lines.items():
+            collectives[kind, ranks] = line
+    values["collectives"] = collectives
+    return Calibration(**values)
 
 
 def processor_name() -> str:
-    """The processor's name by the kernel; where it gives none, as macOS, the architecture."""
+    """Return the processor's name by the kernel; if it gives none, as on macOS, the architecture."""
     listing = Path("/proc/cpuinfo")
-    found = (
-        re.search(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE)
-        if listing.exists()
-        else None
-    )
-    return found[1].strip() if found else os.uname().machine
+    if listing.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE)
+        if match is not None:
+            return match[1].strip()
+    return os.uname().machine

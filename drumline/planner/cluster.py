@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from math import gcd
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from drumline.core.cluster import ClusterConfig
 from drumline.core.config import Config
@@ -23,8 +23,11 @@ from drumline.hardware.cluster import (
 from drumline.hardware.detect import Machine
 
 # FLOP of fp32 in a cycle of one core: two fused multiply-adds on eight numbers each (AVX2: Intel's and AMD's optimisation manuals).
-# Wider units are not counted on, nor 16-bit ones: `drumline calibrate` measures what they do. One channel of DDR4-3200 (JEDEC).
-FLOP_PER_CYCLE, CLOCK, CHANNEL = 32, 2.5e9, 25.6e9
+# Wider units are not counted on, nor 16-bit ones: `drumline calibrate` measures what they do.
+FLOP_PER_CYCLE = 32
+CLOCK = 2.5e9  # cycles a second
+CHANNEL = 25.6e9  # bytes a second of one channel of DDR4-3200 (JEDEC)
+PROCESSOR_SOURCE = "AVX2 at 2.5 GHz, one channel of DDR4-3200"
 # A GPU that the catalog lacks is planned for as if it were this one, the slowest that has bf16.
 STAND_IN = "3090"
 MANY_NODES = 64  # from here on networks have switches over switches, which many hosts share
@@ -36,64 +39,42 @@ def cluster_of(
     processes: int,
     calibration: Calibration | None = None,
 ) -> Cluster:
-    """The cluster of the YAML. `processes`: ranks of this machine, where it is the one to plan for; `calibration`: of this machine. A
-    calibration counts where the device is the one that is here, on any number of hosts; a file that the YAML names goes before it. Raises
-    EnvironmentFault where that file is damaged or missing."""
+    """Return the cluster that the YAML describes, completed with what this machine has.
+
+    `described`: None for this machine as it is; `processes`: ranks of this machine, where it is the one to plan
+    for; `calibration`: of this machine. A calibration counts where the device is the one that is here, on any
+    number of hosts; a file that the YAML names goes before it. Raises EnvironmentFault if that file is damaged or
+    missing.
+    """
     if described is None:
         return found(machine, processes, calibration)
     ranks = described.per_node or processes
-    spec, base = described.spec(), found(machine, ranks, calibration)
-    if (
-        spec is None and described.device is not None and base.device.kind == "cuda"
-    ):  # a CPU is meant, and here are GPUs
-        spec = processor(machine, ranks)
-    own = described.device in described.devices
-    if (
-        spec is not None and own and spec.name == base.device.name
-    ):  # the device that is here, in the user's words
-        base = replace(
-            base,
-            device=spec,
-            intra=described.link(spec.intra),
-            host_link=described.link(spec.host_link),
-        )
-    elif spec is not None and spec.name != base.device.name:
-        taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or "")) if not own else None
-        notes = (f"cluster.device {described.device}: taken for {taken}",) if taken else ()
-        intra, host_link = described.link(spec.intra), described.link(spec.host_link)
-        inter = described.link(catalog.OTHER_NETWORK)
-        base = Cluster(spec, 1, 1, intra, inter, host_link, notes=notes)
-    named, about = _named(described, base.device, machine)
-    if named is not None:
-        measured = named.shared(ranks) if base.device.kind == "cpu" else named
-    else:  # of this machine, which has measured its own link alone
-        measured = (
-            base.calibration
-            if described.intra is None
-            else replace(base.calibration, collectives={})
-        )
+    base = _with_device(described, machine, ranks, calibration)
+    named = _named_calibration(described, base.device, machine)
+    if named.calibration is None:
+        measured = base.calibration
+        if described.intra is not None:  # this machine has measured its own link alone
+            measured = replace(measured, collectives={})
+    elif base.device.kind == "cpu":
+        measured = named.calibration.shared(ranks)
+    else:
+        measured = named.calibration
     per_node = described.per_node or base.per_node
-    host = int(described.host_memory_gb * catalog.GIGA) if described.host_memory_gb else None
-    device = (
-        base.device
-        if host is None or base.device.kind != "cpu"
-        else replace(base.device, memory_bytes=host // per_node)
-    )
-    host = host or base.host_memory_bytes
-    is_assumed = host is None
-    if host is None:
-        host = per_node * catalog.usual_host_memory(device)[0]
-    intra = base.intra if described.intra is None else described.link(described.intra)
+    host = _host_memory(described, base, per_node)
+    intra = base.intra
+    if described.intra is not None:
+        intra = described.link(described.intra)
     network = described.inter or catalog.usual_network(intra.name, per_node)[0]
+    assumed = network_assumed(described, described.nodes, network)
     return replace(
         base,
-        device=device,
+        device=host.device,
         per_node=per_node,
         nodes=described.nodes,
         intra=intra,
         inter=described.link(network),
-        host_memory_bytes=host,
-        host_memory_assumed=is_assumed,
+        host_memory_bytes=host.bytes_,
+        host_memory_assumed=host.is_assumed,
         price_per_device_hour=described.price_per_device_hour,
         mtbf_hours=described.mtbf_hours,
         restart_seconds=described.restart_seconds,
@@ -102,84 +83,157 @@ def cluster_of(
         oversubscription=described.oversubscription,
         found=base.found and described.nodes == 1 and per_node == base.per_node,
         calibration=measured,
-        notes=(*base.notes, *about, *network_assumed(described, described.nodes, network)),
+        notes=(*base.notes, *named.notes, *assumed),
     )
 
 
-def _named(
-    described: ClusterConfig, device: DeviceSpec, machine: Machine
-) -> tuple[Calibration | None, tuple[str, ...]]:
-    """The calibration of the file that the YAML names, and a note where that is of another device. None without a file, and for rates of a
-    CPU where there are GPUs, or the other way round: these say nothing."""
+def _with_device(
+    described: ClusterConfig, machine: Machine, ranks: int, calibration: Calibration | None
+) -> Cluster:
+    """Return this machine if the YAML names no device or the one that is here, else one host of the named device."""
+    here = found(machine, ranks, calibration)
+    spec = described.spec()
+    if spec is None and described.device is not None and here.device.kind == "cuda":
+        # A CPU is meant, and here are GPUs.
+        spec = processor(machine, ranks)
+    if spec is None:
+        return here
+    is_own = described.device in described.devices
+    intra = described.link(spec.intra)
+    host_link = described.link(spec.host_link)
+    if spec.name == here.device.name:
+        if is_own:  # the device that is here, as the user describes it
+            return replace(here, device=spec, intra=intra, host_link=host_link)
+        return here
+    notes: tuple[str, ...] = ()
+    taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or ""))
+    if taken is not None and not is_own:
+        notes = (f"cluster.device {described.device}: taken for {taken}",)
+    inter = described.link(catalog.OTHER_NETWORK)
+    return Cluster(spec, 1, 1, intra, inter, host_link, notes=notes)
+
+
+class _HostMemory(NamedTuple):
+    """The memory of a host in bytes, whether nobody has set it, and the device with its share if it is a CPU."""
+
+    bytes_: int
+    is_assumed: bool
+    device: DeviceSpec
+
+
+def _host_memory(described: ClusterConfig, base: Cluster, per_node: int) -> _HostMemory:
+    """Return the memory of a host: as set in the YAML, else as found, else what such hosts usually have."""
+    device = base.device
+    set_bytes = None
+    if described.host_memory_gb:
+        set_bytes = int(described.host_memory_gb * catalog.GIGA)
+        if device.kind == "cpu":
+            device = replace(device, memory_bytes=set_bytes // per_node)
+    known_bytes = set_bytes or base.host_memory_bytes
+    if known_bytes is not None:
+        return _HostMemory(known_bytes, False, device)
+    bytes_a_device, _ = catalog.usual_host_memory(device)
+    return _HostMemory(per_node * bytes_a_device, True, device)
+
+
+class _Named(NamedTuple):
+    """The calibration that the YAML names, None if it is not used; and notes on it."""
+
+    calibration: Calibration | None
+    notes: tuple[str, ...]
+
+
+def _named_calibration(described: ClusterConfig, device: DeviceSpec, machine: Machine) -> _Named:
+    """Return the calibration of the file that the YAML names, with a note if it is of another device.
+
+    None without a file, and for the rates of a CPU where there are GPUs, or the other way round: these say nothing.
+    """
     if described.calibration is None:
-        return None, ()
+        return _Named(None, ())
     named = read_calibration(Path(described.calibration))
-    where, of_processor = (
-        f"cluster.calibration is of {named.hardware}",
-        is_processor(named.hardware),
-    )
-    if of_processor != (device.kind == "cpu"):
-        return None, (
-            f"{where}, which is {'no GPU' if of_processor else 'no CPU'}: it is not used for {device.name}",
-        )
-    if of_processor:  # `cpu` names no model
-        same = described.device is not None or named.hardware == hardware(machine)
+    about = f"cluster.calibration is of {named.hardware}"
+    is_of_processor = is_processor(named.hardware)
+    if is_of_processor != (device.kind == "cpu"):
+        lacking = "no GPU" if is_of_processor else "no CPU"
+        return _Named(None, (f"{about}, which is {lacking}: it is not used for {device.name}",))
+    if is_of_processor:
+        # The name `cpu` in a YAML names no model, so any processor is the same.
+        is_same = described.device is not None or named.hardware == hardware(machine)
+        user = "this machine"
     else:
         known = catalog.by_driver(named.hardware, device.memory_bytes)
-        same = described.device in described.devices or device.name == (
-            known.name if known else named.hardware
-        )
-    return named, () if same else (
-        f"{where}, and used for {'this machine' if of_processor else device.name}",
-    )
+        measured_name = named.hardware if known is None else known.name
+        is_same = described.device in described.devices or device.name == measured_name
+        user = device.name
+    if is_same:
+        return _Named(named, ())
+    return _Named(named, (f"{about}, and used for {user}",))
 
 
 def usual_inter(intra: str, per_node: int) -> Link:
     """Return the link that is assumed between hosts of `per_node` devices. `intra`: the name of the link within one."""
-    return ClusterConfig().link(catalog.usual_network(intra, per_node)[0])
+    network, _ = catalog.usual_network(intra, per_node)
+    return ClusterConfig().link(network)
 
 
 def cluster_here(
     config: Config, machine: Machine, device: Literal["cpu", "cuda"], world: int
 ) -> tuple[Cluster, list[str]]:
-    """The devices that `world` processes have: the YAML's where it describes these, else those found; and a line where it does not.
-    `device`: what the run computes on, which may be the CPU of a host with GPUs."""
+    """Return the devices that `world` processes have, and notes for the user.
+
+    These are the devices of the YAML if it describes what is here, else those that are found, with a note. `device`:
+    what the run computes on, which may be the CPU of a host with GPUs.
+    """
     if device != machine.device:
         machine = machine.without_devices()
-    measured, counts = calibration_for(machine), config.launch.host_ranks()
-    share = gcd(*counts) if sum(counts) == world else world  # of one host
-    described = cluster_of(config.cluster, machine, share, measured)
-    here = cluster_of(None, machine, share, measured)
-    per_node = next(n for n in range(min(here.per_node, share), 0, -1) if world % n == 0)
-    # The first `world` devices, or as many such hosts as they need.
-    here = replace(
-        here,
-        per_node=per_node,
-        nodes=world // per_node,
-        inter=usual_inter(here.intra.name, per_node),
-    )
-    if (
+    measured = calibration_for(machine)
+    host_ranks = config.launch.host_ranks()
+    ranks = world  # of one host
+    if sum(host_ranks) == world:
+        ranks = math.gcd(*host_ranks)
+    described = cluster_of(config.cluster, machine, ranks, measured)
+    here = _split_into_hosts(cluster_of(None, machine, ranks, measured), ranks, world)
+    is_here = (
         described.world_size == world
         and described.device.kind == here.device.kind
         and described.device.name == here.device.name
-    ):
-        return described, list(
-            network_assumed(config.cluster, described.nodes, described.inter.name)
+    )
+    if is_here:
+        notes = network_assumed(config.cluster, described.nodes, described.inter.name)
+        return described, list(notes)
+    lines = []
+    if config.cluster is not None:
+        planned = f"{described.world_size} × {described.device.name}"
+        actual = f"{world} × {here.device.name}"
+        lines.append(
+            f"strategy auto: the cluster of the YAML ({planned}) is not the one here ({actual}), which was planned for"
         )
-    other = f"the cluster of the YAML ({described.world_size} × {described.device.name}) is not the one here ({world} × {here.device.name})"
-    lines = [f"strategy auto: {other}, which was planned for"] if config.cluster else []
-    return here, [*lines, *network_assumed(None, here.nodes, here.inter.name)]
+    lines += network_assumed(None, here.nodes, here.inter.name)
+    return here, lines
+
+
+def _split_into_hosts(here: Cluster, ranks: int, world: int) -> Cluster:
+    """Return the first `world` devices of a host, or as many equal hosts as they need. `ranks`: of one host."""
+    per_node = min(here.per_node, ranks)
+    while world % per_node != 0:
+        per_node -= 1
+    inter = usual_inter(here.intra.name, per_node)
+    return replace(here, per_node=per_node, nodes=world // per_node, inter=inter)
 
 
 def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
-    """The cluster with another number of the same hosts."""
+    """Return the cluster with another number of the same hosts."""
     return replace(cluster, nodes=nodes, found=cluster.found and nodes == cluster.nodes)
 
 
 def network_assumed(described: ClusterConfig | None, nodes: int, network: str) -> tuple[str, ...]:
-    """Notes where nobody has set the link between several hosts, since nothing matters more to plans on these, and where links are shared
-    that many hosts have between them. `network`: what is assumed between hosts."""
-    described, notes = described or ClusterConfig(), list[str]()
+    """Return notes on what is assumed of the network between hosts, which matters more to plans than anything else.
+
+    There is one if nobody has set the link between several hosts, and one if so many hosts usually share links.
+    `network`: what is planned with between hosts.
+    """
+    described = described or ClusterConfig()
+    notes = []
     if nodes > 1 and described.inter is None:
         usual = f"cluster.inter is not set: {network} between hosts is assumed"
         if network != catalog.OTHER_NETWORK:
@@ -192,74 +246,79 @@ def network_assumed(described: ClusterConfig | None, nodes: int, network: str) -
     return tuple(notes)
 
 
+class _Devices(NamedTuple):
+    """The devices of a host: their kind, their number, what was measured of them, and notes for the user."""
+
+    spec: DeviceSpec
+    number: int
+    calibration: Calibration
+    notes: tuple[str, ...]
+
+
 def found(machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
-    """This machine, as `processes` ranks share it: a rank has a GPU of its own, or its part of the cores and of the memory. More ranks
-    than GPUs need more hosts like this one."""
-    measured, notes = calibration or Calibration(), tuple[str, ...]()
+    """Return this machine as a cluster that `processes` ranks share.
+
+    A rank has a GPU of its own, or its part of the cores and of the memory. More ranks than GPUs need more hosts
+    like this one.
+    """
+    measured = calibration or Calibration()
     if machine.devices:
-        used = machine.devices[:processes]
-        first, names = (
-            min(used, key=lambda device: device.memory_bytes),
-            dict.fromkeys(device.name for device in used),
-        )
-        if len(names) > 1:
-            notes = (
-                f"there are GPUs of several kinds ({', '.join(names)}): planned as if all were {first.name}, of the least memory",
-            )
-        if first.name != used[0].name:  # whose calibration it is
-            measured = Calibration()
-        known = catalog.by_driver(first.name, first.memory_bytes) or catalog.DEVICES.get(first.name)
-        if known is None and not measured.matmul:
-            notes += (
-                f"{first.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it",
-            )
-        spec = replace(
-            known or catalog.DEVICES[STAND_IN],
-            name=known.name if known else first.name,
-            memory_bytes=first.memory_bytes,
-        )
-        if "PCIE" in first.name.upper():  # drivers write both: A100-PCIE-40GB, H100 PCIe
-            spec = replace(spec, intra=spec.host_link)
-        per_node = len(used)
+        devices = _gpus(machine, processes, measured)
     else:
-        spec, per_node, measured = (
-            processor(machine, processes),
-            processes,
-            measured.shared(processes),
-        )
-    intra, host_link, network = (
-        catalog.LINKS[spec.intra],
-        catalog.LINKS[spec.host_link],
-        usual_inter(spec.intra, per_node),
-    )
-    nodes, host = -(-processes // per_node), machine.memory_bytes
+        spec = processor(machine, processes)
+        devices = _Devices(spec, processes, measured.shared(processes), ())
+    intra = catalog.LINKS[devices.spec.intra]
     return Cluster(
-        spec,
-        per_node,
-        nodes,
-        intra,
-        network,
-        host_link,
-        host,
+        device=devices.spec,
+        per_node=devices.number,
+        nodes=math.ceil(processes / devices.number),
+        intra=intra,
+        inter=usual_inter(intra.name, devices.number),
+        host_link=catalog.LINKS[devices.spec.host_link],
+        host_memory_bytes=machine.memory_bytes,
         found=True,
-        calibration=measured,
-        notes=notes,
+        calibration=devices.calibration,
+        notes=devices.notes,
     )
+
+
+def _gpus(machine: Machine, processes: int, calibration: Calibration) -> _Devices:
+    """Return the first `processes` GPUs, all taken for the one with the least memory."""
+    used = machine.devices[:processes]
+    least = min(used, key=lambda device: device.memory_bytes)
+    names = dict.fromkeys(device.name for device in used)
+    notes = []
+    if len(names) > 1:
+        notes.append(
+            f"there are GPUs of several kinds ({', '.join(names)}): planned as if all were {least.name}, of the least memory"
+        )
+    if least.name != used[0].name:  # the calibration is of the first one
+        calibration = Calibration()
+    known = catalog.by_driver(least.name, least.memory_bytes) or catalog.DEVICES.get(least.name)
+    if known is None and not calibration.matmul:
+        notes.append(
+            f"{least.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it"
+        )
+    if known is None:
+        spec = replace(catalog.DEVICES[STAND_IN], name=least.name)
+    else:
+        spec = known
+    spec = replace(spec, memory_bytes=least.memory_bytes)
+    if "PCIE" in least.name.upper():  # drivers write both: A100-PCIE-40GB, H100 PCIe
+        spec = replace(spec, intra=spec.host_link)
+    return _Devices(spec, len(used), calibration, tuple(notes))
 
 
 def processor(machine: Machine, processes: int) -> DeviceSpec:
-    """The part of this machine's cores and memory that each of `processes` ranks has."""
-    flops = dict.fromkeys(
-        ("fp32", "bf16", "fp16"), FLOP_PER_CYCLE * CLOCK * machine.cores / processes
-    )
-    memory, source = machine.memory_bytes // processes, "AVX2 at 2.5 GHz, one channel of DDR4-3200"
+    """Return the part of this machine's cores and memory that each of `processes` ranks has."""
+    rate = FLOP_PER_CYCLE * CLOCK * machine.cores / processes
     return DeviceSpec(
-        "cpu",
-        "cpu",
-        memory,
-        CHANNEL / processes,
-        flops,
-        source,
+        name="cpu",
+        kind="cpu",
+        memory_bytes=machine.memory_bytes // processes,
+        bandwidth=CHANNEL / processes,
+        flops=dict.fromkeys(("fp32", "bf16", "fp16"), rate),
+        source=PROCESSOR_SOURCE,
         intra="loopback",
         host_link="loopback",
     )

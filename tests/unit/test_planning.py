@@ -440,16 +440,16 @@ def test_the_figure_is_readable(
     from drumline.planner.report import picture
 
     answer = searched(flags)
-    shown = picture.chosen_of(answer)
+    shown = picture.select_candidates(answer)
     assert shown.fit and shown.refused
-    figure = picture.figure_of(answer, shown)
+    figure = picture.make_figure(answer, shown)
     assert texts_that_meet(figure) == []
     said = {
         text.get_text() for axes in figure.axes for text in [*axes.get_yticklabels(), *axes.texts]
     }
     assert {c.name for c in (*shown.fit, *shown.refused)} <= said
     for candidate in (*shown.fit, *shown.refused):
-        drawn = sum(picture.part_of(candidate, part) for part in (*CATEGORIES, picture.RESERVE))
+        drawn = sum(picture.peak_gb(candidate, part) for part in (*CATEGORIES, picture.RESERVE))
         assert drawn == pytest.approx(candidate.estimate.memory.reserved / 1e9, rel=0.02), (
             candidate.name
         )

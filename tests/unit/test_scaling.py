@@ -17,9 +17,10 @@ from drumline.bench.scaling import (
     Prediction,
     Round,
     Row,
-    _base,
-    _round,
+    Spread,
     _show,
+    _smallest_of_strategy,
+    _summarise,
     bench,
 )
 from drumline.core.load import Request
@@ -39,7 +40,7 @@ def rows() -> list[Row]:
         Case("ddp", 1),
         [Round(10, 100, 1.0, None, 2**20), Round(8, 80, 1.2, None, 2**20)],
         "ddp",
-        (9.0, 4.5, 18.0),
+        Spread(9.0, 4.5, 18.0),
     )
     two = Row(
         Case("ddp", 2), [Round(18, 180, 0.5, 0.25, 2**21), Round(16, 160, 0.6, 0.35, 2**21)], "ddp"
@@ -73,7 +74,7 @@ def test_the_first_steps_do_not_count() -> None:
     events: list[Any] = [
         step(number, samples_per_s=1.0, seconds=9.0, comm_s=9.0) for number in range(1, WARM + 1)
     ]
-    assert _round(events) is None
+    assert _summarise(events) is None
     rates = zip((10.0, 12.0, 50.0), (0.2, 0.1, 0.0), strict=True)
     events += [
         step(WARM + n, samples_per_s=rate, tokens_per_s=rate * 10, seconds=1.0, comm_s=w)
@@ -82,21 +83,25 @@ def test_the_first_steps_do_not_count() -> None:
     memory: dict[str, Any] = dict.fromkeys(Measured.names(), ()) | {
         "metrics": {"memory": {"peak": 5, "reserved": 7}}
     }
-    seen = _round([*events, Measured(**memory)])
+    seen = _summarise([*events, Measured(**memory)])
     assert seen == Round(12.0, 120.0, 1.0, pytest.approx(0.1), 7)
     events.append(step(WARM + 4, samples_per_s=12.0, comm_s=None))
-    assert _round(events).communication is None, "not measured is not nothing"
+    assert _summarise(events).communication is None, "not measured is not nothing"
 
 
 def test_speed_up_is_of_the_same_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = rows()
-    assert _base(made, made[1]) is made[0] and made[1].speed_up(made[0]) == (1.9, 1.8, 2.0)
+    assert _smallest_of_strategy(made, made[1]) is made[0] and made[1].speed_up(made[0]) == (
+        1.9,
+        1.8,
+        2.0,
+    )
     predictions = [
-        Prediction("2x8xh100-80g", 16, "fsdp2", (100.0, 80.0, 130.0), 4096.0, 2**30),
+        Prediction("2x8xh100-80g", 16, "fsdp2", Spread(100.0, 80.0, 130.0), 4096.0, 2**30),
         Prediction("9xnothing", reason="no such"),
     ]
     predictions.append(
-        Prediction("2x8xh100-80g", 16, "fsdp2 2 × tp 8", (8555, 5484, 8555), 1_792_550, 2**29)
+        Prediction("2x8xh100-80g", 16, "fsdp2 2 × tp 8", Spread(8555, 5484, 8555), 1_792_550, 2**29)
     )
     _show(
         Path("mine.yaml"),

@@ -1,4 +1,4 @@
-"""Predicted against measured: `drumline plan --check RUN`, and the results of `--probe`."""
+"""The reports of `drumline plan --check RUN` and `--probe`: what was predicted beside what was measured."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ from drumline.planner.report.table import grouped
 from drumline.planner.search.answer import Factors, Probe
 from drumline.telemetry.truth import OFF, Comparison, Measurement, compare, notes
 
+NEGLIGIBLE = 5e-3  # a factor as near to 1 is printed as 1
 TRAIN = "train with this version: drumline train CONFIG.yaml"
 
 
 def check(run: Path, as_json: bool = False) -> int:
-    """Print the table. Returns 0, however large the differences. Raises UserError for a folder that is no run, or a run without
-    measurements."""
+    """Print what was predicted of a run beside what it measured.
+
+    Returns the exit code 0, however large the differences are. Raises UserError for a folder that is no run,
+    and for a run without measurements.
+    """
     plan, measured = read_run(run)
     assert plan.predicted.estimate is not None
     rows = compare(plan.predicted.estimate, measured)
     if as_json:
-        made = [
-            {
-                **row.model_dump(),
-                "off": row.off if row.predicted or not row.measured else None,
-                "warns": row.warns,
-            }
-            for row in rows
-        ]
-        print(
-            json.dumps(
-                {"rows": made, "notes": remarks(rows, measured), "measured": measured.model_dump()},
-                indent=2,
-            )
-        )
+        _print_json(rows, measured)
         return 0
     console = Console(highlight=False)
     console.print(printable(plan_line(plan)), soft_wrap=True, markup=False)
     _show(rows, measured, console)
     off = [row.category for row in rows if row.warns]
-    console.print(
-        f"off by more than {OFF:.0%}: {', '.join(off)}"
-        if off
-        else f"nothing that counts is off by more than {OFF:.0%}"
-    )
+    if off:
+        console.print(f"off by more than {OFF:.0%}: {', '.join(off)}")
+    else:
+        console.print(f"nothing that counts is off by more than {OFF:.0%}")
     return 0
 
 
+def _print_json(rows: list[Comparison], measured: Measurement) -> None:
+    made = []
+    for row in rows:
+        # A category that was measured and not predicted is off by infinity, which JSON lacks.
+        off = row.off if row.predicted or not row.measured else None
+        made.append({**row.model_dump(), "off": off, "warns": row.warns})
+    content = {"rows": made, "notes": remarks(rows, measured), "measured": measured.model_dump()}
+    print(json.dumps(content, indent=2))
+
+
 def read_run(run: Path) -> tuple[Plan, Measurement]:
-    """The plan of a run folder, with its estimate, and the run's last measurement. Raises UserError."""
+    """Return the plan of a run's folder, with its estimate, and the run's last measurement. Raise UserError."""
     from drumline.telemetry.events import Step, last_measurement, read
 
     try:
-        plan, events = Plan.load(run / "plan.json"), read(run / "events.jsonl")
+        plan = Plan.load(run / "plan.json")
+        events = read(run / "events.jsonl")
         measured = last_measurement(events)
     except ValueError:
         raise UserError(
@@ -67,69 +68,76 @@ def read_run(run: Path) -> tuple[Plan, Measurement]:
     if plan.predicted.estimate is None:
         raise UserError("plan.json has no estimate", where=str(run), fix=TRAIN)
     if measured is None:
-        steps = max((event.step for event in events if isinstance(event, Step)), default=0)
-        fix = "train for four steps or more: a step is counted after two"
-        raise UserError(f"the run measured nothing in {steps} steps", where=str(run), fix=fix)
+        steps = [event.step for event in events if isinstance(event, Step)]
+        raise UserError(
+            f"the run measured nothing in {max(steps, default=0)} steps",
+            where=str(run),
+            fix="train for four steps or more: a step is counted after two",
+        )
     return plan, measured
 
 
 def _show(rows: list[Comparison], measured: Measurement, console: Console) -> None:
-    """Predicted, measured, off by: in yellow beyond 15%, dim where it is only shown; and the lines under the table."""
+    """Print what was predicted, what was measured and by how much it is off, and remarks below the table.
+
+    A row beyond 15% is yellow, one that is off without a warning is dim.
+    """
     made = Table(box=box.SIMPLE_HEAD)
-    for column in ("", "predicted", "measured", "off by"):
-        made.add_column(column, justify="right" if column else "left", no_wrap=True)
+    made.add_column("", justify="left", no_wrap=True)
+    for head in ("predicted", "measured", "off by"):
+        made.add_column(head, justify="right", no_wrap=True)
     for row in rows:
-        style = "yellow" if row.warns else "dim" if only_shown(row) else ""
         made.add_row(
             row.category,
             row.show(row.predicted),
             row.show(row.measured),
             row.by_how_much(),
-            style=style,
+            style=_style(row),
         )
     console.print(made)
     for remark in remarks(rows, measured):
         console.print(f"  {printable(remark)}", markup=False, soft_wrap=True)
 
 
+def _style(row: Comparison) -> str:
+    if row.warns:
+        return "yellow"
+    if only_shown(row):
+        return "dim"
+    return ""
+
+
 def only_shown(row: Comparison) -> str:
-    """Why there is no warning for a category that is off; empty where there is one, or where it is not off."""
-    if row.warns or (abs(row.off) <= OFF and not row.note):
+    """Return why there is no warning for a category that is off; empty if there is one, or if it is not off."""
+    if row.warns:
         return ""
-    taken = (
-        ", which the interpreter and its libraries may take"
-        if row.category.startswith("host")
-        else ""
-    )
-    return row.note or f"less than {row.show(row.slack)} apart{taken}"
+    if row.note:
+        return row.note
+    if abs(row.off) <= OFF:
+        return ""
+    reason = f"less than {row.show(row.slack)} apart"
+    if row.category.startswith("host"):
+        reason += ", which the interpreter and its libraries may take"
+    return reason
 
 
 def remarks(rows: list[Comparison], measured: Measurement) -> list[str]:
-    """Lines under the table."""
-    why = grouped((only_shown(row), row.category) for row in rows)
-    return notes(measured) + [
-        f"{'; '.join(categories)}: {reason}" for reason, categories in why.items() if reason
-    ]
+    """Return the lines below the table: notes on the measurement, and why categories are only shown."""
+    lines = notes(measured)
+    by_reason = grouped((only_shown(row), row.category) for row in rows)
+    for reason, categories in by_reason.items():
+        if reason:
+            lines.append(f"{'; '.join(categories)}: {reason}")
+    return lines
 
 
 def show_probes(probes: tuple[Probe, ...], console: Console) -> None:
-    """Predicted against measured of each candidate that was tried, and the factors that correct the estimates."""
+    """Print predicted beside measured of each candidate that ran for a few steps, and the factors that follow.
+
+    The factors correct the estimates of all plans.
+    """
     for probe in probes:
-        if probe.measured is None or probe.factors is None:
-            console.print(
-                f"tried {probe.name}: {probe.failed}\n",
-                style="yellow",
-                markup=False,
-                soft_wrap=True,
-            )
-            continue
-        console.print(
-            f"tried {probe.name} for {probe.measured.step} steps:", style="bold", markup=False
-        )
-        _show(compare(probe.predicted, probe.measured), probe.measured, console)
-        console.print(
-            f"its estimate times {describe_factors(probe.factors)}\n", markup=False, soft_wrap=True
-        )
+        _show_probe(probe, console)
     if any(probe.factors for probe in probes):
         console.print(
             "Every plan below is corrected: these by their own factors, the others by the mean.\n",
@@ -137,7 +145,25 @@ def show_probes(probes: tuple[Probe, ...], console: Console) -> None:
         )
 
 
+def _show_probe(probe: Probe, console: Console) -> None:
+    if probe.measured is None or probe.factors is None:
+        console.print(
+            f"tried {probe.name}: {probe.failed}\n", style="yellow", markup=False, soft_wrap=True
+        )
+        return
+    console.print(
+        f"tried {probe.name} for {probe.measured.step} steps:", style="bold", markup=False
+    )
+    _show(compare(probe.predicted, probe.measured), probe.measured, console)
+    console.print(
+        f"its estimate times {describe_factors(probe.factors)}\n", markup=False, soft_wrap=True
+    )
+
+
 def describe_factors(factors: Factors) -> str:
-    """`live 1.21, seconds 3.4`: those that are not 1."""
-    changed = [f"{name} {value:.3g}" for name, value in factors if abs(value - 1) > 5e-3]
+    """Return the factors that are not 1, as `live 1.21, seconds 3.4`."""
+    changed = []
+    for name, value in factors:
+        if abs(value - 1) > NEGLIGIBLE:
+            changed.append(f"{name} {value:.3g}")
     return ", ".join(changed) or "1: it was right"

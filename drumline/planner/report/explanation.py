@@ -1,6 +1,9 @@
-"""The explanation of one candidate: each number of its estimate, and what makes it up."""
+"""The report of `drumline plan --explain`: each number of a candidate's estimate, and what it is made of."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from drumline.core.attention import choice_of
 from drumline.core.cost import entry_bytes, low_moments
@@ -9,14 +12,21 @@ from drumline.core.plan import Layout
 from drumline.core.registry import nearest
 from drumline.errors import UserError
 from drumline.planner.report.output import needs_gb
-from drumline.planner.report.table import CATEGORIES, SECONDS, gradients_at_peak
+from drumline.planner.report.table import CATEGORIES, SECONDS, UNKNOWN, gradients_at_peak
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number, ranged
 from drumline.planner.search.stream import describe_stream
 
-Line = tuple[str, str, str]  # what, how much, where it comes from
-MASTER = (
-    4  # bytes of the fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits
-)
+FP32_BYTES = 4
+HALF_BYTES = 2
+# Bytes of the fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits.
+MASTER_BYTES = 4
+# GB of gradients from which on it is worth a remark that they come after the peak: half of the last printed digit.
+LEAST_SHOWN_GB = 0.005
+# A share of bytes is given as parameters / ranks where the number of ranks is this near to a whole one.
+NEAR_WHOLE = 0.02
+PETA = 1e15
+TERA = 1e12
+MOST_NAMES = 8  # of candidates that an error lists
 PHASES = {
     "forward": "through the blocks, the last one running",
     "loss": "the loss, from the head's logits",
@@ -36,255 +46,338 @@ HOST = {
 }
 
 
-def pick(answer: Answer, name: str) -> tuple[Candidate, str | None]:
-    """The candidate of a name or of a row's number, and why it was refused. Raises UserError for an unknown one, and for a family without
-    an estimate."""
+class Line(NamedTuple):
+    """A line of a section: a part of the estimate, its amount as text, and where it comes from."""
+
+    what: str
+    amount: str
+    source: str
+
+
+class Picked(NamedTuple):
+    """A candidate to explain, and why it was refused; None: it was not."""
+
+    candidate: Candidate
+    refused: str | None
+
+
+def pick(answer: Answer, name: str) -> Picked:
+    """Return the candidate with this name or row number.
+
+    Raises UserError for a name that there is not, and for a family that a rule refuses, which has no estimate.
+    """
     if name.isdecimal() and 1 <= int(name) <= len(answer.ranked):
-        return answer.ranked[int(name) - 1], None
+        return Picked(answer.ranked[int(name) - 1], None)
     for candidate in answer.ranked:
         if candidate.name == name:
-            return candidate, None
+            return Picked(candidate, None)
     for refused in answer.refused:
-        if name in (refused.name, refused.best.name if refused.best else None):
-            if refused.best is None:
-                fix = "there are no numbers of what a rule refuses"
-                raise UserError(
-                    f"{refused.name} is out: {refused.reason}", where="--explain", fix=fix
-                )
-            return refused.best, refused.reason
-    names = [*(c.name for c in answer.ranked), *(r.name for r in answer.refused)]
-    guess = nearest(name, names)
-    fix = (
-        f"did you mean {guess!r}?"
-        if guess
-        else f"there are {', '.join(names[:8])} and more"
-        if names
-        else "nothing was found"
+        best = refused.best
+        if best is not None and name in (refused.name, best.name):
+            return Picked(best, refused.reason)
+        if best is None and name == refused.name:
+            raise UserError(
+                f"{refused.name} is out: {refused.reason}",
+                where="--explain",
+                fix="there are no numbers of what a rule refuses",
+            )
+    raise UserError(
+        f"no candidate {name!r}", where="--explain", fix=_propose_candidate(answer, name)
     )
-    raise UserError(f"no candidate {name!r}", where="--explain", fix=fix)
+
+
+def _propose_candidate(answer: Answer, name: str) -> str:
+    """Return the advice for a name that no candidate has."""
+    names = [candidate.name for candidate in answer.ranked]
+    names += [refused.name for refused in answer.refused]
+    guess = nearest(name, names)
+    if guess:
+        return f"did you mean {guess!r}?"
+    if names:
+        return f"there are {', '.join(names[:MOST_NAMES])} and more"
+    return "nothing was found"
 
 
 def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
-    """The explanation of a candidate. Raises UserError as `pick` does."""
+    """Return the explanation of the candidate with this name or row number.
+
+    `tokens`: of the whole run; None: those of its steps. Raises UserError as `pick` does.
+    """
     found, refused = pick(answer, name)
-    question, estimate = answer.question, found.estimate
+    question = answer.question
+    memory = found.estimate.memory
+    sections = {
+        "What runs": _explain_run_settings(found, question),
+        f"Memory of the fullest device, GB, at its peak in {memory.phase}": _explain_memory(
+            question, found
+        ),
+        "The same, phase by phase, GB": _explain_phases(found),
+        "Memory of a host, GB": _explain_host(found),
+        "Seconds of a step": _explain_seconds(question, found),
+        "GB that a device sends in a step": _explain_traffic(question, found),
+        "The run": _explain_run(question, found, tokens),
+    }
+    text = [_describe_verdict(found, refused)]
+    for title, lines in sections.items():
+        if lines:
+            text += ["", title, *_aligned(lines)]
+    return "\n".join(text)
+
+
+def _describe_verdict(found: Candidate, refused: str | None) -> str:
+    """Return the verdict on a candidate, and what it means, as the first line."""
+    estimate = found.estimate
+    verdict = f"{found.name}: {estimate.verdict}"
+    if refused:
+        verdict += f", refused: {refused}"
     share = estimate.memory.reserved / estimate.limit
-    verdict = f"{found.name}: {estimate.verdict}" + (f", refused: {refused}" if refused else "")
     scale = "it fits where the upper end does, and is tight where that does not"
     if estimate.verdict == "tight":
         scale += f"; the chance that it runs out of memory is {estimate.risk:.0%}"
-    limit, traffic, cluster = estimate.host_limit, estimate.traffic, question.cluster
-    of = "" if limit is None else f"of {limit / GB:.0f}"
-    if estimate.host_assumed:
-        of += ", which is assumed"
-    volumes = [
-        (kind.replace("_", "-"), f"{bytes_ / GB:.3g}", "")
-        for kind, bytes_ in traffic.model_dump().items()
-        if bytes_
-    ]
-    if volumes:
-        across = f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else ""
-        volumes.append(
-            ("in all", f"{traffic.total / GB:.3g}", f"over {cluster.intra.name}{across}")
-        )
-    phases = [
-        (
-            phase,
-            f"{bytes_ / GB:.2f}",
-            PHASES.get(phase, "") + (" ← the peak" if bytes_ == estimate.memory.peak else ""),
-        )
-        for phase, bytes_ in estimate.memory.phases.items()
-        if phase != "rollout"
-        or found.layout.config.algorithm.rollout is not None
-        or found.layout.config.eval.generates
-    ]
-    parts = [
-        ("What runs", _runs(found, question)),
-        (
-            f"Memory of the fullest device, GB, at its peak in {estimate.memory.phase}",
-            _memory(question, found),
-        ),
-        ("The same, phase by phase, GB", phases),
-        (
-            "Memory of a host, GB",
-            [
-                (part, f"{getattr(estimate.host, part) / GB:.1f}", f"{text} {of}")
-                for part, text in HOST.items()
-            ],
-        ),
-        ("Seconds of a step", _seconds(question, found)),
-        ("GB that a device sends in a step", volumes),
-        ("The run", _run(question, found, tokens)),
-    ]
-    lines = [
-        f"{verdict}; needs {needs_gb(estimate)} of {estimate.limit / GB:.1f} GB, {share:.0%}: {scale}"
-    ]
-    for title, rows in parts:
-        if rows:
-            left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
-            lines += [
-                "",
-                title,
-                *(
-                    f"  {what:<{left}}  {amount:>{right}}  {source}".rstrip()
-                    for what, amount, source in rows
-                ),
-            ]
-    return "\n".join(lines)
+    needs = f"needs {needs_gb(estimate)} of {estimate.limit / GB:.1f} GB"
+    return f"{verdict}; {needs}, {share:.0%}: {scale}"
 
 
-def _runs(found: Candidate, question: Question) -> list[Line]:
-    layout, mesh, facts = found.layout, found.layout.mesh, question.facts
+def _aligned(lines: list[Line]) -> list[str]:
+    """Return lines as text, in three columns: the second one is aligned at the right."""
+    left = max(len(line.what) for line in lines)
+    right = max(len(line.amount) for line in lines)
+    aligned = []
+    for what, amount, source in lines:
+        aligned.append(f"  {what:<{left}}  {amount:>{right}}  {source}".rstrip())
+    return aligned
+
+
+def _explain_run_settings(found: Candidate, question: Question) -> list[Line]:
+    """Return what runs: the mesh, the engine, the batch, and what is recomputed and compiled."""
+    layout = found.layout
+    mesh = layout.mesh
     ranks = " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items())
-    tokens = f"{layout.tokens_per_step:,.0f} a step: rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.length:,} at most"
-    rows = [
-        ("mesh", f"{ranks} = {mesh.world_size} ranks"),
-        ("engine", f"{layout.engine}, {layout.precision} on {layout.device}"),
-        ("batch", layout.batch.rule(mesh.data_ranks)),
-        ("tokens", tokens),
-        ("checkpointing", checkpointing(layout)),
-        ("compile", "each block" if layout.config.compile.enabled else "nothing"),
-        *([] if layout.config.images_alone else [("attention", choice_of(layout, facts).line)]),
-    ]
-    if mesh.tp > 1:
-        stream = describe_stream(layout, facts, question.cluster)
-        rows.append(("sequence parallel", stream))
-    if layout.pipeline is not None:
-        blocks = ", ".join(f"{a}–{b - 1}" for a, b in layout.pipeline.layers)
-        rows.append(("stages", f"{layout.pipeline.schedule}; blocks {blocks}"))
-    return [(what, "", text) for what, text in rows]
-
-
-def _memory(question: Question, found: Candidate) -> list[Line]:
-    memory, facts, layout = found.estimate.memory, question.facts, found.layout
-    copy = MASTER if layout.engine == "deepspeed" and layout.precision != "fp32" else 0
-    moments, each_of = (
-        low_moments(layout) or 4 * layout.config.optimizer.slots + copy,
-        entry_bytes(layout),
-    )
-    tokens = layout.rows * layout.length
-    rows = f"{layout.rows} row{'s' * (layout.rows != 1)} × {layout.length:,} tokens"
-    each = memory.activations / max(1, tokens * facts.layers * facts.hidden)
-    of_all = facts.parameters + sum(f.parameters for f in facts.roles.values())
-    there = gradients_at_peak(memory)
-    yet = (
-        f"; {there / GB:.2f} of them are there at the peak"
-        if memory.gradients - there >= 0.005 * GB
-        else ""
-    )
-    chunk = getattr(layout.config.algorithm, "loss_chunk", None)
-    sources = {
-        "parameters": _shared(
-            memory.parameters, of_all, 2 if copy else each_of, "parameters", layout
-        ),
-        "gradients": _shared(memory.gradients, facts.trainable, each_of, "trainable", layout) + yet,
-        "optimizer": _shared(memory.optimizer, facts.trainable, moments, "trainable", layout),
-        "activations": f"{rows} × {facts.layers} layers × width {facts.hidden:,} × {each:.1f} bytes",
-        "logits": f"{tokens:,} tokens × {facts.vocab_size:,} words"
-        if memory.logits
-        else f"made {chunk} tokens at a time, never kept",
-        "buffers": "gathered weights, buckets, copies of a step",
-        "overhead": "what torch does not own: context, kernels, communicators",
+    rows = f"rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.length:,} at most"
+    compiled = "each block" if layout.config.compile.enabled else "nothing"
+    settings = {
+        "mesh": f"{ranks} = {mesh.world_size} ranks",
+        "engine": f"{layout.engine}, {layout.precision} on {layout.device}",
+        "batch": layout.batch.rule(mesh.data_ranks),
+        "tokens": f"{layout.tokens_per_step:,.0f} a step: {rows}",
+        "checkpointing": checkpointing(layout),
+        "compile": compiled,
     }
-    made = [(part, f"{getattr(memory, part) / GB:.2f}", sources[part]) for part in CATEGORIES]
+    if not layout.config.images_alone:
+        settings["attention"] = choice_of(layout, question.facts).line
+    if mesh.tp > 1:
+        stream = describe_stream(layout, question.facts, question.cluster)
+        settings["sequence parallel"] = stream
+    if layout.pipeline is not None:
+        blocks = ", ".join(f"{start}–{end - 1}" for start, end in layout.pipeline.layers)
+        settings["stages"] = f"{layout.pipeline.schedule}; blocks {blocks}"
+    return [Line(what, "", text) for what, text in settings.items()]
+
+
+def _explain_memory(question: Question, found: Candidate) -> list[Line]:
+    """Return the memory of the fullest device at its peak, by category."""
+    memory = found.estimate.memory
+    facts = question.facts
+    lines = []
+    sources = _state_sources(question, found) | _activation_sources(question, found)
+    for part in CATEGORIES:
+        amount = f"{getattr(memory, part) / GB:.2f}"
+        lines.append(Line(part, amount, sources[part]))
+    if facts.roles:
+        roles = [f"{name} {count(role.parameters)}" for name, role in facts.roles.items()]
+        lines.append(Line("roles", "", f"counted in: {', '.join(roles)}"))
     allocated = memory.reserved - memory.overhead
     factor = "as torch counts it"
     if allocated > memory.peak:
-        factor = f"{(allocated - memory.peak) / GB:.2f} for what the allocator cannot use again, + overhead"
-    if facts.roles:
-        made.append(
-            (
-                "roles",
-                "",
-                "counted in: "
-                + ", ".join(f"{name} {count(f.parameters)}" for name, f in facts.roles.items()),
-            )
-        )
-    return [
-        *made,
-        ("peak", f"{memory.peak / GB:.2f}", "of tensors"),
-        ("needs", f"{memory.reserved / GB:.2f}", factor),
-    ]
+        unusable = (allocated - memory.peak) / GB
+        factor = f"{unusable:.2f} for what the allocator cannot use again, + overhead"
+    lines.append(Line("peak", f"{memory.peak / GB:.2f}", "of tensors"))
+    lines.append(Line("needs", f"{memory.reserved / GB:.2f}", factor))
+    return lines
 
 
-def _shared(bytes_: int, number_: int, unit: int, of: str, layout: Layout) -> str:
-    """Bytes as `unit` × parameters / ranks where that is exact, else as bytes for each parameter."""
-    if not bytes_ or not number_:
-        return "none on the device"
-    parts = unit * number_ / bytes_
-    if (
-        parts > 0.98
-        and abs(parts - round(parts)) < 0.02 * parts
-        and layout.mesh.world_size % round(parts) == 0
-    ):
-        return f"{unit} bytes × {count(number_)} {of}" + (
-            f" / {round(parts)} ranks" if round(parts) > 1 else ""
-        )
-    return f"{bytes_ / number_:.2f} bytes for each of {count(number_)} {of}"
-
-
-def _seconds(question: Question, found: Candidate) -> list[Line]:
-    estimate, layout, cluster, facts = (
-        found.estimate,
-        found.layout,
-        question.cluster,
-        question.facts,
+def _state_sources(question: Question, found: Candidate) -> dict[str, str]:
+    """Return what parameters, gradients and optimizer states are made of, by category."""
+    memory = found.estimate.memory
+    facts = question.facts
+    layout = found.layout
+    weight_bytes = entry_bytes(layout)
+    gradient_bytes = weight_bytes
+    moment_bytes = FP32_BYTES * layout.config.optimizer.slots
+    if layout.engine == "deepspeed" and layout.precision != "fp32":
+        weight_bytes = HALF_BYTES
+        moment_bytes += MASTER_BYTES
+    # Pure bf16 keeps moments in bf16, and no fp32 copy.
+    moment_bytes = low_moments(layout) or moment_bytes
+    parameters = facts.parameters + sum(role.parameters for role in facts.roles.values())
+    gradients = _describe_share(
+        memory.gradients, facts.trainable, gradient_bytes, "trainable", layout
     )
-    spent, number_ = estimate.seconds, found.devices
-    flops = layout.tokens_per_step * facts.flops_per_token
-    reached = flops / number_ / spent.compute
-    peak = cluster.device.flops.get(layout.precision)
-    measured = " (rate measured here)" if cluster.calibration.matmul else ""
-    texts = {
-        "compute": f"{flops / 1e15:.3g} PFLOP on {number_} devices: {reached / 1e12:.3g} TFLOP/s each"
-        + (f", {reached / peak:.0%} of the datasheet{measured}" if peak else ""),
+    at_peak = gradients_at_peak(memory)
+    if memory.gradients - at_peak >= LEAST_SHOWN_GB * GB:
+        gradients += f"; {at_peak / GB:.2f} of them are there at the peak"
+    return {
+        "parameters": _describe_share(
+            memory.parameters, parameters, weight_bytes, "parameters", layout
+        ),
+        "gradients": gradients,
+        "optimizer": _describe_share(
+            memory.optimizer, facts.trainable, moment_bytes, "trainable", layout
+        ),
+    }
+
+
+def _activation_sources(question: Question, found: Candidate) -> dict[str, str]:
+    """Return what activations, logits, buffers and overhead are made of, by category."""
+    memory = found.estimate.memory
+    facts = question.facts
+    layout = found.layout
+    tokens = layout.rows * layout.length
+    plural = "s" if layout.rows != 1 else ""
+    rows = f"{layout.rows} row{plural} × {layout.length:,} tokens"
+    entries = max(1, tokens * facts.layers * facts.hidden)
+    bytes_an_entry = memory.activations / entries
+    size = f"{facts.layers} layers × width {facts.hidden:,} × {bytes_an_entry:.1f} bytes"
+    if memory.logits:
+        logits = f"{tokens:,} tokens × {facts.vocab_size:,} words"
+    else:
+        chunk = getattr(layout.config.algorithm, "loss_chunk", None)
+        logits = f"made {chunk} tokens at a time, never kept"
+    return {
+        "activations": f"{rows} × {size}",
+        "logits": logits,
+        "buffers": "gathered weights, buckets, copies of a step",
+        "overhead": "what torch does not own: context, kernels, communicators",
+    }
+
+
+def _describe_share(bytes_: int, parameters: int, unit: int, kind: str, layout: Layout) -> str:
+    """Return what bytes of a device are made of.
+
+    It is `unit` bytes × parameters / ranks if that is exact, else the bytes of each parameter. `kind`: of the
+    parameters, as text.
+    """
+    if not bytes_ or not parameters:
+        return "none on the device"
+    ranks = unit * parameters / bytes_
+    whole = round(ranks)
+    is_whole = ranks > 1 - NEAR_WHOLE and abs(ranks - whole) < NEAR_WHOLE * ranks
+    if not is_whole or layout.mesh.world_size % whole != 0:
+        return f"{bytes_ / parameters:.2f} bytes for each of {count(parameters)} {kind}"
+    text = f"{unit} bytes × {count(parameters)} {kind}"
+    if whole > 1:
+        text += f" / {whole} ranks"
+    return text
+
+
+def _explain_phases(found: Candidate) -> list[Line]:
+    """Return the peak of each phase of a step, the largest one marked."""
+    memory = found.estimate.memory
+    config = found.layout.config
+    does_sample = config.algorithm.rollout is not None or config.eval.generates
+    lines = []
+    for phase, bytes_ in memory.phases.items():
+        if phase == "rollout" and not does_sample:
+            continue
+        source = PHASES.get(phase, "")
+        if bytes_ == memory.peak:
+            source += " ← the peak"
+        lines.append(Line(phase, f"{bytes_ / GB:.2f}", source))
+    return lines
+
+
+def _explain_host(found: Candidate) -> list[Line]:
+    """Return the memory of a host in each phase of the run, beside what it has."""
+    estimate = found.estimate
+    limit = ""
+    if estimate.host_limit is not None:
+        limit = f"of {estimate.host_limit / GB:.0f}"
+    if estimate.host_assumed:
+        limit += ", which is assumed"
+    lines = []
+    for part, text in HOST.items():
+        amount = f"{getattr(estimate.host, part) / GB:.1f}"
+        lines.append(Line(part, amount, f"{text} {limit}"))
+    return lines
+
+
+def _explain_seconds(question: Question, found: Candidate) -> list[Line]:
+    """Return the seconds of a step by what they are spent on, and the speed."""
+    estimate = found.estimate
+    seconds = estimate.seconds
+    sources = {
+        "compute": _describe_compute(question, found),
         "communication": "exposed: nothing is computed meanwhile",
         "bubble": "devices of the pipeline that wait",
         "optimizer": "clipping and the update",
         "offload": "copies to the host and back, and the update there",
         "rollout": "completions and rewards",
     }
-    if layout.config.algorithm.rollout is None:
-        del texts["rollout"]
-    rows = [(part, number(getattr(spent, part)), texts[part]) for part in SECONDS if part in texts]
-    rate = ranged(
-        estimate.tokens_per_s,
-        (1 / estimate.seconds_range[1], 1 / estimate.seconds_range[0]),
-        lambda value: f"{value:,.0f}",
-    )
+    if found.layout.config.algorithm.rollout is None:
+        del sources["rollout"]
+    lines = []
+    for part in SECONDS:
+        if part in sources:
+            lines.append(Line(part, number(getattr(seconds, part)), sources[part]))
     if estimate.startup:
-        rows.append(("compiling", number(estimate.startup), "once, before the first step"))
-    return [
-        *rows,
-        ("step", ranged(spent.total, estimate.seconds_range), f"{rate} tokens/s of all devices"),
-    ]
+        lines.append(Line("compiling", number(estimate.startup), "once, before the first step"))
+    fastest, slowest = estimate.seconds_range
+    speed = ranged(estimate.tokens_per_s, (1 / slowest, 1 / fastest), _whole_number)
+    total = ranged(seconds.total, estimate.seconds_range)
+    lines.append(Line("step", total, f"{speed} tokens/s of all devices"))
+    return lines
 
 
-def _run(question: Question, found: Candidate, tokens: float | None) -> list[Line]:
-    estimate, steps = found.estimate, found.layout.steps
-    mfu = "–" if estimate.mfu is None else f"{estimate.mfu:.1%}"
-    rows = [
-        (
-            "MFU",
-            mfu,
-            "model FLOP/s of the datasheet's; computing again for checkpointing does not count",
-        )
-    ]
-    time, price = found.hours(tokens), found.cost(question.cluster.price_per_device_hour, tokens)
-    if time is not None:
-        rows.append(
-            (
-                "hours",
-                ranged(time, estimate.seconds_range),
-                f"{count(tokens)} tokens" if tokens else f"{steps:,} steps",
-            )
-        )
-    if price is not None:
-        rows.append(
-            (
-                "cost",
-                ranged(price, estimate.seconds_range),
-                f"{found.devices} devices at {question.cluster.price_per_device_hour:g} an hour",
-            )
-        )
-    return rows
+def _whole_number(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _describe_compute(question: Question, found: Candidate) -> str:
+    """Return the FLOPs of a step, and the rate at which each device computes them."""
+    cluster = question.cluster
+    flops = found.layout.tokens_per_step * question.facts.flops_per_token
+    rate = flops / found.devices / found.estimate.seconds.compute
+    text = f"{flops / PETA:.3g} PFLOP on {found.devices} devices: {rate / TERA:.3g} TFLOP/s each"
+    peak = cluster.device.flops.get(found.layout.precision)
+    if peak:
+        text += f", {rate / peak:.0%} of the datasheet"
+        if cluster.calibration.matmul:
+            text += " (rate measured here)"
+    return text
+
+
+def _explain_traffic(question: Question, found: Candidate) -> list[Line]:
+    """Return the GB that a device sends in a step, by kind of collective."""
+    traffic = found.estimate.traffic
+    cluster = question.cluster
+    volumes: Mapping[str, float] = traffic.model_dump()
+    lines = []
+    for kind, bytes_ in volumes.items():
+        if bytes_:
+            lines.append(Line(kind.replace("_", "-"), f"{bytes_ / GB:.3g}", ""))
+    if lines:
+        links = cluster.intra.name
+        if cluster.nodes > 1:
+            links += f", {cluster.inter.name} between hosts"
+        lines.append(Line("in all", f"{traffic.total / GB:.3g}", f"over {links}"))
+    return lines
+
+
+def _explain_run(question: Question, found: Candidate, tokens: float | None) -> list[Line]:
+    """Return the MFU, and the hours and the cost of the run if its length is known."""
+    estimate = found.estimate
+    mfu = UNKNOWN
+    if estimate.mfu is not None:
+        mfu = f"{estimate.mfu:.1%}"
+    about_mfu = "model FLOP/s of the datasheet's; computing again for checkpointing does not count"
+    lines = [Line("MFU", mfu, about_mfu)]
+    hours = found.hours(tokens)
+    if hours is not None:
+        length = f"{count(tokens)} tokens" if tokens else f"{found.layout.steps:,} steps"
+        lines.append(Line("hours", ranged(hours, estimate.seconds_range), length))
+    price = question.cluster.price_per_device_hour
+    cost = found.cost(price, tokens)
+    if cost is not None:
+        paid = f"{found.devices} devices at {price:g} an hour"
+        lines.append(Line("cost", ranged(cost, estimate.seconds_range), paid))
+    return lines

@@ -1,10 +1,9 @@
-"""The answer as JSON with every number (explained in docs/plan_reference.md), the YAML and the command that train by a candidate, and the
-whole file of `drumline init`. Pure."""
+"""The planner's answer as JSON, as overrides of a YAML, and as the YAML that `drumline init` writes. Pure."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -24,9 +23,13 @@ from drumline.planner.search.answer import GB, Answer, Candidate, Question, numb
 from drumline.planner.search.auto import disagreements, risk, with_little_room
 
 VERSION = 1  # of the JSON, whose keys stay
-# Sections that a layout sets. What else is in a candidate's config is the user's own.
-CHOSEN = ("strategy", "batch", "memory", "precision", "compile")
+# Sections that a layout sets. All other sections of a candidate's config are the user's own.
+LAYOUT_SECTIONS = ("strategy", "batch", "memory", "precision", "compile")
 SCHEMA = "drumline.schema.json"
+# Characters of a comment line in the file of `drumline init`, without the leading `# `.
+COMMENT_WIDTH = 116
+# LoRA's factors start at zero and take ten times the learning rate (Hu et al. 2021, section D).
+LORA_RATE_FACTOR = 10
 # Sections in their order, and what stands above them.
 SECTIONS = {
     "model": "What to start from: a folder, a hub id, or package:NAME. `init: random` starts from nothing.",
@@ -45,69 +48,83 @@ SECTIONS = {
 }
 
 
-def to_use(
+def describe_use(
     config: Config, candidate: Candidate, path: Path | None, given: Iterable[str] = ()
 ) -> str:
-    """The command that trains by it (a YAML was given), or the YAML to write (none was). `given`: overrides
-    of the YAML."""
-    if path is not None:
-        kept = [
-            override
-            for override in given
-            if override.partition("=")[0].partition(".")[0] != "strategy"
-        ]
-        return f"To train by {candidate.name}:\n  {shlex.join(['drumline', 'train', str(path), *kept, *overrides(config, candidate)])}"
-    lines = [
-        line + "  # yours" * line.endswith("path: data.jsonl")
-        for line in write_yaml(full_config(config, candidate)).splitlines()
-    ]
-    return "\n".join(
-        [
-            f"To train by {candidate.name}, in a YAML (`drumline init` writes it):",
-            *(f"  {line}" for line in lines),
-        ]
-    )
+    """Return the text that says how to train by a candidate: a command if a YAML was given, else a YAML.
+
+    `path`: the YAML that was planned for; None: there was none. `given`: the overrides of that YAML.
+    """
+    if path is None:
+        return _yaml_to_use(config, candidate)
+    kept = [override for override in given if not _sets_strategy(override)]
+    command = ["drumline", "train", str(path), *kept, *overrides(config, candidate)]
+    return f"To train by {candidate.name}:\n  {shlex.join(command)}"
+
+
+def _sets_strategy(override: str) -> bool:
+    key = override.partition("=")[0]
+    section = key.partition(".")[0]
+    return section == "strategy"
+
+
+def _yaml_to_use(config: Config, candidate: Candidate) -> str:
+    lines = [f"To train by {candidate.name}, in a YAML (`drumline init` writes it):"]
+    for line in write_yaml(full_config(config, candidate)).splitlines():
+        is_placeholder = line.endswith("path: data.jsonl")
+        remark = "  # yours" if is_placeholder else ""
+        lines.append(f"  {line}{remark}")
+    return "\n".join(lines)
 
 
 def needs_gb(estimate: Estimate, digits: int = 1) -> str:
-    """What a device needs in GB, with both ends, these with `digits` behind the point."""
-    low, high = (each / GB for each in estimate.needs)
-    return f"{estimate.memory.reserved / GB:.1f}" + (
-        f" ({low:.{digits}f}-{high:.{digits}f})" if low != high else ""
-    )
+    """Return the GB that a device needs, with both ends of the range in brackets: `61.2 (58.0-66.3)`.
+
+    `digits`: decimal places of the two ends.
+    """
+    needed = f"{estimate.memory.reserved / GB:.1f}"
+    low, high = estimate.needs
+    low_gb = low / GB
+    high_gb = high / GB
+    if low_gb == high_gb:
+        return needed
+    return f"{needed} ({low_gb:.{digits}f}-{high_gb:.{digits}f})"
 
 
-def why(answer: Answer) -> str:
-    """The first candidate of an answer in a sentence, and the second."""
-    first, *next_ones = answer.ranked
+def explain_choice(answer: Answer) -> str:
+    """Return one or two sentences on the first candidate of an answer and on the second."""
+    first = answer.ranked[0]
     estimate = first.estimate
-    share = f"needs {needs_gb(estimate)} of {estimate.limit / GB:.1f} GB a device"
-    text = f"{first.name}: {share}, {number(estimate.seconds.total)} s a step, {estimate.tokens_per_s:,.0f} tokens/s"
+    memory = f"needs {needs_gb(estimate)} of {estimate.limit / GB:.1f} GB a device"
+    step = f"{number(estimate.seconds.total)} s a step"
+    text = f"{first.name}: {memory}, {step}, {estimate.tokens_per_s:,.0f} tokens/s"
     if estimate.verdict == "tight":
         text += f"; that is tight: {risk(first)}"
-    text += (
-        f". Second: {next_ones[0].name}, {next_ones[0].estimate.tokens_per_s:,.0f} tokens/s."
-        if next_ones
-        else "."
-    )
-    return text + (f" {line[0].upper()}{line[1:]}." if (line := with_little_room(answer)) else "")
+    text += "."
+    if len(answer.ranked) > 1:
+        second = answer.ranked[1]
+        text += f" Second: {second.name}, {second.estimate.tokens_per_s:,.0f} tokens/s."
+    line = with_little_room(answer)
+    if line:
+        text += f" {line[0].upper()}{line[1:]}."
+    return text
 
 
-def file(answer: Answer, name: str) -> str:
-    """The commented YAML of `drumline init`: what was planned for, and the first of the answer. `name`: of the file."""
-    config, first = answer.question.config, answer.ranked[0]
-    # LoRA's factors start at nothing and take ten times as much (Hu et al. 2021, section D).
-    rate = config.algorithm.rate * (10 if config.adapter.kind == "lora" else 1)
-    usual = {
-        "optimizer": {"lr": rate},
-        "schedule": {"kind": "cosine", "warmup_ratio": 0.03},
-        "run": {"epochs": 1},
-    }
-    values = {"algorithm": config.algorithm.kind, **usual, **full_config(config, first)}
+def commented_yaml(answer: Answer, name: str) -> str:
+    """Return the YAML that `drumline init` writes: what was planned for and the first plan, with comments.
+
+    `name`: of the file, for the commands in its head.
+    """
+    config = answer.question.config
+    values = {"algorithm": config.algorithm.kind}
+    values |= _usual_training(config)
+    values |= full_config(config, answer.ranked[0])
+    # The last two kinds are joined by "or", the others by commas.
+    algorithms = ", ".join(kinds_alone(AlgorithmSpec)).rsplit(", ", 1)
     texts = {
-        "why": f"Chosen by `drumline plan`. {why(answer)} `auto` chooses anew at each start.",
+        "why": f"Chosen by `drumline plan`. {explain_choice(answer)} `auto` chooses anew at each start.",
         "columns": config.algorithm.columns,
-        "algorithms": " or ".join(", ".join(kinds_alone(AlgorithmSpec)).rsplit(", ", 1)),
+        "algorithms": " or ".join(algorithms),
     }
     lines = [
         f"# yaml-language-server: $schema=./{SCHEMA}",
@@ -116,151 +133,228 @@ def file(answer: Answer, name: str) -> str:
     ]
     for section in dict.fromkeys([*SECTIONS, *values]):
         if section in values:
-            about = SECTIONS.get(section)
-            comment = (
-                wrap(about.format(**texts), 116, break_long_words=False, break_on_hyphens=False)
-                if about
-                else []
-            )
-            value = values[section]
-            short = value["kind"] if isinstance(value, dict) and set(value) == {"kind"} else value
-            lines += ["", *(f"# {line}" for line in comment), write_yaml({section: short}).rstrip()]
+            lines.append("")
+            lines += _section_lines(section, values[section], texts)
     return "\n".join(lines) + "\n"
 
 
-def chosen(candidate: Candidate) -> dict[str, Any]:
-    """The sections of a YAML that set this layout, defaults left out."""
-    layout, strategy = candidate.layout, candidate.layout.strategy
-    values: dict[str, Any] = {
-        "strategy": {
-            "kind": strategy.kind,
-            **strategy.model_dump(mode="json", exclude_defaults=True),
-        }
+def _usual_training(config: Config) -> dict[str, Any]:
+    """Return the sections that a first run usually has: a learning rate, a schedule and one epoch."""
+    rate = config.algorithm.rate
+    if config.adapter.kind == "lora":
+        rate *= LORA_RATE_FACTOR
+    return {
+        "optimizer": {"lr": rate},
+        "schedule": {"kind": "cosine", "warmup_ratio": 0.03},
+        "run": {"epochs": 1},
     }
-    batch = layout.batch
-    values["batch"] = {"global_samples": batch.global_samples, "micro_batch": batch.micro_batch}
+
+
+def _section_lines(section: str, value: Any, texts: Mapping[str, str]) -> list[str]:
+    """Return a section of the YAML as lines, its comment above it.
+
+    `texts`: what the placeholders of SECTIONS stand for.
+    """
+    lines = []
+    about = SECTIONS.get(section)
+    if about:
+        comment = about.format(**texts)
+        for line in wrap(comment, COMMENT_WIDTH, break_long_words=False, break_on_hyphens=False):
+            lines.append(f"# {line}")
+    # A section that only names its kind is written short: `strategy: ddp`.
+    if isinstance(value, dict) and set(value) == {"kind"}:
+        value = value["kind"]
+    lines.append(write_yaml({section: value}).rstrip())
+    return lines
+
+
+def sections_of_layout(candidate: Candidate) -> dict[str, Any]:
+    """Return the sections of a YAML that set a candidate's layout, without values that are defaults."""
+    strategy = candidate.layout.strategy
+    batch = candidate.layout.batch
+    options = strategy.model_dump(mode="json", exclude_defaults=True)
+    sections: dict[str, Any] = {
+        "strategy": {"kind": strategy.kind, **options},
+        "batch": {"global_samples": batch.global_samples, "micro_batch": batch.micro_batch},
+    }
     for name in ("memory", "precision", "compile", "checkpoint"):
-        if section := getattr(candidate.config, name).model_dump(
-            mode="json", exclude_defaults=True
-        ):
-            values[name] = section
-    return values
+        section = getattr(candidate.config, name).model_dump(mode="json", exclude_defaults=True)
+        if section:
+            sections[name] = section
+    return sections
 
 
 def full_config(config: Config, candidate: Candidate) -> dict[str, Any]:
-    """The planned config with this layout: all that the user set, and the layout's sections over it."""
+    """Return the keys of a config that trains by a candidate: all that the user set, then the layout's sections.
+
+    `config`: the one that was planned for.
+    """
     values = config.model_dump(mode="json", exclude_unset=True)
-    made = {key: value for key, value in values.items() if key not in CHOSEN} | chosen(candidate)
-    if (ranks := _named_ranks(config, candidate)) is not None:
+    made = {key: value for key, value in values.items() if key not in LAYOUT_SECTIONS}
+    made |= sections_of_layout(candidate)
+    ranks = _ranks_to_name(config, candidate)
+    if ranks is not None:
         made["launch"] = {**made.get("launch", {}), "nproc": ranks}
     return {key: value for key, value in made.items() if value not in ({}, None)}
 
 
-def _named_ranks(config: Config, candidate: Candidate) -> int | None:
-    """Ranks of a host where `launch` has to say them, or says others: by itself it starts one a GPU, and without GPUs one."""
-    layout, described, nproc = candidate.layout, config.cluster, config.launch.nproc
+def _ranks_to_name(config: Config, candidate: Candidate) -> int | None:
+    """Return the ranks of a host that `launch.nproc` has to be set to; None if it is right as it is.
+
+    By itself the launcher starts one rank a GPU, and without GPUs a single one.
+    """
+    described = config.cluster
+    nproc = config.launch.nproc
+    world_size = candidate.layout.mesh.world_size
     if nproc is not None:
-        here = max(1, layout.mesh.world_size // (described.nodes if described else 1))
-        return None if here == nproc else here
-    alone = layout.device == "cuda" or layout.mesh.world_size == 1
-    return None if alone or described is None else described.per_node
+        hosts = 1 if described is None else described.nodes
+        ranks = max(1, world_size // hosts)
+        if ranks == nproc:
+            return None
+        return ranks
+    is_usual = candidate.layout.device == "cuda" or world_size == 1
+    if is_usual or described is None:
+        return None
+    return described.per_node
 
 
 def overrides(config: Config, candidate: Candidate) -> list[str]:
-    """The overrides with which the planned config trains as this candidate does."""
-    batch, memory = candidate.layout.batch, candidate.config.memory
-    made = ["strategy=" + flow(chosen(candidate)["strategy"])]
+    """Return the overrides with which the planned config trains as a candidate does."""
+    strategy = sections_of_layout(candidate)["strategy"]
+    made = ["strategy=" + flow(strategy)]
+    memory = candidate.config.memory
     for key in ("activation_checkpointing", "checkpointed_blocks", "on_oom"):
-        if getattr(memory, key) != getattr(config.memory, key):
-            made.append(f"memory.{key}={getattr(memory, key)}")
+        value = getattr(memory, key)
+        if value != getattr(config.memory, key):
+            made.append(f"memory.{key}={value}")
     for key in ("export", "export_adapter"):
         value = getattr(candidate.layout.config.checkpoint, key)
         if value != getattr(config.checkpoint, key):
             made.append(f"checkpoint.{key}={str(value).lower()}")
+    made += _batch_overrides(config, candidate)
+    ranks = _ranks_to_name(config, candidate)
+    if ranks is not None:
+        made.append(f"launch.nproc={ranks}")
+    return made
+
+
+def _batch_overrides(config: Config, candidate: Candidate) -> list[str]:
+    made = []
     for key in ("global_samples", "micro_batch", "accumulation"):
-        given = getattr(config.batch, key)
-        if given != getattr(batch, key) and not (
-            key == "global_samples" and config.batch.global_tokens is not None
-        ):
-            made.append(f"batch.{key}={getattr(batch, key)}")
-    ranks = _named_ranks(config, candidate)
-    return made if ranks is None else [*made, f"launch.nproc={ranks}"]
+        # A batch that is set in tokens has its number of samples from these.
+        follows_tokens = key == "global_samples" and config.batch.global_tokens is not None
+        value = getattr(candidate.layout.batch, key)
+        if value != getattr(config.batch, key) and not follows_tokens:
+            made.append(f"batch.{key}={value}")
+    return made
 
 
-def as_json(
+def answer_as_json(
     answer: Answer,
     tokens: float | None = None,
     changes: Sequence[Change] = (),
     adapted: Sequence[Adapted] = (),
 ) -> dict[str, Any]:
-    """The answer in bytes, seconds, tokens and FLOPs, never scaled. `changes`: what would make it fit, where nothing does."""
-    question, facts, cluster = answer.question, answer.question.facts, answer.question.cluster
+    """Return the answer of `drumline plan --json`, in bytes, seconds, tokens and FLOPs, never scaled.
+
+    `tokens`: of the whole run; None: those of its steps. `changes`: what would make it fit, where nothing does.
+    """
+    question = answer.question
+
+    def as_json(found: Candidate | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        return candidate_as_json(question, found, tokens)
+
+    refused = []
+    for family in answer.refused:
+        best = as_json(family.best)
+        refused.append({"name": family.name, "reason": family.reason, "best": best})
+    adapters = []
+    for each in adapted:
+        longest = None if each.longest is None else each.longest.number
+        best = as_json(each.best)
+        adapters.append({"adapter": each.name.lower(), "best": best, "max_length": longest})
+    heuristics = []
+    for other in disagreements(answer):
+        heuristics.append({"guide": other.heuristic, "says": other.says, "reason": other.reason})
+    helpful = []
+    for change in changes:
+        helpful.append({"what": change.what, "candidate": as_json(change.found)})
     return {
         "version": VERSION,
-        "model": {
-            "id": question.config.model.id,
-            "type": facts.name,
-            "parameters": facts.parameters,
-            "learned": facts.trainable,
-            "unadapted": [
-                {**group._asdict(), "share": group.share}
-                for group in find_unadapted(facts, question.config.adapter)
-            ],
-            "layers": facts.layers,
-            "hidden": facts.hidden,
-            "vocabulary": facts.vocab_size,
-            "flops_per_token": facts.flops_per_token,
-            "roles": {name: {"parameters": f.parameters} for name, f in facts.roles.items()},
-        },
-        "cluster": {
-            **_device(cluster.device),
-            "per_node": cluster.per_node,
-            "nodes": cluster.nodes,
-            "intra": _link(cluster.intra),
-            "inter": _link(cluster.inter),
-            "host_link": _link(cluster.host_link),
-            "host_memory_bytes": cluster.host_memory_bytes,
-            "host_memory_assumed": cluster.host_memory_assumed,
-            "price_per_device_hour": cluster.price_per_device_hour,
-            "found_here": cluster.found,
-        },
-        "task": {
-            "algorithm": question.config.algorithm.kind,
-            "max_length": question.config.data.max_length,
-            "data": None if question.data is None else question.data.model_dump(mode="json"),
-        },
-        "ranked": [candidate(question, c, tokens) for c in answer.ranked],
-        "refused": [
-            {
-                "name": r.name,
-                "reason": r.reason,
-                "best": candidate(question, r.best, tokens) if r.best else None,
-            }
-            for r in answer.refused
-        ],
-        "tight": candidate(question, answer.tight, tokens) if answer.tight else None,
-        "adapters": [
-            {
-                "adapter": each.name.lower(),
-                "best": candidate(question, each.best, tokens) if each.best else None,
-                "max_length": each.longest.number if each.longest else None,
-            }
-            for each in adapted
-        ],
+        "model": _model_as_json(question),
+        "cluster": _cluster_as_json(question),
+        "task": _task_as_json(question),
+        "ranked": [as_json(found) for found in answer.ranked],
+        "refused": refused,
+        "tight": as_json(answer.tight),
+        "adapters": adapters,
         "looked_at": answer.looked_at,
-        "guides": [
-            {"guide": d.heuristic, "says": d.says, "reason": d.reason}
-            for d in disagreements(answer)
-        ],
-        "changes": [
-            {"what": c.what, "candidate": candidate(question, c.found, tokens)} for c in changes
-        ],
+        "guides": heuristics,
+        "changes": helpful,
         "probes": [probe.model_dump(mode="json") for probe in answer.probes],
     }
 
 
-def candidate(question: Question, found: Candidate, tokens: float | None = None) -> dict[str, Any]:
-    layout, estimate = found.layout, found.estimate
+def _model_as_json(question: Question) -> dict[str, Any]:
+    facts = question.facts
+    unadapted = []
+    for group in find_unadapted(facts, question.config.adapter):
+        unadapted.append({**group._asdict(), "share": group.share})
+    return {
+        "id": question.config.model.id,
+        "type": facts.name,
+        "parameters": facts.parameters,
+        "learned": facts.trainable,
+        "unadapted": unadapted,
+        "layers": facts.layers,
+        "hidden": facts.hidden,
+        "vocabulary": facts.vocab_size,
+        "flops_per_token": facts.flops_per_token,
+        "roles": {name: {"parameters": role.parameters} for name, role in facts.roles.items()},
+    }
+
+
+def _cluster_as_json(question: Question) -> dict[str, Any]:
+    cluster = question.cluster
+    return {
+        **_device_as_json(cluster.device),
+        "per_node": cluster.per_node,
+        "nodes": cluster.nodes,
+        "intra": _link_as_json(cluster.intra),
+        "inter": _link_as_json(cluster.inter),
+        "host_link": _link_as_json(cluster.host_link),
+        "host_memory_bytes": cluster.host_memory_bytes,
+        "host_memory_assumed": cluster.host_memory_assumed,
+        "price_per_device_hour": cluster.price_per_device_hour,
+        "found_here": cluster.found,
+    }
+
+
+def _task_as_json(question: Question) -> dict[str, Any]:
+    data = None
+    if question.data is not None:
+        data = question.data.model_dump(mode="json")
+    return {
+        "algorithm": question.config.algorithm.kind,
+        "max_length": question.config.data.max_length,
+        "data": data,
+    }
+
+
+def candidate_as_json(
+    question: Question, found: Candidate, tokens: float | None = None
+) -> dict[str, Any]:
+    """Return a candidate with its whole estimate, in bytes, seconds, tokens and FLOPs.
+
+    `tokens`: of the run whose hours and cost are given; None: those of its steps.
+    """
+    layout = found.layout
+    estimate = found.estimate
+    seconds = estimate.seconds
+    traffic = estimate.traffic
+    fastest, slowest = estimate.seconds_range
     return {
         "name": found.name,
         "verdict": estimate.verdict,
@@ -281,43 +375,41 @@ def candidate(question: Question, found: Candidate, tokens: float | None = None)
         "memory_limit": estimate.limit,
         "host": estimate.host.model_dump(mode="json"),
         "host_limit": estimate.host_limit,
-        "seconds": {**estimate.seconds.model_dump(mode="json"), "total": estimate.seconds.total},
+        "seconds": {**seconds.model_dump(mode="json"), "total": seconds.total},
         "startup_seconds": estimate.startup,
-        "seconds_range": [end * estimate.seconds.total for end in estimate.seconds_range],
-        "traffic": {**estimate.traffic.model_dump(mode="json"), "total": estimate.traffic.total},
+        "seconds_range": [fastest * seconds.total, slowest * seconds.total],
+        "traffic": {**traffic.model_dump(mode="json"), "total": traffic.total},
         "tokens_per_s": estimate.tokens_per_s,
-        "tokens_per_s_range": [
-            estimate.tokens_per_s / end for end in reversed(estimate.seconds_range)
-        ],
+        "tokens_per_s_range": [estimate.tokens_per_s / slowest, estimate.tokens_per_s / fastest],
         "mfu": estimate.mfu,
         "hours": found.hours(tokens),
         "cost": found.cost(question.cluster.price_per_device_hour, tokens),
-        "config": chosen(found),
+        "config": sections_of_layout(found),
     }
 
 
-def catalog() -> dict[str, Any]:
-    """The devices and links of the catalog."""
+def catalog_as_json() -> dict[str, Any]:
+    """Return the devices, links and networks of the catalog, with their sources."""
     devices = []
     for spec in DEVICES.values():
         host_bytes, host_source = usual_host_memory(spec)
-        usual = {"intra": spec.intra, "host_link": spec.host_link, "source": spec.source}
-        devices.append(
-            _device(spec)
-            | usual
-            | {"host_memory_bytes": host_bytes, "host_memory_source": host_source}
-        )
-    links = [
-        _link(link) | {"reached": link.efficiency, "source": link.source} for link in LINKS.values()
-    ]
-    networks = [
-        {"intra": intra, "inter": network, "source": source}
-        for intra, (network, source) in HOST_NETWORK.items()
-    ]
+        device = _device_as_json(spec)
+        device["intra"] = spec.intra
+        device["host_link"] = spec.host_link
+        device["source"] = spec.source
+        device["host_memory_bytes"] = host_bytes
+        device["host_memory_source"] = host_source
+        devices.append(device)
+    links = []
+    for link in LINKS.values():
+        links.append({**_link_as_json(link), "reached": link.efficiency, "source": link.source})
+    networks = []
+    for intra, (network, source) in HOST_NETWORK.items():
+        networks.append({"intra": intra, "inter": network, "source": source})
     return {"version": VERSION, "devices": devices, "links": links, "networks": networks}
 
 
-def _device(spec: DeviceSpec) -> dict[str, Any]:
+def _device_as_json(spec: DeviceSpec) -> dict[str, Any]:
     return {
         "device": spec.name,
         "kind": spec.kind,
@@ -327,5 +419,5 @@ def _device(spec: DeviceSpec) -> dict[str, Any]:
     }
 
 
-def _link(link: Link) -> dict[str, Any]:
+def _link_as_json(link: Link) -> dict[str, Any]:
     return {"name": link.name, "bytes_per_s": link.bandwidth, "latency_s": link.latency}

@@ -1,12 +1,12 @@
-"""The answer as a figure: memory by category with the device's limit, and time against memory with the Pareto front."""
+"""The report of `drumline plan --figure`: memory by category beside the device's limit, and time against memory."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.errors import EnvironmentFault, UserError
 from drumline.foreign import disk_errors
@@ -18,21 +18,50 @@ KINDS = (".png", ".svg", ".html")
 # The colours of Okabe and Ito, which colour-blind readers can distinguish; what the allocator cannot use is grey.
 COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7", "#999999", "#DDDDDD")
 RESERVE = "reserve"
+PARTS = (*CATEGORIES, RESERVE)
 FIT, NO_FIT, FRONT = "#0072B2", "#D55E00", "#009E73"
 MOST_BARS, MOST_REFUSED = 12, 6
+# Heights along the axis of bars: of a bar, and of the gap between those that fit and those that do not.
+BAR_HEIGHT, GAP = 0.72, 0.6
 # So that a line does not run through a number.
 BEHIND = {
     "facecolor": "white",
     "edgecolor": "none",
     "pad": 0.8,
 }
-FAR = 1.6  # limits of the device: what needs more is left out of the picture
-SLOW = 4  # times the slowest that fits: what does not fit and takes longer would press all others together, and has its bar alone
+# A candidate that needs more than this many times the device's memory is left out of the picture.
+FAR = 1.6
+# A candidate that does not fit and is slower than the slowest that fits by more than this factor has a bar but
+# no point, which would press all others together.
+SLOW = 4
+# The axis of seconds is logarithmic if the slowest candidate takes this many times as long as the fastest.
+WIDE = 4
+MILLION = 1e6
+# Names beside the points: inches from one to the next, and where they begin, as a share of the axes' width.
+NAME_DISTANCE, NAME_LEFT = 0.2, 1.03
+# The thin line from a name to its point. Distances from the ends are in points.
+NAME_LINE = {
+    "arrowstyle": "-",
+    "color": "#999999",
+    "linewidth": 0.7,
+    "relpos": (0, 0.5),
+    "shrinkA": 2,
+    "shrinkB": 4,
+}
+STYLE = (
+    "body{font:14px system-ui;margin:2em;max-width:1300px}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}"
+    "td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.out td{text-align:left}"
+)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The candidates to draw: `fit` or tight ones in the answer's order, `refused` the nearest first; `left_out`: the number of others."""
+    """The candidates to draw.
+
+    `fit`: those that fit or are tight, in the answer's order; `refused`: the nearest that do not fit, the
+    nearest first; `limit`: GB of a device; `left_out`: the number of candidates that are not drawn.
+    """
 
     fit: tuple[Candidate, ...]
     refused: tuple[Candidate, ...]
@@ -41,22 +70,27 @@ class Shown:
 
 
 def draw(answer: Answer, path: Path) -> None:
-    """Write a .png, .svg or .html (the picture in it, and the figures as tables). Raises UserError or EnvironmentFault."""
-    if path.suffix.lower() not in KINDS:
+    """Write the figure as .png, .svg or .html. The last also has its numbers as tables.
+
+    Raises UserError for another kind of file, and EnvironmentFault if matplotlib is missing or the file
+    cannot be written.
+    """
+    kind = path.suffix.lower()
+    if kind not in KINDS:
         fix = f"name a file that ends in {' or '.join(KINDS)}"
         raise UserError(f"no picture of kind {path.suffix!r}", where=f"--figure {path}", fix=fix)
-    shown = chosen_of(answer)
+    shown = select_candidates(answer)
     if not shown.fit and not shown.refused:
         raise UserError(
             "there is nothing to draw: rules refuse every family",
             where=f"--figure {path}",
             fix="see the table",
         )
-    figure = figure_of(answer, shown)
+    figure = make_figure(answer, shown)
     with disk_errors(
         "cannot be written", f"--figure {path}", EnvironmentFault, "choose another place"
     ):
-        if path.suffix.lower() == ".html":
+        if kind == ".html":
             drawn = io.StringIO()
             figure.savefig(drawn, format="svg")
             path.write_text(page(answer, drawn.getvalue()), encoding="utf-8")
@@ -65,29 +99,43 @@ def draw(answer: Answer, path: Path) -> None:
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates that no other one beats in both memory and time, from the least memory to the least time."""
+    """Return the candidates that no other one beats in both memory and time.
+
+    The first needs the least memory, the last takes the least time.
+    """
     best: list[Candidate] = []
-    for candidate in sorted(
-        candidates, key=lambda c: (c.estimate.memory.reserved, -c.estimate.tokens_per_s)
-    ):
+    for candidate in sorted(candidates, key=_memory_then_speed):
         if not best or candidate.estimate.tokens_per_s > best[-1].estimate.tokens_per_s:
             best.append(candidate)
     return best
 
 
-def chosen_of(answer: Answer) -> Shown:
-    """The first MOST_BARS, and of those that do not fit the nearest."""
+def _memory_then_speed(candidate: Candidate) -> tuple[int, float]:
+    """The order of candidates by memory, and of equal memory the fastest first."""
+    return candidate.estimate.memory.reserved, -candidate.estimate.tokens_per_s
+
+
+def _needed_bytes(candidate: Candidate) -> int:
+    return candidate.estimate.memory.reserved
+
+
+def select_candidates(answer: Answer) -> Shown:
+    """Return the first MOST_BARS candidates that fit, and the nearest that do not."""
     limit = answer.question.cluster.device.memory_bytes
-    near = sorted(
-        (r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved
-    )
-    refused = [c for c in near if c.estimate.memory.reserved <= FAR * limit] or near[:1]
-    drawn = tuple(answer.ranked[:MOST_BARS]), tuple(refused[:MOST_REFUSED])
-    return Shown(*drawn, limit / GB, len(answer.ranked) + len(near) - len(drawn[0]) - len(drawn[1]))
+    refused = [family.best for family in answer.refused if family.best is not None]
+    refused.sort(key=_needed_bytes)
+    near = [candidate for candidate in refused if _needed_bytes(candidate) <= FAR * limit]
+    if not near:
+        near = refused[:1]
+    drawn_fit = tuple(answer.ranked[:MOST_BARS])
+    drawn_refused = tuple(near[:MOST_REFUSED])
+    candidates = len(answer.ranked) + len(refused)
+    left_out = candidates - len(drawn_fit) - len(drawn_refused)
+    return Shown(drawn_fit, drawn_refused, limit / GB, left_out)
 
 
-def figure_of(answer: Answer, shown: Shown) -> Any:
-    """A matplotlib Figure. Raises EnvironmentFault where matplotlib is missing."""
+def make_figure(answer: Answer, shown: Shown) -> Any:
+    """Return the figure as one of matplotlib. Raise EnvironmentFault if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -96,11 +144,12 @@ def figure_of(answer: Answer, shown: Shown) -> Any:
             "the package matplotlib is missing", where="--figure", fix="pip install matplotlib"
         ) from None
     rows = len(shown.fit) + len(shown.refused)
-    figure = Figure(figsize=(14, max(4.6, 2.0 + 0.34 * rows)), layout="constrained")
+    height = max(4.6, 2.0 + 0.34 * rows)  # inches
+    figure = Figure(figsize=(14, height), layout="constrained")
     FigureCanvasAgg(figure)  # which knows how large texts are
     bars, points = figure.subplots(1, 2, width_ratios=(1.15, 1))
-    _bars(bars, shown)
-    _points(points, shown)
+    _draw_bars(bars, shown)
+    _draw_points(points, shown)
     figure.suptitle(" · ".join(headline(answer.question)), fontsize=11, x=0.01, ha="left")
     if shown.left_out:
         figure.supxlabel(
@@ -112,22 +161,21 @@ def figure_of(answer: Answer, shown: Shown) -> Any:
     return figure
 
 
-def _bars(axes: Any, shown: Shown) -> None:
-    """A bar a candidate, the best on top; those that do not fit below, hatched."""
+def _draw_bars(axes: Any, shown: Shown) -> None:
+    """Draw a bar a candidate, the best on top; those that do not fit are below, and hatched."""
     candidates = [*shown.fit, *shown.refused]
-    places = [
-        *range(len(shown.fit)),
-        *(len(shown.fit) + 0.6 + i for i in range(len(shown.refused))),
-    ]
-    left = [0.0] * len(candidates)
-    for part, colour in zip((*CATEGORIES, RESERVE), COLOURS, strict=True):
-        widths = [part_of(c, part) for c in candidates]
+    heights: list[float] = list(range(len(shown.fit)))
+    for index in range(len(shown.refused)):
+        heights.append(len(shown.fit) + GAP + index)
+    ends = [0.0] * len(candidates)
+    for part, colour in zip(PARTS, COLOURS, strict=True):
+        widths = [peak_gb(candidate, part) for candidate in candidates]
         drawn = axes.barh(
-            places,
+            heights,
             widths,
-            left=left,
+            left=ends,
             color=colour,
-            height=0.72,
+            height=BAR_HEIGHT,
             label=part,
             edgecolor="white",
             linewidth=0.4,
@@ -135,42 +183,57 @@ def _bars(axes: Any, shown: Shown) -> None:
         for bar in drawn[len(shown.fit) :]:
             bar.set_hatch("////")
             bar.set_alpha(0.55)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    furthest = max(max(left), shown.limit)
-    for candidate, place, end in zip(candidates, places, left, strict=True):
-        needs = [each / GB for each in candidate.estimate.needs]
-        axes.plot(needs, (place, place), color="black", linewidth=1)
-        axes.text(
-            max(end, needs[1]) + 0.01 * furthest,
-            place,
-            f"{candidate.estimate.memory.reserved / GB:.1f}",
-            va="center",
-            fontsize=8,
-            bbox=BEHIND,
-        )
-    axes.set_yticks(places, [c.name for c in candidates], fontsize=9)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    furthest = max(max(ends), shown.limit)
+    for candidate, height, end in zip(candidates, heights, ends, strict=True):
+        _draw_range(axes, candidate, height, end, furthest)
+    axes.set_yticks(heights, [candidate.name for candidate in candidates], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.08 * furthest)
     _frame(axes, shown.limit, columns=4)
     axes.set_xlabel("GB of the fullest device; the number is what it needs in all")
-    axes.set_title(
-        "Memory by category, at the peak" + (" (hatched: does not fit)" if shown.refused else ""),
-        fontsize=10,
-        loc="left",
+    title = "Memory by category, at the peak"
+    if shown.refused:
+        title += " (hatched: does not fit)"
+    axes.set_title(title, fontsize=10, loc="left")
+
+
+def _draw_range(
+    axes: Any, candidate: Candidate, height: float, end: float, furthest: float
+) -> None:
+    """Draw the range of what a candidate needs over its bar, and the number behind both.
+
+    `height`: of the bar along the y axis; `end`: of the bar, GB; `furthest`: the longest bar or the limit, GB.
+    """
+    low, high = candidate.estimate.needs
+    needs = [low / GB, high / GB]
+    axes.plot(needs, (height, height), color="black", linewidth=1)
+    axes.text(
+        max(end, needs[1]) + 0.01 * furthest,
+        height,
+        f"{candidate.estimate.memory.reserved / GB:.1f}",
+        va="center",
+        fontsize=8,
+        bbox=BEHIND,
     )
 
 
 def _frame(axes: Any, limit: float, columns: int) -> None:
-    """Lines at the limits of memory, the legend below, and no lines on top and at the right."""
+    """Draw the limit of memory as a line, put the legend below, and leave out the upper and right border.
+
+    `limit`: GB of a device; `columns`: of the legend.
+    """
     axes.axvline(limit, color="black", linewidth=1.4)
     below = (0.5, -0.55 / (axes.figure.get_figheight() - 1.5))
     axes.legend(fontsize=8, ncols=columns, loc="upper center", bbox_to_anchor=below, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def part_of(candidate: Candidate, part: str) -> float:
-    """GB of a category at the peak: of the gradients, as many as are there then. They make the peak together, and with the reserve what
-    is needed."""
+def peak_gb(candidate: Candidate, part: str) -> float:
+    """Return the GB of a category at the peak, of the gradients only those that exist then.
+
+    All categories make the peak together, and with the reserve what a device needs.
+    """
     memory = candidate.estimate.memory
     if part == RESERVE:
         return (memory.reserved - memory.peak - memory.overhead) / GB
@@ -179,79 +242,126 @@ def part_of(candidate: Candidate, part: str) -> float:
     return float(getattr(memory, part)) / GB
 
 
-def _points(axes: Any, shown: Shown) -> None:
-    """Seconds for a million tokens against what a device needs; the first of the answer and the front have their names beside."""
-    slowest = min((c.estimate.tokens_per_s for c in shown.fit), default=0.0)
-    refused = [c for c in shown.refused if SLOW * c.estimate.tokens_per_s >= slowest]
-    for group, colour, marker, label in (
-        (shown.fit, FIT, "o", "fits or tight"),
-        (refused, NO_FIT, "x", "does not fit"),
-    ):
-        axes.scatter(*_places(group), color=colour, marker=marker, s=36, zorder=3, label=label)
-    front, label = pareto(shown.fit), "Pareto front: none needs less and is faster"
+def _draw_points(axes: Any, shown: Shown) -> None:
+    """Draw seconds for a million tokens against what a device needs.
+
+    The first of the answer and the Pareto front have their names beside.
+    """
+    slowest = min((_speed(candidate) for candidate in shown.fit), default=0.0)
+    refused = [candidate for candidate in shown.refused if SLOW * _speed(candidate) >= slowest]
+    _scatter(axes, shown.fit, FIT, "o", "fits or tight")
+    _scatter(axes, refused, NO_FIT, "x", "does not fit")
+    front = pareto(shown.fit)
+    points = _points_of(front)
     axes.plot(
-        *_places(front), color=FRONT, linewidth=1.6, zorder=2, drawstyle="steps-post", label=label
+        points.gb,
+        points.seconds,
+        color=FRONT,
+        linewidth=1.6,
+        zorder=2,
+        drawstyle="steps-post",
+        label="Pareto front: none needs less and is faster",
     )
     _frame(axes, shown.limit, columns=3)
-    times = _places([*shown.fit, *refused])[1]
-    if max(times) > 4 * min(times):
-        axes.set_yscale("log")
-        for of_axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            of_axis("{x:g}")
-    else:
-        axes.set_ylim(0.85 * min(times), 1.1 * max(times))
+    _scale_seconds(axes, _points_of([*shown.fit, *refused]).seconds)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"GB that a device needs (line: {shown.limit:.1f} there are)")
     axes.set_ylabel("seconds for 1M tokens")
     axes.set_title("Time against memory", fontsize=10, loc="left")
-    _name(axes, list({c.name: c for c in (*shown.fit[:1], *front)}.values()))
+    named = {candidate.name: candidate for candidate in (*shown.fit[:1], *front)}
+    _draw_names(axes, list(named.values()))
 
 
-def _places(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
-    return [c.estimate.memory.reserved / GB for c in candidates], [
-        1e6 / c.estimate.tokens_per_s for c in candidates
-    ]
+def _speed(candidate: Candidate) -> float:
+    return candidate.estimate.tokens_per_s
 
 
-def _name(axes: Any, candidates: Sequence[Candidate]) -> None:
-    """Names in a column right of the axes, as high as their points but a line apart at least, each with a thin line to its point."""
+def _scatter(
+    axes: Any, candidates: Sequence[Candidate], colour: str, marker: str, label: str
+) -> None:
+    points = _points_of(candidates)
+    axes.scatter(
+        points.gb, points.seconds, color=colour, marker=marker, s=36, zorder=3, label=label
+    )
+
+
+def _scale_seconds(axes: Any, seconds: Sequence[float]) -> None:
+    """Set the limits of the axis of seconds, or make it logarithmic if the times are far apart."""
+    if max(seconds) > WIDE * min(seconds):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    else:
+        axes.set_ylim(0.85 * min(seconds), 1.1 * max(seconds))
+
+
+class Points(NamedTuple):
+    """The points of candidates: GB that a device needs, and seconds for a million tokens."""
+
+    gb: list[float]
+    seconds: list[float]
+
+
+def _points_of(candidates: Sequence[Candidate]) -> Points:
+    needed = [_needed_bytes(candidate) / GB for candidate in candidates]
+    seconds = [MILLION / _speed(candidate) for candidate in candidates]
+    return Points(needed, seconds)
+
+
+class NamedPoint(NamedTuple):
+    """A point in the units of the axes (0 at the lower left corner, 1 at the upper right one), and its name."""
+
+    x: float
+    y: float
+    name: str
+
+
+def _named_points(axes: Any, candidates: Sequence[Candidate]) -> Iterator[NamedPoint]:
     axes.figure.canvas.draw()  # lays the axes out
-    place = (axes.transData + axes.transAxes.inverted()).transform
-    points = [
-        (*place(at), c)
-        for c, at in zip(candidates, zip(*_places(candidates), strict=True), strict=True)
-    ]
-    points.sort(key=lambda point: (point[1], point[0]))
-    # Of the axes' height: a fifth of an inch.
-    gap = 0.2 / axes.get_window_extent().height * axes.figure.dpi
-    heights = [y for _, y, _ in points]
-    for i in range(1, len(heights)):
-        heights[i] = max(heights[i], heights[i - 1] + gap)
+    to_axes = (axes.transData + axes.transAxes.inverted()).transform
+    points = _points_of(candidates)
+    for candidate, gb, seconds in zip(candidates, points.gb, points.seconds, strict=True):
+        x, y = to_axes((gb, seconds))
+        yield NamedPoint(x, y, candidate.name)
+
+
+def _height_then_width(point: NamedPoint) -> tuple[float, float]:
+    """The order of points from the lowest to the highest, and of equal height from the left to the right."""
+    return point.y, point.x
+
+
+def _draw_names(axes: Any, candidates: Sequence[Candidate]) -> None:
+    """Write names in a column right of the axes, each with a thin line to its point.
+
+    A name is as high as its point, but a line of text above the name below it at least.
+    """
+    points = sorted(_named_points(axes, candidates), key=_height_then_width)
+    distance = NAME_DISTANCE / axes.get_window_extent().height * axes.figure.dpi
+    heights: list[float] = []
+    for point in points:
+        height = point.y
+        if heights:
+            height = max(height, heights[-1] + distance)
+        heights.append(height)
     too_high = max(0.0, max(heights, default=0.0) - 1.0)
-    for (x, y, candidate), height in zip(points, heights, strict=True):
+    for point, height in zip(points, heights, strict=True):
         axes.annotate(
-            candidate.name,
-            xy=(x, y),
-            xytext=(1.03, height - too_high),
+            point.name,
+            xy=(point.x, point.y),
+            xytext=(NAME_LEFT, height - too_high),
             xycoords="axes fraction",
             textcoords="axes fraction",
             fontsize=9,
             va="center",
-            arrowprops={
-                "arrowstyle": "-",
-                "color": "#999999",
-                "linewidth": 0.7,
-                "relpos": (0, 0.5),
-                "shrinkA": 2,
-                "shrinkB": 4,
-            },
+            arrowprops=dict(NAME_LINE),
             annotation_clip=False,
         )
 
 
 def page(answer: Answer, svg: str) -> str:
-    """A page of its own: the picture as SVG, and the figures as tables."""
+    """Return an HTML page that loads nothing else: the picture as SVG, and its numbers as tables."""
     title = text(" · ".join(headline(answer.question)))
+    memory_heads = [f"{part} GB" for part in CATEGORIES]
     heads = (
         "strategy",
         "verdict",
@@ -259,28 +369,31 @@ def page(answer: Answer, svg: str) -> str:
         "step s",
         "tokens/s",
         "MFU",
-        *(f"{part} GB" for part in CATEGORIES),
+        *memory_heads,
         "sent GB",
     )
-    rows = [
-        (
-            c.name,
-            *main_cells(c).values(),
-            *(f"{getattr(c.estimate.memory, part) / GB:.1f}" for part in CATEGORIES),
-            number(c.estimate.traffic.total / GB),
-        )
-        for c in answer.ranked
-    ]
-    out = [(r.name, r.reason) for r in answer.refused]
+    rows = [_page_row(candidate) for candidate in answer.ranked]
+    ranked = "<p>Nothing fits.</p>"
+    if rows:
+        ranked = table(heads, rows)
+    refused = ""
+    if answer.refused:
+        reasons = [(family.name, family.reason) for family in answer.refused]
+        reason_table = table(("family", "reason"), reasons, class_="out")
+        refused = "<h2 style='font-size:16px'>Out</h2>" + reason_table
     parts = [
-        f"<!doctype html><meta charset=utf-8><title>{title}</title><style>body{{font:14px system-ui;margin:2em;max-width:1300px}}"
-        "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}"
-        "td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.out td{text-align:left}</style>",
+        f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>",
         f"<h1 style='font-size:18px'>{title}</h1>",
         svg[svg.index("<svg") :],
-        table(heads, rows) if rows else "<p>Nothing fits.</p>",
-        "<h2 style='font-size:16px'>Out</h2>" + table(("family", "reason"), out, class_="out")
-        if out
-        else "",
+        ranked,
+        refused,
     ]
     return "\n".join(parts) + "\n"
+
+
+def _page_row(candidate: Candidate) -> tuple[str, ...]:
+    estimate = candidate.estimate
+    main = main_cells(candidate).values()
+    memory = [f"{getattr(estimate.memory, part) / GB:.1f}" for part in CATEGORIES]
+    sent = number(estimate.traffic.total / GB)
+    return (candidate.name, *main, *memory, sent)
