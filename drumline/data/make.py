@@ -9,7 +9,7 @@ needs `if __name__ == "__main__"`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -396,7 +396,7 @@ class _Summary:
         hashes = int(records["digest"][:, 0].sum(dtype=np.uint64))
         self.row_set = (self.row_set + hashes) % 2**64
 
-    def add_images(self, metas: list[bytes]) -> None:
+    def add_images(self, metas: Sequence[bytes]) -> None:
         """Count the images of samples with these metas, and note the folders that were written."""
         if self.task.config.images_alone or self.task.vision is not None:
             self.image_folders |= folders_of(metas) & self.task.image_folders

@@ -421,7 +421,7 @@ class BatchStream:
                 "a batch weighs what `weigh` says"
             )
             of_all = weigh(self.cache, ids[is_real]), int(lengths.sum())
-        state = {}
+        state: dict[str, Any] = {}
         state_at = getattr(self.order, "state", None)
         if state_at is not None:
             state = state_at(end)

@@ -99,11 +99,11 @@ def truncate(
         what = f"{size} {unit}, longer than data.max_length {max_length}"
         fix = "raise data.max_length, or set data.truncation to right, left or drop"
         raise DataError(what, where=origin, fix=fix)
-    if policy == "right":
-        kept = slice(max_length)
-    else:
-        kept = slice(size - max_length, size)
-    return Example(example.tokens[kept], example.learn[kept])
+    start = 0
+    if policy == "left":
+        start = size - max_length
+    stop = start + max_length
+    return Example(example.tokens[start:stop], example.learn[start:stop])
 
 
 class Encoder:
@@ -369,7 +369,7 @@ class Encoder:
         Raises DataError for a turn, or a part of one, that the template leaves out silently.
         """
         text: str = self._render(messages, row, **options)
-        parts = []
+        parts: list[_Part] = []
         for index, turn in enumerate(messages):
             parts += _omissible_parts(turn, index, text)
         marked = self._render_with_marked_calls(messages, row, **options)
