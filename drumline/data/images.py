@@ -350,7 +350,7 @@ def lacks_images(cache: TokenCache) -> bool:
     folders = cache.info.get("image_folders")
     if not folders:
         return False
-    present = set()
+    present: set[str] = set()
     for folder in map(Path, folders):
         if folder.is_dir():
             present.update(str(path) for path in folder.iterdir())

@@ -527,9 +527,10 @@ class Encoder:
         tail = self._usual_tail
         if tail is None or not header.strip():
             return None
-        has_content = isinstance(content, str) and content.strip()
+        if not isinstance(content, str) or not content.strip():
+            return None
         has_more_keys = len(message) > 2
-        if not has_content or has_more_keys:
+        if has_more_keys:
             return None
         for answer in (content, content.strip()):
             if text.endswith(f"{header}{answer}{tail}"):
