@@ -45,7 +45,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what the user says is learned", "data/batches.py",
-        "learn[1:] != 0, tokens[1:]", "learn[1:] >= 0, tokens[1:]",
+        "learn[1:] != 0, next_tokens", "learn[1:] >= 0, next_tokens",
         ("tests/unit/test_data_packing.py::test_collate_shifts_within_segments_and_restarts_positions",),
     ),
     Mutation(

@@ -1,15 +1,15 @@
 """Token batches: rows of segments, padded to one width; texts with a class; episodes of a rollout, and their micro-batches.
 
-B rows, T tokens. For preference pairs: P pairs, B = 2P rows, first those of the chosen answers, then those of the rejected ones. For
-rollouts: N episodes, M tokens of the longest completion.
+B rows, T tokens. For preference pairs: P pairs, B = 2P rows, first those of the chosen answers,
+then those of the rejected ones. For rollouts: N episodes, M tokens of the longest completion.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +19,46 @@ from drumline.core.plan import Plan
 from drumline.data.cache import Segment, TokenCache
 
 Tokens = npt.NDArray[np.int64]
-Parts = tuple[npt.NDArray[Any], npt.NDArray[Any]]  # tokens of a prompt, and of what follows it
 IGNORE = -100  # a target that carries no loss, as torch's cross_entropy has it
 FILLER_WIDTH = 2
+# Each field of an `EpisodeBatch` that has a number for each token, and the field of `Episodes`
+# that it is taken from.
+_EPISODE_FIELDS = {
+    "old_log_probs_BT": "log_probs_NM",
+    "sampler_log_probs_BT": "sampler_log_probs_NM",
+    "reference_log_probs_BT": "reference_log_probs_NM",
+    "old_values_BT": "values_NM",
+    "advantages_BT": "advantages_NM",
+    "returns_BT": "returns_NM",
+    "weights_BT": "weights_NM",
+}
+
+
+class Parts(NamedTuple):
+    """The tokens of a prompt, and those that follow it."""
+
+    prompt: npt.NDArray[Any]
+    completion: npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class First:
-    """The numbers of `Algorithm.first_pass` for all N samples of a global batch (held out: of the whole set), fp64[N, K], in its order."""
+    """The numbers that `Algorithm.first_pass` computes for the samples of a global batch.
+
+    `numbers_NK`: fp64, K numbers for each of all N samples, in the order of the batch. For held-out
+    data they are those of the whole set.
+    """
 
     numbers_NK: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The base of micro-batches. Each has a `weight`: its part of the denominator of the loss. For an objective with a first pass: `first`,
-    and `places_P` int64, the rows of this batch's samples in it, -1 for fillers."""
+    """The base of micro-batches. Each has a `weight`: its part of the denominator of the loss.
+
+    For an objective with a first pass there are also `first`, and `places_P` int64: the rows of
+    this batch's samples in it, -1 for fillers.
+    """
 
     first: First | None = field(default=None, kw_only=True)
     places_P: torch.Tensor | None = field(default=None, kw_only=True)
@@ -45,37 +69,42 @@ class Batch:
         return float(len(samples))
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The batch with every tensor changed."""
-        changed: dict[str, Any] = {
-            name: change(value)
-            for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor)
-        }
-        changed |= {
-            name: value.each(change)
-            for name, value in vars(self).items()
-            if isinstance(value, Batch)
-        }
+        """Return the batch with `change` applied to every tensor."""
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                changed[name] = change(value)
+            elif isinstance(value, Batch):
+                changed[name] = value.each(change)
         return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> Self:
-        """The batch on `device`; copies to a GPU do not block the host."""
+        """Return the batch on `device`. Copies to a GPU do not block the host."""
         on_gpu = torch.device(device).type == "cuda"
-        return self.each(
-            lambda tensor: (pinned(tensor) if on_gpu else tensor).to(device, non_blocking=on_gpu)
-        )
+
+        def copy_to_device(tensor: torch.Tensor) -> torch.Tensor:
+            if on_gpu:
+                tensor = pinned(tensor)
+            return tensor.to(device, non_blocking=on_gpu)
+
+        return self.each(copy_to_device)
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the host in page-locked memory, from which a copy to a GPU does not block the host."""
-    return tensor if tensor.is_cuda else tensor.pin_memory()
+    """Return a host tensor in page-locked memory, from which copies to a GPU do not block the host."""
+    if tensor.is_cuda:
+        return tensor
+    return tensor.pin_memory()
 
 
 @dataclass(frozen=True)
 class SharedPrompts(Batch):
-    """The tokens of a batch whose rows have prompts in common, each prompt once: R rows of W tokens, a prompt and behind it its
-    completions, each of which sees itself and the prompt. So fewer tokens give the same numbers. `places_BT` int64: where each token of
-    the batch stands in all R × W; for padding anywhere."""
+    """The tokens of a batch whose rows have prompts in common, with each prompt once.
+
+    A row is a prompt and behind it its completions, each of which sees itself and the prompt. So
+    fewer tokens give the same numbers. `places_BT` int64: the index of each token of the batch in
+    all tokens of these rows end to end; any index for padding.
+    """
 
     input_ids_BT: torch.Tensor
     position_ids_BT: torch.Tensor
@@ -85,55 +114,99 @@ class SharedPrompts(Batch):
     branches: ClassVar[bool] = True
 
     def inputs(self) -> dict[str, torch.Tensor]:
+        """The arguments of a model."""
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
 
 
+class _PromptGroup(NamedTuple):
+    """Rows of a batch with the same prompt, and their completions, in the order of the rows."""
+
+    prompt: npt.NDArray[Any]
+    rows: list[int]
+    completions: list[npt.NDArray[Any]]
+
+    def segments(self) -> list[npt.NDArray[Any]]:
+        """Return the prompt and all completions, end to end as in a shared row."""
+        return [self.prompt, *self.completions]
+
+
 def shared_prompts(rows: Sequence[Parts | None], pad_id: int, width: int) -> SharedPrompts | None:
-    """Of rows of a prompt and a completion, `width` tokens wide (None: a filler). None where no two have the same prompt."""
-    groups: dict[bytes, list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]]] = {}
-    for row, parts in enumerate(rows):
-        if parts is not None:
-            groups.setdefault(parts[0].tobytes(), []).append((row, *parts))
-    if all(len(group) == 1 for group in groups.values()):
+    """Return the batch with each prompt once; None if no two rows have the same prompt.
+
+    Args:
+        rows: prompt and completion of each row; None for a filler.
+        pad_id: the padding token.
+        width: tokens of each row of the batch, padding included.
+    """
+    groups = _group_by_prompt(rows)
+    if all(len(group.rows) == 1 for group in groups):
         return None
-    lines = [
-        [group[0][1], *(completion for _, _, completion in group)] for group in groups.values()
-    ]
-    wide = max(sum(map(len, line)) for line in lines)
-    ids, positions = (
-        np.full((len(lines), wide), pad_id, np.int64),
-        np.zeros((len(lines), wide), np.int64),
-    )
+    sizes = [sum(map(len, group.segments())) for group in groups]
+    shared_width = max(sizes)
+    ids = np.full((len(groups), shared_width), pad_id, np.int64)
+    positions = np.zeros((len(groups), shared_width), np.int64)
     places = np.zeros((len(rows), width), np.int64)
-    for index, (line, group) in enumerate(zip(lines, groups.values(), strict=True)):
-        start = prompt = len(line[0])
-        ids[index, : sum(map(len, line))] = np.concatenate(line)
-        positions[index, :prompt] = np.arange(prompt)
-        for row, _, completion in group:
-            stop, length = start + len(completion), prompt + len(completion)
-            positions[index, start:stop] = np.arange(prompt, length)
-            places[row, :length] = index * wide + np.concatenate(
-                (np.arange(prompt), np.arange(start, stop))
-            )
+    for index, group in enumerate(groups):
+        ids[index, : sizes[index]] = np.concatenate(group.segments())
+        prompt_size = len(group.prompt)
+        of_prompt = np.arange(prompt_size)
+        positions[index, :prompt_size] = of_prompt
+        first_place = index * shared_width
+        start = prompt_size
+        for row, completion in zip(group.rows, group.completions, strict=True):
+            stop = start + len(completion)
+            row_size = prompt_size + len(completion)
+            positions[index, start:stop] = np.arange(prompt_size, row_size)
+            columns = np.concatenate((of_prompt, np.arange(start, stop)))
+            places[row, :row_size] = first_place + columns
             start = stop
-    documents = tuple(tuple(len(part) for part in line if len(part)) for line in lines)
-    ids_BT, positions_BT, places_BT = map(torch.from_numpy, (ids, positions, places))
-    return SharedPrompts(ids_BT, positions_BT, documents, bounds(documents, wide), places_BT)
+    documents = tuple(_nonzero_lengths(group.segments()) for group in groups)
+    return SharedPrompts(
+        torch.from_numpy(ids),
+        torch.from_numpy(positions),
+        documents,
+        bounds(documents, shared_width),
+        torch.from_numpy(places),
+    )
+
+
+def _group_by_prompt(rows: Sequence[Parts | None]) -> list[_PromptGroup]:
+    """Return a group for each distinct prompt, in the order in which the prompts first come."""
+    groups: dict[bytes, _PromptGroup] = {}
+    for row, parts in enumerate(rows):
+        if parts is None:
+            continue
+        prompt, completion = parts
+        key = prompt.tobytes()
+        if key not in groups:
+            groups[key] = _PromptGroup(prompt, [], [])
+        groups[key].rows.append(row)
+        groups[key].completions.append(completion)
+    return list(groups.values())
+
+
+def _nonzero_lengths(segments: Iterable[npt.NDArray[Any]]) -> tuple[int, ...]:
+    """Return the lengths of some segments of a row, without those that are empty."""
+    return tuple(len(tokens) for tokens in segments if len(tokens))
 
 
 @dataclass(frozen=True)
 class TokenBatch(Batch):
-    """One micro-batch; all tensors int64 [B, T].
+    """One micro-batch of text. All tensors are int64 [B, T] unless stated.
 
-    `targets_BT` is shifted: the token that follows, or IGNORE for a token without loss, at the end of a segment and in padding.
-    `position_ids_BT` restarts at 0 in each segment, and attention must not cross a restart. There is no attention mask: padding is on the
-    right, where causal attention hides it from real tokens. Its positions continue those of the last segment, so that rows of a batch
-    without packing are 0, 1, 2, … `weight`: the number of targets. `lengths_B`: int64, tokens of each row without padding.
+    `targets_BT` is shifted: the token that follows, or IGNORE for a token without loss, at the end
+    of a segment and in padding. `position_ids_BT` restarts at 0 in each segment, and attention must
+    not cross a restart. There is no attention mask: padding is on the right, where causal attention
+    hides it from real tokens. Its positions continue those of the last segment, so that rows of a
+    batch without packing are 0, 1, 2, … `weight`: the number of targets. `lengths_B`: int64, tokens
+    of each row without padding.
 
-    What the host would have to wait for a device to count, it counts here: `documents`, the lengths of each row's segments; `bounds_N`
-    int32, where they begin in all rows end to end, padding as a segment of its own, B × T last; `learned_M` int64, the places of targets
-    in them. None: not known. `learned_on_host_M`: the same numbers, on the host wherever the batch is, for who cuts the batch.
-    `shared`: the same tokens, where rows have prompts in common.
+    Counting the following on a device would make the host wait, so it is counted on the host. None
+    means that it is not known. `documents`: the lengths of each row's segments. `bounds_N`: int32,
+    where the segments begin in all rows end to end, with padding as a segment of its own and B × T
+    last. `learned_M`: int64, the places of targets in all rows end to end. `learned_on_host_M`: the
+    same numbers, on the host wherever the batch is, for code that cuts the batch.
+    `shared`: the same tokens with each prompt once, if rows have prompts in common.
     """
 
     input_ids_BT: torch.Tensor
@@ -148,20 +221,20 @@ class TokenBatch(Batch):
     shared: SharedPrompts | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.lengths_B is None:  # nothing is padding
-            object.__setattr__(
-                self,
-                "lengths_B",
-                torch.full_like(self.input_ids_BT[:, 0], self.input_ids_BT.shape[1]),
-            )
+        if self.lengths_B is None:
+            # Nothing is padding. A frozen dataclass has no plain assignment.
+            width = self.input_ids_BT.shape[1]
+            lengths_B = torch.full_like(self.input_ids_BT[:, 0], width)
+            object.__setattr__(self, "lengths_B", lengths_B)
 
     @staticmethod
     def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
+        """The number of targets of these samples of a cache."""
         return float(cache.learned[samples].sum())
 
     @property
     def last_B(self) -> torch.Tensor:  # noqa: N802 - as the fields of batches are called
-        """int64: place of each row's last token."""
+        """int64: the column of each row's last token."""
         return self.lengths_B - 1
 
     def token_weights(self) -> torch.Tensor:
@@ -173,55 +246,84 @@ class TokenBatch(Batch):
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
 
 
+def read_segments(cache: TokenCache, samples: Sequence[int]) -> list[Sequence[Segment] | None]:
+    """Return the segments of samples of a cache; None for a filler (-1)."""
+    return [cache.segments(sample) if sample >= 0 else None for sample in samples]
+
+
+def read_metas(cache: TokenCache, samples: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the further values of samples of a cache; none for a filler (-1)."""
+    return [cache.meta(sample) if sample >= 0 else {} for sample in samples]
+
+
+def read_labels(cache: TokenCache, samples: Sequence[int], labels: tuple[str, ...]) -> list[int]:
+    """Return the number of each sample's class, IGNORE for a filler (-1)."""
+    numbers = []
+    for sample in samples:
+        if sample >= 0:
+            numbers.append(labels.index(cache.meta(sample)["label"]))
+        else:
+            numbers.append(IGNORE)
+    return numbers
+
+
+def row_width(row: Sequence[Segment] | None) -> int:
+    """Return the tokens that a row takes in a batch; `row` is None for a filler."""
+    if row is None:
+        return FILLER_WIDTH
+    return sum(len(tokens) for tokens, _ in row)
+
+
 def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | None) -> TokenBatch:
-    """A batch of rows of segments, padded with `pad_id` to `width` tokens; None: to the longest row. A row that is None is a filler, all
-    padding without a target: it takes a place of the last batch that no sample is left for."""
+    """Return a batch of rows of segments, padded with `pad_id` to `width` tokens.
+
+    Without a `width` the rows are padded to the longest row. A row that is None is a filler, all
+    padding without a target: it takes a place of the last batch that no sample is left for.
+    """
     assert rows, "a batch has rows"
-    lengths = [
-        FILLER_WIDTH if row is None else sum(len(tokens) for tokens, _ in row) for row in rows
-    ]
-    width = max(lengths) if width is None else width
-    assert max(lengths) <= width, (
-        f"a row of {max(lengths)} tokens does not fit a batch of width {width}"
-    )
+    widths = [row_width(row) for row in rows]
+    longest = max(widths)
+    if width is None:
+        width = longest
+    assert longest <= width, f"a row of {longest} tokens does not fit a batch of width {width}"
     ids = np.full((len(rows), width), pad_id, np.int64)
     targets = np.full((len(rows), width), IGNORE, np.int64)
     positions = np.tile(np.arange(width, dtype=np.int64), (len(rows), 1))
+    lengths = np.zeros(len(rows), np.int64)
+    documents = []
     for index, row in enumerate(rows):
+        segments = row or ()
         start = 0
-        for tokens, learn in row or ():
+        for tokens, learn in segments:
             stop = start + len(tokens)
             ids[index, start:stop] = tokens
-            targets[index, start : stop - 1] = np.where(
-                learn[1:] != 0, tokens[1:].astype(np.int64), IGNORE
-            )
+            next_tokens = tokens[1:].astype(np.int64)
+            targets[index, start : stop - 1] = np.where(learn[1:] != 0, next_tokens, IGNORE)
             positions[index, start:] = np.arange(width - start)
             start = stop
-    real = torch.tensor(
-        [0 if row is None else length for row, length in zip(rows, lengths, strict=True)]
-    )
+        lengths[index] = start
+        documents.append(_nonzero_lengths(tokens for tokens, _ in segments))
     learned = np.flatnonzero(targets != IGNORE)
-    documents = tuple(tuple(len(tokens) for tokens, _ in row or () if len(tokens)) for row in rows)
-    known: dict[str, Any] = {
-        "lengths_B": real,
-        "documents": documents,
-        "bounds_N": bounds(documents, width),
-        "learned_M": torch.from_numpy(learned),
-        "learned_on_host_M": learned,
-    }
     return TokenBatch(
         torch.from_numpy(ids),
         torch.from_numpy(targets),
         torch.from_numpy(positions),
         len(learned),
-        **known,
+        lengths_B=torch.from_numpy(lengths),
+        documents=tuple(documents),
+        bounds_N=bounds(documents, width),
+        learned_M=torch.from_numpy(learned),
+        learned_on_host_M=learned,
     )
 
 
 def bounds(documents: Sequence[Sequence[int]], width: int) -> torch.Tensor:
-    """`TokenBatch.bounds_N` of rows of `width` tokens."""
-    sizes = [size for row in documents for size in (*row, width - sum(row)) if size]
-    return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+    """Return `TokenBatch.bounds_N` of rows of `width` tokens. `documents`: see `TokenBatch`."""
+    sizes = [0]
+    for row in documents:
+        padding = width - sum(row)
+        sizes += [size for size in (*row, padding) if size]
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
 
 
 def learned_segment(tokens: int) -> Segment:
@@ -231,10 +333,15 @@ def learned_segment(tokens: int) -> Segment:
 
 @dataclass(frozen=True)
 class PairBatch(TokenBatch):
-    """A TokenBatch whose row p is the chosen side of a pair and row P + p its rejected one. Targets are the answers' tokens. `real_P`:
-    fp32, 1 for a pair, 0 for a filler, which weighs nothing. `margin_P`: fp32, NaN without a margin in the data. `reference_B`: fp64,
-    log-probability of each answer under the reference model; None until it is known. `samples_P`: int64, numbers of the pairs in their
-    cache, −1 for fillers. `weight`: the number of real pairs."""
+    """A TokenBatch whose row p is the chosen side of a pair and row P + p its rejected one.
+
+    Targets are the answers' tokens.
+    `real_P`: fp32, 1 for a pair, 0 for a filler, which weighs nothing.
+    `margin_P`: fp32, NaN without a margin in the data.
+    `reference_B`: fp64, log-probability of each answer under the reference model; None until it is known.
+    `samples_P`: int64, numbers of the pairs in their cache, -1 for fillers.
+    `weight`: the number of real pairs.
+    """
 
     real_P: torch.Tensor
     samples_P: torch.Tensor
@@ -252,9 +359,12 @@ class PairBatch(TokenBatch):
 def collate_pairs(
     cache: TokenCache, samples: Sequence[int], pad_id: int, width: int | None
 ) -> PairBatch:
-    """The pairs of `samples` in a cache (−1: a filler), padded to `width` tokens a side; None: to the longest side."""
-    pairs = [cache.segments(sample) if sample >= 0 else None for sample in samples]
-    metas = [cache.meta(sample) if sample >= 0 else {} for sample in samples]
+    """Return the pairs of `samples` in a cache (-1: a filler), padded to `width` tokens a side.
+
+    Without a `width` they are padded to the longest side.
+    """
+    pairs = read_segments(cache, samples)
+    metas = read_metas(cache, samples)
     return pair_batch(pairs, samples, metas, pad_id, width)
 
 
@@ -265,42 +375,52 @@ def pair_batch(
     pad_id: int,
     width: int | None,
 ) -> PairBatch:
-    """A batch of the chosen and the rejected segment of each pair; None for a filler."""
-    rows = [None if pair is None else pair[side : side + 1] for side in (0, 1) for pair in pairs]
+    """Return a batch of the chosen and the rejected segment of each pair; None for a filler."""
+    chosen = [None if pair is None else pair[:1] for pair in pairs]
+    rejected = [None if pair is None else pair[1:2] for pair in pairs]
+    rows = chosen + rejected
     fields: dict[str, Any] = vars(collate(rows, pad_id, width))
     if width is None:
-        parted = [None if row is None else _parted(*row[0]) for row in rows]
-        fields["shared"] = shared_prompts(parted, pad_id, fields["input_ids_BT"].shape[1])
-    fields["lengths_B"] = torch.tensor(
-        [FILLER_WIDTH if row is None else len(row[0][0]) for row in rows]
-    )
-    fields["real_P"] = torch.tensor([float(pair is not None) for pair in pairs])
+        parts = [None if row is None else _split_at_answer(row[0]) for row in rows]
+        own_width = fields["input_ids_BT"].shape[1]
+        fields["shared"] = shared_prompts(parts, pad_id, own_width)
+    is_real = [pair is not None for pair in pairs]
+    margins = [meta.get("margin", math.nan) for meta in metas]
+    fields["lengths_B"] = torch.tensor([row_width(row) for row in rows])
+    fields["real_P"] = torch.tensor(is_real, dtype=torch.float32)
     fields["samples_P"] = torch.tensor(samples, dtype=torch.int64)
-    fields["weight"] = sum(pair is not None for pair in pairs)
-    fields["margin_P"] = torch.tensor(
-        [meta.get("margin", math.nan) for meta in metas], dtype=torch.float32
-    )
+    fields["weight"] = sum(is_real)
+    fields["margin_P"] = torch.tensor(margins, dtype=torch.float32)
     return PairBatch(**fields)
 
 
-def _parted(tokens: npt.NDArray[Any], learn: npt.NDArray[Any]) -> Parts:
-    """What stands before the first target, and the rest."""
-    first = max(1, int(np.argmax(learn)))
-    return tokens[:first], tokens[first:]
+def _split_at_answer(segment: Segment) -> Parts:
+    """Split a segment before its first target, behind one token at least."""
+    tokens, learn = segment
+    first_target = max(1, int(np.argmax(learn)))
+    return Parts(tokens[:first_target], tokens[first_target:])
 
 
 def learned_pairs(rows: int, length: int) -> PairBatch:
     """Pairs of rows with `length` tokens, all targets; the log-probabilities of the reference are 0."""
-    segment, pairs = learned_segment(length), rows // 2
-    batch = pair_batch([[segment, segment]] * pairs, range(pairs), [{}] * pairs, 0, length)
+    segment = learned_segment(length)
+    count = rows // 2
+    pairs = [[segment, segment]] * count
+    metas: list[dict[str, Any]] = [{}] * count
+    batch = pair_batch(pairs, range(count), metas, 0, length)
     return replace(batch, reference_B=torch.zeros(rows, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
 class LabelledBatch(TokenBatch):
-    """A TokenBatch of texts, without targets. `labels_B` int64, IGNORE for a filler, which counts as one token. `attention_mask_BT` int64
-    is for bidirectional models; it has a filler's first token, since attention to no token is NaN. Other models get positions instead.
-    `position_ids_BT` count from the model's first position on, padding included. `weight`: rows with a class."""
+    """A TokenBatch of texts with a class each, without targets.
+
+    `labels_B`: int64, IGNORE for a filler, which counts as one token.
+    `attention_mask_BT`: int64, for bidirectional models. It has a filler's first token, since
+    attention to no token is NaN. Other models get positions instead; None for them.
+    `position_ids_BT` count from the model's first position on, padding included.
+    `weight`: rows with a class.
+    """
 
     labels_B: torch.Tensor
     attention_mask_BT: torch.Tensor | None
@@ -308,7 +428,10 @@ class LabelledBatch(TokenBatch):
     weigh = staticmethod(Batch.weigh)
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The arguments of a model. A bidirectional one counts positions by itself (RoBERTa does not start at 0)."""
+        """The arguments of a model.
+
+        A bidirectional model counts positions by itself (RoBERTa does not start at 0).
+        """
         if self.attention_mask_BT is None:
             return super().inputs()
         return {"input_ids": self.input_ids_BT, "attention_mask": self.attention_mask_BT}
@@ -317,17 +440,16 @@ class LabelledBatch(TokenBatch):
 def collate_texts(
     plan: Plan, cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None
 ) -> LabelledBatch:
-    """The texts of sample ids (-1: a filler), padded to `width` tokens; None: to the longest text."""
-    rows = [cache.segments(sample) if sample >= 0 else None for sample in ids]
-    return _texts(plan, rows, labels_of(cache, ids, plan.labels), pad_id, width)
+    """Return the texts of sample ids (-1: a filler), padded to `width` tokens.
+
+    Without a `width` they are padded to the longest text.
+    """
+    rows = read_segments(cache, ids)
+    labels = read_labels(cache, ids, plan.labels)
+    return _labelled_batch(plan, rows, labels, pad_id, width)
 
 
-def labels_of(cache: TokenCache, ids: Sequence[int], labels: tuple[str, ...]) -> list[int]:
-    """The number of each sample's class, IGNORE for a filler."""
-    return [labels.index(cache.meta(sample)["label"]) if sample >= 0 else IGNORE for sample in ids]
-
-
-def _texts(
+def _labelled_batch(
     plan: Plan,
     rows: Sequence[Sequence[Segment] | None],
     labels: list[int],
@@ -335,24 +457,33 @@ def _texts(
     width: int | None,
 ) -> LabelledBatch:
     fields: dict[str, Any] = vars(collate(rows, pad_id, width))
-    lengths_B, places_BT = fields["lengths_B"].clamp(min=1), fields["position_ids_BT"]
-    mask_BT = (places_BT < lengths_B[:, None]).long() if plan.bidirectional else None
-    fields |= {"lengths_B": lengths_B, "position_ids_BT": places_BT + plan.first_position}
+    lengths_B = fields["lengths_B"].clamp(min=1)
+    columns_BT = fields["position_ids_BT"]
+    mask_BT = None
+    if plan.bidirectional:
+        mask_BT = (columns_BT < lengths_B[:, None]).long()
+    fields["lengths_B"] = lengths_B
+    fields["position_ids_BT"] = columns_BT + plan.first_position
     fields["weight"] = sum(label != IGNORE for label in labels)
     return LabelledBatch(**fields, labels_B=torch.tensor(labels), attention_mask_BT=mask_BT)
 
 
 def labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
     """Texts of `length` tokens, all of the first class."""
-    return _texts(plan, [[learned_segment(length)]] * rows, [0] * rows, 0, length)
+    texts = [[learned_segment(length)]] * rows
+    return _labelled_batch(plan, texts, [0] * rows, 0, length)
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """All episodes of a rollout, the same on every rank. `mask_NM` bool: the tokens of the completions. The other tensors are fp32 on the
-    host, and 0 outside of the mask: `log_probs` (of the policy that sampled, by the engine) and `sampler_log_probs` (by the generator),
-    `reference`, `values`, `advantages`, `returns`; `weights_NM`: of a token in the loss; `weight_N`: of an episode in the denominator of
-    the loss. `ended_N` bool: the completion was not cut before its end."""
+    """All episodes of a rollout, the same on every rank.
+
+    `mask_NM` bool: the tokens of the completions. The other tensors of tokens are fp32 on the host,
+    and 0 outside of the mask. `log_probs_NM` are of the policy that sampled, by the engine, and
+    `sampler_log_probs_NM` by the generator. `weights_NM`: of a token in the loss. `weight_N`: of an
+    episode in the denominator of the loss. `ended_N` bool: the completion was not cut before its
+    end.
+    """
 
     prompts: list[Tokens]
     completions: list[Tokens]
@@ -374,18 +505,25 @@ class Episodes:
         completions: Sequence[Tokens],
         ended: Sequence[bool] | None = None,
     ) -> Episodes:
-        """Episodes with tokens alone; numbers are 0. `ended` None: all. A prompt has at least one token, a completion may have none."""
+        """Return episodes with tokens alone; their numbers are 0.
+
+        `ended`: whether each completion was not cut before its end; None: all were not. A prompt
+        has at least one token, a completion may have none.
+        """
         assert len(prompts) == len(completions) and all(len(prompt) for prompt in prompts)
+        count = len(completions)
+        if ended is None:
+            ended = [True] * count
         lengths_N = torch.tensor([len(tokens) for tokens in completions])
-        mask_NM = torch.arange(max(1, int(lengths_N.max()))) < lengths_N[:, None]
-        zeros = {name: torch.zeros(mask_NM.shape) for name in _NUMBERS.values()}
-        ended_N = torch.tensor([True] * len(completions) if ended is None else list(ended))
+        columns_M = torch.arange(max(1, int(lengths_N.max())))
+        mask_NM = columns_M < lengths_N[:, None]
+        zeros = {name: torch.zeros(mask_NM.shape) for name in _EPISODE_FIELDS.values()}
         return cls(
             list(prompts),
             list(completions),
             mask_NM,
-            weight_N=torch.zeros(len(completions)),
-            ended_N=ended_N,
+            weight_N=torch.zeros(count),
+            ended_N=torch.tensor(list(ended)),
             **zeros,
         )
 
@@ -395,9 +533,10 @@ class Episodes:
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of prompt and completion together, int64[N]."""
-        return np.asarray(
-            [len(p) + len(c) for p, c in zip(self.prompts, self.completions, strict=True)], np.int64
-        )
+        lengths = []
+        for prompt, completion in zip(self.prompts, self.completions, strict=True):
+            lengths.append(len(prompt) + len(completion))
+        return np.asarray(lengths, np.int64)
 
     def weighted(
         self,
@@ -405,31 +544,35 @@ class Episodes:
         constant: int,
         counts_N: torch.Tensor,
     ) -> Episodes:
-        """The episodes with weights such that Σ weight · loss / Σ weight_N, for any micro-batches, is
+        """Return the episodes with weights such that Σ weight · loss / Σ weight_N, for any micro-batches, is
 
         sequence: the mean over episodes of the mean over their tokens (GRPO, Shao et al. 2024);
         token: the mean over all tokens (DAPO, Yu et al. 2025);
-        constant: Σ over tokens / (episodes × `constant`) (Dr. GRPO, Liu et al. 2025, where it is the maximum length of a completion).
+        constant: Σ over tokens / (episodes × `constant`) (Dr. GRPO, Liu et al. 2025, where it is
+        the maximum length of a completion).
 
-        `counts_N` bool: the episodes that are trained on; the others weigh nothing. One without tokens counts as an episode of loss 0.
+        `counts_N` bool: the episodes that are trained on; the others weigh nothing. An episode
+        without tokens counts as an episode of loss 0.
         """
         mask_NM = (self.mask_NM & counts_N[:, None]).float()
         lengths_N = mask_NM.sum(1)
         if normalize == "token":
             return replace(self, weights_NM=mask_NM, weight_N=lengths_N)
-        divisor_N1 = (
-            lengths_N.clamp(min=1)[:, None]
-            if normalize == "sequence"
-            else torch.tensor(float(constant))
-        )
+        if normalize == "sequence":
+            divisor_N1 = lengths_N.clamp(min=1)[:, None]
+        else:
+            divisor_N1 = torch.tensor(float(constant))
         return replace(self, weights_NM=mask_NM / divisor_N1, weight_N=counts_N.float())
 
 
 @dataclass(frozen=True)
 class EpisodeBatch(TokenBatch):
-    """A TokenBatch whose rows are a prompt and its completion, padded on the right. The numbers are fp32[B, T]. A number of a token has the
-    place where it is predicted, that of the token before it, as in `targets_BT`. For tokens outside of completions the target is IGNORE and
-    the numbers are 0. `weights_BT`: of a token in the loss."""
+    """A TokenBatch whose rows are a prompt and its completion, padded on the right.
+
+    The numbers are fp32[B, T]. A number of a token has the place where the token is predicted, that
+    of the token before it, as in `targets_BT`. For tokens outside of completions the target is
+    IGNORE and the numbers are 0. `weights_BT`: of a token in the loss.
+    """
 
     old_log_probs_BT: torch.Tensor
     sampler_log_probs_BT: torch.Tensor
@@ -440,48 +583,61 @@ class EpisodeBatch(TokenBatch):
     weights_BT: torch.Tensor
 
     def token_weights(self) -> torch.Tensor:
+        """[B, T]: the weight of each token in the loss."""
         return self.weights_BT
 
 
 def collate_episodes(
     episodes: Episodes, picks: Sequence[int], pad_id: int, width: int | None
 ) -> EpisodeBatch:
-    """A batch of the episodes with indices `picks` (-1: a filler of weight 0), padded to `width` tokens; None: to the longest."""
-    lengths = [
-        FILLER_WIDTH if pick < 0 else len(episodes.prompts[pick]) + len(episodes.completions[pick])
-        for pick in picks
-    ]
-    own_width, width = width is None, max(FILLER_WIDTH, *lengths) if width is None else width
-    rows: list[Any] = [None] * len(picks)
-    spread: dict[str, Any] = {name: torch.zeros(len(picks), width) for name in _NUMBERS}
-    for row, pick in enumerate(picks):
+    """Return a batch of the episodes with indices `picks`, padded to `width` tokens.
+
+    An index of -1 is a filler of weight 0. Without a `width` they are padded to the longest.
+    """
+    parts: list[Parts | None] = []
+    lengths: list[int] = []
+    weight = 0.0
+    for pick in picks:
         if pick < 0:
-            continue
-        prompt, completion = episodes.prompts[pick], episodes.completions[pick]
-        start, size = len(prompt), len(completion)
-        rows[row] = [(np.concatenate((prompt, completion)), np.arange(start + size) >= start)]
-        for name, into in spread.items():
-            into[row, start - 1 : start - 1 + size] = getattr(episodes, _NUMBERS[name])[pick, :size]
-    fields: dict[str, Any] = vars(collate(rows, pad_id, width)) | {
-        "lengths_B": torch.tensor(lengths)
-    }
-    fields["weight"] = sum((float(episodes.weight_N[pick]) for pick in picks if pick >= 0), 0.0)
-    if own_width:
-        pairs = [
-            (episodes.prompts[pick], episodes.completions[pick]) if pick >= 0 else None
-            for pick in picks
-        ]
-        fields["shared"] = shared_prompts(pairs, pad_id, width)
-    return EpisodeBatch(**fields, **spread)
+            parts.append(None)
+            lengths.append(FILLER_WIDTH)
+        else:
+            prompt, completion = episodes.prompts[pick], episodes.completions[pick]
+            parts.append(Parts(prompt, completion))
+            lengths.append(len(prompt) + len(completion))
+            weight += float(episodes.weight_N[pick])
+    shares_prompts = width is None
+    if width is None:
+        width = max(FILLER_WIDTH, *lengths)
+    rows = [None if each is None else [_learned_completion(each)] for each in parts]
+    fields: dict[str, Any] = vars(collate(rows, pad_id, width))
+    fields["lengths_B"] = torch.tensor(lengths)
+    fields["weight"] = weight
+    if shares_prompts:
+        fields["shared"] = shared_prompts(parts, pad_id, width)
+    for name in _EPISODE_FIELDS:
+        fields[name] = torch.zeros(len(picks), width)
+    for row, (pick, each) in enumerate(zip(picks, parts, strict=True)):
+        if each is not None:
+            size = len(each.completion)
+            # A number stands where its token is predicted, one place before the token.
+            start = len(each.prompt) - 1
+            for name, of_episodes in _EPISODE_FIELDS.items():
+                numbers_M = getattr(episodes, of_episodes)[pick, :size]
+                fields[name][row, start : start + size] = numbers_M
+    return EpisodeBatch(**fields)
+
+
+def _learned_completion(parts: Parts) -> Segment:
+    """Return a prompt and its completion as a segment whose targets are the completion."""
+    tokens = np.concatenate(parts)
+    learn = np.arange(len(tokens)) >= len(parts.prompt)
+    return tokens, learn.astype(np.uint8)
 
 
 def learned_episodes(rows: int, length: int) -> EpisodeBatch:
     """A batch of completions of length - 1 tokens, each behind a prompt of one."""
-    episodes = Episodes.start([np.ones(1, np.int64)] * rows, [np.ones(length - 1, np.int64)] * rows)
+    prompts = [np.ones(1, np.int64)] * rows
+    completions = [np.ones(length - 1, np.int64)] * rows
+    episodes = Episodes.start(prompts, completions)
     return collate_episodes(episodes, range(rows), 0, length)
-
-
-# Field of a batch → field of the episodes.
-_NUMBERS = {
-    name: name.removeprefix("old_").replace("_BT", "_NM") for name in EpisodeBatch.__annotations__
-}

@@ -1,14 +1,17 @@
-"""Rows for which SQL conditions hold. DuckDB evaluates them, on a table of some rows at a time and nothing else: it may open no file, no
-connection and no other table, and load no extension."""
+"""Rows for which SQL conditions hold.
+
+DuckDB evaluates them, on a table of some rows at a time and nothing else: it may open no file, no
+connection and no other table, and load no extension.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.data.files import Raw, TableRow
 from drumline.errors import DataError, EnvironmentFault
@@ -17,6 +20,7 @@ from drumline.foreign import MIB
 RawRows = Iterator[tuple[Path, Raw]]
 _ROWS = 1024  # of a table
 _NUMBER = "drumline row"  # a column that no condition names by chance
+_COLUMNS_SHOWN = 12  # in a message
 # A struct of which no row has the column reads as a table; a key that none has is no column.
 _ABSENT = re.compile(
     r'(?:Referenced (?:column|table)|Could not find key) "(.+?)" (?:not found|in struct)'
@@ -31,96 +35,165 @@ _CLOSED: dict[str, Any] = {
 def where(
     rows: RawRows, conditions: Sequence[tuple[str, str]], dropped: Callable[[int], None]
 ) -> RawRows:
-    """The rows for which all `conditions` (key of the config, SQL) are true. `dropped` is called with the number of those left out. Raises
-    DataError with DuckDB's message."""
+    """Yield the rows for which all conditions are true.
+
+    Raises DataError with DuckDB's message.
+
+    Args:
+        rows: the raw rows.
+        conditions: (key of the config, SQL) of each condition.
+        dropped: called with the number of rows that were left out, again and again.
+    """
     if not conditions:
         yield from rows
         return
     try:
         import duckdb
     except ImportError as error:
-        fix = "pip install duckdb"
         raise EnvironmentFault(
-            "DuckDB is not installed, which `where` needs", where=conditions[0][0], fix=fix
+            "DuckDB is not installed, which `where` needs",
+            where=conditions[0][0],
+            fix="pip install duckdb",
         ) from error
-    columns: dict[str, None] = {}
-    absent: dict[
-        str, tuple[Exception, str]
-    ] = {}  # what no row of a part had → DuckDB's complaint, and of which condition
-    seen: set[str] = set()
     with duckdb.connect(":memory:", config=_CLOSED) as connection:
-        while taken := list(islice(rows, _ROWS)):
-            values = [values for _, (_, values) in taken]
-            for each in values:
-                columns.update(dict.fromkeys(each))
-            kept = None
-            while kept is None:
-                place, relation = "", connection.from_arrow(_table(values, columns, absent))
-                try:
-                    for key, condition in conditions:
-                        place = key
-                        relation = relation.filter(condition)
-                    place = " and ".join(key for key, _ in conditions)
-                    kept = relation.project(f'"{_NUMBER}"').fetchnumpy()[_NUMBER]
-                except duckdb.Error as error:
-                    found = _ABSENT.search(str(error))
-                    # All rows of a typed table have its columns; other rows may have one behind these.
-                    if found is None or found[1] in absent or isinstance(values[0], TableRow):
-                        raise _mistake(error, place, columns) from error
-                    absent[found[1]] = error, place
-            seen.update(name for name in absent if name not in seen and _has(values, name.lower()))
-            dropped(len(taken) - len(kept))
-            yield from (taken[number] for number in sorted(kept.tolist()))
-    for name, (complaint, place) in absent.items():
-        if name not in seen:
-            raise _mistake(complaint, place, columns) from complaint
+        evaluator = _Evaluator(connection, conditions)
+        while True:
+            taken = list(islice(rows, _ROWS))
+            if not taken:
+                break
+            numbers = evaluator.select([values for _, (_, values) in taken])
+            dropped(len(taken) - len(numbers))
+            for number in numbers:
+                yield taken[number]
+    evaluator.require_columns()
 
 
-def _has(rows: list[dict[str, Any]], name: str) -> bool:
+class _Complaint(NamedTuple):
+    """DuckDB's error about a column that no row of a table had, and the key of the condition."""
+
+    error: Exception
+    key: str
+
+
+class _Evaluator:
+    """Evaluates conditions on some rows at a time.
+
+    A condition may name a column that no row of one table has, if a later row has it: until then the
+    column is null.
+    """
+
+    def __init__(self, connection: Any, conditions: Sequence[tuple[str, str]]) -> None:
+        self.connection = connection
+        self.conditions = conditions
+        # All columns so far, in the order in which they came.
+        self.columns: dict[str, None] = {}
+        # By name: what no row of some table had, although a condition names it.
+        self.absent: dict[str, _Complaint] = {}
+        # Those names of `absent` that a row has had.
+        self.seen: set[str] = set()
+
+    def select(self, rows: list[dict[str, Any]]) -> list[int]:
+        """Return the indices of the rows for which all conditions are true, ascending."""
+        import duckdb
+
+        for row in rows:
+            self.columns.update(dict.fromkeys(row))
+        numbers = None
+        while numbers is None:
+            table = _table(rows, list(self.columns), list(self.absent))
+            relation = self.connection.from_arrow(table)
+            evaluated = ""
+            try:
+                for key, condition in self.conditions:
+                    evaluated = key
+                    relation = relation.filter(condition)
+                # Rows are read from here on, for all conditions together.
+                evaluated = " and ".join(key for key, _ in self.conditions)
+                found = relation.project(f'"{_NUMBER}"').fetchnumpy()
+                numbers = sorted(found[_NUMBER].tolist())
+            except duckdb.Error as error:
+                self._note_absent(error, evaluated, rows)
+        for name in self.absent:
+            if name not in self.seen and _has_column(rows, name.lower()):
+                self.seen.add(name)
+        return numbers
+
+    def _note_absent(self, error: Exception, key: str, rows: list[dict[str, Any]]) -> None:
+        """Note the column that DuckDB misses. Raises DataError for any other error."""
+        match = _ABSENT.search(str(error))
+        # All rows of a typed table have its columns; other rows may have one behind these.
+        is_typed = isinstance(rows[0], TableRow)
+        if match is None or match[1] in self.absent or is_typed:
+            raise self._refusal(error, key) from error
+        self.absent[match[1]] = _Complaint(error, key)
+
+    def require_columns(self) -> None:
+        """Raises DataError if a condition names a column that no row has had."""
+        for name, complaint in self.absent.items():
+            if name not in self.seen:
+                raise self._refusal(complaint.error, complaint.key) from complaint.error
+
+    def _refusal(self, error: Exception, key: str) -> DataError:
+        """Return DuckDB's error as one line. `key`: of the condition."""
+        message, _, _ = str(error).partition("LINE ")
+        text = " ".join(message.split())
+        names = ", ".join(islice(self.columns, _COLUMNS_SHOWN))
+        what = f"DuckDB refuses it: {text}"
+        return DataError(what, where=key, fix=f"a condition on the columns, which are: {names}")
+
+
+def _has_column(rows: list[dict[str, Any]], name: str) -> bool:
     """Whether a row has a column of that name in small letters, or a struct with such a key."""
-    return any(
-        name == key.lower() or (isinstance(value, dict) and name in map(str.lower, value))
-        for row in rows
-        for key, value in row.items()
-    )
+    for row in rows:
+        for key, value in row.items():
+            if key.lower() == name:
+                return True
+            if isinstance(value, dict) and name in map(str.lower, value):
+                return True
+    return False
 
 
-def _table(rows: list[dict[str, Any]], columns: Iterable[str], absent: Iterable[str]) -> Any:
-    """An Arrow table. A column whose values are of several kinds is one of JSON texts. Columns and keys of structs that are `absent` are
-    null."""
+def _table(rows: list[dict[str, Any]], columns: list[str], absent: list[str]) -> Any:
+    """Return rows as an Arrow table with the number of each row.
+
+    Columns and keys of structs that are `absent` are null.
+    """
     import pyarrow as arrow
 
-    if nulls := dict.fromkeys(absent):
+    if absent:
         known = {column.lower() for column in columns}
-        columns = [*columns, *(name for name in nulls if name.lower() not in known)]
-        rows = [
-            {
-                column: {**nulls, **value} if isinstance(value, dict) else value
-                for column, value in row.items()
-            }
-            for row in rows
-        ]
+        columns = columns + [name for name in absent if name.lower() not in known]
+        nulls = dict.fromkeys(absent)
+        rows = [_with_defaults(row, nulls) for row in rows]
     arrays = {_NUMBER: arrow.array(range(len(rows)))}
     for column in columns:
-        values = [row.get(column) for row in rows]
-        try:
-            arrays[column] = arrow.array(values)
-        except (arrow.ArrowException, UnicodeError, OverflowError, TypeError, ValueError):
-            texts = (
-                value if isinstance(value, str | None) else json.dumps(value, default=str)
-                for value in values
-            )
-            arrays[column] = arrow.array(
-                [text and text.encode(errors="replace").decode() for text in texts]
-            )
+        arrays[column] = _array([row.get(column) for row in rows])
     return arrow.table(arrays)
 
 
-def _mistake(error: Exception, key: str, columns: Iterable[str]) -> DataError:
-    text = " ".join(str(error).partition("LINE ")[0].split())
-    names = ", ".join(islice(columns, 12))
-    return DataError(
-        f"DuckDB refuses it: {text}",
-        where=key,
-        fix=f"a condition on the columns, which are: {names}",
-    )
+def _with_defaults(row: dict[str, Any], defaults: dict[str, None]) -> dict[str, Any]:
+    """Return a row whose structs have these values for keys that they lack."""
+    whole = {}
+    for column, value in row.items():
+        if isinstance(value, dict):
+            value = {**defaults, **value}
+        whole[column] = value
+    return whole
+
+
+def _array(values: list[Any]) -> Any:
+    """Return the values of a column as an Arrow array, of JSON texts if they are of several kinds."""
+    import pyarrow as arrow
+
+    try:
+        return arrow.array(values)
+    except (arrow.ArrowException, UnicodeError, OverflowError, TypeError, ValueError):
+        return arrow.array([_as_text(value) for value in values])
+
+
+def _as_text(value: Any) -> str | None:
+    """Return a value as a text that Arrow can hold: JSON unless it is a text."""
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text.encode(errors="replace").decode()

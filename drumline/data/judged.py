@@ -53,14 +53,16 @@ def judged_batch(
     pad_id: int,
     width: int | None,
 ) -> JudgedBatch:
-    """A batch of one segment for each answer; a filler is None, and so is its label."""
+    """Return a batch of one segment for each answer; a filler is None, and so is its label."""
     documents = [None if row is None else [row] for row in rows]
+    is_good = [label is True for label in labels]
+    is_bad = [label is False for label in labels]
     fields = vars(collate(documents, pad_id, width))
     fields["weight"] = sum(row is not None for row in rows)
     return JudgedBatch(
         **fields,
-        good_B=torch.tensor([float(label is True) for label in labels], dtype=torch.float64),
-        bad_B=torch.tensor([float(label is False) for label in labels], dtype=torch.float64),
+        good_B=torch.tensor(is_good, dtype=torch.float64),
+        bad_B=torch.tensor(is_bad, dtype=torch.float64),
         samples_P=torch.tensor(samples, dtype=torch.int64),
     )
 
@@ -68,7 +70,10 @@ def judged_batch(
 def collate_judged(
     cache: TokenCache, samples: Sequence[int], pad_id: int, width: int | None
 ) -> JudgedBatch:
-    """The answers of `samples` in a cache (-1: a filler), padded to `width` tokens; None: to the longest."""
+    """Return the answers of `samples` in a cache (-1: a filler), padded to `width` tokens.
+
+    Without a `width` they are padded to the longest answer.
+    """
     rows = _segments(cache, samples)
     return judged_batch(rows, _labels(cache, samples), samples, pad_id, width)
 
@@ -87,24 +92,22 @@ def collate_mismatched(
     it may have the same prompt. `max_length`: tokens that a mismatched row may have.
     """
     batch = collate_judged(cache, samples, pad_id, width)
-    labels: list[bool | None] = []
+    rows = _segments(cache, samples)
+    rows_before = _segments(cache, previous)
+    labels = _labels(cache, samples)
     mismatched_rows: list[Segment | None] = []
-    rows = zip(
-        _segments(cache, samples), _segments(cache, previous), _labels(cache, samples), strict=True
-    )
-    for row, other, label in rows:
+    for index, (row, other) in enumerate(zip(rows, rows_before, strict=True)):
         if row is None or other is None:
             mismatched_rows.append(None)
-            labels.append(None)
+            labels[index] = None
         else:
             mismatched_rows.append(mismatch(row, other, max_length))
-            labels.append(label)
     mismatched = judged_batch(mismatched_rows, labels, samples, pad_id, width)
     return replace(batch, mismatched=mismatched)
 
 
 def mismatch(row: Segment, other: Segment, max_length: int) -> Segment:
-    """The prompt of one row with the answer of another, at most `max_length` tokens."""
+    """Return the prompt of one row with the answer of another, cut to `max_length` tokens."""
     tokens, learn = row
     other_tokens, other_learn = other
     # A prompt is all that comes before the first target.
@@ -116,7 +119,10 @@ def mismatch(row: Segment, other: Segment, max_length: int) -> Segment:
 
 
 def learned_judged(rows: int, length: int) -> JudgedBatch:
-    """Good answers of `length` tokens, all targets; all numbers of the reference and of a first pass are 0."""
+    """Return good answers of `length` tokens, all targets.
+
+    All numbers of the reference and of a first pass are 0.
+    """
     segments = [learned_segment(length)] * rows
     batch = judged_batch(segments, [True] * rows, range(rows), 0, length)
     zeros_B = torch.zeros(rows, dtype=torch.float64)
@@ -131,15 +137,19 @@ def require_both_labels(train: TokenCache) -> None:
         seen.add(train.meta(sample)["good"])
         if len(seen) == 2:
             return
-    label = "true" if True in seen else "false"
+    label = "false"
+    if True in seen:
+        label = "true"
     what = f"all {len(train)} training rows have label {label}"
     fix = "add rows with the other label: the algorithm learns from good and bad answers"
     raise DataError(what, where="data.train", fix=fix)
 
 
 def _segments(cache: TokenCache, samples: Sequence[int]) -> list[Segment | None]:
+    """Return the segment of each sample of a cache; None for a filler (-1)."""
     return [cache.segments(sample)[0] if sample >= 0 else None for sample in samples]
 
 
 def _labels(cache: TokenCache, samples: Sequence[int]) -> list[bool | None]:
+    """Return whether each answer is good; None for a filler (-1)."""
     return [cache.meta(sample)["good"] if sample >= 0 else None for sample in samples]

@@ -1,16 +1,19 @@
-"""From rows to a token cache: read, tokenise on several processes, leave out, hold out, pack, write. Rows are tokenised once, in order,
-into flat files (`data.stage`); the rest only moves ranges of them, a block of rows at a time. Chunks of a large input go to new processes
-("spawn": the caller may have threads of torch and tokenizers, which do not survive a fork), so a script that calls `prepare` needs
-`if __name__ == "__main__"`."""
+"""From rows to a token cache: read, tokenise on several processes, leave out, hold out, pack, write.
+
+Rows are tokenised once, in order, into flat files (`data.stage`). The rest only moves ranges of
+them, a block of rows at a time. Chunks of a large input go to new processes ("spawn": the caller may
+have threads of torch and tokenizers, which do not survive a fork), so a script that calls `prepare`
+needs `if __name__ == "__main__"`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -25,12 +28,13 @@ from drumline.data.images import count_images, folders_of, join_metas
 from drumline.data.overlap import Evaluation, drop_copies, drop_near_copies
 from drumline.data.packing import cut, pack
 from drumline.data.sources import OPTIONAL, Keep, Row, describe, read_rows
-from drumline.data.stage import HELD_OUT, TRAIN, Ints, Stage
+from drumline.data.stage import HELD_OUT, TRAIN, Ints, Rows, Segments, Stage
 from drumline.data.workers import Job, encode_all
 from drumline.errors import DataError
 from drumline.hardware.detect import cache_dir
 from drumline.models.vision import Vision
 
+# Called with a phase, the rows done, and all rows if their number is known.
 Progress = Callable[[str, int, "int | None"], None]
 
 
@@ -43,11 +47,15 @@ class Task:
     folder: Path
     holdout_folder: Path | None
     vision: Vision | None = None
-    eval_set: str | None = None  # the name of the evaluation set; None: rows to train on
+    # The name of the evaluation set; None: rows to train on.
+    eval_set: str | None = None
 
     @property
     def role(self) -> str:
-        return "train" if self.eval_set is None else "eval"
+        """`train` or `eval`, the key of the sources below `data`."""
+        if self.eval_set is None:
+            return "train"
+        return "eval"
 
     @property
     def streams(self) -> bool:
@@ -56,62 +64,66 @@ class Task:
 
     @property
     def folders(self) -> list[Path]:
-        return (
-            []
-            if self.streams
-            else [folder for folder in (self.folder, self.holdout_folder) if folder is not None]
-        )
+        """The folders of the caches; none for a stream."""
+        if self.streams:
+            return []
+        if self.holdout_folder is None:
+            return [self.folder]
+        return [self.folder, self.holdout_folder]
 
     @property
-    def written(self) -> set[Path]:
+    def image_folders(self) -> set[Path]:
         """The folders of images that reading the rows writes."""
         return {root_of(self.config.data) / IMAGES, cache_dir() / DIGITS}
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
+        """Whether all caches exist."""
         return all(read_info(folder) is not None for folder in self.folders)
 
 
 def make(task: Task, tokenizer_path: str, base_dir: Path, progress: Progress) -> None:
-    config = task.config
-    root, data, train = task.folder.parent, config.data, task.role == "train"
+    """Make the caches of a task. Raises DataError for input that cannot be used."""
+    root = task.folder.parent
+    duplicates = task.config.data.duplicates
     with (
         temporary_folder(root) as staging,
-        temporary_folder(root) as aside,
-        temporary_folder(root) as held,
+        temporary_folder(root) as training,
+        temporary_folder(root) as held_out,
     ):
         stage = _tokenise(task, staging, tokenizer_path, base_dir, progress)
-        if train and data.duplicates is not None:
+        if task.role == "train" and duplicates is not None:
             drop_copies(stage)
-            if data.duplicates.kind == "near":
-                drop_near_copies(stage, data.duplicates.threshold)
+            if duplicates.kind == "near":
+                drop_near_copies(stage, duplicates.threshold)
         rows = int((stage.role == TRAIN).sum())
         progress("pack", 0, rows)
         if task.holdout_folder is not None:
-            wanted = (
-                data.holdout
-                if isinstance(data.holdout, int)
-                else max(1, round(data.holdout * rows))
-            )
-            if wanted >= rows:
-                fix = "hold out fewer, or give data.eval"
-                what = f"{wanted} rows are to be held out of {rows}, which leaves none to learn"
-                raise DataError(what, where="data.holdout", fix=fix)
-            if judges_answers(config.algorithm.forms):
-                stage.hold_out_prompts(wanted)
-            else:
-                stage.hold_out(wanted)
-            held_out = int((stage.role == HELD_OUT).sum())
-            if held_out == rows:
-                what = (
-                    f"all {rows} rows are answers to held-out prompts, which leaves none to learn"
-                )
-                raise DataError(what, where="data.holdout", fix="give data.eval")
-            finish(task, stage, held, task.holdout_folder, HELD_OUT)
+            _hold_out(task.config, stage, rows)
+            finish(task, stage, held_out, task.holdout_folder, HELD_OUT)
         for name in ("tokens.bin", "learn.bin"):
-            (staging / name).rename(aside / name)
-        finish(task, stage, aside, task.folder, TRAIN)
+            (staging / name).rename(training / name)
+        finish(task, stage, training, task.folder, TRAIN)
         progress("pack", rows, rows)
+
+
+def _hold_out(config: Config, stage: Stage, rows: int) -> None:
+    """Hold out `data.holdout` of the `rows` rows of a stage. Raises DataError if none is left."""
+    wanted = config.data.holdout
+    if not isinstance(wanted, int):
+        wanted = max(1, round(wanted * rows))
+    if wanted >= rows:
+        what = f"{wanted} rows are to be held out of {rows}, which leaves none to learn"
+        fix = "hold out fewer, or give data.eval"
+        raise DataError(what, where="data.holdout", fix=fix)
+    if judges_answers(config.algorithm.forms):
+        stage.hold_out_prompts(wanted)
+    else:
+        stage.hold_out(wanted)
+    held_out = int((stage.role == HELD_OUT).sum())
+    if held_out == rows:
+        what = f"all {rows} rows are answers to held-out prompts, which leaves none to learn"
+        raise DataError(what, where="data.holdout", fix="give data.eval")
 
 
 def rows_of(
@@ -123,82 +135,126 @@ def rows_of(
     faulty: bool = False,
     seen: Keep = iter,
 ) -> Generator[Row, None, int]:
-    """The rows of a source that fulfil its conditions, without the first `skip`; what was left out, and the formats that were found, are
-    noted in `stage`. `faulty`: see `read_rows`. All of its raw rows go through `seen`. Returns how many there are. Raises DataError also
-    where none has a mapped column."""
-    source, role, found, ties = task.sources[number], task.role, 0, Counter[str]()
-    own = f"data.{role}.{task.eval_set or ''}".rstrip(".") + f"[{number}].where"
-    mapped = {name for part in OPTIONAL if (name := getattr(source.columns, part))}
-    conditions = [
-        (own, source.where),
-        ("data.where", task.config.data.where if role == "train" else None),
-    ]
+    """Yield the rows of a source that fulfil its conditions, and return how many there are.
 
-    def dropped(rows: int) -> None:
-        stage.counts.update({(number, "read"): rows, (number, "filtered"): rows})
+    Raises DataError if there is none, and if no row has a mapped column.
 
-    def noted(raw: RawRows) -> RawRows:
-        for place, (origin, values) in raw:
-            mapped.difference_update(values)
-            yield place, (origin, values)
-
-    def keep(raw: RawRows) -> RawRows:
-        rows = seen(noted(raw) if mapped else raw)
-        return where(
-            rows,
-            [(key, condition) for key, condition in conditions if condition is not None],
-            dropped,
-        )
-
-    for found, row in enumerate(
-        read_rows(source, base_dir, task.config.algorithm.forms, ties, number, keep, faulty), 1
-    ):
+    Args:
+        task: what reads the rows.
+        number: the source's place in `task.sources`.
+        base_dir: the folder that paths of the config are relative to.
+        stage: where the rows that are left out are counted, and the formats that were found noted.
+        skip: so many rows are not yielded.
+        faulty: see `read_rows`.
+        seen: all raw rows of the source go through it.
+    """
+    source = task.sources[number]
+    raw_filter = _RawFilter(task, number, stage, seen)
+    forms = task.config.algorithm.forms
+    ties = Counter[str]()
+    found = 0
+    for row in read_rows(source, base_dir, forms, ties, number, raw_filter.apply, faulty):
+        found += 1
         if row.format:
             stage.formats.setdefault(describe(source), set()).add(row.format)
         if found > skip:
             yield row
-    stage.counts.update({(number, "read"): ties.total(), (number, "ties"): ties.total()})
+    stage.counts[number, "read"] += ties.total()
+    stage.counts[number, "ties"] += ties.total()
     if not found:
-        what = (
-            "no row of it fulfils its conditions (`where`)"
-            if stage.counts[number, "read"]
-            else "the dataset is empty: it has no rows"
-        )
+        if stage.counts[number, "read"]:
+            what = "no row of it fulfils its conditions (`where`)"
+        else:
+            what = "the dataset is empty: it has no rows"
         raise DataError(what, where=describe(source))
-    # A stream goes on: its first pass may end after days.
-    if (
-        mapped
-        and not task.streams
-        and (source.limit is None or found + ties.total() < source.limit)
-    ):
-        what = f"no row has the column {min(mapped)!r}, which `columns` maps"
+    # A source that is cut at its limit may have the column further on. So may a stream: it goes on,
+    # and its first pass may end after days.
+    is_read_whole = source.limit is None or found + ties.total() < source.limit
+    if raw_filter.absent and is_read_whole and not task.streams:
+        what = f"no row has the column {min(raw_filter.absent)!r}, which `columns` maps"
         raise DataError(what, where=describe(source), fix="name one that is there, or leave it out")
     return found
 
 
+class _RawFilter:
+    """Leaves out the raw rows of a source that do not fulfil its conditions, and counts them.
+
+    `absent`: the mapped columns that no raw row has had so far.
+    """
+
+    def __init__(self, task: Task, number: int, stage: Stage, seen: Keep) -> None:
+        self.number = number
+        self.stage = stage
+        self.seen = seen
+        self.conditions = _conditions(task, number)
+        self.absent: set[str] = set()
+        for part in OPTIONAL:
+            column = getattr(task.sources[number].columns, part)
+            if column:
+                self.absent.add(column)
+
+    def apply(self, raw: RawRows) -> RawRows:
+        """Return the rows that fulfil the conditions."""
+        if self.absent:
+            raw = self._note_columns(raw)
+        return where(self.seen(raw), self.conditions, self._count_dropped)
+
+    def _note_columns(self, raw: RawRows) -> RawRows:
+        for place, (origin, values) in raw:
+            self.absent.difference_update(values)
+            yield place, (origin, values)
+
+    def _count_dropped(self, rows: int) -> None:
+        self.stage.counts[self.number, "read"] += rows
+        self.stage.counts[self.number, "filtered"] += rows
+
+
+def _conditions(task: Task, number: int) -> list[tuple[str, str]]:
+    """Return (key of the config, SQL) of each condition on the rows of a source."""
+    conditions = []
+    own = task.sources[number].where
+    if own is not None:
+        sources = f"data.{task.role}.{task.eval_set or ''}".rstrip(".")
+        conditions.append((f"{sources}[{number}].where", own))
+    of_training = task.config.data.where
+    if task.role == "train" and of_training is not None:
+        conditions.append(("data.where", of_training))
+    return conditions
+
+
+def _rows_of_all(task: Task, base_dir: Path, stage: Stage) -> Iterator[Row]:
+    """Yield the rows of all sources, one after another."""
+    for number in range(len(task.sources)):
+        yield from rows_of(task, number, base_dir, stage)
+
+
 def job_of(task: Task, folder: Path, tokenizer_path: str, base_dir: Path) -> Job:
-    """What tokenises the rows. The evaluation rows that training rows are compared with are read into `folder`."""
-    config, wanted = task.config, task.config.data.decontaminate
-    path = None
-    if wanted is not None and task.role == "train":
-        held_out = Task(config, config.data.eval, task.folder, None, task.vision, "")
-        aside = Stage(folder, np.dtype(np.uint16))
-        rows = chain.from_iterable(
-            rows_of(held_out, number, base_dir, aside) for number in range(len(held_out.sources))
-        )
-        path = Evaluation.of(rows, wanted.ngram, wanted.overlap, folder)
-    # Held-out rows are in no order of a curriculum, so they need no column for it.
-    data = (
-        config.data if task.role == "train" else config.data.model_copy(update={"curriculum": None})
-    )
-    return Job(tokenizer_path, config.model, config.algorithm, data, task.vision, path)
+    """Return the settings that tokenise the rows.
+
+    The evaluation rows that training rows are compared with are read into `folder`.
+    """
+    config = task.config
+    data = config.data
+    evaluation = None
+    if task.role == "train":
+        if data.decontaminate is not None:
+            held_out = Task(config, data.eval, task.folder, None, task.vision, "")
+            # It only counts: nobody reads what was left out of these rows.
+            counts = Stage(folder, np.dtype(np.uint16))
+            rows = _rows_of_all(held_out, base_dir, counts)
+            wanted = data.decontaminate
+            evaluation = Evaluation.of(rows, wanted.ngram, wanted.overlap, folder)
+    else:
+        # Held-out rows are in no order of a curriculum, so they need no column for it.
+        data = data.model_copy(update={"curriculum": None})
+    return Job(tokenizer_path, config.model, config.algorithm, data, task.vision, evaluation)
 
 
 def token_type(job: Job) -> np.dtype[Any]:
-    """Of the token files."""
-    return np.dtype(
-        np.uint32 if job.tokenizer is not None and len(job.tokenizer) > 2**16 else np.uint16
-    )
+    """Return the type of the token files, the smaller of two that holds all tokens."""
+    if job.tokenizer is not None and len(job.tokenizer) > 2**16:
+        return np.dtype(np.uint32)
+    return np.dtype(np.uint16)
 
 
 def _tokenise(
@@ -207,88 +263,87 @@ def _tokenise(
     """Tokenise every row of the sources into `folder`. Raises DataError if no row has a target."""
     config = task.config
     job = job_of(task, folder, tokenizer_path, base_dir)
-    sizes = [
-        min(source.size, source.limit or source.size)
-        for source in task.sources
-        if isinstance(source, TasksSource)
-    ]
-    # Others do not tell before they are read.
-    total = sum(sizes) if len(sizes) == len(task.sources) else None
+    total = _known_size(task.sources)
     stage = Stage(folder, token_type(job))
-    rows = chain.from_iterable(
-        rows_of(task, number, base_dir, stage) for number in range(len(task.sources))
-    )
+    rows = _rows_of_all(task, base_dir, stage)
     with stage:
         for chunk in encode_all(job, rows, config.data.workers):
             stage.write(chunk)
             progress("tokenise", stage.total("read"), total)
-    require_rows(stage, ", ".join(map(describe, task.sources)), config)
+    require_rows(stage, _describe_all(task), config)
     return stage
+
+
+def _known_size(sources: list[Source]) -> int | None:
+    """Return the rows of some sources; None unless all of them tell before they are read."""
+    total = 0
+    for source in sources:
+        if not isinstance(source, TasksSource):
+            return None
+        total += min(source.size, source.limit or source.size)
+    return total
+
+
+def _describe_all(task: Task) -> str:
+    return ", ".join(map(describe, task.sources))
 
 
 def require_rows(stage: Stage, place: str, config: Config) -> None:
     """Raises DataError if no row of a stage is usable."""
     if stage.rows:
         return
-    rows = stage.total("read") - sum(map(stage.total, ("filtered", "ties", "contaminated")))
+    left_out = stage.total("filtered") + stage.total("ties") + stage.total("contaminated")
+    rows = stage.total("read") - left_out
+    max_length = config.data.max_length
     if not rows:
+        what = "all rows hold rows of data.eval (data.decontaminate)"
         fix = "evaluate on rows that are not trained on"
-        raise DataError(
-            "all rows hold rows of data.eval (data.decontaminate)", where=place, fix=fix
-        )
-    if stage.total("too_long") == rows:
+    elif stage.total("too_long") == rows:
         alternatives = [policy for policy in ("right", "left") if policy != config.data.truncation]
+        what = f"all {rows} rows are longer than data.max_length {max_length}"
         fix = f"raise it, or set data.truncation to {' or '.join(alternatives)}"
-        raise DataError(
-            f"all {rows} rows are longer than data.max_length {config.data.max_length}",
-            where=place,
-            fix=fix,
+    else:
+        what = f"none of the {rows} rows has a token to learn: all labels are masked"
+        fix = (
+            "check that rows have assistant turns within data.max_length, or set data.learn_on: all"
         )
-    fix = "check that rows have assistant turns within data.max_length, or set data.learn_on: all"
-    raise DataError(
-        f"none of the {rows} rows has a token to learn: all labels are masked", where=place, fix=fix
-    )
+    raise DataError(what, where=place, fix=fix)
 
 
 def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -> None:
-    """Make samples of the rows of a role in `temporary`, which has the token files of training rows, and give the cache its name."""
-    config, grouped = task.config, task.config.data.mixed and task.role == "train"
-    layout, rows, images = (
-        Layout(temporary),
-        Column(temporary / "rows.npy", np.dtype(np.uint64)),
-        dict[str, int](),
-    )
-    row_set, folders, by_source = (
-        0,
-        set[Path](),
-        [_counted(stage, number, source) for number, source in enumerate(task.sources)],
-    )
-    copies = None if role == TRAIN else Copies(stage, temporary)
-    ordered = config.data.curriculum is not None and task.role == "train" and role == TRAIN
+    """Make samples of the rows of a role, and give the cache its name.
+
+    Args:
+        task: what the rows are of.
+        stage: the tokenised rows.
+        temporary: the folder to write to, which has the token files of training rows.
+        folder: the cache's name.
+        role: TRAIN or HELD_OUT.
+    """
+    config = task.config
+    is_training = task.role == "train"
+    grouped = config.data.mixed and is_training
+    ordered = config.data.curriculum is not None and is_training and role == TRAIN
+    has_own_samples = grouped or len(task.sources) == 1
+    summary = _Summary(task, stage)
+    layout = Layout(temporary)
+    rows = Column(temporary / "rows.npy", np.dtype(np.uint64))
+    copies = None
+    if role != TRAIN:
+        copies = _TokenCopies(stage, temporary)
     for source, numbers in stage.blocks(role, grouped, ordered):
         records = stage.records(numbers)
-        segments, learned, owner = stage.segments_of(records)
-        for number, tokens in enumerate(
-            np.bincount(records["source"][owner], segments[:, 1] - segments[:, 0], len(by_source))
-        ):
-            by_source[number]["tokens"] += int(tokens)
-        for number, count in enumerate(np.bincount(records["source"], minlength=len(by_source))):
-            by_source[number]["rows"] += int(count)
+        segments = stage.segments_of(records)
+        summary.add_rows(records, segments)
         if copies is not None:
-            segments = copies.of(segments)
-        before = layout.samples
-        metas = layout.add(*_samples(config, segments, learned, owner, stage.metas_of(records)))
-        if config.images_alone or task.vision is not None:
-            folders |= folders_of(metas) & task.written
-        for key, count in count_images(metas).items():
-            images[key] = images.get(key, 0) + count
-        if grouped or len(by_source) == 1:
-            by_source[source]["samples"] = (
-                (by_source[source]["samples"] or 0) + layout.samples - before
-            )
-        hashes = np.ascontiguousarray(records["digest"][:, 0])
-        row_set = (row_set + int(hashes.sum(dtype=np.uint64))) % 2**64
-        rows.add(hashes)
+            segments = segments._replace(ranges=copies.copy(segments.ranges))
+        samples = _samples_of(config, segments, stage.metas_of(records))
+        samples_before = layout.samples
+        metas = layout.add(*samples)
+        summary.add_images(metas)
+        if has_own_samples:
+            summary.add_samples(source, layout.samples - samples_before)
+        rows.add(np.ascontiguousarray(records["digest"][:, 0]))
     if copies is not None:
         copies.close()
     counts = layout.close()
@@ -296,88 +351,174 @@ def finish(task: Task, stage: Stage, temporary: Path, folder: Path, role: int) -
     if not counts["samples"]:
         raise DataError(
             "no sample has a token to learn",
-            where=", ".join(map(describe, task.sources)),
+            where=_describe_all(task),
             fix="raise data.max_length",
         )
-    info = {
-        "hash": folder.name,
-        "sources": [describe(source) for source in task.sources],
-        "formats": [
-            f"{source}: read as {' and '.join(sorted(names))}"
-            for source, names in stage.formats.items()
-        ],
-        "dtype": stage.dtype.name,
-        "packing": config.packs,
-        "max_length": config.data.max_length,
-        "limit": config.data.max_length - config.algorithm.new_tokens,
-        "rows": rows.count,
-        "rows_read": stage.total("read"),
-        "held_out": int((stage.role == HELD_OUT).sum()) if role == TRAIN else 0,
-        "truncated": stage.total("truncated"),
-        "hides_reasoning": stage.total("hides_reasoning"),
-        "dropped": stage.total("too_long") + stage.total("unlearned"),
-        "dropped_too_long": stage.total("too_long"),
-        "dropped_unlearned": stage.total("unlearned"),
-        **{name: stage.total(name) for name in ("filtered", "ties", "duplicates", "contaminated")},
-        "by_source": by_source,
-        "row_set": row_set
-        - 2**64
-        * (row_set >= 2**63),  # the same in any order; signed, as JSON files of ours hold no more
-        **counts,
-        **images,
-        "image_folders": sorted(map(str, folders)),
-        "efficiency": counts["tokens"] / (counts["samples"] * config.data.max_length)
-        if config.packs
-        else None,
-    }
+    held_out = 0
+    if role == TRAIN:
+        held_out = int((stage.role == HELD_OUT).sum())
+    info = summary.info(folder.name, rows.count, held_out, counts)
     commit(temporary, folder, info)
 
 
-def _counted(stage: Stage, number: int, source: Source) -> dict[str, Any]:
-    """A `SourcePlan` as far as the stage knows it."""
-    outcomes = {name: stage.counts[number, name] for name in ("read", "truncated", *LEFT_OUT)}
-    return {"name": describe(source), "rows": 0, "tokens": 0, "samples": None, **outcomes}
+class _Summary:
+    """What info.json tells of the rows and samples of a cache, counted a block of rows at a time.
+
+    `by_source`: a `SourcePlan` of each source, as far as it is known. `row_set`: the sum of the
+    hashes of all rows modulo 2^64, which is the same in any order.
+    """
+
+    def __init__(self, task: Task, stage: Stage) -> None:
+        self.task = task
+        self.stage = stage
+        self.images = Counter[str]()
+        self.image_folders: set[Path] = set()
+        self.row_set = 0
+        self.by_source: list[dict[str, Any]] = []
+        for number, source in enumerate(task.sources):
+            outcomes = {
+                name: stage.counts[number, name] for name in ("read", "truncated", *LEFT_OUT)
+            }
+            self.by_source.append(
+                {"name": describe(source), "rows": 0, "tokens": 0, "samples": None, **outcomes}
+            )
+
+    def add_rows(self, records: Rows, segments: Segments) -> None:
+        """Count rows and their tokens."""
+        sources = records["source"]
+        sizes = segments.ranges[:, 1] - segments.ranges[:, 0]
+        count = len(self.by_source)
+        tokens = np.bincount(sources[segments.owners], sizes, count)
+        rows = np.bincount(sources, minlength=count)
+        for number, entry in enumerate(self.by_source):
+            entry["tokens"] += int(tokens[number])
+            entry["rows"] += int(rows[number])
+        hashes = int(records["digest"][:, 0].sum(dtype=np.uint64))
+        self.row_set = (self.row_set + hashes) % 2**64
+
+    def add_images(self, metas: Sequence[bytes]) -> None:
+        """Count the images of samples with these metas, and note the folders that were written."""
+        if self.task.config.images_alone or self.task.vision is not None:
+            self.image_folders |= folders_of(metas) & self.task.image_folders
+        self.images.update(count_images(metas))
+
+    def add_samples(self, source: int, samples: int) -> None:
+        """Count samples of one source."""
+        entry = self.by_source[source]
+        entry["samples"] = (entry["samples"] or 0) + samples
+
+    def info(self, name: str, rows: int, held_out: int, counts: dict[str, int]) -> dict[str, Any]:
+        """Return the content of info.json. `counts`: of `Layout`."""
+        config = self.task.config
+        stage = self.stage
+        max_length = config.data.max_length
+        formats = []
+        for source, names in stage.formats.items():
+            formats.append(f"{source}: read as {' and '.join(sorted(names))}")
+        row_set = self.row_set
+        # JSON files of ours hold no more than a signed number of 64 bits.
+        if row_set >= 2**63:
+            row_set -= 2**64
+        efficiency = None
+        if config.packs:
+            efficiency = counts["tokens"] / (counts["samples"] * max_length)
+        return {
+            "hash": name,
+            "sources": [describe(source) for source in self.task.sources],
+            "formats": formats,
+            "dtype": stage.dtype.name,
+            "packing": config.packs,
+            "max_length": max_length,
+            "limit": max_length - config.algorithm.new_tokens,
+            "rows": rows,
+            "rows_read": stage.total("read"),
+            "held_out": held_out,
+            "truncated": stage.total("truncated"),
+            "hides_reasoning": stage.total("hides_reasoning"),
+            "dropped": stage.total("too_long") + stage.total("unlearned"),
+            "dropped_too_long": stage.total("too_long"),
+            "dropped_unlearned": stage.total("unlearned"),
+            "filtered": stage.total("filtered"),
+            "ties": stage.total("ties"),
+            "duplicates": stage.total("duplicates"),
+            "contaminated": stage.total("contaminated"),
+            "by_source": self.by_source,
+            "row_set": row_set,
+            **counts,
+            **self.images,
+            "image_folders": sorted(map(str, self.image_folders)),
+            "efficiency": efficiency,
+        }
 
 
-def _samples(
-    config: Config, segments: Ints, learned: Ints, owner: Ints, metas: list[bytes]
-) -> tuple[Ints, Ints, Ints, list[bytes]]:
-    """(segments, samples, targets of each segment, metas) of rows that are packed together, for `Layout.add`."""
-    sizes = segments[:, 1] - segments[:, 0]
+class _Samples(NamedTuple):
+    """Samples in the form of `Layout.add`.
+
+    `segments`: int64[S, 2], ranges of tokens. `offsets`: int64[N + 1], sample i is segments
+    offsets[i]..offsets[i + 1]. `learned`: targets of each segment. `metas`: of each sample, or none.
+    """
+
+    segments: Ints
+    offsets: Ints
+    learned: Ints
+    metas: list[bytes]
+
+
+def _samples_of(config: Config, segments: Segments, metas: list[bytes]) -> _Samples:
+    """Return the samples of rows that are packed together."""
+    ranges = segments.ranges
+    max_length = config.data.max_length
     if not config.packs:
-        return segments, bounds(np.bincount(owner)), learned, metas
+        offsets = bounds(np.bincount(segments.owners))
+        return _Samples(ranges, offsets, segments.learned, metas)
     if config.algorithm.cuts:
-        segments, samples = cut(segments[:, 0], segments[:, 1], config.data.max_length)
-        return segments, samples, segments[:, 1] - segments[:, 0] - 1, []
-    groups = pack(sizes, config.data.max_length)
+        pieces, offsets = cut(ranges[:, 0], ranges[:, 1], max_length)
+        # All tokens of a piece but its first one are targets.
+        learned = pieces[:, 1] - pieces[:, 0] - 1
+        return _Samples(pieces, offsets, learned, [])
+    sizes = ranges[:, 1] - ranges[:, 0]
+    groups = pack(sizes, max_length)
     order = np.fromiter(chain.from_iterable(groups), np.int64, len(sizes))
-    joined = join_metas(metas, range(len(metas)), groups) if any(metas) else []
-    return segments[order], bounds([len(group) for group in groups]), learned[order], joined
+    offsets = bounds([len(group) for group in groups])
+    joined: list[bytes] = []
+    if any(metas):
+        joined = join_metas(metas, range(len(metas)), groups)
+    return _Samples(ranges[order], offsets, segments.learned[order], joined)
 
 
-class Copies:
-    """The tokens of some segments, copied to the token files of another folder."""
+class _Copied(NamedTuple):
+    """A token file, its copy, and the bytes of an item."""
+
+    source: BinaryIO
+    target: BinaryIO
+    item_size: int
+
+
+class _TokenCopies:
+    """The token files of a folder, to which segments are copied from those of a stage."""
 
     def __init__(self, stage: Stage, folder: Path) -> None:
-        self.sizes = {"tokens.bin": stage.dtype.itemsize, "learn.bin": 1}
-        self.pairs = [
-            ((stage.folder / name).open("rb"), (folder / name).open("wb"), size)
-            for name, size in self.sizes.items()
-        ]
+        self.files: list[_Copied] = []
+        for name, item_size in (("tokens.bin", stage.dtype.itemsize), ("learn.bin", 1)):
+            source = (stage.folder / name).open("rb")
+            target = (folder / name).open("wb")
+            self.files.append(_Copied(source, target, item_size))
+        # Tokens that are copied.
         self.end = 0
 
-    def of(self, segments: Ints) -> Ints:
-        """The ranges of the copies."""
+    def copy(self, segments: Ints) -> Ints:
+        """Copy segments, which are ranges int64[S, 2] of tokens. Return the ranges of the copies."""
         for start, stop in segments.tolist():
-            for source, target, size in self.pairs:
-                source.seek(start * size)
-                target.write(source.read((stop - start) * size))
+            for file in self.files:
+                file.source.seek(start * file.item_size)
+                file.target.write(file.source.read((stop - start) * file.item_size))
         ends = self.end + np.cumsum(segments[:, 1] - segments[:, 0])
         starts = np.concatenate(([self.end], ends[:-1])).astype(np.int64)
         self.end = int(ends[-1])
         return np.stack((starts, ends), axis=1)
 
     def close(self) -> None:
-        for source, target, _ in self.pairs:
-            source.close()
-            target.close()
+        """Close all files."""
+        for file in self.files:
+            file.source.close()
+            file.target.close()

@@ -12,54 +12,81 @@ Ints = npt.NDArray[np.int64]
 
 
 def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> list[list[int]]:
-    """Groups of whole rows with at most `capacity` tokens each; every row is in exactly one group. Best-fit decreasing (Johnson 1973: at
-    most 11/9 of the fewest possible groups, plus 4): rows from the longest down, each into the fullest group with room for it. The distinct
-    free rooms are in a sorted list, so a row costs two binary searches: O(n log n). Ties go by row index, so the same lengths give the same
-    groups everywhere. Rows in a group, and groups by their first row, are in row order."""
+    """Return groups of whole rows with at most `capacity` tokens each; every row is in one group.
+
+    `lengths`: tokens of each row, from 1 to `capacity`. Rows in a group, and groups by their first
+    row, are in row order.
+
+    This is best-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible groups, plus 4):
+    rows from the longest down, each into the fullest group with room for it. The distinct free rooms
+    are in a sorted list, so a row costs two binary searches: O(n log n). Ties go by row index, so
+    the same lengths give the same groups everywhere.
+    """
     sizes = np.asarray(lengths, dtype=np.int64)
     if not len(sizes):
         return []
     assert sizes.min() > 0 and sizes.max() <= capacity, "rows must fit: truncate first"
     groups: list[list[int]] = []
-    rooms: list[int] = []  # distinct free rooms, ascending
-    holders: dict[int, list[int]] = {}  # room → groups that have it, last in first out
+    # Distinct free rooms, ascending.
+    rooms: list[int] = []
+    # The groups that have each room. The last one is filled first.
+    groups_by_room: dict[int, list[int]] = {}
     order = np.argsort(-sizes, kind="stable")
     for row, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         at = bisect_left(rooms, size)
         if at == len(rooms):
-            group, room = len(groups), capacity
+            group = len(groups)
             groups.append([row])
+            left = capacity - size
         else:
             room = rooms[at]
-            group = holders[room].pop()
+            group = groups_by_room[room].pop()
             groups[group].append(row)
-            if not holders[room]:
-                del rooms[at], holders[room]
-        left = room - size
+            left = room - size
+            if not groups_by_room[room]:
+                del rooms[at]
+                del groups_by_room[room]
         if left:
-            if left not in holders:
+            if left not in groups_by_room:
                 insort(rooms, left)
-                holders[left] = []
-            holders[left].append(group)
+                groups_by_room[left] = []
+            groups_by_room[left].append(group)
     for members in groups:
         members.sort()
-    groups.sort(key=lambda members: members[0])
+    # No row is in two groups, so their first rows decide.
+    groups.sort()
     return groups
 
 
 def cut(starts: Ints, stops: Ints, capacity: int) -> tuple[Ints, Ints]:
-    """Sequences of `capacity` tokens, for pretraining: documents are joined end to end, and the stream is cut. Documents are ranges
-    [starts, stops) in a token file. Returns `segments` int64[S, 2], ranges of the same file in stream order, and `offsets` int64[N + 1]:
-    sequence i is segments offsets[i]..offsets[i + 1]. A document with a cut inside continues as a new segment. Only the last sequence may
-    be shorter."""
-    ends = np.cumsum(stops - starts)
+    """Join documents end to end, and cut the stream into sequences of `capacity` tokens.
+
+    This is for pretraining. A document with a cut inside continues as a new segment. Only the last
+    sequence may be shorter.
+
+    Args:
+        starts: int64[D], where documents start in a token file.
+        stops: int64[D], where they stop.
+        capacity: tokens of a sequence.
+
+    Returns:
+        `segments`, int64[S, 2]: ranges of the same file in stream order. `offsets`, int64[N + 1]:
+        sequence i is segments offsets[i]..offsets[i + 1].
+    """
+    sizes = stops - starts
+    ends = np.cumsum(sizes)
     total = int(ends[-1]) if len(ends) else 0
     if not total:
         return np.zeros((0, 2), np.int64), np.zeros(1, np.int64)
-    at = np.union1d(ends, np.arange(0, total, capacity, dtype=np.int64))
-    firsts, lasts = at[:-1], at[1:]
+    cuts = np.arange(0, total, capacity, dtype=np.int64)
+    # In the stream a segment goes from one of these to the next.
+    edges = np.union1d(ends, cuts)
+    firsts = edges[:-1]
+    lasts = edges[1:]
     document = np.searchsorted(ends, firsts, side="right")
-    shift = starts[document] - (ends[document] - (stops - starts)[document])
+    begins = ends - sizes
+    # From a place in the stream to the place in the file.
+    shift = starts[document] - begins[document]
     segments = np.stack((firsts + shift, lasts + shift), axis=1)
-    offsets = np.searchsorted(firsts, np.arange(0, total, capacity, dtype=np.int64))
-    return segments, np.append(offsets, len(segments)).astype(np.int64)
+    offsets = np.append(np.searchsorted(firsts, cuts), len(segments))
+    return segments, offsets.astype(np.int64)

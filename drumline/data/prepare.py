@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,56 +33,82 @@ def prepare(
     vision: Vision | None = None,
     check: bool = False,
 ) -> DataPlan:
-    """What the caches of `config.data` hold, which are made if they do not exist, or their images were lost. `on_progress(phase, rows done,
-    all rows if known)`: the phases are "hash" (of the input), "tokenise", "pack". `vision`: of a vision-language model. `check`: verify the
-    caches that exist, and make damaged ones again. Raises DataError for input that cannot be used, PlanError for what cannot be compared,
-    EnvironmentFault for a disk that cannot be written."""
+    """Return what the caches of `config.data` hold.
+
+    Caches that do not exist, or whose images were lost, are made first. Raises DataError for input
+    that cannot be used, PlanError for what cannot be compared, EnvironmentFault for a disk that
+    cannot be written.
+
+    Args:
+        config: the config of the run.
+        tokenizer_path: the folder of the tokenizer.
+        base_dir: the folder that paths of the config are relative to.
+        on_progress: called with a phase ("hash" of the input, "tokenise" or "pack"), the rows done,
+            and all rows if their number is known.
+        vision: of a vision-language model.
+        check: verify the caches that exist, and make damaged ones again.
+    """
     for refusal in compared_images(config, vision is not None):
         raise refusal.error()
-    progress = on_progress or (lambda phase, done, total: None)
+    progress = on_progress or _ignore_progress
     progress("hash", 0, None)
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
     for task in tasks:
         for folder in task.folders:
             if (check and _is_damaged(folder)) or _lacks_images(folder):
                 shutil.rmtree(folder)
-        if not _done(task):
-            (
-                begin(task, tokenizer_path, base_dir)
-                if task.streams
-                else make(task, tokenizer_path, base_dir, progress)
-            )
+        if _is_done(task):
+            continue
+        if task.streams:
+            begin(task, tokenizer_path, base_dir)
+        else:
+            make(task, tokenizer_path, base_dir, progress)
     return _plan(tasks)
+
+
+def _ignore_progress(phase: str, done: int, total: int | None) -> None:
+    """Nobody follows the progress."""
 
 
 def cached(
     config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None = None
 ) -> DataPlan | None:
-    """The same if all of the caches exist, else None."""
+    """Return the same as `prepare` if all of the caches exist and are whole, else None."""
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
-    lost = any(_lacks_images(folder) for task in tasks for folder in task.folders)
-    return _plan(tasks) if all(map(_done, tasks)) and not lost else None
+    for task in tasks:
+        if any(_lacks_images(folder) for folder in task.folders):
+            return None
+    if all(map(_is_done, tasks)):
+        return _plan(tasks)
+    return None
 
 
 def _is_damaged(folder: Path) -> bool:
+    """Whether the files of a cache differ from what was written. A folder without a cache is not damaged."""
+    info = read_info(folder)
+    sha256 = {} if info is None else info["sha256"]
     try:
-        verify(folder, (read_info(folder) or {"sha256": {}})["sha256"])
+        verify(folder, sha256)
     except DataError:
         return True
     return False
 
 
 def _lacks_images(folder: Path) -> bool:
+    """Whether there is a cache in a folder, and images of it are gone."""
     return read_info(folder) is not None and lacks_images(TokenCache.open(folder))
 
 
-def _done(task: Task) -> bool:
-    return is_begun(task.folder) if task.streams else task.done
+def _is_done(task: Task) -> bool:
+    if task.streams:
+        return is_begun(task.folder)
+    return task.is_done
 
 
 def _tasks(
     config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None
 ) -> list[Task]:
+    """Return the passes over the data: the rows to train on first, then each evaluation set."""
     data = config.data
     root = root_of(data)
     if data.eval and data.holdout:
@@ -92,102 +119,143 @@ def _tasks(
         )
     require_room(config.algorithm.new_tokens, data.max_length)
 
-    def folder(sources: list[Source], role: str) -> Path:
+    def folder_of(sources: list[Source], role: str) -> Path:
         return root / cache_key(config, sources, role, tokenizer_path, base_dir, vision)
 
-    tasks = [
-        Task(
-            config,
-            data.train,
-            folder(data.train, "train"),
-            folder(data.train, "holdout") if data.holdout else None,
-            vision,
-        )
-    ]
+    train_folder = folder_of(data.train, "train")
+    holdout_folder = None
+    if data.holdout:
+        holdout_folder = folder_of(data.train, "holdout")
+    tasks = [Task(config, data.train, train_folder, holdout_folder, vision)]
     for name, sources in data.eval_sets.items():
-        tasks.append(Task(config, sources, folder(sources, "eval"), None, vision, name))
+        tasks.append(Task(config, sources, folder_of(sources, "eval"), None, vision, name))
     return tasks
 
 
 def _plan(tasks: list[Task]) -> DataPlan:
-    config, vision, streams = tasks[0].config, tasks[0].vision, tasks[0].streams
-    train = None if streams else TokenCache.open(tasks[0].folder)
-    info = read_ledger(tasks[0].folder)["first"] if train is None else train.info
-    folders = {task.eval_set: task.folder for task in tasks if task.eval_set is not None}
-    if tasks[0].holdout_folder is not None:
-        folders = {"": tasks[0].holdout_folder}
-    held_out = {name: TokenCache.open(folder) for name, folder in folders.items()}
-    left = [
-        line
-        for name, cache in held_out.items()
-        for line in left_out(f"eval.{name}".rstrip("."), cache.info)
-    ]
+    """Return what the caches of all tasks hold. The first task is that of the rows to train on."""
+    task = tasks[0]
+    config = task.config
+    if task.streams:
+        train = None
+        train_name = "train, first block"
+        info = read_ledger(task.folder)["first"]
+    else:
+        train = TokenCache.open(task.folder)
+        train_name = "train"
+        info = train.info
+    held_out = _open_held_out(tasks)
     if train is not None:
         config.algorithm.check_rows(train)
-    sources, key = _sources(config, info), tasks[0].folder.name
-    of_stream = DataIdentity(
-        cache=str(tasks[0].folder), content=key, rows=info["rows"], row_set=int(key[:12], 16)
-    )
+    sources = _plan_sources(config, info)
+    labels: tuple[str, ...] = ()
+    if train is None:
+        identity = _identity_of_stream(task, info)
+    else:
+        labels = config.algorithm.classes(train, [*held_out.values()])
+        identity = identify(train)
+    epoch_samples = 0
+    if config.data.mixed:
+        epoch_samples = sum(source.per_epoch for source in sources)
+    image_tokens = 0
+    if task.vision:
+        image_tokens = info.get("patches", 0) // task.vision.merge**2
+    eval_sources: list[SourcePlan] = []
+    lines_left_out = left_out(train_name, info)
+    if config.data.eval:
+        for name, cache in held_out.items():
+            eval_sources += [SourcePlan(**entry) for entry in cache.info["by_source"]]
+            lines_left_out += left_out(f"eval.{name}".rstrip("."), cache.info)
     return DataPlan(
-        train_cache=str(tasks[0].folder),
+        train_cache=str(task.folder),
         eval_caches={name: str(cache.folder) for name, cache in held_out.items()},
         train_samples=info["samples"],
         train_tokens=info["tokens"],
         train_learned=info["learned"],
         eval_samples=sum(map(len, held_out.values())),
         images=info.get("images", 0),
-        image_tokens=info.get("patches", 0) // vision.merge**2 if vision else 0,
+        image_tokens=image_tokens,
         samples_with_images=info.get("samples_with_images", 0),
-        labels=() if train is None else config.algorithm.classes(train, [*held_out.values()]),
-        identity=of_stream if train is None else identify(train),
-        formats=tuple(
-            dict.fromkeys(
-                line
-                for each in (info, *(cache.info for cache in held_out.values()))
-                for line in each["formats"]
-            )
-        ),
-        stream=streams,
+        labels=labels,
+        identity=identity,
+        formats=_distinct_formats([info, *(cache.info for cache in held_out.values())]),
+        stream=task.streams,
         sources=sources,
-        epoch_samples=sum(source.per_epoch for source in sources) if config.data.mixed else 0,
-        eval_sources=tuple(
-            SourcePlan(**each)
-            for cache in held_out.values()
-            for each in cache.info["by_source"]
-            if config.data.eval
-        ),
-        left_out=(
-            *left_out("train, first block" if streams else "train", info),
-            *(left if config.data.eval else ()),
-        ),
+        epoch_samples=epoch_samples,
+        eval_sources=tuple(eval_sources),
+        left_out=tuple(lines_left_out),
     )
+
+
+def _open_held_out(tasks: list[Task]) -> dict[str, TokenCache]:
+    """Open the caches that a run is evaluated on, by the names of their sets."""
+    if tasks[0].holdout_folder is not None:
+        return {"": TokenCache.open(tasks[0].holdout_folder)}
+    caches = {}
+    for task in tasks:
+        if task.eval_set is not None:
+            caches[task.eval_set] = TokenCache.open(task.folder)
+    return caches
+
+
+def _identity_of_stream(task: Task, info: dict[str, Any]) -> DataIdentity:
+    """Return what tells the data of a stream from other data. `info`: of its first block."""
+    key = task.folder.name
+    # Nobody has read all rows: the first 12 hex digits of the key stand for them.
+    row_set = int(key[:12], 16)
+    return DataIdentity(cache=str(task.folder), content=key, rows=info["rows"], row_set=row_set)
+
+
+def _distinct_formats(infos: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the lines that tell in which formats rows were read, each once."""
+    lines: dict[str, None] = {}
+    for info in infos:
+        lines.update(dict.fromkeys(info["formats"]))
+    return tuple(lines)
 
 
 def prompt_domains(data: DataPlan | None, sources: list[Source]) -> set[str]:
-    """The domains of the prompts to train on; those that `sources` name where nothing is prepared yet."""
+    """Return the domains of the prompts to train on.
+
+    They are those that `sources` name if nothing is prepared yet (`data` is None).
+    """
     if data is None:
         return set.union(*map(domains, sources))
     train = TokenCache.open(data.train_cache)
-    return {train.meta(sample)["domain"] for sample in range(len(train))}
+    return {meta["domain"] for meta in _metas(train)}
 
 
 def prompt_columns(data: DataPlan) -> set[str]:
-    """The columns that every prompt has for the rewards."""
-    caches = [TokenCache.open(folder) for folder in (data.train_cache, *data.eval_caches.values())]
-    return set.intersection(
-        *(set(cache.meta(sample)) for cache in caches for sample in range(len(cache)))
-    ) - {OWN}
+    """Return the columns that every prompt has for the rewards."""
+    columns: set[str] | None = None
+    for folder in (data.train_cache, *data.eval_caches.values()):
+        for meta in _metas(TokenCache.open(folder)):
+            if columns is None:
+                columns = set(meta)
+            else:
+                columns.intersection_update(meta)
+    assert columns is not None, "a cache has samples"
+    return columns - {OWN}
 
 
-def _sources(config: Config, info: dict[str, Any]) -> tuple[SourcePlan, ...]:
-    """What the cache of training rows has of each source, and what an epoch has of it. Raises DataError where that is nothing."""
-    found = [SourcePlan(**each) for each in info["by_source"]]
-    if not config.data.mixed:
-        return tuple(each.model_copy(update={"per_epoch": each.samples or 0}) for each in found)
-    counts = epoch_counts(
-        config.data.train, [each.samples or 0 for each in found], config.data.temperature
-    )
-    return tuple(
-        each.model_copy(update={"per_epoch": count})
-        for each, count in zip(found, counts, strict=True)
-    )
+def _metas(cache: TokenCache) -> Iterator[dict[str, Any]]:
+    """Yield the further values of each sample of a cache."""
+    for sample in range(len(cache)):
+        yield cache.meta(sample)
+
+
+def _plan_sources(config: Config, info: dict[str, Any]) -> tuple[SourcePlan, ...]:
+    """Return what a cache of training rows has of each source, and what an epoch has of it.
+
+    Raises DataError if an epoch has nothing of a source. `info`: of the cache.
+    """
+    found = [SourcePlan(**entry) for entry in info["by_source"]]
+    sizes = [source.samples or 0 for source in found]
+    if config.data.mixed:
+        counts = epoch_counts(config.data.train, sizes, config.data.temperature)
+    else:
+        counts = sizes
+    planned = []
+    for source, count in zip(found, counts, strict=True):
+        planned.append(source.model_copy(update={"per_epoch": count}))
+    return tuple(planned)

@@ -14,23 +14,33 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.void]  # of `ROW`
-BLOCK_ROWS = 1 << 17  # rows that are packed together, and looked at together
-ORDERED_ROWS = 512  # the same where they are in order of a value, which packing disturbs
-# `first`: number of its first segment; `start`: of its first token; `meta`: of its first byte. `value`: what a curriculum goes by.
+BLOCK_ROWS = 1 << 17  # rows that are packed together, and read together
+# The same for rows in order of a value, which packing disturbs.
+ORDERED_ROWS = 512
+# Rows and segments within so many blocks are read from their file. Others are mapped, and their
+# pages count as memory.
+_ROW_BLOCKS_READ = 2
+_SEGMENT_BLOCKS_READ = 8
+_SEGMENT_BYTES = 2 * np.dtype(np.int64).itemsize
+# `first`: the number of a row's first segment. `start`: of its first token. `meta`: of the first
+# byte of its JSON. `value`: what a curriculum goes by.
 ROW: np.dtype[Any] = np.dtype(
     [
         ("digest", "<u8", 2),
         ("source", "<i4"),
         ("segments", "<i4"),
         ("value", "<f8"),
-        *((name, "<i8") for name in ("first", "start", "meta", "meta_size")),
+        ("first", "<i8"),
+        ("start", "<i8"),
+        ("meta", "<i8"),
+        ("meta_size", "<i8"),
     ]
 )
 TRAIN, HELD_OUT, DROPPED = range(3)
@@ -38,38 +48,58 @@ TRAIN, HELD_OUT, DROPPED = range(3)
 
 @dataclass
 class Chunk:
-    """Tokenised rows: `tokens` int32 and `learn` uint8 of the usable ones, end to end. The other arrays are as in the files, `ROW`s count
-    from this chunk's start. `counts`: rows by source and outcome."""
+    """Tokenised rows.
+
+    `tokens` int32 and `learn` uint8 are those of the usable rows, end to end. The other arrays are
+    as in the files, but `ROW`s count from this chunk's start. `near`: bands and prints, if near
+    copies are looked for. `counts`: rows by source and outcome.
+    """
 
     tokens: npt.NDArray[np.int32]
     learn: npt.NDArray[np.uint8]
     rows: Rows
     segments: Ints
     metas: bytes
-    near: dict[str, npt.NDArray[Any]]  # bands and prints, where near copies are looked for
+    near: dict[str, npt.NDArray[Any]]
     counts: Counter[tuple[int, str]]
+
+
+class Segments(NamedTuple):
+    """The segments of some rows, in order.
+
+    `ranges`: int64[S, 2], tokens [start, stop) in the token files. `learned`: int64[S], targets of
+    each segment. `owners`: int64[S], the index of each segment's row among these rows.
+    """
+
+    ranges: Ints
+    learned: Ints
+    owners: Ints
 
 
 @dataclass
 class Stage:
-    """`counts`: rows by source and outcome: read, filtered, contaminated, truncated, too_long, unlearned, duplicates, held_out. `role`
-    uint8: TRAIN, HELD_OUT or DROPPED for each usable row."""
+    """The rows of some sources, tokenised into a folder.
+
+    `counts`: rows by source and outcome, which is read, filtered, contaminated, truncated, too_long,
+    unlearned, duplicates or held_out. `formats`: by source, the formats of other tools that its rows
+    were read from. `role`: uint8, TRAIN, HELD_OUT or DROPPED for each usable row.
+    """
 
     folder: Path
     dtype: np.dtype[Any]
     counts: Counter[tuple[int, str]] = field(default_factory=Counter)
-    # Source → formats of other tools that its rows were read from.
     formats: dict[str, set[str]] = field(default_factory=dict)
     rows: int = 0
     role: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     def __post_init__(self) -> None:
-        self._ends = np.zeros(3, np.int64)  # segments, tokens, bytes of metas so far
+        # Segments, tokens and bytes of metas that are written.
+        self._ends = np.zeros(3, np.int64)
         self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> Stage:
         for name in ("tokens", "learn", "rows", "segments", "metas"):
-            self._files[name] = (self.folder / f"{name}.bin").open("wb")
+            self._open(name)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,104 +107,116 @@ class Stage:
             file.close()
         self.role = np.zeros(self.rows, np.uint8)
 
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.bin"
+
+    def _open(self, name: str) -> None:
+        self._files[name] = self._path(name).open("wb")
+
     def write(self, chunk: Chunk) -> None:
+        """Append tokenised rows to the files."""
         self.counts += chunk.counts
-        for name, end in zip(("first", "start", "meta"), self._ends.tolist(), strict=True):
-            chunk.rows[name] += end
+        segments, tokens, meta_bytes = self._ends.tolist()
+        chunk.rows["first"] += segments
+        chunk.rows["start"] += tokens
+        chunk.rows["meta"] += meta_bytes
         self._ends += (len(chunk.segments), len(chunk.tokens), len(chunk.metas))
-        arrays = {
-            "tokens": chunk.tokens.astype(self.dtype),
-            "learn": chunk.learn,
-            "rows": chunk.rows,
-            "segments": chunk.segments,
-        }
-        for name, array in arrays.items():
-            self._files[name].write(array.tobytes())
+        self._files["tokens"].write(chunk.tokens.astype(self.dtype).tobytes())
+        self._files["learn"].write(chunk.learn.tobytes())
+        self._files["rows"].write(chunk.rows.tobytes())
+        self._files["segments"].write(chunk.segments.tobytes())
         self._files["metas"].write(chunk.metas)
         for name, array in chunk.near.items():
             if name not in self._files:
-                self._files[name] = (self.folder / f"{name}.bin").open("wb")
+                self._open(name)
             self._files[name].write(array.tobytes())
         self.rows += len(chunk.rows)
 
     def total(self, what: str) -> int:
         """Rows of all sources with an outcome."""
-        return sum(count for (_, name), count in self.counts.items() if name == what)
+        return sum(count for (_, outcome), count in self.counts.items() if outcome == what)
 
     def read(self, start: int, stop: int) -> Rows:
-        """`ROW`s of a range."""
-        return np.fromfile(self.folder / "rows.bin", ROW, stop - start, offset=start * ROW.itemsize)
+        """The `ROW`s with numbers [start, stop)."""
+        offset = start * ROW.itemsize
+        return np.fromfile(self._path("rows"), ROW, stop - start, offset=offset)
+
+    def _map_rows(self) -> Rows:
+        """All `ROW`s, mapped into memory."""
+        return np.memmap(self._path("rows"), ROW, "r")
 
     def ranges(self) -> Iterator[tuple[int, Rows]]:
         """All rows, a block at a time, each with the number of its first row."""
         for start in range(0, self.rows, BLOCK_ROWS):
-            yield start, self.read(start, min(start + BLOCK_ROWS, self.rows))
+            stop = min(start + BLOCK_ROWS, self.rows)
+            yield start, self.read(start, stop)
 
     def drop(self, rows: Ints, what: str) -> None:
-        """Leave rows out, and count them."""
+        """Leave out those of some rows that are to be trained on, and count them as `what`."""
         rows = rows[self.role[rows] == TRAIN]
         self.role[rows] = DROPPED
-        table = np.memmap(self.folder / "rows.bin", ROW, "r") if len(rows) else np.zeros(0, ROW)
-        sources, counts = np.unique(table["source"][rows], return_counts=True)
-        self.counts.update(
-            {
-                (source, what): count
-                for source, count in zip(sources.tolist(), counts.tolist(), strict=True)
-            }
-        )
+        if not len(rows):
+            return
+        sources, counts = np.unique(self._map_rows()["source"][rows], return_counts=True)
+        for source, count in zip(sources.tolist(), counts.tolist(), strict=True):
+            self.counts[source, what] += count
 
     def hold_out(self, count: int) -> None:
-        """Held out are the `count` rows with the lowest hashes of their content: adding, moving or doubling other rows hardly changes
-        which, and no seed is needed."""
+        """Hold out the `count` rows with the lowest hashes of their content.
+
+        Adding, moving or doubling other rows hardly changes which rows these are, and no seed is
+        needed.
+        """
+        # Both words of the hash and the number of each of the lowest rows so far.
         lowest = np.zeros((0, 3), np.uint64)
         for start, rows in self.ranges():
             free = np.flatnonzero(self.role[start : start + len(rows)] == TRAIN)
-            # In the order of their bytes.
-            high, low = (rows["digest"][free, at].byteswap() for at in (0, 1))
-            lowest = np.concatenate(
-                (lowest, np.stack((high, low, (start + free).astype(np.uint64)), axis=1))
-            )
-            lowest = lowest[np.lexsort(lowest.T[::-1])][:count]
+            digests = rows["digest"][free]
+            # Swapped, the words are in the order of their bytes.
+            high = digests[:, 0].byteswap()
+            low = digests[:, 1].byteswap()
+            numbers = (start + free).astype(np.uint64)
+            here = np.stack((high, low, numbers), axis=1)
+            candidates = np.concatenate((lowest, here))
+            order = np.lexsort(candidates.T[::-1])
+            lowest = candidates[order][:count]
         self.role[lowest[:, 2].astype(np.int64)] = HELD_OUT
 
     def hold_out_prompts(self, count: int) -> None:
         """Hold out about `count` rows, with all answers to their prompts, so that no run trains on a held-out prompt.
 
-        The prompts with the lowest digests are taken while their rows are at most `count`, and at least one prompt.
-        Each row's meta has the digest of its prompt.
+        The prompts with the lowest digests are taken while their rows are at most `count`, and at
+        least one prompt. Each row's meta has the digest of its prompt.
         """
-        numbers, digests = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+        numbers = [np.zeros(0, np.int64)]
+        digests = [np.zeros(0, np.uint64)]
         for start, records in self.ranges():
             free = np.flatnonzero(self.role[start : start + len(records)] == TRAIN)
             metas = self.metas_of(records[free])
-            digests.append(
-                np.array([int(json.loads(meta)["prompt"], 16) for meta in metas], np.uint64)
-            )
+            of_prompts = [int(json.loads(meta)["prompt"], 16) for meta in metas]
+            digests.append(np.array(of_prompts, np.uint64))
             numbers.append(start + free)
-        rows, digest_of_row = np.concatenate(numbers), np.concatenate(digests)
-        prompts, sizes = np.unique(digest_of_row, return_counts=True)  # in order
+        rows = np.concatenate(numbers)
+        digest_of_row = np.concatenate(digests)
+        # Ascending.
+        prompts, sizes = np.unique(digest_of_row, return_counts=True)
         taken = int(np.searchsorted(np.cumsum(sizes), count, side="right"))
         chosen = prompts[: max(1, taken)]
         self.role[rows[np.isin(digest_of_row, chosen)]] = HELD_OUT
 
     def blocks(self, role: int, grouped: bool, ordered: bool) -> Iterator[tuple[int, Ints]]:
-        """(source, numbers of rows that are packed together): rows of one role in the order of the sources; `ordered`: by value, rows of
-        one value in the order of their hashes; with `grouped` no block has rows of two sources (source is 0 without)."""
+        """Yield (source, numbers of rows that are packed together) for the rows of one role.
+
+        Args:
+            role: TRAIN or HELD_OUT.
+            grouped: no block has rows of two sources. Else the source is 0.
+            ordered: rows are in order of their value, rows of one value in order of their hashes.
+                Else rows are in order of the sources.
+        """
         if ordered:
-            table = np.memmap(self.folder / "rows.bin", ROW, "r")
-            rows = np.flatnonzero(self.role == role)
-            keys = (
-                table["digest"][rows, 0],
-                table["value"][rows],
-                table["source"][rows] if grouped else np.zeros(len(rows)),
-            )
-            rows = rows[np.lexsort(keys)]
-            pieces = (rows[at : at + ORDERED_ROWS] for at in range(0, len(rows), ORDERED_ROWS))
+            pieces = self._ordered_pieces(role, grouped)
         else:
-            pieces = (
-                at + np.flatnonzero(self.role[at : at + BLOCK_ROWS] == role)
-                for at in range(0, self.rows, BLOCK_ROWS)
-            )
+            pieces = self._pieces(role)
         for piece in pieces:
             if not len(piece):
                 continue
@@ -182,58 +224,81 @@ class Stage:
                 yield 0, piece
                 continue
             sources = self.records(piece)["source"]
-            cuts = np.flatnonzero(np.diff(sources)) + 1
-            yield from (
-                (int(self.records(part[:1])["source"][0]), part)
-                for part in np.split(piece, cuts)
-                if len(part)
-            )
+            first_of_source = np.flatnonzero(np.diff(sources)) + 1
+            firsts = np.append(0, first_of_source)
+            parts = np.split(piece, first_of_source)
+            yield from zip(sources[firsts].tolist(), parts, strict=True)
+
+    def _pieces(self, role: int) -> Iterator[Ints]:
+        """Yield the numbers of the rows of one role, some at a time."""
+        for start in range(0, self.rows, BLOCK_ROWS):
+            yield start + np.flatnonzero(self.role[start : start + BLOCK_ROWS] == role)
+
+    def _ordered_pieces(self, role: int, grouped: bool) -> Iterator[Ints]:
+        """Yield the same in order of the rows' values, which `grouped` orders within each source."""
+        table = self._map_rows()
+        rows = np.flatnonzero(self.role == role)
+        if grouped:
+            sources = table["source"][rows]
+        else:
+            sources = np.zeros(len(rows), np.int32)
+        # The last key counts first.
+        keys = (table["digest"][rows, 0], table["value"][rows], sources)
+        rows = rows[np.lexsort(keys)]
+        for start in range(0, len(rows), ORDERED_ROWS):
+            yield rows[start : start + ORDERED_ROWS]
 
     def records(self, rows: Ints) -> Rows:
         """`ROW`s by their numbers."""
-        if (
-            len(rows) and rows[-1] - rows[0] < 2 * BLOCK_ROWS and (np.diff(rows) > 0).all()
-        ):  # read, not mapped: pages would count as memory
-            return self.read(int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]
-        return (
-            np.asarray(np.memmap(self.folder / "rows.bin", ROW, "r")[rows])
-            if len(rows)
-            else np.zeros(0, ROW)
-        )
+        if not len(rows):
+            return np.zeros(0, ROW)
+        first = int(rows[0])
+        last = int(rows[-1])
+        is_ascending = (np.diff(rows) > 0).all()
+        if last - first < _ROW_BLOCKS_READ * BLOCK_ROWS and is_ascending:
+            return self.read(first, last + 1)[rows - first]
+        return np.asarray(self._map_rows()[rows])
 
-    def segments_of(self, records: Rows) -> tuple[Ints, Ints, Ints]:
-        """Of some rows' segments, in order: ranges int64[S, 2] in the token files, targets of each, and the index of each one's row."""
+    def segments_of(self, records: Rows) -> Segments:
+        """The segments of some rows, in order."""
         counts = records["segments"].astype(np.int64)
-        owner = np.repeat(np.arange(len(records)), counts)
-        inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        numbers = records["first"][owner] + inside
-        low, high = (int(numbers.min()), int(numbers.max()) + 1) if len(numbers) else (0, 0)
-        if high - low < 8 * BLOCK_ROWS:
-            table = np.fromfile(
-                self.folder / "segments.bin", np.int64, 2 * (high - low), offset=16 * low
-            ).reshape(-1, 2)[numbers - low]
-        else:
-            table = np.asarray(
-                np.memmap(self.folder / "segments.bin", np.int64, "r").reshape(-1, 2)[numbers]
-            )
+        owners = np.repeat(np.arange(len(records)), counts)
+        first_of_row = np.cumsum(counts) - counts
+        number_in_row = np.arange(counts.sum()) - np.repeat(first_of_row, counts)
+        table = self._read_segments(records["first"][owners] + number_in_row)
         sizes = table[:, 0]
-        before = np.cumsum(sizes) - sizes  # tokens before a segment, and below before its row
-        starts = (
-            records["start"][owner] + before - before[np.searchsorted(owner, owner)]
-            if len(owner)
-            else sizes
-        )
-        return np.stack((starts, starts + sizes), axis=1), table[:, 1], owner
+        if len(owners):
+            tokens_before = np.cumsum(sizes) - sizes
+            before_row = tokens_before[np.searchsorted(owners, owners)]
+            starts = records["start"][owners] + tokens_before - before_row
+        else:
+            starts = sizes
+        ranges = np.stack((starts, starts + sizes), axis=1)
+        return Segments(ranges, table[:, 1], owners)
+
+    def _read_segments(self, numbers: Ints) -> Ints:
+        """Return int64[len(numbers), 2]: tokens and targets of the segments with these numbers."""
+        path = self._path("segments")
+        first = 0
+        stop = 0
+        if len(numbers):
+            first = int(numbers.min())
+            stop = int(numbers.max()) + 1
+        if stop - first < _SEGMENT_BLOCKS_READ * BLOCK_ROWS:
+            offset = first * _SEGMENT_BYTES
+            values = np.fromfile(path, np.int64, 2 * (stop - first), offset=offset)
+            return values.reshape(-1, 2)[numbers - first]
+        return np.asarray(np.memmap(path, np.int64, "r").reshape(-1, 2)[numbers])
 
     def metas_of(self, records: Rows) -> list[bytes]:
-        """The JSON of some rows, empty where they have none."""
+        """The JSON of some rows, each empty for a row without any; no items if no row has any."""
         if not records["meta_size"].any():
             return []
-        with (self.folder / "metas.bin").open("rb") as file:
-            found = []
-            for at, size in zip(
-                records["meta"].tolist(), records["meta_size"].tolist(), strict=True
-            ):
-                file.seek(at)
-                found.append(file.read(size))
-        return found
+        starts = records["meta"].tolist()
+        sizes = records["meta_size"].tolist()
+        metas = []
+        with self._path("metas").open("rb") as file:
+            for start, size in zip(starts, sizes, strict=True):
+                file.seek(start)
+                metas.append(file.read(size))
+        return metas

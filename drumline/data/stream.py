@@ -1,12 +1,15 @@
-"""The order of the samples, the samples of each rank, and the thread that collates them. The state of a data stream is one integer: the
-number of samples taken, over all epochs and ranks. Sample number p of a run is the same on any number of processes, so a run that resumes
-on another world size repeats and skips none."""
+"""The order of the samples, the samples of each rank, and the thread that collates them.
+
+The state of a data stream is one integer: the number of samples taken, over all epochs and ranks.
+Sample number p of a run is the same on any number of processes, so a run that resumes on another
+world size repeats and skips none.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,15 +30,23 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the step of Spli
 
 
 class GlobalOrder:
-    """The endless sequence of sample ids: epoch e is positions [e·size, (e+1)·size), each id once. Shuffled, an epoch's order is a
-    pseudorandom permutation keyed by (seed, epoch), computed from the position alone and not stored: a Feistel network (Luby & Rackoff
-    1988) on the smallest even number of bits that holds `size`, walked until it falls below `size` (cycle walking, Black & Rogaway 2002;
-    fewer than 4 steps on average, above 64 samples). Integer arithmetic only, so no library version matters."""
+    """The endless sequence of sample ids: epoch e is positions [e·size, (e+1)·size), each id once.
+
+    Shuffled, an epoch's order is a pseudorandom permutation keyed by (seed, epoch), computed from
+    the position alone and not stored. It is a Feistel network (Luby & Rackoff 1988) on the smallest
+    even number of bits that holds `size`, walked until it falls below `size` (cycle walking, Black &
+    Rogaway 2002; fewer than 4 steps on average, above 64 samples). Integer arithmetic only, so no
+    library version matters.
+    """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
         assert size > 0, "an order needs samples"
-        self.size, self.seed, self.shuffle = size, seed, shuffle
-        self._half = np.uint64(max(_LEAST_HALF_BITS, -(-(size - 1).bit_length() // 2)))
+        self.size = size
+        self.seed = seed
+        self.shuffle = shuffle
+        bits = (size - 1).bit_length()
+        half = max(_LEAST_HALF_BITS, (bits + 1) // 2)
+        self._half = np.uint64(half)
         self._mask = (np.uint64(1) << self._half) - np.uint64(1)
 
     def ids(self, start: int, stop: int) -> Ints:
@@ -47,12 +58,13 @@ class GlobalOrder:
         epochs, places = np.divmod(positions, self.size)
         if not self.shuffle:
             return places
-        keys = mix(
-            mix(np.full(len(places), self.seed % 2**64, np.uint64)) ^ epochs.astype(np.uint64)
-        )
+        seeds = np.full(len(places), self.seed % 2**64, np.uint64)
+        keys = mix(mix(seeds) ^ epochs.astype(np.uint64))
         ids = self._permute(places.astype(np.uint64), keys)
-        while (outside := np.flatnonzero(ids >= self.size)).size:
+        outside = np.flatnonzero(ids >= self.size)
+        while outside.size:
             ids[outside] = self._permute(ids[outside], keys[outside])
+            outside = np.flatnonzero(ids >= self.size)
         return ids.astype(np.int64)
 
     def _permute(self, values: UInt64s, keys: UInt64s) -> UInt64s:
@@ -73,11 +85,17 @@ class Order(Protocol):
 
 
 class MixedOrder:
-    """The sequence of sample ids where epochs have other numbers of samples of some sources than these have: source i has `sizes[i]`
-    samples, with the ids that follow those of the source before it, and `counts[i]` places in each epoch. A shuffled epoch deals its
-    places by a permutation; place j of source i in epoch e is draw e × counts[i] + j of the source, whose draws are a `GlobalOrder` of its
-    own: each of its samples comes once before any comes again. The first `rising` epochs of a curriculum go through the sources side by
-    side, evenly interleaved, each from its first sample to its last (`falling`: back), whose ids are in the order of the curriculum."""
+    """The sequence of sample ids of a mix: an epoch may have fewer or more samples of a source than the source has.
+
+    Source i has `sizes[i]` samples, whose ids follow those of the source before it, and `counts[i]`
+    places in each epoch. A shuffled epoch deals its places by a permutation. Place j of source i in
+    epoch e is draw e × counts[i] + j of the source. The draws of a source are a `GlobalOrder` of its
+    own: each of its samples comes once before any comes again.
+
+    The first `rising` epochs are a curriculum, and the ids of each source are in its order. These
+    epochs go through the sources side by side, evenly interleaved, each from its first sample to its
+    last, or from its last to its first (`falling`).
+    """
 
     def __init__(
         self,
@@ -88,85 +106,115 @@ class MixedOrder:
         rising: int = 0,
         falling: bool = False,
     ) -> None:
-        assert (
-            len(sizes) == len(counts)
-            and sum(counts) > 0
-            and all(s > 0 or c == 0 for s, c in zip(sizes, counts, strict=True))
-        )
-        self.sizes, self.counts, self.rising, self.falling = (
-            list(sizes),
-            list(counts),
-            rising,
-            falling,
-        )
+        assert len(sizes) == len(counts) and sum(counts) > 0
+        for size, count in zip(sizes, counts, strict=True):
+            assert size > 0 or count == 0, "a source with places has samples"
+        self.sizes = list(sizes)
+        self.counts = list(counts)
+        self.rising = rising
+        self.falling = falling
         self.places = GlobalOrder(sum(counts), seed, shuffle)
+        # The first sample and the first place of each source, and behind the last one.
         self.firsts = np.cumsum([0, *sizes])
         self.slots = np.cumsum([0, *counts])
-        seeds = mix(
-            np.arange(len(sizes), dtype=np.uint64) ^ mix(np.full(1, seed % 2**64, np.uint64))
-        )
-        self.orders = [
-            GlobalOrder(max(size, 1), int(own), shuffle)
-            for size, own in zip(sizes, seeds, strict=True)
-        ]
+        numbers = np.arange(len(sizes), dtype=np.uint64)
+        seeds = mix(numbers ^ mix(np.full(1, seed % 2**64, np.uint64)))
+        self.orders = []
+        for size, own_seed in zip(sizes, seeds, strict=True):
+            self.orders.append(GlobalOrder(max(size, 1), int(own_seed), shuffle))
 
     @property
     def size(self) -> int:
+        """Places of an epoch."""
         return self.places.size
 
     def ids(self, start: int, stop: int) -> Ints:
         """Sample ids int64[stop - start] at global positions [start, stop)."""
         positions = np.arange(start, stop, dtype=np.int64)
         epochs = positions // self.size
-        slots, found = self.places.at(positions), np.empty(len(positions), np.int64)
-        rising = epochs < self.rising
+        is_rising = epochs < self.rising
+        slots = self.places.at(positions)
         sources = np.searchsorted(self.slots, slots, side="right") - 1
         places = slots - self.slots[sources]
-        sources[rising], places[rising] = interleaved(positions[rising] % self.size, self.counts)
+        rising_places = positions[is_rising] % self.size
+        sources[is_rising], places[is_rising] = interleaved(rising_places, self.counts)
+        found = np.empty(len(positions), np.int64)
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-            mine, in_order = (sources == source) & ~rising, (sources == source) & rising
-            found[mine] = self.orders[source].at(epochs[mine] * count + places[mine])
-            # Even steps through the source; in an epoch of fewer places than samples the next one takes others.
-            steps = (places[in_order] * size + epochs[in_order] * count % max(size, 1)) // max(
-                count, 1
-            )
-            found[in_order] = size - 1 - steps if self.falling else steps
+            is_source = sources == source
+            drawn = is_source & ~is_rising
+            draws = epochs[drawn] * count + places[drawn]
+            found[drawn] = self.orders[source].at(draws)
+            in_order = is_source & is_rising
+            # Even steps through the source; in an epoch of fewer places than samples the next one
+            # takes others.
+            offsets = epochs[in_order] * count % max(size, 1)
+            steps = (places[in_order] * size + offsets) // max(count, 1)
+            if self.falling:
+                steps = size - 1 - steps
+            found[in_order] = steps
         return found + self.firsts[sources]
 
 
 def interleaved(places: Ints, counts: Sequence[int]) -> tuple[Ints, Ints]:
-    """(source, how many places of that source come before) of places in an epoch that has counts[i] places of source i, as evenly spread as
-    whole numbers allow: halves of the list of sources share the places by a line of Bresenham (1965), and their halves so again."""
-    sources, before = np.zeros(len(places), np.int64), places.copy()
+    """Deal the places of an epoch to sources, as evenly spread as whole numbers allow.
+
+    Halves of the list of sources share the places by a line of Bresenham (1965), and their halves
+    so again.
+
+    Args:
+        places: int64[n], places in the epoch.
+        counts: how many places of the epoch are those of each source.
+
+    Returns:
+        int64[n] each: the source of each place, and how many places of that source come before it.
+    """
+    sources = np.zeros(len(places), np.int64)
+    before = places.copy()
+    total = sum(counts)
+    if len(counts) < 2 or not total:
+        return sources, before
     half = len(counts) // 2
-    left, total = sum(counts[:half]), sum(counts)
-    if len(counts) < 2:
-        return sources, before
-    if not total:
-        return sources, before
-    to_left = (places * left + total // 2) // total
-    is_left = (places + 1) * left + total // 2 >= (to_left + 1) * total
-    for part, inside, group, first in (
-        (is_left, to_left, counts[:half], 0),
-        (~is_left, places - to_left, counts[half:], half),
-    ):
-        if part.any():
-            own, before[part] = interleaved(inside[part], group)
-            sources[part] = own + first
+    to_left = _places_to_left(places, counts)
+    is_left = _places_to_left(places + 1, counts) > to_left
+    is_right = ~is_left
+    if is_left.any():
+        of_left = interleaved(to_left[is_left], counts[:half])
+        sources[is_left], before[is_left] = of_left
+    if is_right.any():
+        to_right = places - to_left
+        sources_of_right, before[is_right] = interleaved(to_right[is_right], counts[half:])
+        sources[is_right] = sources_of_right + half
     return sources, before
 
 
 def places_before(place: int, counts: Sequence[int]) -> list[int]:
-    """Places of each source before `place`, as `interleaved` deals them."""
+    """Return how many places of each source come before `place`, as `interleaved` deals them."""
     if len(counts) < 2:
         return [place] * len(counts)
-    half, total = len(counts) // 2, sum(counts)
-    to_left = (place * sum(counts[:half]) + total // 2) // total if total else 0
-    return [*places_before(to_left, counts[:half]), *places_before(place - to_left, counts[half:])]
+    half = len(counts) // 2
+    to_left = 0
+    if sum(counts):
+        to_left = _places_to_left(place, counts)
+    left = places_before(to_left, counts[:half])
+    right = places_before(place - to_left, counts[half:])
+    return left + right
+
+
+def _places_to_left(places: Any, counts: Sequence[int]) -> Any:
+    """Return how many of the first `places` places go to the left half of the sources.
+
+    It is their part of the places, rounded. `places`: a number, or int64[n].
+    """
+    left = sum(counts[: len(counts) // 2])
+    total = sum(counts)
+    return (places * left + total // 2) // total
 
 
 def mix(values: UInt64s) -> UInt64s:
-    """SplitMix64's output function (Steele, Lea & Flood 2014): every bit of a word depends on all of its bits. Wraps at 2^64."""
+    """Return uint64 hashes: every bit of a value decides on all bits of its hash.
+
+    This is SplitMix64's output function (Steele, Lea & Flood 2014). Wraps at 2^64.
+    """
     values = values + _GOLDEN
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -199,16 +247,24 @@ def predecessors(ids: Ints, prompts: Sequence[Any]) -> Ints:
 def assign(
     lengths: Ints | npt.NDArray[np.int32], data_ranks: int, accumulation: int, micro_batch: int
 ) -> Ints:
-    """The samples of a global batch for each rank: int64[data_ranks, accumulation, micro_batch] of indices into `lengths`, each once. From
-    the longest down, a sample goes to the rank with the fewest tokens so far that has a place left, so ranks wait little for each other.
-    The micro-batches of a rank take its samples in that order: samples of similar length pad little, and the largest micro-batch comes
-    first, so a step that does not fit in memory fails at once. Every rank computes the same table."""
+    """Deal the samples of a global batch to ranks and micro-batches.
+
+    Returns int64[data_ranks, accumulation, micro_batch], indices into `lengths`, each once.
+    `lengths`: tokens of each sample.
+
+    From the longest down, a sample goes to the rank with the fewest tokens so far that has a place
+    left, so ranks wait little for each other. The micro-batches of a rank take its samples in that
+    order: samples of similar length pad little, and the largest micro-batch comes first, so a step
+    that does not fit in memory fails at once. Every rank computes the same table.
+    """
     places = accumulation * micro_batch
     assert len(lengths) == data_ranks * places, "a global batch has a sample for each place"
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
+    sorted_lengths = np.asarray(lengths)[order]
     ranks: list[list[int]] = [[] for _ in range(data_ranks)]
+    # A heap of (tokens, rank) of the ranks with a place left: the first has the fewest tokens.
     lightest = [(0, rank) for rank in range(data_ranks)]
-    for index, length in zip(order.tolist(), np.asarray(lengths)[order].tolist(), strict=True):
+    for index, length in zip(order.tolist(), sorted_lengths.tolist(), strict=True):
         tokens, rank = lightest[0]
         ranks[rank].append(index)
         if len(ranks[rank]) < places:
@@ -218,15 +274,24 @@ def assign(
     return np.asarray(ranks, np.int64).reshape(data_ranks, accumulation, micro_batch)
 
 
+def _no_places() -> Ints:
+    return np.zeros((0, 0), np.int64)
+
+
 @dataclass(frozen=True)
 class GlobalBatch:
     """The samples of one optimizer step; those of this rank are collated.
 
-    `sample_ids` int64[G]: of all ranks, in global order, -1 for fillers. `position`: global position where the next batch starts.
-    `tokens`: real tokens of this rank, without padding. `of_all`: weight and real tokens of all ranks, computed from order and cache; None
-    if that needs a collective. `checkpointable`: a run may be saved after this step and resume from `position` and `state` (JSON, the rest
-    of the stream's state); False between the steps that share a rollout. `places` int64[micro-batches, samples]: the indices of this
-    rank's samples in `sample_ids`; empty if nothing reads them.
+    `sample_ids`: int64[G], of all ranks, in global order, -1 for fillers.
+    `position`: the global position where the next batch starts.
+    `tokens`: real tokens of this rank, without padding.
+    `of_all`: weight and real tokens of all ranks, computed from order and cache; None if that needs
+    a collective.
+    `checkpointable`: a run may be saved after this step and resume from `position` and `state`;
+    False between the steps that share a rollout.
+    `state`: the rest of the stream's state, as JSON.
+    `places`: int64[micro-batches, samples], the indices of this rank's samples in `sample_ids`;
+    empty if nothing reads them.
     """
 
     micro_batches: list[Any]
@@ -236,18 +301,28 @@ class GlobalBatch:
     checkpointable: bool = True
     state: dict[str, Any] = field(default_factory=dict)
     of_all: tuple[float, int] | None = None
-    places: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    places: Ints = field(default_factory=_no_places)
 
 
 @dataclass(eq=False)
 class BatchStream:
     """Iterates over the global batches of positions [start, stop), for one data rank.
 
-    `cache`: a TokenCache, or what answers as one. `stop`: the end of the samples; fillers take the places of the last batch behind it.
-    `collate`: sample ids (-1: a filler) → micro-batch.
-    `prefetch`: batches that a thread collates in advance; 0: no thread. `next` raises the errors of the thread. `previous`: `collate` also
-    gets the `predecessors` of the samples, in the global batch or in all samples. Close the stream, or use it as a context manager: that
-    ends the thread at any time.
+    Close the stream, or use it as a context manager: that ends its thread at any time.
+
+    Args:
+        cache: a TokenCache, or what answers as one.
+        order: the sequence of sample ids.
+        batch: the numbers of samples.
+        data_rank: this data rank.
+        data_ranks: the number of data ranks.
+        start: the global position of the first batch.
+        stop: the end of the samples; fillers take the places of the last batch behind it.
+        collate: returns a micro-batch of sample ids (-1: a filler).
+        prefetch: batches that a thread collates in advance; 0: no thread. `next` raises the errors
+            of the thread.
+        previous: whether `collate` also gets the `predecessors` of the samples, in the global batch
+            or in all samples.
     """
 
     cache: Any
@@ -262,18 +337,19 @@ class BatchStream:
     previous: Literal["none", "batch", "all"] = "none"
 
     def __post_init__(self) -> None:
-        size = self.batch.global_samples
-        assert size == self.data_ranks * self.batch.accumulation * self.batch.micro_batch, (
-            self.batch.rule(self.data_ranks)
-        )
+        batch = self.batch
+        samples = self.data_ranks * batch.accumulation * batch.micro_batch
+        assert batch.global_samples == samples, batch.rule(self.data_ranks)
         assert 0 <= self.data_rank < self.data_ranks and self.start >= 0
-        self._batches = (self._at(position) for position in range(self.start, self.stop, size))
-        self._thread = (
-            ThreadPoolExecutor(1, "drumline-batches", on_this_gpu(lambda: None))
-            if self.prefetch
-            else None
-        )
-        self._ahead = deque(self._collate() for _ in range(self.prefetch))
+        self._batches = self._collate_all()
+        self._thread: ThreadPoolExecutor | None = None
+        if self.prefetch:
+            initializer = on_this_gpu(_do_nothing)
+            self._thread = ThreadPoolExecutor(1, "drumline-batches", initializer)
+        # The batches that the thread collates in advance.
+        self._prefetched: deque[Future[GlobalBatch | None]] = deque()
+        for _ in range(self.prefetch):
+            self._submit_next()
 
     def __iter__(self) -> BatchStream:
         return self
@@ -281,10 +357,13 @@ class BatchStream:
     def __next__(self) -> GlobalBatch:
         if self._thread is None:
             return next(self._batches)
-        batch = self._ahead.popleft().result() if self._ahead else None
+        # Empty once the stream is closed.
+        if not self._prefetched:
+            raise StopIteration
+        batch = self._prefetched.popleft().result()
         if batch is None:
             raise StopIteration
-        self._ahead.append(self._collate())
+        self._submit_next()
         return batch
 
     def __enter__(self) -> BatchStream:
@@ -295,41 +374,57 @@ class BatchStream:
 
     def close(self) -> None:
         """End the thread. May be called twice."""
-        self._ahead.clear()
+        self._prefetched.clear()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
     def ids(self, position: int) -> Ints:
         """The samples of the global batch that starts at `position`, without fillers."""
-        return self.order.ids(position, min(position + self.batch.global_samples, self.stop))
+        end = min(position + self.batch.global_samples, self.stop)
+        return self.order.ids(position, end)
 
-    def _collate(self) -> Future[GlobalBatch | None]:
-        """The next batch, collated by the thread; None after the last."""
+    def _submit_next(self) -> None:
+        """Let the thread collate the next batch; the result is None after the last."""
         assert self._thread is not None
-        return self._thread.submit(next, self._batches, None)
+        self._prefetched.append(self._thread.submit(next, self._batches, None))
 
-    def _at(self, position: int) -> GlobalBatch:
+    def _collate_all(self) -> Iterator[GlobalBatch]:
+        """Yield all batches."""
+        for position in range(self.start, self.stop, self.batch.global_samples):
+            yield self._collate_at(position)
+
+    def _collate_at(self, position: int) -> GlobalBatch:
         """The global batch that starts at `position`: a pure function of it."""
-        size = self.batch.global_samples
+        batch = self.batch
+        size = batch.global_samples
         end = min(position + size, self.stop)
         ids = np.full(size, -1, np.int64)
         ids[: end - position] = self.ids(position)
-        lengths = np.where(ids >= 0, self.cache.lengths[np.maximum(ids, 0)], 0)
-        batch = self.batch
+        is_real = ids >= 0
+        lengths = np.where(is_real, self.cache.lengths[np.maximum(ids, 0)], 0)
         of_ranks = assign(lengths, self.data_ranks, batch.accumulation, batch.micro_batch)
         mine = of_ranks[self.data_rank]
-        columns = (ids,) if self.previous == "none" else (ids, self._before(ids, position, end))
-        micro_batches = [
-            self.collate(*(column[places].tolist() for column in columns)) for places in mine
-        ]
-        of_all, weigh = None, getattr(micro_batches[0], "weigh", None)
+        micro_batches = []
+        if self.previous == "none":
+            for places in mine:
+                micro_batches.append(self.collate(ids[places].tolist()))
+        else:
+            before = self._before(ids, position, end)
+            for places in mine:
+                micro_batches.append(self.collate(ids[places].tolist(), before[places].tolist()))
+        of_all = None
+        weigh = getattr(micro_batches[0], "weigh", None)
         if weigh is not None:
             here = ids[mine.ravel()]
-            assert weigh(self.cache, here[here >= 0]) == sum(
-                batch.weight for batch in micro_batches
-            ), "a batch weighs what `weigh` says"
-            of_all = weigh(self.cache, ids[ids >= 0]), int(lengths.sum())
-        state = {} if (find := getattr(self.order, "state", None)) is None else find(end)
+            weight_here = sum(each.weight for each in micro_batches)
+            assert weigh(self.cache, here[here >= 0]) == weight_here, (
+                "a batch weighs what `weigh` says"
+            )
+            of_all = weigh(self.cache, ids[is_real]), int(lengths.sum())
+        state: dict[str, Any] = {}
+        state_at = getattr(self.order, "state", None)
+        if state_at is not None:
+            state = state_at(end)
         return GlobalBatch(
             micro_batches,
             ids,
@@ -356,5 +451,10 @@ class BatchStream:
         return self._predecessors(self.order.ids(self.start, self.stop))
 
     def _predecessors(self, ids: Ints) -> Ints:
+        """The predecessors of some samples, by the prompts in their metas."""
         prompts = [self.cache.meta(sample)["prompt"] for sample in ids.tolist()]
         return predecessors(ids, prompts)
+
+
+def _do_nothing() -> None:
+    """The thread needs no more than the GPU of this process."""

@@ -1,20 +1,22 @@
 """From a row to tokens, and which of them are targets.
 
-Chats go through the model's chat template. The targets of an assistant turn are the tokens from the first of its content to its
-end-of-turn token; its header and all other turns are context. Templates give such a mask only if they mark it with `{% generation %}`.
-Otherwise it is found in the rendered text: the turn starts at the end of the conversation before it, rendered with the generation prompt,
-and stops at the end of the conversation up to and with it. Both renderings must be prefixes of the whole. If a template renders a turn
-differently once others follow (it drops the reasoning of old turns), the turn's content is searched behind its header instead.
+Chats go through the model's chat template. The targets of an assistant turn are the tokens from the
+first of its content to its end-of-turn token; its header and all other turns are context. Templates
+give such a mask only if they mark it with `{% generation %}`. Otherwise the turn is found in the
+rendered text. It starts at the end of the conversation before it, rendered with the generation
+prompt, and stops at the end of the conversation up to and with it. Both renderings must be prefixes
+of the whole. If a template renders a turn differently once others follow (it drops the reasoning of
+old turns), the turn's content is searched behind its header instead.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,18 +34,26 @@ from drumline.models.templates import special_ids
 CALL = "a call of "
 FITTING = "take such rows out, or set another model.chat_template"
 
+# Options of `apply_chat_template` for the tokens and the template's own mask of targets.
 _MARKED = {
     "tokenize": True,
     "return_dict": True,
     "return_assistant_tokens_mask": True,
     "tokenizer_kwargs": {"verbose": False},
 }
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_QUESTION = {"role": "user", "content": "?"}
+_END_OF_THOUGHT = "</think>"
 
 
 @dataclass(frozen=True)
 class Example:
-    """`tokens` int32[n]; `learn` uint8[n]: 1 for a target. The first token never counts: nothing predicts it. `hides_reasoning`: the chat
-    template leaves out the reasoning of a turn, which the row has."""
+    """A row, or a piece of one, as tokens.
+
+    `tokens`: int32[n]. `learn`: uint8[n], 1 for a target. The first token never counts: nothing
+    predicts it. `hides_reasoning`: the row has the reasoning of a turn, and the chat template leaves
+    it out.
+    """
 
     tokens: npt.NDArray[np.int32]
     learn: npt.NDArray[np.uint8]
@@ -57,8 +67,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row as tokens. `segments` become rows of a batch (a pair has two), or pieces of a pack. `meta`: further values of the sample, as
-    JSON; a sample with a meta is kept even without a target. `truncated`: something was cut off. `hides_reasoning`: as of an `Example`."""
+    """A row as tokens.
+
+    `segments` become rows of a batch (a pair has two), or pieces of a pack. `meta`: further values
+    of the sample, as JSON; a sample with a meta is kept even without a target. `truncated`:
+    something was cut off. `hides_reasoning`: as of an `Example`.
+    """
 
     segments: list[Example]
     meta: dict[str, Any] | None = None
@@ -72,32 +86,39 @@ Policy = Literal["error", "right", "left", "drop"]
 def truncate(
     example: Example, max_length: int, policy: Policy, origin: str, unit: str = "tokens"
 ) -> Example | None:
-    """`example` cut to `max_length` tokens at its end (right) or start (left); None if it is dropped. Raises DataError under `error`."""
+    """Return `example` cut to `max_length` tokens at its end (right) or start (left).
+
+    Returns None if `policy` drops it. Raises DataError if it is too long under `error`.
+    """
     size = len(example.tokens)
     if size <= max_length:
         return example
     if policy == "drop":
         return None
     if policy == "error":
+        what = f"{size} {unit}, longer than data.max_length {max_length}"
         fix = "raise data.max_length, or set data.truncation to right, left or drop"
-        raise DataError(
-            f"{size} {unit}, longer than data.max_length {max_length}", where=origin, fix=fix
-        )
-    keep = slice(max_length) if policy == "right" else slice(size - max_length, size)
-    return Example(example.tokens[keep], example.learn[keep])
+        raise DataError(what, where=origin, fix=fix)
+    start = 0
+    if policy == "left":
+        start = size - max_length
+    stop = start + max_length
+    return Example(example.tokens[start:stop], example.learn[start:stop])
 
 
 class Encoder:
-    """Encodes rows with one tokenizer. With `everything`, and for `learn_on: all`, every token is a target."""
+    """Encodes rows with one tokenizer.
+
+    With `everything`, and for `learn_on: all`, every token is a target.
+    """
 
     def __init__(self, tokenizer: Any, everything: bool, data: DataConfig) -> None:
         self.tokenizer = tokenizer
         self.learn_all = everything or data.learn_on == "all"
         self.has_template = bool(tokenizer.chat_template)
-        template = tokenizer.chat_template
-        text = template if isinstance(template, str) else " ".join((template or {}).values())
+        text = _text_of_template(tokenizer.chat_template)
         self.shows_tools = "tools" in text
-        self.marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+        self.marks_turns = _GENERATION_MARK.search(text) is not None
         self.special = special_ids(tokenizer)
         self.reasoning = data.reasoning
         self.knows_developers = "developer" in text
@@ -112,19 +133,27 @@ class Encoder:
         if "messages" in values:
             fix = "set model.chat_template to a Jinja file, or map prompt and completion, or text"
             self.require_template("`messages` need a chat template", row, fix)
-            return self._chat(values["messages"], 0, row)
+            return self._encode_chat(values["messages"], 0, row)
         prompt, completion = values["prompt"], values["completion"]
         if self.has_template:
             before = as_messages(prompt, "user")
-            return self._chat(before + as_messages(completion, "assistant"), len(before), row)
+            answer = as_messages(completion, "assistant")
+            return self._encode_chat(before + answer, len(before), row)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             self.require_template("`prompt` and `completion` hold messages", row)
         return self.plain(prompt, completion, row.origin)
 
     def prompt(self, row: Row) -> tuple[str, list[int]]:
-        """A row's prompt as text and as tokens: a conversation, without a last answer, with the template's generation prompt; without a
-        template plain text, with the tokenizer's first special tokens but not its last. Raises DataError."""
-        content = row.values["prompt"] if "prompt" in row.values else row.values["messages"]
+        """Return a row's prompt as text and as tokens.
+
+        A conversation, without a last answer, has the template's generation prompt. Plain text
+        without a template has the tokenizer's first special tokens but not its last. Raises
+        DataError.
+        """
+        if "prompt" in row.values:
+            content = row.values["prompt"]
+        else:
+            content = row.values["messages"]
         self._require_shown(row)
         if not self.has_template and isinstance(content, str):
             return content, self._with_bos(content)
@@ -133,12 +162,10 @@ class Encoder:
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
-            raise DataError(
-                "there is nothing before the assistant's answer to take as a prompt",
-                where=row.origin,
-            )
-        messages = [self._reasoned(message, index, row) for index, message in enumerate(messages)]
-        text = self._shown(messages, row, add_generation_prompt=True)[1]
+            what = "there is nothing before the assistant's answer to take as a prompt"
+            raise DataError(what, where=row.origin)
+        messages = self._adapt_all(messages, row)
+        _, text = self._render_whole(messages, row, add_generation_prompt=True)
         return text, Tokens(self.tokenizer, text).ids
 
     def require_template(
@@ -146,34 +173,31 @@ class Encoder:
     ) -> None:
         """Raises DataError for a row that needs a chat template if the tokenizer has none."""
         if not self.has_template:
-            raise DataError(
-                f"{what} and this tokenizer has no chat template", where=row.origin, fix=fix
-            )
+            message = f"{what} and this tokenizer has no chat template"
+            raise DataError(message, where=row.origin, fix=fix)
 
     def _require_shown(self, row: Row) -> None:
         """Raises DataError if the template would leave a row's tools out silently."""
         if row.values.get("tools") and not self.shows_tools:
+            what = "this row has tools, and the chat template does not show any"
             fix = "set model.chat_template to one that does, or leave them out with `columns: {tools: ''}`"
-            raise DataError(
-                "this row has tools, and the chat template does not show any",
-                where=row.origin,
-                fix=fix,
-            )
+            raise DataError(what, where=row.origin, fix=fix)
 
     def plain(self, prompt: str, text: str, origin: str, answer: bool = True) -> Example:
-        """`prompt`, `text` and the end-of-sequence token, behind the tokenizer's BOS if it adds one; all but the prompt are targets. The
-        two are tokenised apart, since at inference the prompt is tokenised alone. `answer`: the text may begin with reasoning."""
+        """Return `prompt`, `text` and the end-of-sequence token; all but the prompt are targets.
+
+        The tokenizer's BOS comes first if it adds one. The two are tokenised apart, since at
+        inference the prompt is tokenised alone. `answer`: the text may begin with reasoning.
+        """
         eos = self.tokenizer.eos_token_id
         if eos is None:
-            fix = "set model.tokenizer to one that has"
-            raise DataError(
-                "this tokenizer has no end-of-sequence token to close a text with",
-                where=origin,
-                fix=fix,
-            )
+            what = "this tokenizer has no end-of-sequence token to close a text with"
+            raise DataError(what, where=origin, fix="set model.tokenizer to one that has")
         if answer and self.reasoning == "drop":
             text = without_thoughts(text, "the answer", origin)
-        before = self._with_bos(prompt) if prompt else []
+        before = []
+        if prompt:
+            before = self._with_bos(prompt)
         after = self._ids(text, special=not prompt)
         if not after or after[-1] != eos:
             after.append(eos)
@@ -181,253 +205,295 @@ class Encoder:
         if not self.learn_all:
             learn[: len(before)] = 0
         if answer and self.reasoning == "mask" and "think>" in text:
-            tokens = Tokens(self.tokenizer, text)
-            at = next(
-                (k for k in range(len(after)) if after[k : k + len(tokens.ids)] == tokens.ids), 0
-            )
-            part = np.ones(len(tokens.ids), np.uint8)
-            mask_thoughts(tokens, part, origin)
-            learn[len(before) + at : len(before) + at + len(part)] &= part
+            self._mask_plain_thoughts(text, after, learn[len(before) :], origin)
         return Example(np.asarray(before + after, np.int32), learn)
 
+    def _mask_plain_thoughts(
+        self, text: str, ids: list[int], learn: npt.NDArray[np.uint8], origin: str
+    ) -> None:
+        """Take the reasoning in a text out of the targets.
+
+        Args:
+            text: the text, without special tokens.
+            ids: its tokens, which special tokens may surround.
+            learn: uint8, 1 for a target, for each of `ids`; changed in place.
+            origin: the row's name in an error.
+        """
+        tokens = Tokens(self.tokenizer, text)
+        size = len(tokens.ids)
+        learn_text = np.ones(size, np.uint8)
+        mask_thoughts(tokens, learn_text, origin)
+        first = 0
+        for start in range(len(ids)):
+            if ids[start : start + size] == tokens.ids:
+                first = start
+                break
+        learn[first : first + size] &= learn_text
+
     def _with_bos(self, prompt: str) -> list[int]:
-        """`prompt` with the special tokens that the tokenizer puts before a text, and without those behind."""
+        """`prompt` with the special tokens that the tokenizer puts before a text, without those behind it."""
         ids = self._ids(prompt, special=True)
         while len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
         return ids
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        return list(
-            self.tokenizer(
-                text, add_special_tokens=special, return_attention_mask=False, verbose=False
-            )["input_ids"]
+        """Return the tokens of a text. `special`: with the tokenizer's special tokens around it."""
+        encoded = self.tokenizer(
+            text, add_special_tokens=special, return_attention_mask=False, verbose=False
         )
+        return list(encoded["input_ids"])
 
-    def _chat(self, messages: Messages, first: int, row: Row) -> Example:
-        """The rendered conversation; the targets are in the assistant turns from message `first` on, or all, less turns of `weight` 0."""
-        weights = [_weight(message, row) for message in messages]
+    def _encode_chat(self, messages: Messages, first: int, row: Row) -> Example:
+        """Return the rendered conversation as tokens.
+
+        The targets are in the assistant turns from message `first` on, or in all turns, but not in
+        turns of `weight` 0.
+        """
+        is_weighted = [_is_weighted(message, row) for message in messages]
         answers = [
             index for index, message in enumerate(messages) if message["role"] == "assistant"
         ]
-        messages = [
-            {key: value for key, value in message.items() if key != "weight"}
-            for message in messages
-        ]
-        messages = [self._reasoned(message, index, row) for index, message in enumerate(messages)]
-        messages, text = self._shown(messages, row)
-        thoughts = thoughts_of(messages) if self.reasoning != "drop" else []
-        hides_reasoning = any(thought not in text for thought in thoughts)
-        all_turns = (
-            self.marks_turns
-            and not self.learn_all
-            and all(weights[index] and index >= first for index in answers)
-        )
-        marked = self._render(messages, row, **_MARKED) if all_turns else None
-        if marked is not None and self.reasoning != "mask":
-            return Example(
-                np.asarray(marked["input_ids"], np.int32),
-                np.asarray(marked["assistant_masks"], np.uint8),
-                hides_reasoning,
-            )
-        tokens = Tokens(self.tokenizer, text)
-        ids = np.asarray(tokens.ids, np.int32)
-        learn = (
-            np.full(len(ids), int(self.learn_all), np.uint8)
-            if marked is None
-            else np.asarray(marked["assistant_masks"], np.uint8)
-        )
-        own = [index for index in answers if weights[index] and index >= first and not all_turns]
-        for index in (
-            [index for index, weight in enumerate(weights) if not weight] if self.learn_all else own
-        ):
-            start, stop = self._span(messages, index, text, row)
-            learn[
-                slice(
-                    *self._close(tokens, tokens.at(start, row.origin), tokens.at(stop, row.origin))
-                )
-            ] = not self.learn_all
+        learned = [index for index in answers if is_weighted[index] and index >= first]
+        messages = [_without_keys(message, ["weight"]) for message in messages]
+        messages = self._adapt_all(messages, row)
+        messages, text = self._render_whole(messages, row)
+        hides_reasoning = self._hides_reasoning(messages, text)
+        # The template's marks are of all answers.
+        can_use_marks = self.marks_turns and not self.learn_all and learned == answers
+        if can_use_marks:
+            marked = self._render(messages, row, **_MARKED)
+            learn = np.asarray(marked["assistant_masks"], np.uint8)
+            if self.reasoning != "mask":
+                ids = np.asarray(marked["input_ids"], np.int32)
+                return Example(ids, learn, hides_reasoning)
+            tokens = Tokens(self.tokenizer, text)
+        else:
+            tokens = Tokens(self.tokenizer, text)
+            if self.learn_all:
+                context = [index for index, weighted in enumerate(is_weighted) if not weighted]
+                learn = np.ones(len(tokens.ids), np.uint8)
+                self._set_turns(learn, 0, context, messages, tokens, row)
+            else:
+                learn = np.zeros(len(tokens.ids), np.uint8)
+                self._set_turns(learn, 1, learned, messages, tokens, row)
         if self.reasoning == "mask":
-            thoughts = [
-                message[key].strip()
-                for message in messages
-                for key in self.reasoning_keys
-                if isinstance(message.get(key), str)
-            ]
-            mask_thoughts(
-                tokens,
-                learn,
-                row.origin,
-                not self.learn_all,
-                [thought for thought in thoughts if thought],
-            )
-        return Example(ids, learn, hides_reasoning)
+            thoughts = self._thoughts_by_key(messages)
+            mask_thoughts(tokens, learn, row.origin, not self.learn_all, thoughts)
+        return Example(np.asarray(tokens.ids, np.int32), learn, hides_reasoning)
 
-    def _reasoned(self, message: dict[str, Any], index: int, row: Row) -> dict[str, Any]:
-        """The message with its reasoning as `data.reasoning` and the template want it: left out, or in its content unless the template
-        renders its key. OpenAI's developer is a system where the template does not know that role."""
-        if message["role"] != "assistant":
-            return (
-                {**message, "role": "system"}
-                if message["role"] == "developer" and not self.knows_developers
-                else message
-            )
-        content = message.get("content")
-        keys = [key for key in REASONING if isinstance(message.get(key), str)]
+    def _set_turns(
+        self,
+        learn: npt.NDArray[np.uint8],
+        value: int,
+        turns: list[int],
+        messages: Messages,
+        tokens: Tokens,
+        row: Row,
+    ) -> None:
+        """Set `learn` to `value` for the tokens of some turns of a conversation."""
+        for index in turns:
+            start, stop = self._span(messages, index, tokens.text, row)
+            first_token = tokens.at(start, row.origin)
+            stop_token = tokens.at(stop, row.origin)
+            stop_token = self._end_of_turn(tokens, first_token, stop_token)
+            learn[first_token:stop_token] = value
+
+    def _hides_reasoning(self, messages: Messages, text: str) -> bool:
+        """Whether a rendered conversation lacks some reasoning of its answers, which is to be kept."""
         if self.reasoning == "drop":
-            where = f"messages[{index}]"
-            message = {key: value for key, value in message.items() if key not in keys}
-            if isinstance(content, str):
-                message["content"] = without_thoughts(content, where, row.origin)
-            elif isinstance(content, list):
-                message["content"] = [
-                    {**part, "text": without_thoughts(part["text"], where, row.origin)}
-                    if "text" in part
-                    else part
-                    for part in content
-                ]
-            return message
-        thought = next(
-            (
-                message[key].strip()
-                for key in keys
-                if key not in self.reasoning_keys and message[key].strip()
-            ),
-            None,
-        )
-        if thought is None or set(keys) & set(self.reasoning_keys):
-            return message
-        written = f"<think>\n{thought}\n</think>\n\n"
-        whole = (
-            [{"type": "text", "text": written}, *content]
-            if isinstance(content, list)
-            else written + (content or "")
-        )
-        return {
-            **{key: value for key, value in message.items() if key not in keys},
-            "content": whole,
-        }
+            return False
+        return any(thought not in text for thought in thoughts_of(messages))
 
-    def _shown(self, messages: Messages, row: Row, **options: Any) -> tuple[Messages, str]:
-        """The conversation as the template shows all of it, and rendered. Beside calls some templates need an empty content, and others
-        none. Raises DataError."""
+    def _thoughts_by_key(self, messages: Messages) -> list[str]:
+        """Return the reasoning under keys that the template renders, which may be without tags."""
+        thoughts = []
+        for message in messages:
+            for key in self.reasoning_keys:
+                thought = message.get(key)
+                if isinstance(thought, str) and thought.strip():
+                    thoughts.append(thought.strip())
+        return thoughts
+
+    def _adapt_all(self, messages: Messages, row: Row) -> Messages:
+        """Return messages in the form that the template knows, with reasoning as data.reasoning sets.
+
+        OpenAI's developer becomes a system if the template does not know that role.
+        """
+        adapted = []
+        for index, message in enumerate(messages):
+            role = message["role"]
+            if role == "developer" and not self.knows_developers:
+                message = {**message, "role": "system"}
+            elif role == "assistant" and self.reasoning == "drop":
+                message = _without_reasoning(message, index, row)
+            elif role == "assistant":
+                message = self._with_shown_reasoning(message)
+            adapted.append(message)
+        return adapted
+
+    def _with_shown_reasoning(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return an answer with its reasoning in its content, unless the template renders its key."""
+        keys = _reasoning_keys_of(message)
+        if any(key in self.reasoning_keys for key in keys):
+            return message
+        thoughts = [message[key].strip() for key in keys if message[key].strip()]
+        if not thoughts:
+            return message
+        tagged = f"<think>\n{thoughts[0]}\n</think>\n\n"
+        content = message.get("content")
+        whole: str | list[dict[str, Any]]
+        if isinstance(content, list):
+            whole = [{"type": "text", "text": tagged}, *content]
+        else:
+            whole = tagged + (content or "")
+        return {**_without_keys(message, keys), "content": whole}
+
+    def _render_whole(self, messages: Messages, row: Row, **options: Any) -> tuple[Messages, str]:
+        """Return the conversation in a form of which the template shows all, and as it is rendered.
+
+        Beside calls some templates need an empty content, and others none. Raises DataError.
+        """
         try:
-            return messages, self._whole(messages, row, **options)
+            return messages, self._render_checked(messages, row, **options)
         except DataError:
-            bare = [turn.get("tool_calls") and not turn.get("content") for turn in messages]
-            if any(bare):
-                other = [
-                    turn | {"content": None if "content" in turn else ""} if its else turn
-                    for turn, its in zip(messages, bare, strict=True)
-                ]
+            if any(_is_bare_call(turn) for turn in messages):
+                other = [_with_other_emptiness(turn) for turn in messages]
                 with suppress(DataError):
-                    return other, self._whole(other, row, **options)
+                    return other, self._render_checked(other, row, **options)
             raise
 
-    def _whole(self, messages: Messages, row: Row, **options: Any) -> str:
-        """The rendered conversation. Raises DataError for a turn, or a part of one, that the template leaves out silently."""
+    def _render_checked(self, messages: Messages, row: Row, **options: Any) -> str:
+        """Return the rendered conversation.
+
+        Raises DataError for a turn, or a part of one, that the template leaves out silently.
+        """
         text: str = self._render(messages, row, **options)
-        parts = [
-            (index, *part) for index, turn in enumerate(messages) for part in _parts(turn, text)
-        ]
-        marked = ""
-        with suppress(DataError):  # one rendering in the place of one for each call
-            renamed = [_renamed(turn, f"call-{index}-") for index, turn in enumerate(messages)]
-            marked = self._render(renamed, row, **options) if renamed != messages else ""
-        for index, part, instead in parts:
-            if part == CALL and f"call-{index}-" in marked:
+        parts: list[_Part] = []
+        for index, turn in enumerate(messages):
+            parts += _omissible_parts(turn, index, text)
+        marked = self._render_with_marked_calls(messages, row, **options)
+        for part in parts:
+            if part.name == CALL and _call_mark(part.turn) in marked:
                 continue
+            rest = [*messages[: part.turn], *part.remainder, *messages[part.turn + 1 :]]
             try:
-                without = self._render(
-                    [*messages[:index], *instead, *messages[index + 1 :]], row, **options
-                )
+                without = self._render(rest, row, **options)
             except DataError:
                 continue
             if without == text:
-                what = f"the chat template leaves out {part}messages[{index}], of the role {messages[index]['role']!r}"
+                role = messages[part.turn]["role"]
+                what = f"the chat template leaves out {part.name}messages[{part.turn}], of the role {role!r}"
                 raise DataError(what, where=row.origin, fix=FITTING)
         return text
 
+    def _render_with_marked_calls(self, messages: Messages, row: Row, **options: Any) -> str:
+        """Return the conversation with a mark for a name of the last call of each turn.
+
+        One rendering finds out which calls the template shows, in place of one for each call. It is
+        empty if there are no calls, or if the template refuses it.
+        """
+        marked = [_with_marked_call(turn, index) for index, turn in enumerate(messages)]
+        if marked == messages:
+            return ""
+        try:
+            text: str = self._render(marked, row, **options)
+        except DataError:
+            return ""
+        return text
+
     def _span(self, messages: Messages, index: int, text: str, row: Row) -> tuple[int, int]:
-        """The characters [start, stop) of turn `index` in `text`: an answer, or another whose `weight` is 0."""
-        if (
-            index == len(messages) - 1
-            and (usual := self._usual_end(messages[index], text)) is not None
-        ):
-            return usual, len(text)
+        """Return the characters [start, stop) of turn `index` in `text`.
 
-        def before() -> str:
-            return self._render(messages[:index], row) if index else ""
+        The turn is an answer, or another whose `weight` is 0. Raises DataError if it is not found.
+        """
+        turn = messages[index]
+        is_last = index == len(messages) - 1
+        if is_last:
+            start = self._usual_start(turn, text)
+            if start is not None:
+                return start, len(text)
+            through = text
+        else:
+            through = self._render(messages[: index + 1], row)
+        head = self._head(messages, index, text, row)
+        wordings = _wordings(turn)
+        if self._stands_at_head(messages, index, text, head, through, row):
+            return len(head), len(through)
+        # The template lacks a generation prompt, or renders this turn differently here: search the
+        # content.
+        if turn.get("tool_calls") and through.startswith(head):
+            # The template writes calls in its own format.
+            wordings = [_answer_alone(through[len(head) :])]
+        span = _find_wording(wordings, text, head, through)
+        if span is not None:
+            has_turns_before = text.startswith(head) or text.startswith(
+                self._before(messages, index, row)
+            )
+            if has_turns_before:
+                return span
+        what = f"the chat template does not render what messages[{index}] says in its place"
+        if self.learn_all:
+            fix = FITTING
+        else:
+            fix = "mark the assistant's turns with {% generation %} in an own model.chat_template, or set data.learn_on: all"
+        raise DataError(what, where=row.origin, fix=fix)
 
-        through = text if index == len(messages) - 1 else self._render(messages[: index + 1], row)
-        prompted = {"add_generation_prompt": True} if messages[index]["role"] == "assistant" else {}
-        head = (
-            self._render(messages[:index], row, **prompted)
-            if index
-            else self._first_head(text, row)
-            if prompted
-            else ""
-        )
-        whole, headed = text.startswith(through), text.startswith(head)
-        content = messages[index].get("content") or ""
-        content = (
-            "".join(part.get("text", "") for part in content)
-            if isinstance(content, list)
-            else str(content)
-        ).strip()
-        # Templates may leave the reasoning out, so that only the answer behind it is in the text.
-        wordings = [
-            wording for wording in (content, content.rpartition("</think>")[2].strip()) if wording
-        ]
-        there = (
-            whole
-            and headed
-            and (not content or any(wording in through[len(head) :] for wording in wordings))
-        )
+    def _stands_at_head(
+        self, messages: Messages, index: int, text: str, head: str, through: str, row: Row
+    ) -> bool:
+        """Whether turn `index` is the characters from the end of `head` to the end of `through`."""
+        if not (text.startswith(through) and text.startswith(head)):
+            return False
+        wordings = _wordings(messages[index])
+        turn_text = through[len(head) :]
+        if wordings and not any(wording in turn_text for wording in wordings):
+            return False
         # The header tells as much as a third rendering, which would take a seventh of all time.
         header = self._usual_header.strip()
-        if there and ((header and head.rstrip().endswith(header)) or head != before()):
-            return len(head), len(through)
-        # The template lacks a generation prompt, or renders this turn differently here: search the content.
-        if messages[index].get("tool_calls") and through.startswith(head):
-            # The template writes calls in its own format.
-            wordings = [through[len(head) :].rpartition("</think>")[2].strip()]
-        floor = _shared(text, head)
-        places = [
-            (text.rfind(each, floor, len(through)) if whole else text.find(each, floor), len(each))
-            for each in wordings
-        ]
-        # The first: a later turn may have the same content.
-        at, size = min((place for place in places if place[0] >= 0), default=(-1, 0))
-        if at >= 0 and (headed or text.startswith(before())):
-            stop = at + size
-            while (
-                at > floor and text[at - 1] == " "
-            ):  # a leading blank belongs to the first word's token
-                at -= 1
-            return at, stop
-        what = f"the chat template does not render what messages[{index}] says in its place"
-        marks = "mark the assistant's turns with {% generation %} in an own model.chat_template, or set data.learn_on: all"
-        raise DataError(what, where=row.origin, fix=FITTING if self.learn_all else marks)
+        if header and head.rstrip().endswith(header):
+            return True
+        return head != self._before(messages, index, row)
+
+    def _before(self, messages: Messages, index: int, row: Row) -> str:
+        """Return the turns before `index` as they are rendered without a generation prompt."""
+        if not index:
+            return ""
+        text: str = self._render(messages[:index], row)
+        return text
+
+    def _head(self, messages: Messages, index: int, text: str, row: Row) -> str:
+        """Return the text before the content of turn `index`: the turns before it, and its header."""
+        is_answer = messages[index]["role"] == "assistant"
+        if not is_answer:
+            return self._before(messages, index, row)
+        if not index:
+            return self._first_head(text, row)
+        head: str = self._render(messages[:index], row, add_generation_prompt=True)
+        return head
 
     def _first_head(self, text: str, row: Row) -> str:
-        """The text before the content of an assistant turn that opens the conversation: there is no earlier turn to render."""
+        """Return the text before the content of an assistant turn that opens the conversation.
+
+        There is no earlier turn to render.
+        """
         header = self._header(row)
-        at = text.find(header)
-        return text[: at + len(header)] if header and at >= 0 else ""
+        start = text.find(header)
+        if header and start >= 0:
+            return text[: start + len(header)]
+        return ""
 
     def _header(self, row: Row) -> str:
-        """The generation prompt, as the template writes it behind a question."""
-        opening = [{"role": "user", "content": "?"}]
-        bare, prompted = (
-            self._render(opening, row),
-            self._render(opening, row, add_generation_prompt=True),
-        )
-        return prompted[len(bare) :] if prompted.startswith(bare) else ""
+        """Return the generation prompt, as the template writes it behind a question."""
+        bare = self._render([_QUESTION], row)
+        prompted = self._render([_QUESTION], row, add_generation_prompt=True)
+        if prompted.startswith(bare):
+            return str(prompted[len(bare) :])
+        return ""
 
     @cached_property
     def _usual_header(self) -> str:
-        """The same of a row without tools; empty where the template refuses a question alone."""
+        """The `_header` of a row without tools; empty if the template refuses a question alone."""
         try:
             return self._header(Row("", {}))
         except DataError:
@@ -435,102 +501,242 @@ class Encoder:
 
     @cached_property
     def _usual_tail(self) -> str | None:
-        """What the template writes behind the last answer; None where it does not put an answer right behind its header."""
-        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+        """What the template writes behind the last answer.
+
+        None if it does not put an answer right behind its header.
+        """
+        row = Row("", {})
+        answer = {"role": "assistant", "content": "!"}
         try:
-            head, text = (
-                self._render([question], Row("", {}), add_generation_prompt=True),
-                self._render([question, answer], Row("", {})),
-            )
+            head = self._render([_QUESTION], row, add_generation_prompt=True)
+            text: str = self._render([_QUESTION, answer], row)
         except DataError:
             return None
-        return text.removeprefix(f"{head}!") if text.startswith(f"{head}!") else None
+        answered = f"{head}!"
+        if text.startswith(answered):
+            return text.removeprefix(answered)
+        return None
 
-    def _usual_end(self, message: dict[str, Any], text: str) -> int | None:
-        """Where the last answer starts in `text`, if that ends as is usual: header, answer, tail. It spares a rendering of the turns before
-        it, which takes a third of all time."""
-        content, header, tail = message.get("content"), self._usual_header, self._usual_tail
-        if (
-            tail is None
-            or not header.strip()
-            or not isinstance(content, str)
-            or not content.strip()
-            or len(message) > 2
-        ):
+    def _usual_start(self, message: dict[str, Any], text: str) -> int | None:
+        """Return where the last answer starts in `text`, if header, answer and tail end the text.
+
+        That is usual. It spares a rendering of the turns before it, which takes a third of all time.
+        """
+        content = message.get("content")
+        header = self._usual_header
+        tail = self._usual_tail
+        if tail is None or not header.strip():
             return None
-        sizes = (
-            len(answer)
-            for answer in (content, content.strip())
-            if text.endswith(f"{header}{answer}{tail}")
-        )
-        return next((len(text) - len(tail) - size for size in sizes), None)
+        if not isinstance(content, str) or not content.strip():
+            return None
+        has_more_keys = len(message) > 2
+        if has_more_keys:
+            return None
+        for answer in (content, content.strip()):
+            if text.endswith(f"{header}{answer}{tail}"):
+                return len(text) - len(tail) - len(answer)
+        return None
 
-    def _close(self, tokens: Tokens, start: int, stop: int) -> tuple[int, int]:
-        """Tokens [start, stop) of a turn, ended by its end-of-turn token: without the line break that templates put behind it; a turn
-        without such a token gets the special token that comes next."""
-        last = next(
-            (k for k in range(stop - 1, start - 1, -1) if tokens.ids[k] in self.special), None
-        )
-        if last is not None and not self.tokenizer.decode(tokens.ids[last + 1 : stop]).strip():
-            return start, last + 1
-        return start, stop + (stop < len(tokens.ids) and tokens.ids[stop] in self.special)
+    def _end_of_turn(self, tokens: Tokens, start: int, stop: int) -> int:
+        """Return where the tokens [start, stop) of a turn end with its end-of-turn token.
+
+        The line break that templates put behind that token is left out. A turn without such a token
+        gets the special token that comes next.
+        """
+        last = None
+        for index in range(stop - 1, start - 1, -1):
+            if tokens.ids[index] in self.special:
+                last = index
+                break
+        if last is not None:
+            rest = self.tokenizer.decode(tokens.ids[last + 1 : stop])
+            if not rest.strip():
+                return last + 1
+        is_special_next = stop < len(tokens.ids) and tokens.ids[stop] in self.special
+        if is_special_next:
+            return stop + 1
+        return stop
 
     def _render(self, messages: Messages, row: Row, **options: Any) -> Any:
-        """The result of `apply_chat_template`, by default as text. Raises DataError if the template refuses the conversation."""
+        """Return the result of `apply_chat_template`, by default as text.
+
+        Raises DataError if the template refuses the conversation.
+        """
+        arguments = {"tools": row.values.get("tools"), "tokenize": False, **options}
         with judged("the chat template refuses this conversation", row.origin, DataError, FITTING):
-            return self.tokenizer.apply_chat_template(
-                messages, **{"tools": row.values.get("tools"), "tokenize": False, **options}
-            )
+            return self.tokenizer.apply_chat_template(messages, **arguments)
 
 
-def _weight(message: dict[str, Any], row: Row) -> bool:
-    """Whether a message is learned, by its `weight` as of OpenAI's files. Raises DataError unless that is 0 or 1."""
+def _text_of_template(template: str | dict[str, str] | None) -> str:
+    """Return the text of a tokenizer's chat template, or of all of its templates."""
+    if isinstance(template, str):
+        return template
+    return " ".join((template or {}).values())
+
+
+def _is_weighted(message: dict[str, Any], row: Row) -> bool:
+    """Whether a message is learned, by its `weight` as in OpenAI's files.
+
+    Raises DataError unless that is 0 or 1.
+    """
     weight = message.get("weight", 1)
     if weight not in (0, 1):
-        raise DataError(
-            f"the `weight` of a message is {weight!r}",
-            where=row.origin,
-            fix="give 0 or 1: it is learned or not",
-        )
+        what = f"the `weight` of a message is {weight!r}"
+        raise DataError(what, where=row.origin, fix="give 0 or 1: it is learned or not")
     return bool(weight)
 
 
-def _parts(turn: dict[str, Any], text: str) -> Iterator[tuple[str, Messages]]:
-    """What of a turn may not be in `text`: its name, and what stands in its place without it. Of an assistant's turn these are the last of
-    its calls, and what it says beside them; templates leave old reasoning out."""
-    content, calls = turn.get("content"), turn.get("tool_calls")
-    spoken = (
-        "".join(part.get("text", "") for part in content)
-        if isinstance(content, list)
-        else content or ""
-    )
+def _without_keys(message: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key not in keys}
+
+
+def _reasoning_keys_of(message: dict[str, Any]) -> list[str]:
+    """Return the keys of a message that hold reasoning."""
+    return [key for key in REASONING if isinstance(message.get(key), str)]
+
+
+def _without_reasoning(message: dict[str, Any], index: int, row: Row) -> dict[str, Any]:
+    """Return an answer, which is messages[index] of a row, without its reasoning."""
+    name = f"messages[{index}]"
+    content = message.get("content")
+    message = _without_keys(message, _reasoning_keys_of(message))
+    if isinstance(content, str):
+        message["content"] = without_thoughts(content, name, row.origin)
+    elif isinstance(content, list):
+        parts = []
+        for part in content:
+            if "text" in part:
+                part = {**part, "text": without_thoughts(part["text"], name, row.origin)}
+            parts.append(part)
+        message["content"] = parts
+    return message
+
+
+def _is_bare_call(turn: dict[str, Any]) -> bool:
+    """Whether a turn makes calls and says nothing."""
+    return bool(turn.get("tool_calls") and not turn.get("content"))
+
+
+def _with_other_emptiness(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn whose calls have no content with an empty content, or the reverse."""
+    if not _is_bare_call(turn):
+        return turn
+    if "content" in turn:
+        return {**turn, "content": None}
+    return {**turn, "content": ""}
+
+
+def _text_of_content(turn: dict[str, Any]) -> str:
+    """Return the text of a turn's content, whether it is in parts or not."""
+    content = turn.get("content") or ""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return str(content)
+
+
+def _answer_alone(text: str) -> str:
+    """Return what stands behind the reasoning."""
+    return text.rpartition(_END_OF_THOUGHT)[2].strip()
+
+
+def _wordings(turn: dict[str, Any]) -> list[str]:
+    """Return what a template may render of a turn's content.
+
+    Templates may leave the reasoning out, so that only the answer behind it is in the text.
+    """
+    content = _text_of_content(turn).strip()
+    return [wording for wording in (content, _answer_alone(content)) if wording]
+
+
+class _Part(NamedTuple):
+    """A part of a turn that a template may leave out.
+
+    `turn`: the index of the turn. `name`: what it is, for the message. `remainder`: what stands in
+    place of the turn without this part.
+    """
+
+    turn: int
+    name: str
+    remainder: Messages
+
+
+def _omissible_parts(turn: dict[str, Any], index: int, text: str) -> Iterator[_Part]:
+    """Return the parts of a turn that may not be in `text`.
+
+    Of an assistant's turn these are the last of its calls, and what it says beside them; templates
+    leave old reasoning out.
+    """
+    content = turn.get("content")
+    calls = turn.get("tool_calls")
+    spoken = _text_of_content(turn)
     if turn["role"] != "assistant":
         if isinstance(content, str) and spoken.strip() not in text:
-            yield "", []
+            yield _Part(index, "", [])
     elif calls:
-        rest = {"tool_calls": calls[:-1]} if isinstance(calls, list) and len(calls) > 1 else {}
-        yield CALL, [{key: value for key, value in turn.items() if key != "tool_calls"} | rest]
-        if spoken.rpartition("</think>")[2].strip() not in text:
-            yield "what is said beside the calls of ", [{**turn, "content": ""}]
+        without_call = _without_keys(turn, ["tool_calls"])
+        if isinstance(calls, list) and len(calls) > 1:
+            without_call["tool_calls"] = calls[:-1]
+        yield _Part(index, CALL, [without_call])
+        if _answer_alone(spoken) not in text:
+            without_speech = {**turn, "content": ""}
+            yield _Part(index, "what is said beside the calls of ", [without_speech])
 
 
-def _renamed(turn: dict[str, Any], name: str) -> dict[str, Any]:
-    """The turn, the last of its calls under another name."""
+def _call_mark(index: int) -> str:
+    """Return the name that stands for that of a call of messages[index]."""
+    return f"call-{index}-"
+
+
+def _with_marked_call(turn: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the turn with a mark for the name of the last of its calls."""
     calls = turn.get("tool_calls")
-    if not isinstance(calls, list) or not calls or not isinstance(last := calls[-1], dict):
+    if not isinstance(calls, list) or not calls:
         return turn
-    function = last.get("function")
-    call = (
-        {**last, "function": {**function, "name": name}}
-        if isinstance(function, dict)
-        else {**last, "name": name}
-    )
-    return {**turn, "tool_calls": [*calls[:-1], call]}
+    call = calls[-1]
+    if not isinstance(call, dict):
+        return turn
+    function = call.get("function")
+    mark = {"name": _call_mark(index)}
+    if isinstance(function, dict):
+        marked = {**call, "function": {**function, **mark}}
+    else:
+        marked = {**call, **mark}
+    return {**turn, "tool_calls": [*calls[:-1], marked]}
 
 
-def _shared(one: str, other: str) -> int:
-    """Length of the longest common prefix."""
-    return next(
-        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
+def _find_wording(
+    wordings: list[str], text: str, head: str, through: str
+) -> tuple[int, int] | None:
+    """Return the characters [start, stop) of the first of some wordings in a text.
+
+    Args:
+        wordings: what may be in the text.
+        text: the whole conversation.
+        head: the turns before this one, as they are rendered alone.
+        through: the turns up to this one, as they are rendered alone.
+    """
+    floor = _common_prefix(text, head)
+    found = []
+    for wording in wordings:
+        if text.startswith(through):
+            start = text.rfind(wording, floor, len(through))
+        else:
+            # The first one: a later turn may have the same content.
+            start = text.find(wording, floor)
+        if start >= 0:
+            found.append((start, start + len(wording)))
+    if not found:
+        return None
+    start, stop = min(found)
+    # A leading blank belongs to the first word's token.
+    while start > floor and text[start - 1] == " ":
+        start -= 1
+    return start, stop
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """Return the length of the longest common prefix."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return min(len(one), len(other))

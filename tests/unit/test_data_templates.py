@@ -374,7 +374,7 @@ def test_a_usual_end_is_where_renderings_find_it(
             return str(error)
 
     quick = result()
-    monkeypatch.setattr(Encoder, "_usual_end", lambda *_: None)
+    monkeypatch.setattr(Encoder, "_usual_start", lambda *_: None)
     assert quick == result()
 
 
