@@ -283,7 +283,7 @@ def _choose_sheet(sheets: list[str], wanted: str | None, name: str) -> str:
         what = f"has {len(sheets)} sheets"
     else:
         if wanted in sheets:
-            return wanted or sheets[0]
+            return wanted
         what = f"has no sheet {wanted!r}"
     known = " or ".join(repr(sheet) for sheet in sheets)
     raise DataError(what, where=name, fix=f"set `sheet` of the source to {known}")
