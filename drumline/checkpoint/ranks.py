@@ -156,5 +156,5 @@ def describe_error(error: BaseException) -> str:
             return f"no space left on the disk{place}"
         return f"{error.strerror or error}{place}"
     # A message may have several lines.
-    words = f"{type(error).__name__}: {error}".split()
-    return " ".join(words)
+    text = f"{type(error).__name__}: {error}"
+    return " ".join(text.split())

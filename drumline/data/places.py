@@ -417,11 +417,12 @@ def _names_with_rows(names: list[str], source: FileSource) -> list[str]:
 
 
 def _split_of(name: str) -> str:
-    """Return the split that the last word of a split in a file's name tells; empty without any."""
-    words = _SPLIT.findall(name.lower())
-    if not words:
+    """Return the split that a file's name tells, by the last of its parts that names one; else empty."""
+    splits = _SPLIT.findall(name.lower())
+    if not splits:
         return ""
-    return _SAME.get(words[-1], words[-1])
+    last = splits[-1]
+    return _SAME.get(last, last)
 
 
 def hash_file(path: Path) -> str:
