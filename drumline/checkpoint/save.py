@@ -555,7 +555,9 @@ def share_out(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tenso
     for sizes_of_rank in everyone:
         for name, size in sizes_of_rank.items():
             sizes[name] = size.bytes
-    shares = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    shares: dict[str, Tensor] = {
+        name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)
+    }
     owners = _owners(sizes, everyone)
     for name, owner in owners.items():
         if owner == ranks.rank:

@@ -90,7 +90,7 @@ def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullc
             dataset = _open(source, base_dir)
             require_samples(dataset, describe(source))
             if not indexed(dataset):
-                read = partial(list, islice(dataset, source.limit))
+                read: partial[list[Any]] = partial(list, islice(dataset, source.limit))
                 dataset = imported(read, source.label, "data source", doing="reading")
         count = _count(dataset, source)
         if source.limit is not None and source.limit < count:
