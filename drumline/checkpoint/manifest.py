@@ -6,9 +6,11 @@ step-00000020/
     state.json            the run's own state: position, schedule, config
     manifest.json         {"sha256": of the rest, "manifest": Manifest}
 
-On one of several hosts that share no disk a folder may hold a part of these files: part.json is in the manifest's place, and names them.
+If several hosts share no disk, a folder may hold a part of these files: then part.json is in the
+manifest's place, and names them.
 
-Its files must survive a power cut: they are hashed while they are written, flushed to the device, and opened without following links.
+The files must survive a power cut: they are hashed while they are written, flushed to the device, and
+opened without following links.
 """
 
 from __future__ import annotations
@@ -32,14 +34,19 @@ from drumline.foreign import disk_errors
 
 WRITE_BUFFER = 1 << 20  # bytes
 
-MANIFEST, STATE, INDEX = "manifest.json", "state.json", ".metadata"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+INDEX = ".metadata"
 PART = "part.json"  # {"sha256": of the rest, "manifest": Part}
-UNFINISHED, TRASH = ".tmp-", ".trash-"
-TEMP = UNFINISHED, TRASH  # folders whose names begin so are no checkpoints
+UNFINISHED = ".tmp-"
+TRASH = ".trash-"
+TEMP = (UNFINISHED, TRASH)  # folders whose names begin so are no checkpoints
 SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
 
 
 class Record(BaseModel):
+    """The base of what manifest.json and part.json hold."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
@@ -63,8 +70,9 @@ class TensorRecord(Record):
 class Manifest(Record):
     """The contents of a committed checkpoint.
 
-    `serial` counts the saves of a run folder. It tells which one is the newest; the step does not, once a run resumed from an older step.
-    `metric`: the value that decides on `best`; `rated`: min or max, and what it is a value of (None: of an older version, or not known).
+    `serial` counts the saves of a run folder. It tells which checkpoint is the newest; the step does not,
+    once a run resumed from an older step. `metric` is the value that decides on `best`. `rated` is min or
+    max, and the name of the metric (None: of an older version, or not known).
     """
 
     format: Literal[1] = 1
@@ -80,24 +88,28 @@ class Manifest(Record):
 
     @property
     def bytes(self) -> int:
+        """The bytes of all files."""
         return sum(record.bytes for record in self.files.values())
 
 
 class Part(Record):
-    """`present`: the files of a checkpoint that lie on this host's disk."""
+    """A part of a checkpoint. `present`: the files that lie on this host's disk."""
 
     manifest: Manifest
     present: list[str]
 
 
 def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in a checkpoint's folder name; None for any other name."""
+    """Return the step in a checkpoint's folder name; None for any other name."""
     match = STEP_FOLDER.fullmatch(name)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -106,44 +118,47 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def write_part(folder: Path, manifest: Manifest, present: set[str]) -> None:
-    """The same; part.json instead where `present` lacks some of the files. Raises OSError."""
+    """Write manifest.json, or part.json if `present` lacks some of the files. Raises OSError."""
     if present >= manifest.files.keys():
         write_manifest(folder, manifest)
     else:
-        write_durable(folder / PART, sealed(Part(manifest=manifest, present=sorted(present))))
+        part = Part(manifest=manifest, present=sorted(present))
+        write_durable(folder / PART, sealed(part))
 
 
 def sealed(record: Record) -> bytes:
-    """A record as JSON with its own checksum."""
+    """Return a record as JSON with its own checksum."""
     content = record.model_dump()
-    return json.dumps({"sha256": _checksum(content), "manifest": content}, indent=1).encode()
+    outer = {"sha256": _checksum(content), "manifest": content}
+    return json.dumps(outer, indent=1).encode()
 
 
 def make_newest(folder: Path) -> None:
-    """Number a checkpoint as the last save among its neighbours: what was saved after it is a branch that the run has left. Raises
-    CheckpointError."""
-    neighbours = [
-        entry
-        for entry in folder.parent.iterdir()
-        if step_of(entry.name) is not None and entry.name != folder.name
-    ]
-    serials = [0]
-    for entry in neighbours:
+    """Number a checkpoint as the last save among its neighbours.
+
+    What was saved after it is a branch that the run has left. Raises CheckpointError.
+    """
+    largest = 0
+    for entry in folder.parent.iterdir():
+        if step_of(entry.name) is None or entry.name == folder.name:
+            continue
         with suppress(CheckpointError):
-            serials.append(read_part(entry)[0].serial)
+            neighbour, _ = read_part(entry)
+            largest = max(largest, neighbour.serial)
     manifest = read_manifest(folder)
-    if manifest.serial < max(serials):
-        renewed = sealed(manifest.model_copy(update={"serial": 1 + max(serials)})).decode()
-        with disk_errors(
-            "cannot be written", str(folder / MANIFEST), CheckpointError, "free some space"
-        ):
-            write_whole(folder / MANIFEST, renewed, durable=True)
+    if manifest.serial >= largest:
+        return
+    renewed = manifest.model_copy(update={"serial": largest + 1})
+    path = folder / MANIFEST
+    with disk_errors("cannot be written", str(path), CheckpointError, "free some space"):
+        write_whole(path, sealed(renewed).decode(), durable=True)
 
 
 def write_metric(folder: Path, metric: float, rated: str) -> Manifest:
-    """Write the metric of a committed checkpoint's weights into its manifest.json, or part.json, and return the new manifest.
+    """Write the metric of a committed checkpoint's weights, and return the new manifest.
 
-    The old file stays until the new one is whole and on the device; no other file changes. Raises CheckpointError and OSError.
+    It goes into manifest.json, or part.json. The old file stays until the new one is whole and on the
+    device; no other file changes. Raises CheckpointError and OSError.
     """
     manifest, present = read_part(folder)
     renewed = manifest.model_copy(update={"metric": metric, "rated": rated})
@@ -158,25 +173,37 @@ def write_metric(folder: Path, metric: float, rated: str) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The content of manifest.json, with its checksum verified. Raises CheckpointError that names the file and the reason."""
-    return _of_folder(
-        unsealed(_content(folder / MANIFEST), Manifest, str(folder / MANIFEST)), folder, MANIFEST
-    )
+    """Return the content of manifest.json, with its checksum verified.
+
+    Raises CheckpointError that names the file and the reason.
+    """
+    path = folder / MANIFEST
+    manifest = unsealed(_content(path), Manifest, str(path))
+    _require_step_of_folder(manifest, path)
+    return manifest
 
 
 def read_part(folder: Path) -> tuple[Manifest, set[str]]:
-    """The manifest of a folder that may hold a part of a checkpoint, and the files that lie there. Raises CheckpointError."""
+    """Return the manifest of a folder that may hold a part of a checkpoint, and the files there.
+
+    Raises CheckpointError.
+    """
+    path = folder / PART
     with disk_errors("cannot be read", str(folder), CheckpointError):
-        whole = (folder / MANIFEST).exists() or not (folder / PART).exists()
-    if whole:
+        is_whole = (folder / MANIFEST).exists() or not path.exists()
+    if is_whole:
         manifest = read_manifest(folder)
         return manifest, set(manifest.files)
-    part = unsealed(_content(folder / PART), Part, str(folder / PART))
-    return _of_folder(part.manifest, folder, PART), set(part.present) & part.manifest.files.keys()
+    part = unsealed(_content(path), Part, str(path))
+    _require_step_of_folder(part.manifest, path)
+    return part.manifest, set(part.present) & part.manifest.files.keys()
 
 
 def unsealed(raw: bytes, kind: type[R], place: str) -> R:
-    """The record in the JSON text `raw`, with its checksum verified. Raises CheckpointError that names `place` and the reason."""
+    """Return the record in the JSON text `raw`, with its checksum verified.
+
+    Raises CheckpointError that names `place` and the reason.
+    """
     try:
         outer = json.loads(raw)
         content = outer["manifest"]
@@ -187,9 +214,8 @@ def unsealed(raw: bytes, kind: type[R], place: str) -> R:
         return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        raise CheckpointError(
-            f"not a manifest: {'.'.join(map(str, first['loc']))}: {first['msg']}", where=place
-        ) from error
+        key = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"not a manifest: {key}: {first['msg']}", where=place) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             "not a manifest: damaged or of another program", where=place
@@ -197,7 +223,10 @@ def unsealed(raw: bytes, kind: type[R], place: str) -> R:
 
 
 def require_plain(manifest: Manifest, place: str) -> Manifest:
-    """The manifest. Raises CheckpointError where a file's name could lead out of the checkpoint's folder: none has been looked at yet."""
+    """Return the manifest, whose files were not looked at yet.
+
+    Raises CheckpointError if a file's name could lead out of the checkpoint's folder.
+    """
     for name in manifest.files:
         if name not in (STATE, INDEX) and not SHARD_NAME.fullmatch(name):
             raise CheckpointError(f"names {name!r}, which is no file of a checkpoint", where=place)
@@ -207,40 +236,43 @@ def require_plain(manifest: Manifest, place: str) -> Manifest:
 
 
 def _content(path: Path) -> bytes:
+    """Return the content of a plain file. Raises CheckpointError."""
     with disk_errors("cannot be read", str(path), CheckpointError):
         with open_regular(path) as file:
             return file.read()
 
 
-def _of_folder(manifest: Manifest, folder: Path, name: str) -> Manifest:
-    named = step_of(folder.name)
-    if named is not None and named != manifest.step:
+def _require_step_of_folder(manifest: Manifest, path: Path) -> None:
+    """Raise CheckpointError if the folder of a manifest's file is named after another step."""
+    step = step_of(path.parent.name)
+    if step is not None and step != manifest.step:
         raise CheckpointError(
-            f"is of step {manifest.step}, the folder's name says {named}", where=str(folder / name)
+            f"is of step {manifest.step}, the folder's name says {step}", where=str(path)
         )
-    return manifest
 
 
 def _checksum(content: Any) -> str:
-    return hashlib.sha256(
-        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
-
-
-# ---------------------------------------------------------------------------------------------------------------- files
+    """Return the sha256, in hex, of a JSON value, whatever the order of its keys."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class HashingFile(io.BufferedWriter):
-    """A new file that hashes the bytes before the disk gets them, and that is on the device once it is closed.
+    """A new file that hashes the bytes before the disk gets them, and is on the device once it is closed.
 
-    The file must not exist. `failures` gets each OSError, since torch.save turns one into a message without its errno.
+    The file must not exist. `failures` gets each OSError, since torch.save turns one into a message without
+    its errno.
     """
 
     def __init__(self, path: Path, failures: list[OSError] | None = None) -> None:
-        self.path, self.failures = path, [] if failures is None else failures
+        self.path = path
+        self.failures: list[OSError] = []
+        if failures is not None:
+            self.failures = failures
         with self._noting_failure():
             super().__init__(io.FileIO(path, "x"), WRITE_BUFFER)
-        self._hash, self._bytes = hashlib.sha256(), 0
+        self._hash = hashlib.sha256()
+        self._bytes = 0
 
     def write(self, data: Any) -> int:
         with self._noting_failure():
@@ -264,6 +296,7 @@ class HashingFile(io.BufferedWriter):
             super().close()
 
     def record(self) -> FileRecord:
+        """Return the size and the checksum of what was written."""
         return FileRecord(bytes=self._bytes, sha256=self._hash.hexdigest())
 
     @contextmanager
@@ -277,7 +310,10 @@ class HashingFile(io.BufferedWriter):
 
 
 def write_durable(path: Path, data: bytes, private: bool = False) -> FileRecord:
-    """Write a new file and flush it to the device; `private`: only its owner may read it. Raises OSError."""
+    """Write a new file, flush it to the device, and return its size and checksum.
+
+    With `private` only its owner may read it. Raises OSError.
+    """
     with HashingFile(path) as file:
         if private:
             os.fchmod(file.fileno(), 0o600)
@@ -286,7 +322,10 @@ def write_durable(path: Path, data: bytes, private: bool = False) -> FileRecord:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """A plain file, open for reading. Raises OSError if it is missing, a link, a folder or a device."""
+    """Return a plain file, open for reading.
+
+    Raises OSError if it is missing, a link, a folder or a device.
+    """
     # Non-blocking: opening a named pipe must not wait.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -296,7 +335,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a file. Raises OSError."""
+    """Return the size and the checksum of a file. Raises OSError."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileRecord(bytes=file.tell(), sha256=digest.hexdigest())

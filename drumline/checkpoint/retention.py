@@ -1,4 +1,7 @@
-"""Which checkpoints of a run are kept. Only one rank of a disk acts here (rank 0 for a URL), after the new checkpoint is durable."""
+"""Decides which checkpoints of a run are kept.
+
+Only one rank of a disk acts here (rank 0 for a URL), after the new checkpoint is durable.
+"""
 
 from __future__ import annotations
 
@@ -20,37 +23,47 @@ from drumline.checkpoint.manifest import (
 from drumline.core.files import discard, give_name, remove, sync, take_name, write_whole
 from drumline.errors import CheckpointError
 
-LATEST, BEST = "latest", "best"
+LATEST = "latest"
+BEST = "best"
 
 
 class Retention:
-    """The committed checkpoints under `root`: keeps the newest `keep` and with `keep_best` the best by metric; pointers name both.
-    `mode`: min or max, and behind it the name of the metric; `serial`: the smallest serial of a new one."""
+    """The committed checkpoints under `root`: the newest `keep`, and with `keep_best` the best by metric.
+
+    Two pointers name the newest and the best. `mode` is min or max, and behind it the name of the metric.
+    `serial` is the smallest serial of a new checkpoint.
+    """
 
     def __init__(self, root: Path, keep: int, keep_best: bool, mode: str, serial: int = 1) -> None:
-        self.root, self.keep, self.keep_best, self.mode, self.serial = (
-            root,
-            keep,
-            keep_best,
-            mode,
-            serial,
-        )
+        self.root = root
+        self.keep = keep
+        self.keep_best = keep_best
+        self.mode = mode
+        self.serial = serial
         self.known: dict[int, Manifest] = {}
 
     def open(self) -> None:
-        """Make the folder, remove unfinished folders of dead runs, and read the manifests. Raises OSError."""
+        """Make the folder, remove unfinished folders of dead runs, and read the manifests.
+
+        Raises OSError.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         for entry in list(self.root.iterdir()):
             if entry.name.startswith(TEMP):
                 remove(entry)
             elif step_of(entry.name) is not None:
-                # One that cannot be read is not ours to delete: `newest` names it, and a later save of its step replaces it.
+                # A checkpoint that cannot be read is not ours to delete: `newest` names it, and a later
+                # save of its step replaces it.
                 with suppress(CheckpointError):
                     manifest, _ = read_part(entry)
                     self.known[manifest.step] = manifest
 
     def next_serial(self) -> int:
-        return max([self.serial, *(1 + manifest.serial for manifest in self.known.values())])
+        """Return the serial of the next save."""
+        serial = self.serial
+        for manifest in self.known.values():
+            serial = max(serial, manifest.serial + 1)
+        return serial
 
     def commit(self, unfinished: Path, manifest: Manifest) -> Path:
         """Give a finished folder its name, durably, in place of an older one. Raises OSError."""
@@ -61,91 +74,115 @@ class Retention:
         return final
 
     def write_metric(self, step: int, metric: float) -> Manifest:
-        """Write a metric of `mode` beside the weights of a committed checkpoint. Raises CheckpointError and OSError."""
+        """Write a metric of `mode` into the manifest of a committed checkpoint.
+
+        Raises CheckpointError and OSError.
+        """
         manifest = write_metric(self.root / folder_name(step), metric, self.mode)
         self.known[step] = manifest
         return manifest
 
     def settle(self, newest: Manifest) -> None:
-        """Move the pointers to the committed newest, then remove the checkpoints that are not kept. Raises OSError."""
+        """Move the pointers, then remove the checkpoints that are not kept. Raises OSError.
+
+        `newest` is the manifest of the newest checkpoint, which is committed.
+        """
         self.known = {step: known for step, known in self.known.items() if self.has(step)}
         self.point(LATEST, newest.step)
         by_age = sorted(self.known.values(), key=lambda manifest: manifest.serial)
-        stay = {manifest.step for manifest in by_age[-self.keep :]}
-        # Where the best is not kept for its own sake, it is the best of those that are kept.
-        best = best_of(
-            (self.known[step] for step in (self.known if self.keep_best else stay)), self.mode
-        )
-        if best:
-            stay.add(best.step)
-        if best or any(
-            manifest.rated for manifest in self.known.values()
-        ):  # where none is by this metric yet, the newest
-            self.point(BEST, (best or newest).step)
-        for step in sorted(set(self.known) - stay):
+        steps_to_keep = {manifest.step for manifest in by_age[-self.keep :]}
+        if self.keep_best:
+            best = best_of(self.known.values(), self.mode)
+        else:
+            # The best of those that are kept anyway.
+            best = best_of((self.known[step] for step in steps_to_keep), self.mode)
+        if best is not None:
+            steps_to_keep.add(best.step)
+            self.point(BEST, best.step)
+        elif any(manifest.rated for manifest in self.known.values()):
+            # No checkpoint has a value of this metric yet.
+            self.point(BEST, newest.step)
+        for step in sorted(set(self.known) - steps_to_keep):
             self.remove(step)
             del self.known[step]
 
     def has(self, step: int) -> bool:
+        """Return whether a checkpoint is still there."""
         return (self.root / folder_name(step)).is_dir()
 
     def point(self, pointer: str, step: int) -> None:
+        """Let a pointer name the checkpoint of a step. Raises OSError."""
         write_whole(self.root / pointer, folder_name(step) + "\n", durable=True)
 
     def remove(self, step: int) -> None:
+        """Remove the checkpoint of a step. Raises OSError."""
         folder = self.root / folder_name(step)
         discard(folder, self._trash(folder))
 
     def _trash(self, folder: Path) -> Path:
+        """Return a new name for a folder that is to be removed."""
         return self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}"
 
 
 def recover(root: Path) -> None:
-    """Give checkpoints their names where a kill came between the two renames of `take_name`: the new one where it is whole, else the one
-    that made way. Only for who holds the run folder; several ranks may call it at once."""
+    """Give checkpoints their names if a kill came between the two renames of `take_name`.
+
+    The new folder gets the name if it is whole, else the folder that made way. Only the holder of the run
+    folder may call it, on several ranks at once.
+    """
     for mark in TEMP:
         for folder in sorted(root.glob(f"{mark}step-*")):
-            final = root / folder.name.removeprefix(mark).rpartition("-")[0]
-            if (
-                step_of(final.name) is not None
-                and not final.exists()
-                and _is_whole(folder, step_of(final.name))
-            ):
-                with suppress(OSError):
-                    give_name(folder, final, final.exists)
+            name = folder.name.removeprefix(mark).rpartition("-")[0]
+            final = root / name
+            step = step_of(name)
+            if step is None or final.exists() or not _is_whole(folder, step):
+                continue
+            with suppress(OSError):
+                give_name(folder, final, final.exists)
 
 
-def _is_whole(folder: Path, step: int | None) -> bool:
-    """Whether all that an unnamed folder is to hold of the checkpoint of a step is there, by the sizes."""
+def _is_whole(folder: Path, step: int) -> bool:
+    """Return whether an unnamed folder has all that it is to hold of the checkpoint of a step, by sizes."""
     try:
         manifest, present = read_part(folder)
-        return manifest.step == step and all(
-            (folder / name).stat().st_size == manifest.files[name].bytes for name in present
-        )
+        if manifest.step != step:
+            return False
+        for name in present:
+            if (folder / name).stat().st_size != manifest.files[name].bytes:
+                return False
     except (CheckpointError, OSError):
         return False
+    return True
 
 
 def best_of(known: Iterable[Manifest], mode: str) -> Manifest | None:
-    """The best checkpoint by metric, of equal ones the earlier; None if none has that metric. Values of another say nothing, nor does a
-    branch that the run has left."""
-    alike = (manifest for manifest in on_branch(known) if manifest.rated in (None, mode))
-    rated = [
-        manifest
-        for manifest in alike
-        if manifest.metric is not None and math.isfinite(manifest.metric)
-    ]
-    sign = 1 if mode.startswith("min") else -1
-    return min(
-        rated, key=lambda manifest: (sign * (manifest.metric or 0.0), manifest.serial), default=None
-    )
+    """Return the best checkpoint by metric, of equal ones the earlier; None if none has that metric.
+
+    Values of another metric do not count, nor does a branch that the run has left.
+    """
+    best: Manifest | None = None
+    best_value = math.inf
+    for manifest in sorted(on_branch(known), key=lambda manifest: manifest.serial):
+        is_of_metric = manifest.rated in (None, mode)
+        if not is_of_metric or manifest.metric is None or not math.isfinite(manifest.metric):
+            continue
+        value = manifest.metric
+        if not mode.startswith("min"):
+            value = -value
+        if value < best_value:
+            best = manifest
+            best_value = value
+    return best
 
 
 def on_branch(known: Iterable[Manifest]) -> list[Manifest]:
-    """The newest checkpoint and those before it, newest first. One that was saved earlier with a later step is of a branch that the run has
-    left (`make_newest`)."""
-    stay: list[Manifest] = []
+    """Return the newest checkpoint and those before it, newest first.
+
+    A checkpoint that was saved earlier with a later step is of a branch that the run has left
+    (`make_newest`).
+    """
+    branch: list[Manifest] = []
     for manifest in sorted(known, key=lambda manifest: -manifest.serial):
-        if not stay or manifest.step < stay[-1].step:
-            stay.append(manifest)
-    return stay
+        if not branch or manifest.step < branch[-1].step:
+            branch.append(manifest)
+    return branch

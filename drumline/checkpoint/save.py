@@ -1,17 +1,19 @@
-"""Saving: every file of a checkpoint is written, hashed and on the device before the folder gets its name.
+"""Saves checkpoints: every file is written, hashed and on the device before the folder gets its name.
 
 A save has five steps, each with one outcome on all ranks (see ranks.py):
 
-    share out   decide who stores what; each rank checks the free space; copy for the background (an asynchronous save blocks up to here)
+    share out   decide which rank stores what; each rank checks the free space; copy for the background
+                (an asynchronous save blocks up to here)
     folder      rank 0 makes `.tmp-step-00000020-<nonce>`
     shards      torch.distributed.checkpoint writes; each rank hashes its files while it writes them
     commit      rank 0 writes state.json and manifest.json, and renames the folder
     settle      rank 0 moves `latest` and `best`, then prunes
 
-A kill at any moment leaves the named folders whole, and at most one folder more; where it came while a step that is there already was
-saved again, the next start gives one of the two its name (`retention.recover`). Where hosts share no disk (disks.py), one rank of each
-disk does rank 0's part there, and each file goes to `replicas` further disks before the commit. With a URL (remote.py) each rank then
-copies its files there; the manifest goes last.
+A kill at any moment leaves the named folders whole, and at most one folder more. If it comes while a step
+that is already there is saved again, the next start gives one of the two its name (`retention.recover`).
+If hosts share no disk (disks.py), one rank of each disk does rank 0's part there, and each file goes to
+`replicas` further disks before the commit. With a URL (remote.py) each rank then copies its files there;
+the manifest goes last.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -59,17 +62,21 @@ from drumline.errors import CheckpointError, EnvironmentFault
 
 # Free space that a save requires, as a multiple of its estimated bytes.
 HEADROOM = 1.2
-# Bytes of a stored tensor besides its numbers (zip headers, alignment, its entry in the index); measured 1.6 KB.
+# Bytes of a stored tensor besides its numbers (zip headers, alignment, its entry in the index); measured
+# 1.6 KB.
 OVERHEAD_BYTES = 2048
-PATIENCE_SECONDS = 60.0  # for the save in flight, at least
+# The watcher waits at least so long for a save in the background before it takes this rank for hung.
+PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended: the same on every rank, apart from the seconds, and from the path where hosts have folders of their own.
+    """How a save ended.
 
-    `path` is None if nothing was committed. `error` beside a path: the checkpoint is whole, but a pointer or the pruning failed.
-    `begun`: false if the disk lacked room, and nothing was written. `lasting`: another try would fail alike.
+    It is the same on every rank, apart from the seconds, and from the path if hosts have folders of their
+    own. `path` is None if nothing was committed. `error` beside a path: the checkpoint is whole, but a
+    pointer or the pruning failed. `begun` is false if the disk lacked room, and nothing was written.
+    `lasting`: another try would fail alike.
     """
 
     step: int
@@ -82,27 +89,48 @@ class SaveResult:
     lasting: bool = False
 
 
+T = TypeVar("T")
+
+
 class _NotUploaded(Exception):
     """A checkpoint on disk did not reach the URL."""
 
 
 @dataclass
 class _Job:
+    """A save that has begun."""
+
     step: int
     state: bytes
     metric: float | None
     started: float  # time.monotonic()
     tensors: dict[str, Tensor] = field(default_factory=dict)  # this rank's share
     estimate: int = 0  # bytes, of all ranks together
-    blocked_seconds: float | None = None  # None: until the end
+    # Seconds that training waited for it; None: it waits until the end.
+    blocked_seconds: float | None = None
+
+
+class _Written(NamedTuple):
+    """The shards that a rank has written, by file name, and the serial that its disks allow next."""
+
+    records: dict[str, FileRecord]
+    serial: int
+
+
+class _Committed(NamedTuple):
+    """A checkpoint that has its name. `written`: the files that this rank wrote."""
+
+    path: Path
+    manifest: Manifest
+    written: dict[str, FileRecord]
 
 
 class Checkpointer:
     """Saves a run's tensors and state under `root`, one save at a time.
 
-    All ranks build it together, after the process group, and call `save` together. `save` does not raise for a full disk or a failed
-    rank: `poll` and `wait` return the results. Call `wait` before the process group is destroyed. A process that ends finishes the save
-    in flight first.
+    All ranks build it together, after the process group, and call `save` together. `save` does not raise
+    for a full disk or a failed rank: `poll` and `wait` return the results. Call `wait` before the process
+    group is destroyed. A process that ends finishes the save in flight first.
     """
 
     def __init__(
@@ -116,24 +144,30 @@ class Checkpointer:
         url: str | None = None,
         replicas: int = 0,
     ) -> None:
-        """`serial`: the smallest serial of a save (Manifest). With a `url` or `replicas` hosts may have a `root` of their own each. Raises
-        EnvironmentFault if `root` or the URL cannot be used."""
+        """Open the folder and the URL.
+
+        `serial` is the smallest serial of a save (Manifest). With a `url` or `replicas` hosts may have a
+        `root` of their own each. Raises EnvironmentFault if `root` or the URL cannot be used.
+        """
         self.root = Path(root)
         self.asynchronous = asynchronous
         self.replicas = replicas
         self.ranks = Ranks.all_apart()
         self.retention = Retention(self.root, keep, keep_best, mode, serial)
-        self.remote = Remote(url, keep, keep_best, mode) if url else None
+        self.remote: Remote | None = None
+        if url:
+            self.remote = Remote(url, keep, keep_best, mode)
         self.staging = Staging()
         self._thread: threading.Thread | None = None
         self._longest = 0.0  # seconds of a save that was written in the background
         self._ended: SaveResult | None = None
         self._results: list[SaveResult] = []
         try:
-            self.disks = (
-                Disks.find(self.root, self.ranks) if url or replicas else Disks.shared(self.ranks)
-            )
-            self.ranks.each(lambda: self.retention.open() if self.disks.leads else None)
+            if url or replicas:
+                self.disks = Disks.find(self.root, self.ranks)
+            else:
+                self.disks = Disks.shared(self.ranks)
+            self._each_disk(self.retention.open)
             if self.remote is not None:
                 self.ranks.first(self.remote.open)
         except RanksError as failure:
@@ -141,64 +175,90 @@ class Checkpointer:
                 f"checkpoints cannot be kept here: {failure}", where=str(self.root)
             ) from failure
 
+    def _each_disk(self, step: Callable[[], T]) -> list[T | None]:
+        """Run a step on the rank that leads each disk. Returns its results, None for other ranks.
+
+        Collective; raises RanksError.
+        """
+
+        def step_of_leader() -> T | None:
+            if self.disks.leads:
+                return step()
+            return None
+
+        return self.ranks.each(step_of_leader)
+
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], metric: float | None
     ) -> None:
-        """Begin to store `tensors` (by canonical name; plain tensors or DTensors) and `state` (JSON; rank 0's is kept). Collective.
+        """Begin to store `tensors` (by canonical name; plain tensors or DTensors) and `state`.
 
-        A plain tensor must be equal on all ranks that name it. Waits for a save in flight first. Afterwards training may change the
-        tensors. A `metric` that is not finite counts as none.
+        `state` is JSON; rank 0's is kept. A plain tensor must be equal on all ranks that name it. A
+        `metric` that is not finite counts as none. Waits for a save in flight first. Afterwards training
+        may change the tensors. Collective.
         """
-        metric = float(metric) if metric is not None and math.isfinite(metric) else None
+        if metric is not None:
+            metric = float(metric)
+            if not math.isfinite(metric):
+                metric = None
         job = _Job(step, json.dumps(state).encode(), metric, started=time.monotonic())
         self._join()
         try:
-            job.tensors, job.estimate = share_out(tensors, self.ranks)
-            lacking = next(filter(None, self.ranks.each(lambda: self._lacking(job))), None)
-            if lacking is not None:
-                self._ended = replace(_result(job, None, 0, lacking), begun=False)
-                return
-            if self.asynchronous:
-                staged: dict[str, Tensor] = {}
-                # As a common step: a rank without memory for its copies must not leave the others waiting.
-                self.ranks.each(lambda: staged.update(self.staging.copy(job.tensors)))
-                job.tensors = staged
+            lacking = self._prepare(job, tensors)
         except Exception as failure:  # noqa: BLE001 - a failed save is a result
             self._ended = _failed(job, failure)
             return
-        if self.asynchronous:
-            job.blocked_seconds = time.monotonic() - job.started
-            self._thread = threading.Thread(
-                target=on_this_gpu(self._run), args=(job,), name=f"save-step-{step}"
-            )
-            self._thread.start()
-        else:
+        if lacking is not None:
+            self._ended = replace(_result(job, None, 0, lacking), begun=False)
+            return
+        if not self.asynchronous:
             self._run(job)
+            return
+        job.blocked_seconds = time.monotonic() - job.started
+        self._thread = threading.Thread(
+            target=on_this_gpu(self._run), args=(job,), name=f"save-step-{step}"
+        )
+        self._thread.start()
+
+    def _prepare(self, job: _Job, tensors: dict[str, Tensor]) -> str | None:
+        """Decide what this rank stores, and copy it for the background.
+
+        Returns the error if a disk lacks space, else None. Collective; raises RanksError.
+        """
+        job.tensors, job.estimate = share_out(tensors, self.ranks)
+        for lacking in self.ranks.each(lambda: self._lacking(job)):
+            if lacking is not None:
+                return lacking
+        if self.asynchronous:
+            copies: dict[str, Tensor] = {}
+            # A common step: a rank without memory for its copies must not leave the others waiting.
+            self.ranks.each(lambda: copies.update(self.staging.copy(job.tensors)))
+            job.tensors = copies
+        return None
 
     def write_metric(self, step: int, metric: float) -> str | None:
-        """Write the metric of a checkpoint's weights beside it, on each disk and at the URL, and keep checkpoints accordingly.
+        """Write the metric of a checkpoint's weights beside it, on each disk and at the URL.
 
-        No tensor is written. Each manifest is replaced by a whole new one, so a kill leaves the checkpoint readable, with its metric or
-        without. Waits for a save in flight first. Collective. Returns why it could not be done; None where it was, or where the metric
-        is not finite and counts as none.
+        Keeps checkpoints accordingly. No tensor is written. Each manifest is replaced by a whole new one,
+        so a kill leaves the checkpoint readable, with its metric or without. Waits for a save in flight
+        first. Collective. Returns why it could not be done; None if it was done, or if the metric is not
+        finite and counts as none.
         """
         self._join()
         if not math.isfinite(metric):
             return None
         try:
-            written = self.ranks.each(
-                lambda: self.retention.write_metric(step, metric) if self.disks.leads else None
-            )
-            manifest = written[0]
+            manifest = self._each_disk(lambda: self.retention.write_metric(step, metric))[0]
             assert manifest is not None, "rank 0 leads its disk"
-            if self.remote is not None:
-                remote = self.remote
+            remote = self.remote
+            if remote is not None:
                 self.ranks.first(lambda: remote.replace_manifest(manifest))
             # Nothing is removed before all have the metric.
-            self.ranks.each(lambda: self.retention.settle(manifest) if self.disks.leads else None)
-            if self.remote is not None:
+            self._each_disk(lambda: self.retention.settle(manifest))
+            if remote is not None:
                 self.ranks.first(lambda: remote.settle(manifest))
-        except Exception as failure:  # noqa: BLE001 - the checkpoint itself is whole; the caller may save it anew
+        # The checkpoint itself is whole; the caller may save it anew.
+        except Exception as failure:  # noqa: BLE001
             return describe_error(failure)
         return None
 
@@ -210,58 +270,75 @@ class Checkpointer:
         state: dict[str, Any],
         metric: float | None,
     ) -> tuple[SaveResult, bool]:
-        """Store a checkpoint in `folder` instead. True: the whole of it; False: only the weights, since more did not fit. Collective."""
+        """Store a checkpoint in `folder` instead. Collective.
+
+        Returns the result, and whether it is of the whole checkpoint: if that does not fit, only the
+        weights are stored.
+        """
         try:
-            there = Checkpointer(
+            rescuer = Checkpointer(
                 folder,
-                sys.maxsize,
-                False,
-                self.retention.mode,
-                False,
+                keep=sys.maxsize,
+                keep_best=False,
+                mode=self.retention.mode,
+                asynchronous=False,
                 serial=self.retention.next_serial(),
             )
         except EnvironmentFault as failure:
             return SaveResult(step, None, 0.0, 0, failure.line(), 0.0, begun=False), False
-        weights = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name.partition(".")[0].endswith("model")
-        }
-        for part in (tensors, weights):
-            there.save(
-                step, part, state if part is tensors else {**state, WEIGHTS_ONLY: True}, metric
-            )
-            (result,) = there.wait()
-            if result.path is not None:
-                break
-        return result, part is tensors
+        rescuer.save(step, tensors, state, metric)
+        (result,) = rescuer.wait()
+        if result.path is not None:
+            return result, True
+        weights = {}
+        for name, tensor in tensors.items():
+            # An auxiliary model's section ends so too.
+            section = name.partition(".")[0]
+            if section.endswith("model"):
+                weights[name] = tensor
+        rescuer.save(step, weights, {**state, WEIGHTS_ONLY: True}, metric)
+        (result,) = rescuer.wait()
+        return result, False
 
     def gather(self) -> None:
-        """Have the newest checkpoint and the best one whole on rank 0's disk, where hosts have parts of them. Collective; raises
-        CheckpointError."""
-        if len(self.disks.groups) > self.replicas + 1:
-            disks = Disks(Ranks(self.ranks.group, CheckpointError), self.disks.groups)
-            store = self.remote.store if self.remote else None
-            Gatherer(self.root, False, store, disks, first_alone=True).newest(
-                lambda known: best_of(known, self.retention.mode)
-            )
+        """Make the newest checkpoint and the best one whole on rank 0's disk.
+
+        Nothing to do unless hosts have only parts of them. Collective; raises CheckpointError.
+        """
+        copies = self.replicas + 1
+        if len(self.disks.groups) <= copies:
+            return
+        disks = Disks(Ranks(self.ranks.group, CheckpointError), self.disks.groups)
+        store = None
+        if self.remote is not None:
+            store = self.remote.store
+        gatherer = Gatherer(self.root, False, store, disks, first_alone=True)
+        gatherer.newest(lambda known: best_of(known, self.retention.mode))
 
     def poll(self) -> list[SaveResult]:
-        """The results of the saves that ended since the last call, oldest first. Does not wait."""
+        """Return the results of the saves that ended since the last call, oldest first.
+
+        Does not wait.
+        """
         if self._thread is None or not self._thread.is_alive():
             self._join()
-        done, self._results = self._results, []
-        return done
+        results = self._results
+        self._results = []
+        return results
 
     def wait(self) -> list[SaveResult]:
-        """The same, after the save in flight has ended."""
+        """Return the same as `poll`, after the save in flight has ended."""
         self._join()
         return self.poll()
 
     def _join(self) -> None:
+        """Wait for the save in flight, and keep its result."""
         if self._thread:
             # A disk may be slower than it was, but not without end.
-            alive(max(PATIENCE_SECONDS, TIMES * self._longest) if self._longest else math.inf)
+            patience = math.inf
+            if self._longest:
+                patience = max(PATIENCE_SECONDS, TIMES * self._longest)
+            alive(patience)
             self._thread.join()
             self._thread = None
             alive()
@@ -271,144 +348,170 @@ class Checkpointer:
             self._ended = None
 
     def _run(self, job: _Job) -> None:
-        """All steps after the first; in a thread if asynchronous."""
+        """Take all steps of a save after the first; in a thread if asynchronous."""
         folder: Path | None = None
         try:
             folder = self._make_folder(job)
-            path, manifest, written = self._commit(job, folder)
+            committed = self._commit(job, folder)
         except (Exception, CheckpointException) as failure:  # noqa: BLE001 - a failed save is a result
             if folder and self.disks.leads:
                 # The rest is removed at the next start; the result reports the failure itself.
                 shutil.rmtree(folder, ignore_errors=True)
             self._ended = _failed(job, failure)
             return
+        manifest = committed.manifest
         errors = []
         try:
-            self.ranks.each(lambda: self.retention.settle(manifest) if self.disks.leads else None)
+            self._each_disk(lambda: self.retention.settle(manifest))
         except Exception as failure:  # noqa: BLE001 - the save itself has succeeded
             errors.append(describe_error(failure))
         try:
             if self.remote is not None:
-                self._upload(self.remote, path, manifest, written)
+                self._upload(self.remote, committed)
         except _NotUploaded as failure:
-            self._ended = _result(
-                job, None, 0, f"it is whole in {path}, and did not reach its URL: {failure}"
-            )
+            error = f"it is whole in {committed.path}, and did not reach its URL: {failure}"
+            self._ended = _result(job, None, 0, error)
             return
-        except Exception as failure:  # noqa: BLE001 - the same
+        except Exception as failure:  # noqa: BLE001 - the save itself has succeeded
             errors.append(describe_error(failure))
-        error = (
-            f"the checkpoint is whole, but tidying up after it failed: {'; '.join(errors)}"
-            if errors
-            else None
-        )
-        self._ended = _result(job, path, manifest.bytes, error)
+        tidying_error: str | None = None
+        if errors:
+            reasons = "; ".join(errors)
+            tidying_error = f"the checkpoint is whole, but tidying up after it failed: {reasons}"
+        self._ended = _result(job, committed.path, manifest.bytes, tidying_error)
 
     def _lacking(self, job: _Job) -> str | None:
-        """The error if the disk lacks space for this save, else None. Makes a removed root again. Raises OSError."""
+        """Return the error if the disk lacks space for this save, else None.
+
+        Makes a removed root again. Raises OSError.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
+        # The part of all files that comes to this disk, with replicas of others.
         share = min(1.0, (1 + self.replicas) / len(self.disks.groups))
-        needed, free = (
-            int(HEADROOM * (share * job.estimate + len(job.state))),
-            free_bytes(self.root),
-        )
-        return (
-            f"no space: {needed:,} bytes needed, {free:,} free in {self.root}"
-            if free < needed
-            else None
-        )
+        needed = int(HEADROOM * (share * job.estimate + len(job.state)))
+        free = free_bytes(self.root)
+        if free < needed:
+            return f"no space: {needed:,} bytes needed, {free:,} free in {self.root}"
+        return None
 
     def _make_folder(self, job: _Job) -> Path:
-        """An unfinished folder of one name on each disk. Collective."""
+        """Make an unfinished folder of one name on each disk. Collective."""
 
         def make_name() -> str:
             return f"{UNFINISHED}{folder_name(job.step)}-{secrets.token_hex(4)}"
 
         folder = self.root / self.ranks.first(make_name)
-        self.ranks.each(lambda: folder.mkdir() if self.disks.leads else None)
+        self._each_disk(folder.mkdir)
         return folder
 
-    def _commit(self, job: _Job, folder: Path) -> tuple[Path, Manifest, dict[str, FileRecord]]:
-        """Write all files of a save and name it; the last: those that this rank wrote. Collective; raises RanksError, or RuntimeError if a
-        rank died."""
-        parts = self.ranks.each(lambda: (self._write_shards(job, folder), self._next_serial()))
-        written, serial = [records for records, _ in parts], max(number for _, number in parts)
+    def _commit(self, job: _Job, folder: Path) -> _Committed:
+        """Write all files of a save and give it its name.
+
+        Collective; raises RanksError, or RuntimeError if a rank died.
+        """
+        parts = self.ranks.each(
+            lambda: _Written(self._write_shards(job, folder), self._next_serial())
+        )
+        written = [part.records for part in parts]
+        serial = max(part.serial for part in parts)
         copies = self.disks.copies(written, self.replicas)
         carry(copies, folder, folder, self.ranks)
-        # Rank 0 alone has the index and the state of the run.
-        apart = len(self.disks.groups) > 1
-        index, state = (
-            self.ranks.first(lambda: ((folder / INDEX).read_bytes(), job.state))
-            if apart
-            else (b"", job.state)
-        )
+        index, state = self._index_and_state(job, folder)
 
-        def manifest_of(files: dict[str, FileRecord]) -> Manifest:
-            return Manifest(
-                step=job.step,
-                serial=serial,
-                metric=job.metric,
-                rated=None if job.metric is None else self.retention.mode,
-                drumline=__version__,
-                torch=torch.__version__,
-                world_size=self.ranks.size,
-                files=files,
-                tensors=records_of(folder),
-            )
-
-        def finish() -> Manifest | None:
-            if not self.disks.leads:
-                return None
+        def finish() -> Manifest:
             if self.ranks.rank != 0:
                 write_durable(folder / INDEX, index)
-            files = {name: record for records in written for name, record in records.items()}
-            # User options are in it.
+            files = {}
+            for records in written:
+                files.update(records)
+            # The state has options of the user.
             files[STATE] = write_durable(folder / STATE, state, private=True)
-            manifest = manifest_of(files)
-            arrived = {
-                copy.name for copy in copies if copy.target in self.disks.groups[self.disks.mine]
-            }
-            own = {name for rank in self.disks.groups[self.disks.mine] for name in written[rank]}
-            write_part(folder, manifest, {*own, *arrived, INDEX, STATE})
+            manifest = self._manifest(job, serial, files, folder)
+            group = self.disks.my_group
+            present = {INDEX, STATE}
+            for rank in group:
+                present.update(written[rank])
+            for copy in copies:
+                if copy.target in group:
+                    present.add(copy.name)
+            write_part(folder, manifest, present)
             self.retention.commit(folder, manifest)
             return manifest
 
-        manifest = self.ranks.each(finish)[0]
+        manifest = self._each_disk(finish)[0]
         assert manifest is not None, "rank 0 leads its disk"
-        return self.root / folder_name(job.step), manifest, written[self.ranks.rank]
+        path = self.root / folder_name(job.step)
+        return _Committed(path, manifest, written[self.ranks.rank])
+
+    def _index_and_state(self, job: _Job, folder: Path) -> tuple[bytes, bytes]:
+        """Return the index and the run's state of rank 0, which alone has both. Collective.
+
+        If all ranks share a disk, the index is there already, and empty here.
+        """
+        if len(self.disks.groups) == 1:
+            return b"", job.state
+        return self.ranks.first(lambda: ((folder / INDEX).read_bytes(), job.state))
+
+    def _manifest(
+        self, job: _Job, serial: int, files: dict[str, FileRecord], folder: Path
+    ) -> Manifest:
+        """Return the manifest of a save."""
+        rated: str | None = None
+        if job.metric is not None:
+            rated = self.retention.mode
+        return Manifest(
+            step=job.step,
+            serial=serial,
+            metric=job.metric,
+            rated=rated,
+            drumline=__version__,
+            torch=torch.__version__,
+            world_size=self.ranks.size,
+            files=files,
+            tensors=records_of(folder),
+        )
 
     def _next_serial(self) -> int:
-        return max(self.retention.next_serial(), self.remote.next_serial() if self.remote else 0)
+        """Return the serial of the next save, by this disk and the URL."""
+        serial = self.retention.next_serial()
+        if self.remote is not None:
+            serial = max(serial, self.remote.next_serial())
+        return serial
 
-    def _upload(
-        self, remote: Remote, folder: Path, manifest: Manifest, written: dict[str, FileRecord]
-    ) -> None:
-        """Bring a committed checkpoint to the URL, and tidy up there. Collective; raises _NotUploaded, then RanksError."""
+    def _upload(self, remote: Remote, committed: _Committed) -> None:
+        """Copy a committed checkpoint to the URL, and tidy up there.
+
+        Collective; raises _NotUploaded, then RanksError.
+        """
+        folder = committed.path
+        manifest = committed.manifest
+        names = committed.written.keys() - {INDEX, STATE}
         try:
             self.ranks.first(lambda: remote.begin(manifest.step))
-            self.ranks.each(lambda: remote.send(folder, written.keys() - {INDEX, STATE}))
+            self.ranks.each(lambda: remote.send(folder, names))
             self.ranks.first(lambda: remote.finish(folder, manifest))
         except RanksError as failure:
             raise _NotUploaded(failure) from failure
         self.ranks.first(lambda: remote.settle(manifest))
 
     def is_kept(self, path: Path) -> bool:
-        """Whether a checkpoint lies under this root, and at the URL if there is one. Collective."""
+        """Return whether a checkpoint lies under this root, and at the URL if there is one. Collective."""
 
-        def known() -> bool:
+        def is_known() -> bool:
             step = step_of(path.name)
             if step is None or path.parent.absolute() != self.root.absolute():
                 return False
-            return self.remote is None or self.remote.known.get(step) == self.retention.known.get(
-                step
-            )
+            if self.remote is None:
+                return True
+            return self.remote.known.get(step) == self.retention.known.get(step)
 
-        return self.ranks.first(known)
+        return self.ranks.first(is_known)
 
     def _write_shards(self, job: _Job, folder: Path) -> dict[str, FileRecord]:
-        """Store this rank's share; returns the files that it wrote. Raises the error of this rank.
+        """Store this rank's share and return the files that it wrote. Raises the error of this rank.
 
-        If dcp.save fails on one rank, all get a CheckpointException: the others return nothing, so that only the failed rank reports.
+        If dcp.save fails on one rank, all get a CheckpointException: the others return nothing, so that
+        only the failed rank reports.
         """
         writer = Writer(folder)
         try:
@@ -428,45 +531,71 @@ class Checkpointer:
         return writer.files.records
 
 
-def share_out(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], int]:
-    """The tensors that this rank stores, and the bytes that all ranks store together (an upper estimate).
+class _Size(NamedTuple):
+    """The bytes of a tensor on all ranks, and whether it is a DTensor."""
 
-    Every rank that names a plain tensor has all of it, so one of them stores it: the largest first, each to the rank with the fewest
-    bytes. All ranks compute the same answer. DTensors stay with every rank: each has its shard, and the planner of
-    torch.distributed.checkpoint leaves replicas of a shard out. Since this comes before staging, eight replicas on a host need the memory
-    of one. Collective; raises RanksError.
+    bytes: int
+    is_sharded: bool
+
+
+def share_out(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], int]:
+    """Return the tensors that this rank stores, and the bytes that all ranks store together.
+
+    The bytes are an upper estimate. Every rank that names a plain tensor has all of it, so one of them
+    stores it: the largest first, each to the rank with the fewest bytes. All ranks compute the same
+    answer. DTensors stay with every rank: each has its shard, and the planner of
+    torch.distributed.checkpoint leaves replicas of a shard out. Since this comes before staging, eight
+    replicas on a host need the memory of one. Collective; raises RanksError.
     """
-    mine = {
-        name: (tensor.numel() * tensor.element_size(), isinstance(tensor, DTensor))
-        for name, tensor in tensors.items()
-    }
+    mine = {}
+    for name, tensor in tensors.items():
+        mine[name] = _Size(tensor.numel() * tensor.element_size(), isinstance(tensor, DTensor))
     everyone = ranks.each(lambda: mine)
-    sizes = {name: nbytes for named in everyone for name, (nbytes, _) in named.items()}
-    load = [0] * ranks.size
-    kept: dict[str, Tensor] = {
+    sizes: dict[str, int] = {}
+    for sizes_of_rank in everyone:
+        for name, size in sizes_of_rank.items():
+            sizes[name] = size.bytes
+    shares: dict[str, Tensor] = {
         name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)
     }
+    owners = _owners(sizes, everyone)
+    for name, owner in owners.items():
+        if owner == ranks.rank:
+            shares[name] = tensors[name]
+    return shares, sum(sizes.values()) + OVERHEAD_BYTES * len(sizes)
+
+
+def _owners(sizes: dict[str, int], everyone: list[dict[str, _Size]]) -> dict[str, int]:
+    """Return the rank that stores each plain tensor. `everyone` has the tensors of each rank."""
+    owners = {}
+    bytes_of_rank = [0] * len(everyone)
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        holders = [
-            rank for rank, named in enumerate(everyone) if name in named and not named[name][1]
-        ]
+        holders = []
+        for rank, named in enumerate(everyone):
+            if name in named and not named[name].is_sharded:
+                holders.append(rank)
         if holders:
-            owner = min(holders, key=lambda rank: load[rank])
-            load[owner] += sizes[name] + OVERHEAD_BYTES
-            if owner == ranks.rank:
-                kept[name] = tensors[name]
-    return kept, sum(sizes.values()) + OVERHEAD_BYTES * len(sizes)
+            owner = min(holders, key=lambda rank: bytes_of_rank[rank])
+            bytes_of_rank[owner] += sizes[name] + OVERHEAD_BYTES
+            owners[name] = owner
+    return owners
 
 
 def free_bytes(folder: Path) -> int:
+    """Return the free bytes of a folder's disk."""
     return shutil.disk_usage(folder).free
 
 
 def _failed(job: _Job, failure: BaseException) -> SaveResult:
-    return replace(_result(job, None, 0, describe_error(failure)), lasting=is_lasting(failure))
+    """Return the result of a save that failed."""
+    result = _result(job, None, 0, describe_error(failure))
+    return replace(result, lasting=is_lasting(failure))
 
 
 def _result(job: _Job, path: Path | None, nbytes: int, error: str | None) -> SaveResult:
+    """Return the result of a save that ends now."""
     seconds = time.monotonic() - job.started
-    blocked = seconds if job.blocked_seconds is None else job.blocked_seconds
+    blocked = job.blocked_seconds
+    if blocked is None:
+        blocked = seconds
     return SaveResult(job.step, path, seconds, nbytes, error, blocked)

@@ -1,8 +1,8 @@
-"""Host memory for what a save in the background writes."""
+"""Host memory for the copies that a save in the background writes."""
 
 from __future__ import annotations
 
-import itertools
+import math
 import mmap
 
 import torch
@@ -11,69 +11,84 @@ from torch.distributed.tensor import DTensor
 
 from drumline.vendor.torch import pin_memory, unpin_memory
 
-ALIGNED = 64  # bytes: where a buffer of the arena may begin
+ALIGNED = 64  # bytes: a buffer begins at a multiple of it
 
 
 class Staging:
-    """Copies that each save makes in the same place: one arena, pinned for tensors on a GPU. (torch rounds each piece of its own pinned
-    memory up to a power of two.)"""
+    """Keeps copies of tensors, which each save makes in the same place.
+
+    The place is one arena, pinned for tensors on a GPU. (torch rounds each piece of its own pinned memory
+    up to a power of two.)
+    """
 
     def __init__(self) -> None:
-        self.buffers: dict[
-            str, Tensor
-        ] = {}  # each with a storage of its own: what is cut from a larger one dcp copies again
+        # Each buffer has a storage of its own: dcp copies again what is cut from a larger one.
+        self.buffers: dict[str, Tensor] = {}
         self.arena: Tensor | None = None
         self.pinned = False
 
     @property
     def bytes_(self) -> int:
-        """Host memory of the arena; 0 before the first save in the background."""
-        return 0 if self.arena is None else self.arena.nbytes
+        """Host memory of the arena in bytes; 0 before the first save in the background."""
+        if self.arena is None:
+            return 0
+        return self.arena.nbytes
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of plain tensors, and of the local shards of DTensors (as DTensors of the same layout). Waits for the copies."""
-        parts = {
-            name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            for name, tensor in tensors.items()
-        }
-        there = ((self.buffers.get(name), part) for name, part in parts.items())
-        if any(
-            buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype
-            for buffer, part in there
-        ):
-            self._take(parts)
-        staged = {}
+        """Return copies of plain tensors, and of the local shards of DTensors.
+
+        The copy of a DTensor is a DTensor of the same layout. Waits for the copies.
+        """
+        shards = {name: _shard_of(tensor) for name, tensor in tensors.items()}
+        if not self._fits(shards):
+            self._allocate(shards)
+        copies = {}
         for name, tensor in tensors.items():
-            buffer = self.buffers[name].copy_(parts[name], non_blocking=parts[name].is_cuda)
-            # Not DTensor.from_local, which would move the copy back to the mesh's device.
-            staged[name] = (
-                DTensor(buffer, tensor._spec, requires_grad=False)
-                if isinstance(tensor, DTensor)
-                else buffer
-            )
+            shard = shards[name]
+            buffer = self.buffers[name].copy_(shard, non_blocking=shard.is_cuda)
+            copies[name] = buffer
+            if isinstance(tensor, DTensor):
+                # DTensor.from_local would move the copy back to the mesh's device.
+                copies[name] = DTensor(buffer, tensor._spec, requires_grad=False)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
-        return staged
+        return copies
 
-    def _take(self, parts: dict[str, Tensor]) -> None:
-        """An arena for these in the place of the one before, whose memory is given back first."""
+    def _fits(self, shards: dict[str, Tensor]) -> bool:
+        """Return whether each shard has a buffer of its shape and dtype."""
+        for name, shard in shards.items():
+            buffer = self.buffers.get(name)
+            if buffer is None or buffer.shape != shard.shape or buffer.dtype != shard.dtype:
+                return False
+        return True
+
+    def _allocate(self, shards: dict[str, Tensor]) -> None:
+        """Make an arena for these shards. The memory of the arena before is given back first."""
         if self.arena is not None and self.pinned:
             unpin_memory(self.arena.data_ptr())
-        self.buffers, self.arena = {}, None
-        *starts, total = itertools.accumulate(
-            (-(-part.nbytes // ALIGNED) * ALIGNED for part in parts.values()), initial=0
-        )
+        self.buffers = {}
+        self.arena = None
+        starts = {}
+        total = 0
+        for name, shard in shards.items():
+            starts[name] = total
+            total += math.ceil(shard.nbytes / ALIGNED) * ALIGNED
         memory = mmap.mmap(-1, max(1, total), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.arena, self.pinned = (
-            torch.frombuffer(memory, dtype=torch.uint8),
-            any(part.is_cuda for part in parts.values()),
-        )
+        self.arena = torch.frombuffer(memory, dtype=torch.uint8)
+        self.pinned = any(shard.is_cuda for shard in shards.values())
         if self.pinned:
             pin_memory(self.arena.data_ptr(), self.arena.nbytes)
-        for (name, part), start in zip(parts.items(), starts, strict=True):
-            flat = (
-                torch.frombuffer(memory, dtype=torch.uint8, count=part.nbytes, offset=start)
-                if part.nbytes
-                else self.arena[:0]
-            )
-            self.buffers[name] = flat.view(part.dtype).view(part.shape)
+        for name, shard in shards.items():
+            flat = self.arena[:0]
+            if shard.nbytes:
+                flat = torch.frombuffer(
+                    memory, dtype=torch.uint8, count=shard.nbytes, offset=starts[name]
+                )
+            self.buffers[name] = flat.view(shard.dtype).view(shard.shape)
+
+
+def _shard_of(tensor: Tensor) -> Tensor:
+    """Return a plain tensor, or the local shard of a DTensor, without its graph."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().detach()
+    return tensor.detach()

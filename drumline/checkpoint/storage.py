@@ -1,5 +1,8 @@
-"""torch.distributed.checkpoint's file layer with what it lacks: checksums and the true errno when writing; when reading,
-an index that cannot run code and file names that cannot leave the folder."""
+"""The file layer of torch.distributed.checkpoint with what it lacks.
+
+When writing, these are checksums and the true errno; when reading, an index that cannot run code and file
+names that cannot leave the folder.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,10 @@ logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
 
 
 class Files(FileSystem):
-    """The files of one folder. Written files are hashed and flushed (`records`, by file name; `failures`: every OSError). Links are not
-    followed."""
+    """The files of one folder, which follows no links.
+
+    Written files are hashed and flushed. `records` has them by file name, `failures` every OSError.
+    """
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -91,7 +96,8 @@ class Writer(FileSystemWriter):
         self.fs = self.files
 
     def storage_meta(self) -> StorageMeta | None:
-        return None  # it would hold the path of the temporary folder, which is no part of the checkpoint
+        # It would hold the path of the temporary folder, which is no part of the checkpoint.
+        return None
 
 
 class Reader(FileSystemReader):
@@ -120,7 +126,10 @@ ALLOWED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"
 
 
 def _memory_format(kind: Any, name: str) -> Any:
-    """What Python 3.11.0 to 3.11.3 pickle as `getattr(MEM_FORMAT_ENCODING, name)`; nothing else is got by it."""
+    """Return `MEM_FORMAT_ENCODING[name]`, which Python 3.11.0 to 3.11.3 pickle as a `getattr`.
+
+    Raises UnpicklingError for a `getattr` of anything else.
+    """
     if kind is not MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(
             "getattr has no place in a checkpoint index but for a memory format"
@@ -132,7 +141,7 @@ ALLOWED["builtins", "getattr"] = _memory_format
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows only the classes of an index: a pickle that names anything else is refused before it runs."""
+    """Knows only the classes of an index. A pickle that names anything else is refused before it runs."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
@@ -143,9 +152,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(folder: Path, manifest: Manifest) -> Metadata:
-    """The index in .metadata, read without running any code in it, which describes the manifest's tensors in the manifest's files.
+    """Return the index in .metadata, read without running any code in it.
 
-    Raises CheckpointError that names the file and the reason.
+    It describes the manifest's tensors in the manifest's files. Raises CheckpointError that names the file
+    and the reason.
     """
     place = str(folder / INDEX)
     try:
@@ -160,29 +170,30 @@ def read_index(folder: Path, manifest: Manifest) -> Metadata:
 
 
 def records_of(folder: Path) -> dict[str, TensorRecord]:
-    """The unsharded tensors of a folder that dcp.save has just written, from its index."""
+    """Return the unsharded tensors of a folder that dcp.save has just written, from its index."""
     with open_regular(folder / INDEX) as file:
-        return tensor_records(_IndexUnpickler(file).load())
+        index = _IndexUnpickler(file).load()
+    return tensor_records(index)
 
 
 def tensor_records(index: Metadata) -> dict[str, TensorRecord]:
-    """The unsharded tensors that an index describes. Raises TypeError for anything but tensors."""
+    """Return the unsharded tensors that an index describes. Raises TypeError for anything but tensors."""
     records = {}
     for name, entry in index.state_dict_metadata.items():
         if type(entry) is not TensorStorageMetadata:
             raise TypeError(f"{name} is not a tensor")
-        records[name] = TensorRecord(
-            shape=list(entry.size), dtype=dtype_name(entry.properties.dtype)
-        )
+        dtype = dtype_name(entry.properties.dtype)
+        records[name] = TensorRecord(shape=list(entry.size), dtype=dtype)
     return records
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as torch spells it, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def _mistake(index: Any, manifest: Manifest) -> str | None:
-    """The reason to refuse an index; None if there is none."""
+    """Return the reason to refuse an index; None if there is none."""
     if type(index) is not Metadata:
         return "not an index"
     if tensor_records(index) != manifest.tensors:
@@ -190,16 +201,22 @@ def _mistake(index: Any, manifest: Manifest) -> str | None:
     for key, info in index.storage_data.items():
         if type(key) is not MetadataIndex or type(info) is not StorageInfo:
             return "not an index"
-        path = info.relative_path
-        if type(path) is not str or not SHARD_NAME.fullmatch(path) or path not in manifest.files:
-            return f"{key.fqn} lies in {path!r}, which is no file of this checkpoint"
-        if type(info.offset) is not int or type(info.length) is not int:
-            return f"{key.fqn} has no place in its file"
-        if (
-            min(info.offset, info.length) < 0
-            or info.offset + info.length > manifest.files[path].bytes
-        ):
-            return f"{key.fqn} lies beyond the end of {path}"
-        if info.transform_descriptors is not None:
-            return f"{key.fqn} requires a transform"
+        reason = _mistake_of_entry(key.fqn, info, manifest)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _mistake_of_entry(name: str, info: StorageInfo, manifest: Manifest) -> str | None:
+    """Return the reason to refuse the place of a tensor's part; None if there is none."""
+    path = info.relative_path
+    if type(path) is not str or not SHARD_NAME.fullmatch(path) or path not in manifest.files:
+        return f"{name} lies in {path!r}, which is no file of this checkpoint"
+    if type(info.offset) is not int or type(info.length) is not int:
+        return f"{name} has no place in its file"
+    file_bytes = manifest.files[path].bytes
+    if min(info.offset, info.length) < 0 or info.offset + info.length > file_bytes:
+        return f"{name} lies beyond the end of {path}"
+    if info.transform_descriptors is not None:
+        return f"{name} requires a transform"
     return None

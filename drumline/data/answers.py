@@ -1,4 +1,4 @@
-"""Where the answer of a row lies, by its learn flags."""
+"""Finds the answer of a row by its learn flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import numpy as np
 
 
 def last_answer(learn: Any) -> tuple[int, int]:
-    """[start, stop) of the last run of learned tokens; (0, stop) where all before `stop` are learned, (0, 0) where none is."""
-    stop = int(np.flatnonzero(learn)[-1]) + 1 if learn.any() else 0
-    silent = np.flatnonzero(learn[:stop] == 0)
-    return (int(silent[-1]) + 1 if len(silent) else 0), stop
+    """Return [start, stop) of the last run of learned tokens.
+
+    (0, stop) if all tokens before `stop` are learned, (0, 0) if none is.
+    """
+    stop = 0
+    learned = np.flatnonzero(learn)
+    if len(learned):
+        stop = int(learned[-1]) + 1
+    start = 0
+    unlearned = np.flatnonzero(learn[:stop] == 0)
+    if len(unlearned):
+        start = int(unlearned[-1]) + 1
+    return start, stop

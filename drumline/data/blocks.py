@@ -1,15 +1,18 @@
 """A stream: rows that are tokenised while training reads them, for data larger than the disk.
 
-Block k is rows [k·R, (k+1)·R) of the sources, as a token cache of its own, `00000k`: the sources one after another, or interleaved by their
-weights, and each from its beginning again when it ends. R is `data.stream.rows`, or fewer: where all sources have been gone through before
-so many rows, a block ends there, and rows come again in the next one. If the sources come one after another, such a block has all rows, and
-block 0 stands for every block, in another order each time. Samples are numbered through the blocks, and shuffled inside each. So what a
-position is follows from the rows alone, on any number of ranks. `stream.json` has R, and the samples of each block that was ever made:
-they say where a position lies. A checkpoint has it for its own position (`Blocks.state`). Where neither is there, blocks are counted from
-the first one on.
+Block k is rows [k·R, (k+1)·R) of the sources, as a token cache of its own, `0000000k`. The sources
+come one after another, or interleaved by their weights, and each begins again when it ends. R is
+`data.stream.rows`, or fewer: if the sources have fewer rows together, a block ends there, and rows
+come again in the next block. If the sources come one after another, such a block has all rows, and
+block 0 stands for every block, in another order each time.
 
-The first rank of a host makes the blocks in a thread (tokenising in processes of its own), a few ahead, and removes those behind; the
-others wait for them.
+Samples are numbered through the blocks, and shuffled inside each block. So the sample at a position
+follows from the rows alone, on any number of ranks. `stream.json` has R, and the number of samples of
+each block that was ever made, from which the block of a position is found. A checkpoint has the block
+of its own position (`Blocks.state`). Without either, blocks are counted from the first one on.
+
+The first rank of a host makes the blocks in a thread (tokenising in processes of its own), a few
+ahead, and removes the blocks that were read. The other ranks wait for them.
 """
 
 from __future__ import annotations
@@ -42,15 +45,21 @@ from drumline.data.stream import GlobalOrder, interleaved, mix, places_before
 from drumline.data.workers import encode_all
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
 
-LEDGER, PULSE = "stream.json", "pulse"
+LEDGER = "stream.json"
+PULSE = "pulse"
+_READS = "reads"  # at the end of PULSE: the maker waits for a source that has given rows
 _CYCLE = 10**6  # places that weights are rounded to
-_ROWS = 4096  # places that are dealt at once
+_ROWS = 4096  # places that are assigned to sources at once
 _POLL_SECONDS = 0.05
-_ROW_SECONDS = 60.0  # a source that has begun may take this long for a row, whatever ranks wait for
+# A source that has begun may take this long for a row, whatever ranks wait for.
+_ROW_SECONDS = 60.0
 
 
 def is_begun(root: Path) -> bool:
-    """Whether block 0 was made. Ledgers without `rows` are of older versions, whose blocks may hold a row several times."""
+    """Return whether block 0 was made.
+
+    Ledgers without `rows` are of older versions, whose blocks may hold a row several times.
+    """
     ledger = read_ledger(root)
     return isinstance(ledger.get("first"), dict) and "rows" in ledger
 
@@ -72,7 +81,10 @@ def begin(task: Task, tokenizer_path: str, base_dir: Path) -> None:
 
 
 def remove_older_blocks(root: Path) -> None:
-    """Remove what an older version made, whose blocks may hold a row several times. The caller holds `root`."""
+    """Remove the blocks that an older version made, which may hold a row several times.
+
+    The caller holds `root`.
+    """
     if "rows" in read_ledger(root):
         return
     for path in block_folders(root):
@@ -81,34 +93,39 @@ def remove_older_blocks(root: Path) -> None:
 
 
 def read_ledger(root: Path) -> dict[str, Any]:
-    """What is known of a stream: `samples` of blocks by their number, as text, `first`, the info of block 0, and `rows`, those of a block;
-    empty without a file."""
-    with suppress(OSError, ValueError):
-        found = json.loads((root / LEDGER).read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
+    """Return what is known of a stream; empty without a file.
+
+    `samples` has the samples of blocks by their number as text, `first` the info of block 0, and `rows`
+    the number of rows of a block.
+    """
+    try:
+        ledger = json.loads((root / LEDGER).read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(ledger, dict):
+        return {}
+    return ledger
 
 
 class Maker:
-    """Makes blocks; those in a line go on with one pass over the rows."""
+    """Makes blocks. Consecutive blocks go on with one pass over the rows."""
 
     def __init__(self, task: Task, tokenizer_path: str, base_dir: Path) -> None:
         assert task.config.data.stream is not None
-        self.task, self.tokenizer_path, self.base_dir, self.stream = (
-            task,
-            tokenizer_path,
-            base_dir,
-            task.config.data.stream,
-        )
-        self.root, self.stopped = task.folder, False
+        self.task = task
+        self.tokenizer_path = tokenizer_path
+        self.base_dir = base_dir
+        self.stream = task.config.data.stream
+        self.root = task.folder
+        self.stopped = False
         self._notes = Stage(self.root, np.dtype(np.uint16))
-        self._rows, self._next = iter(list[Row]()), -1
-        # Rows so far; waiting for one of a source that has given some.
-        self._came, self._reads = (
-            0,
-            False,
-        )
-        # Numbers of the sources that have been gone through since block 0 was begun.
+        self._rows: Iterator[Row] = iter([])
+        # The block that `_rows` goes on with; None if they are at no block's beginning.
+        self._next_block: int | None = None
+        self._rows_so_far = 0
+        # Whether it waits for a row of a source that has given some.
+        self._is_reading = False
+        # Numbers of the sources that have ended since block 0 was begun.
         self._ended: set[int] = set()
         # Rows of a block; None: not known before block 0 is made.
         self.block_rows: int | None = read_ledger(self.root).get("rows")
@@ -116,13 +133,13 @@ class Maker:
     def make(self, number: int) -> None:
         """Make a block that is not there. Raises DataError and EnvironmentFault."""
         most = self.block_rows or self.stream.rows
-        if number != self._next:
-            self._rows = self._from(number * most)
-        self._next = -1
+        if number != self._next_block:
+            self._rows = self._rows_from(number * most)
+        self._next_block = None
         self._notes.counts.clear()
         rows: Iterator[Row] = islice(self._rows, most)
         if self.block_rows is None:
-            assert not number, "the rows of a block are known when block 0 is made"
+            assert number == 0, "the rows of a block are known when block 0 is made"
             rows = self._first_rows(rows)
         with temporary_folder(self.root) as staging, temporary_folder(self.root) as folder:
             job = job_of(self.task, staging, self.tokenizer_path, self.base_dir)
@@ -132,111 +149,135 @@ class Maker:
                     if self.stopped:
                         return
                     stage.write(chunk)
-            if not number:
-                require_rows(stage, ", ".join(map(describe, self.task.sources)), self.task.config)
+            if number == 0:
+                sources = ", ".join(describe(source) for source in self.task.sources)
+                require_rows(stage, sources, self.task.config)
             if stage.rows:
                 for name in ("tokens.bin", "learn.bin"):
                     (staging / name).rename(folder / name)
                 finish(self.task, stage, folder, block_of(self.root, number), TRAIN)
-        self._note(number)
-        if self.block_rows == most:  # else a row of the next block was taken
-            self._next = number + 1
+        self._write_ledger(number)
+        # A shorter block has taken a row of the next one.
+        if self.block_rows == most:
+            self._next_block = number + 1
 
     def _first_rows(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """The rows of block 0, which ends where the next row would come again and every source has been gone through."""
+        """Yield the rows of block 0.
+
+        It ends when every source has ended once and the next row would come again.
+        """
         self._ended.clear()
-        read = {number for number, source in enumerate(self.task.sources) if source.weight != 0}
+        sources = {number for number, source in enumerate(self.task.sources) if source.weight != 0}
         count = 0
         for row in rows:
-            if read <= self._ended:
+            if sources <= self._ended:
                 break
             count += 1
             yield row
         self.block_rows = count
 
-    def _note(self, number: int) -> None:
-        info, known = read_info(block_of(self.root, number)), read_ledger(self.root)
-        first = {"first": info} if not number else {}
-        samples = {**known.get("samples", {}), str(number): info["samples"] if info else 0}
-        write_whole(
-            self.root / LEDGER,
-            json.dumps({**known, **first, "rows": self.block_rows, "samples": samples}),
-            shared=True,
-        )
+    def _write_ledger(self, number: int) -> None:
+        """Add a block that was made to the ledger."""
+        ledger = dict(read_ledger(self.root))
+        info = read_info(block_of(self.root, number))
+        count = 0
+        if info is not None:
+            count = info["samples"]
+        if number == 0:
+            ledger["first"] = info
+        ledger["rows"] = self.block_rows
+        ledger["samples"] = {**ledger.get("samples", {}), str(number): count}
+        write_whole(self.root / LEDGER, json.dumps(ledger), shared=True)
 
-    def _from(self, start: int) -> Iterator[Row]:
-        """All rows from one on, without end."""
+    def _rows_from(self, start: int) -> Iterator[Row]:
+        """Yield all rows from row `start` on, without end."""
         sources = self.task.sources
         if all(source.weight is None for source in sources):
-            yield from self._again(range(len(sources)), start)
-        counts = epoch_counts(
-            [Mixed(weight=source.weight) for source in sources], [_CYCLE] * len(sources), None
-        )
+            yield from self._repeat(range(len(sources)), start)
+        weights = [Mixed(weight=source.weight) for source in sources]
+        counts = epoch_counts(weights, [_CYCLE] * len(sources), None)
         size = sum(counts)
-        skips = [
-            start // size * each + more
-            for each, more in zip(counts, places_before(start % size, counts), strict=True)
-        ]
-        rows = [self._again([number], skip) for number, skip in enumerate(skips)]
-        for at in count(start, _ROWS):
-            dealt, _ = interleaved(np.arange(at, at + _ROWS, dtype=np.int64) % size, counts)
-            for number in dealt.tolist():
+        cycles, place = divmod(start, size)
+        rows = []
+        for number, before in enumerate(places_before(place, counts)):
+            skip = cycles * counts[number] + before
+            rows.append(self._repeat([number], skip))
+        for first in count(start, _ROWS):
+            places = np.arange(first, first + _ROWS, dtype=np.int64) % size
+            numbers, _ = interleaved(places, counts)
+            for number in numbers.tolist():
                 yield next(rows[number])
 
-    def _again(self, numbers: Sequence[int], skip: int) -> Iterator[Row]:
-        """The rows of some sources, one after another, without the first ones; after the last source the first one again."""
+    def _repeat(self, numbers: Sequence[int], skip: int) -> Iterator[Row]:
+        """Yield the rows of some sources, one source after another, again and again.
+
+        The first `skip` rows are left out.
+        """
         for number in cycle(numbers):
-            found = yield from rows_of(
-                self.task, number, self.base_dir, self._notes, skip, seen=self._seen
+            passed = yield from rows_of(
+                self.task, number, self.base_dir, self._notes, skip, seen=self._watch
             )
             self._ended.add(number)
-            skip = max(0, skip - found)
+            skip = max(0, skip - passed)
 
-    def _seen(self, raw: RawRows) -> RawRows:
-        for each in raw:
-            self._came, self._reads = self._came + 1, False
-            yield each
-            self._reads = True
-        self._reads = False
+    def _watch(self, raw: RawRows) -> RawRows:
+        """Yield raw rows, and note that they come and that more are waited for."""
+        for row in raw:
+            self._rows_so_far += 1
+            self._is_reading = False
+            yield row
+            self._is_reading = True
+        self._is_reading = False
 
     def tell(self) -> None:
-        """How far it is, for all ranks that wait."""
-        with suppress(OSError):  # no room: what it makes has none either
-            (self.root / PULSE).write_text(f"{self._came} {'reads' * self._reads}")
+        """Write how far the maker is, for all ranks that wait."""
+        activity = ""
+        if self._is_reading:
+            activity = _READS
+        # Without room for this the maker reports that there is none for its blocks.
+        with suppress(OSError):
+            (self.root / PULSE).write_text(f"{self._rows_so_far} {activity}")
 
 
 def block_of(root: Path, number: int) -> Path:
+    """Return the folder of a block."""
     return root / f"{number:08}"
 
 
 def block_folders(root: Path) -> list[Path]:
-    """The folders of the blocks that are on the disk."""
+    """Return the folders of the blocks that are on the disk."""
     if not root.is_dir():
         return []
     return [path for path in root.iterdir() if re.fullmatch(r"\d{8,}", path.name)]
 
 
 class _Numbers:
-    """An array of the token caches, by the numbers of samples."""
+    """An array of the token caches of all blocks, indexed by the numbers of samples."""
 
     def __init__(self, blocks: Blocks, name: str) -> None:
-        self.blocks, self.name = blocks, name
+        self.blocks = blocks
+        self.name = name
 
     def __getitem__(self, ids: Ints) -> Ints:
-        found, of = (
-            np.zeros(len(ids), np.int64),
-            np.searchsorted(self.blocks.begins, ids, side="right") - 1,
-        )
-        for at in np.unique(of).tolist():
-            array = getattr(self.blocks.cache(self.blocks.first + at), self.name)
-            found[of == at] = array[ids[of == at] - self.blocks.begins[at]]
-        return found
+        values = np.zeros(len(ids), np.int64)
+        blocks_N = np.searchsorted(self.blocks.begins, ids, side="right") - 1
+        for index in np.unique(blocks_N).tolist():
+            cache = self.blocks.cache(self.blocks.first + index)
+            is_in_block = blocks_N == index
+            places = ids[is_in_block] - self.blocks.begins[index]
+            values[is_in_block] = getattr(cache, self.name)[places]
+        return values
 
 
 class Blocks:
-    """A stream as a token cache and as its order. `maker`: None on a rank that another one of its host makes the blocks for. `seed` None:
-    not shuffled. `known`: see `state`. `margin`: samples before a position that ranks may still read. `weighted`: sources are interleaved
-    by weights. Raises CheckpointError for a position that was counted with blocks of other sizes."""
+    """A stream as a token cache and as its order.
+
+    `maker` is None on a rank for which another rank of its host makes the blocks. With `seed` None the
+    samples are not shuffled. `falling`: the samples of a block come in the reverse order. `known`: see
+    `state`. `margin`: how many samples before a position ranks may still read. `weighted`: sources are
+    interleaved by weights. Raises CheckpointError for a position that was counted with blocks of
+    another size.
+    """
 
     def __init__(
         self,
@@ -250,24 +291,30 @@ class Blocks:
         margin: int,
         weighted: bool = False,
     ) -> None:
-        self.root, self.stream, self.maker, self.seed, self.falling, self.margin = (
-            root,
-            stream,
-            maker,
-            seed,
-            falling,
-            margin,
-        )
-        # The position that each block from `first` on begins at, as far as they are known.
-        self.first, self.begins = (known["block"], [known["start"]]) if known else (0, [0])
-        self.lengths, self.learned = _Numbers(self, "lengths"), _Numbers(self, "learned")
-        self.size, self.closed = 0, False  # there are no epochs
+        self.root = root
+        self.stream = stream
+        self.maker = maker
+        self.seed = seed
+        self.falling = falling
+        self.margin = margin
+        self.weighted = weighted
+        # The positions that the blocks from `first` on begin at, as far as they are known.
+        self.first = 0
+        self.begins = [0]
+        if known:
+            self.first = known["block"]
+            self.begins = [known["start"]]
+        self.lengths = _Numbers(self, "lengths")
+        self.learned = _Numbers(self, "learned")
+        self.size = 0  # there are no epochs
+        self.closed = False
         self._caches: dict[int, TokenCache] = {}
         self._made: dict[int, Future[None]] = {}
         self._samples: dict[int, int] = {}
-        self._threads = ThreadPoolExecutor(1, "drumline-blocks") if maker else None
+        self._threads: ThreadPoolExecutor | None = None
+        if maker is not None:
+            self._threads = ThreadPoolExecutor(1, "drumline-blocks")
         self._pulse = ""
-        self.weighted = weighted
         self._block_rows: int | None = None
         if known:
             self._block_rows = known.get("rows", stream.rows)
@@ -276,12 +323,12 @@ class Blocks:
                 maker.block_rows = self._block_rows
 
     def _require_rows(self, rows: int) -> None:
-        """Raises CheckpointError where the blocks on the disk do not have so many rows."""
-        there = read_ledger(self.root).get("rows", rows)
-        if there != rows:
-            what = f"its position is counted in blocks of {rows:,} rows, and the blocks of this stream have {there:,}"
+        """Raise CheckpointError if the blocks on the disk have another number of rows than `rows`."""
+        present = read_ledger(self.root).get("rows", rows)
+        if present != rows:
             raise CheckpointError(
-                what,
+                f"its position is counted in blocks of {rows:,} rows, and the blocks of this stream "
+                f"have {present:,}",
                 where="data.stream",
                 fix="begin a new run: its model may be an export of this one",
             )
@@ -300,8 +347,10 @@ class Blocks:
         return not self.weighted and self.block_rows < self.stream.rows
 
     def _stored(self, number: int) -> int:
-        """The number of the block on the disk that has the samples of block `number`."""
-        return 0 if self.is_one_block else number
+        """Return the number of the block on the disk that has the samples of block `number`."""
+        if self.is_one_block:
+            return 0
+        return number
 
     def close(self) -> None:
         """End the thread, and what waits for a block. May be called twice."""
@@ -311,126 +360,171 @@ class Blocks:
             self._threads.shutdown(cancel_futures=True)
 
     def ids(self, start: int, stop: int) -> Ints:
-        """Sample ids int64[stop - start] at positions [start, stop)."""
-        found, at = [np.zeros(0, np.int64)], start
-        while at < stop:
-            number = self.number_of(at)
-            begin, size = self.begins[number - self.first], self._size(number)
-            if at == begin + size:  # the last one that is known ends here, or is empty
-                self.begins.append(at)
+        """Return the sample ids int64[stop - start] at positions [start, stop)."""
+        parts = [np.zeros(0, np.int64)]
+        position = start
+        while position < stop:
+            number = self.number_of(position)
+            begin = self._begin(number)
+            size = self._size(number)
+            # The last block that is known ends here, or is empty.
+            if position == begin + size:
+                self.begins.append(position)
                 continue
-            places = np.arange(at - begin, min(stop - begin, size), dtype=np.int64)
-            if self.seed is not None:
-                seed = int(mix(np.asarray([self.seed % 2**64 ^ number], np.uint64))[0])
-                places = GlobalOrder(size, seed, shuffle=True).at(places)
-            found.append((size - 1 - places if self.falling else places) + begin)
-            at = min(stop, begin + size)
-        return np.concatenate(found)
+            part_stop = min(stop, begin + size)
+            places = np.arange(position - begin, part_stop - begin, dtype=np.int64)
+            places = self._shuffled(places, number, size)
+            if self.falling:
+                places = size - 1 - places
+            parts.append(places + begin)
+            position = part_stop
+        return np.concatenate(parts)
+
+    def _shuffled(self, places: Ints, number: int, size: int) -> Ints:
+        """Return the shuffled places of a block of `size` samples; the same without a seed."""
+        if self.seed is None:
+            return places
+        block_seed = np.asarray([self.seed % 2**64 ^ number], np.uint64)
+        seed = int(mix(block_seed)[0])
+        return GlobalOrder(size, seed, shuffle=True).at(places)
+
+    def _begin(self, number: int) -> int:
+        """Return the position at which a block begins that `number_of` has found."""
+        return self.begins[number - self.first]
 
     def segments(self, sample: int) -> list[Segment]:
+        """Return the segments of a sample, see `TokenCache.segments`."""
         number = self.number_of(sample)
-        return self.cache(number).segments(sample - self.begins[number - self.first])
+        return self.cache(number).segments(sample - self._begin(number))
 
     def meta(self, sample: int) -> dict[str, Any]:
+        """Return the meta of a sample, see `TokenCache.meta`."""
         number = self.number_of(sample)
-        return self.cache(number).meta(sample - self.begins[number - self.first])
+        return self.cache(number).meta(sample - self._begin(number))
 
     def state(self, position: int) -> dict[str, int]:
-        """Where a position lies: `block`, and the position that the block begins at; `rows` of a block where these are fewer than the
-        config has. The blocks that no rank reads any more go."""
+        """Return where a position lies, for a checkpoint, and remove blocks that no rank reads any more.
+
+        `block` is its block, `start` the position that the block begins at, and `rows` the rows of a
+        block if these are fewer than the config has.
+        """
         number = self.number_of(position)
         if self.maker is not None:
-            self._remove(self.number_of(max(position - self.margin, self.begins[0])), number)
-        found = {"block": number, "start": self.begins[number - self.first]}
-        return found if self.block_rows == self.stream.rows else {**found, "rows": self.block_rows}
+            first_read = max(position - self.margin, self.begins[0])
+            self._remove(self.number_of(first_read), number)
+        state = {"block": number, "start": self._begin(number)}
+        if self.block_rows != self.stream.rows:
+            state["rows"] = self.block_rows
+        return state
 
     def number_of(self, position: int) -> int:
-        """The block of a position, which is that of the sample with the same number."""
+        """Return the block of a position, or of the sample with the same number."""
         if position < self.begins[0]:
-            self.first, self.begins = 0, [0]
-        while (
-            position > self.begins[-1]
-            and (end := self.begins[-1] + self._size(self.first + len(self.begins) - 1)) <= position
-        ):
+            self.first = 0
+            self.begins = [0]
+        while position > self.begins[-1]:
+            last = self.first + len(self.begins) - 1
+            end = self.begins[-1] + self._size(last)
+            if end > position:
+                break
             self.begins.append(end)
         return self.first + bisect_right(self.begins, position) - 1
 
     def cache(self, number: int) -> TokenCache:
-        """A block, when it is made; those behind it are asked for."""
+        """Return a block's token cache, once it is made; also have the blocks behind it made."""
         number = self._stored(number)
         if number not in self._caches:
-            self._ask(number)
-            self._wait(number, lambda: read_info(block_of(self.root, number)) is not None)
+            self._request(number)
+            folder = block_of(self.root, number)
+            self._wait(number, lambda: read_info(folder) is not None)
             self._caches = {old: cache for old, cache in self._caches.items() if old > number - 2}
-            self._caches[number] = TokenCache.open(block_of(self.root, number))
+            self._caches[number] = TokenCache.open(folder)
             if not self.is_one_block:
                 for ahead in range(number + 1, number + self.stream.blocks - 1):
-                    self._ask(ahead)
+                    self._request(ahead)
         return self._caches[number]
 
     def _size(self, number: int) -> int:
+        """Return the samples of a block, once it is made."""
         number = self._stored(number)
         if number not in self._samples:
-            self._wait(number, lambda: str(number) in read_ledger(self.root).get("samples", {}))
-            self._samples[number] = read_ledger(self.root)["samples"][str(number)]
+            self._wait(number, lambda: self._recorded_size(number) is not None)
+            size = self._recorded_size(number)
+            assert size is not None
+            self._samples[number] = size
         return self._samples[number]
 
-    def _ask(self, number: int) -> None:
+    def _recorded_size(self, number: int) -> int | None:
+        """Return the samples of a block by the ledger; None if it was never made."""
+        size: int | None = read_ledger(self.root).get("samples", {}).get(str(number))
+        return size
+
+    def _request(self, number: int) -> None:
         """Have a block made, unless it is there and whole, or has no samples."""
         if self.maker is None or self._threads is None or number in self._made:
             return
         folder = block_of(self.root, number)
-        there = read_info(folder)
-        if there is not None and self.maker.task.config.data.verify:
+        info = read_info(folder)
+        if info is not None and self.maker.task.config.data.verify:
             try:
-                verify(folder, there["sha256"])
+                verify(folder, info["sha256"])
             except DataError:
                 shutil.rmtree(folder)
-                there = None
-        if there is None and read_ledger(self.root).get("samples", {}).get(str(number)) != 0:
+                info = None
+        if info is None and self._recorded_size(number) != 0:
             self._made[number] = self._threads.submit(self.maker.make, number)
 
-    def _wait(self, number: int, ready: Callable[[], bool]) -> None:
-        """Until something of a block is there. Raises what its making raised."""
-        while not ready():
+    def _wait(self, number: int, is_ready: Callable[[], bool]) -> None:
+        """Wait until something of a block is there. Raises what its making raised."""
+        while not is_ready():
             if self.closed:
                 raise CancelledError
-            self._ask(number)
-            if (made := self._made.get(number)) is not None and made.done():
+            self._request(number)
+            made = self._made.get(number)
+            if made is not None and made.done():
                 made.result()
                 del self._made[number]
             self._beat()
             time.sleep(_POLL_SECONDS)
 
     def _beat(self) -> None:
-        """Whoever waits is alive while rows come. What is opened, tokenised or packed may take as long as a start."""
+        """Tell the watcher that this rank is alive, as long as rows come.
+
+        What is opened, tokenised or packed may take as long as a start.
+        """
         if self.maker is not None:
             self.maker.tell()
         pulse = ""
         with suppress(OSError):
             pulse = (self.root / PULSE).read_text()
-        heartbeat.waits(pulse != self._pulse, _ROW_SECONDS if pulse.endswith("reads") else math.inf)
+        patience = math.inf
+        if pulse.endswith(_READS):
+            patience = _ROW_SECONDS
+        heartbeat.waits(pulse != self._pulse, patience)
         self._pulse = pulse
 
     def _remove(self, first: int, number: int) -> None:
-        """The blocks before `first`, and those that no rank reads soon."""
+        """Remove the blocks before `first`, and those too far ahead of `number` to be read soon."""
         if self.is_one_block:
             return
         keep = range(first, number + self.stream.blocks - 1)
         for path in block_folders(self.root):
-            if int(path.name) not in keep:
+            block = int(path.name)
+            if block not in keep:
                 shutil.rmtree(path, ignore_errors=True)
-                self._made.pop(int(path.name), None)
+                self._made.pop(block, None)
 
 
 _held: dict[Path, Any] = {}  # open lock files of this process
-_PREPARES = "drumline prepare"  # as which a process holds a folder that makes block 0 alone
+# The holder of a folder while a process makes only block 0 there.
+_PREPARES = "drumline prepare"
 
 
 @contextmanager
 def preparing(root: Path) -> Iterator[bool]:
-    """Hold a folder for a while; gives whether this process may make block 0, see `hold`."""
-    if root in _held:  # by the run of this process, which keeps it
+    """Hold a folder for a while. Gives whether this process may make block 0, see `hold`."""
+    # A run of this process that holds the folder keeps it.
+    if root in _held:
         yield True
         return
     is_mine = hold(root, _PREPARES)
@@ -446,10 +540,14 @@ def preparing(root: Path) -> Iterator[bool]:
 
 
 def hold(root: Path, run_dir: str) -> bool:
-    """Whether this process may make the blocks in a folder: not where another one of this run does. Raises EnvironmentFault where another
-    run does: each would remove the other's blocks."""
+    """Return whether this process may make the blocks in a folder, and hold the folder if so.
+
+    It may not if another process of this run does. Raises EnvironmentFault if another run does: each
+    would remove the other's blocks.
+    """
     root.mkdir(parents=True, exist_ok=True)
-    if (file := _held.get(root)) is None:
+    file = _held.get(root)
+    if file is None:
         file = (root / "lock").open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -459,11 +557,11 @@ def hold(root: Path, run_dir: str) -> bool:
             file.close()
             if holder in ("", run_dir):
                 return False
-            what, fix = (
+            raise EnvironmentFault(
                 f"the run {holder} streams the same rows through this folder",
-                "give each run a data.cache_dir of its own",
-            )
-            raise EnvironmentFault(what, where=str(root), fix=fix) from None
+                where=str(root),
+                fix="give each run a data.cache_dir of its own",
+            ) from None
         _held[root] = file
     file.truncate(0)
     file.write(run_dir)

@@ -19,8 +19,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import compress
@@ -37,77 +38,114 @@ from drumline.foreign import disk_errors
 VERSION = 6  # raise it when the same input gives other files
 BLOCK = 1 << 26  # bytes that a checksum covers, so that ranks can divide one large file
 PIECE = 1 << 20  # bytes read at once
+HEADER_TRIES = 10  # at a header that another thread disturbs
 Segment = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]]
 
 
 class TokenCache:
-    """A prepared dataset. Opening it reads a few kilobytes, whatever its size; any number of processes share its pages."""
+    """A prepared dataset, read through memory maps.
+
+    Opening a cache reads a few kilobytes, whatever its size. Any number of processes share its pages.
+    """
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
-        def array(name: str, again: int = 9) -> Any:
-            try:
-                return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            except SystemError:  # numpy reads a header by `ast`, of which another thread disturbs it (python/cpython#106905)
-                if not again:
-                    raise
-                return array(name, again - 1)
-
-        self.folder, self.info = folder, info
+        self.folder = folder
+        self.info = info
         self._tokens = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         self._learn = np.memmap(folder / "learn.bin", np.uint8, "r")
-        self._segments, self._samples = array("segments"), array("samples")
-        self.lengths: npt.NDArray[np.int32] = array("lengths")
-        self.learned: npt.NDArray[np.int64] = array("learned")
-        self._meta = (
-            np.memmap(folder / "meta.bin", np.uint8, "r") if "meta.bin" in info["files"] else None
-        )
-        self._meta_at = None if self._meta is None else array("meta")
+        self._segments = _map_array(folder, "segments")
+        self._samples = _map_array(folder, "samples")
+        self.lengths: npt.NDArray[np.int32] = _map_array(folder, "lengths")
+        self.learned: npt.NDArray[np.int64] = _map_array(folder, "learned")
+        self._meta: Any = None
+        self._meta_bounds: Any = None
+        if "meta.bin" in info["files"]:
+            self._meta = np.memmap(folder / "meta.bin", np.uint8, "r")
+            self._meta_bounds = _map_array(folder, "meta")
 
     @classmethod
     def open(cls, folder: Path | str) -> TokenCache:
-        """A finished cache. Raises DataError if there is none, or files lack bytes."""
-        if (info := read_info(Path(folder))) is None:
-            fix = "run `drumline prepare` again"
+        """Open a finished cache. Raises DataError if there is none, or if files lack bytes."""
+        path = Path(folder)
+        info = read_info(path)
+        if info is None:
             raise DataError(
                 "not a prepared dataset, or files of it are missing or cut short",
                 where=str(folder),
-                fix=fix,
+                fix="run `drumline prepare` again",
             )
-        return cls(Path(folder), info)
+        return cls(path, info)
 
     def __len__(self) -> int:
         return len(self._samples) - 1
 
     def segments(self, sample: int) -> list[Segment]:
-        """The segments of a sample: tokens and learn flags, views of the files. Attention and positions restart at each."""
+        """Return the tokens and learn flags of each segment of a sample.
+
+        The arrays are views of the files. Attention and positions restart at each segment.
+        """
         first, last = self._samples[sample : sample + 2].tolist()
-        return [
-            (self._tokens[start:stop], self._learn[start:stop])
-            for start, stop in self._segments[first:last].tolist()
-        ]
+        segments = []
+        for start, stop in self._segments[first:last].tolist():
+            tokens = self._tokens[start:stop]
+            learn = self._learn[start:stop]
+            segments.append((tokens, learn))
+        return segments
 
     def meta(self, sample: int) -> dict[str, Any]:
-        """The further values that the encoder gave the sample; empty without any."""
-        if self._meta is None or self._meta_at is None:
+        """Return the further values that the encoder gave a sample; empty without any."""
+        if self._meta is None:
             return {}
-        start, stop = self._meta_at[sample : sample + 2].tolist()
-        return json.loads(bytes(self._meta[start:stop])) if stop > start else {}
+        start, stop = self._meta_bounds[sample : sample + 2].tolist()
+        if start == stop:
+            return {}
+        text = bytes(self._meta[start:stop])
+        return json.loads(text)
+
+
+def _map_array(folder: Path, name: str) -> Any:
+    """Return the memory map of the array `name`.npy."""
+    path = folder / f"{name}.npy"
+    for _ in range(HEADER_TRIES - 1):
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except SystemError:
+            # numpy parses a header with `ast`, which fails at times while another thread uses it
+            # (python/cpython#106905).
+            continue
+    return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def read_info(folder: Path) -> dict[str, Any] | None:
-    """`info.json` of a finished cache; None if there is none, if it was changed, or if a file has another size."""
+    """Return `info.json` of a finished cache.
+
+    None if there is none, if it was changed, or if a file has another size.
+    """
     try:
-        info = json.loads((folder / "info.json").read_text())
-        if info.pop("checksum") != digest_of(info):
+        text = (folder / "info.json").read_text()
+        info = json.loads(text)
+        checksum = info.pop("checksum")
+        if checksum != digest_of(info):
             return None
-        sizes = {name: (folder / name).stat().st_size for name in info["files"]}
+        sizes = _sizes_of(folder, info["files"])
+        is_whole = sizes == info["files"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return info if sizes == info["files"] else None
+    if not is_whole:
+        return None
+    return info
+
+
+def _sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """Return file name → bytes of some files in a folder. Raises OSError."""
+    return {name: (folder / name).stat().st_size for name in names}
 
 
 def left_out(name: str, info: dict[str, Any]) -> list[str]:
-    """A line with the numbers of rows of data.`name` that were cut or left out, or none. `info`: of a cache of it."""
+    """Return a line with how many rows of data.`name` were cut or left out, or no line.
+
+    `info` is that of a cache of these rows.
+    """
     reasons = {
         "filtered": "left out by `where`",
         "ties": "left out: none of their answers is the better",
@@ -118,25 +156,31 @@ def left_out(name: str, info: dict[str, Any]) -> list[str]:
         "dropped_unlearned": "skipped: nothing to learn",
         "hides_reasoning": "without the reasoning of some turns, which the chat template leaves out",
     }
-    # Caches of older versions have not all of them.
-    counts = {key: info.get(key, 0) for key in reasons}
-    parts = [
-        f"{counts[key]:,} of {info['rows_read']:,} rows {what}"
-        for key, what in reasons.items()
-        if counts[key]
-    ]
-    return [f"data.{name}: {'; '.join(parts)}"] if parts else []
+    parts = []
+    for key, reason in reasons.items():
+        # Caches of older versions lack some of these counts.
+        count = info.get(key, 0)
+        if count:
+            parts.append(f"{count:,} of {info['rows_read']:,} rows {reason}")
+    if not parts:
+        return []
+    return [f"data.{name}: {'; '.join(parts)}"]
 
 
 class Column:
-    """A .npy file that grows at its end: its header leaves room for any number of rows, as numpy writes it."""
+    """A .npy file that grows at its end.
+
+    numpy leaves room in the header for any number of rows, so that the count can be written last.
+    """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], *width: int) -> None:
-        self.dtype, self.width, self.count = dtype, width, 0
+        self.dtype = dtype
+        self.width = width
+        self.count = 0
         self.file = path.open("wb")
-        self._head()
+        self._write_header()
 
-    def _head(self) -> None:
+    def _write_header(self) -> None:
         header = {
             "descr": np.lib.format.dtype_to_descr(self.dtype),
             "fortran_order": False,
@@ -145,12 +189,13 @@ class Column:
         np.lib.format.write_array_header_1_0(self.file, header)
 
     def add(self, values: npt.NDArray[Any]) -> None:
-        self.file.write(np.ascontiguousarray(values, self.dtype).tobytes())
+        rows = np.ascontiguousarray(values, self.dtype)
+        self.file.write(rows.tobytes())
         self.count += len(values)
 
     def close(self) -> None:
         self.file.seek(0)
-        self._head()
+        self._write_header()
         self.file.close()
 
 
@@ -158,18 +203,22 @@ class Layout:
     """Writes the index files of a cache, some samples at a time."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         types = {"samples": np.int64, "lengths": np.int32, "learned": np.int64, "meta": np.int64}
-        self.columns = {
-            name: Column(folder / f"{name}.npy", np.dtype(of)) for name, of in types.items()
-        }
+        self.columns: dict[str, Column] = {}
+        for name, type_ in types.items():
+            self.columns[name] = Column(folder / f"{name}.npy", np.dtype(type_))
         self.columns["segments"] = Column(folder / "segments.npy", np.dtype(np.int64), 2)
-        self.folder, self.metas = folder, (folder / "meta.bin").open("wb")
-        self.tokens = self.learned = self.longest = 0
+        self.metas = (folder / "meta.bin").open("wb")
+        self.tokens = 0
+        self.learned = 0
+        self.longest = 0
         for name in ("samples", "meta"):
             self.columns[name].add(np.zeros(1, np.int64))
 
     @property
     def samples(self) -> int:
+        """The number of samples so far."""
         return self.columns["lengths"].count
 
     def add(
@@ -179,8 +228,11 @@ class Layout:
         learned_of_segment: npt.NDArray[np.int64],
         metas: Sequence[bytes] = (),
     ) -> Sequence[bytes]:
-        """Add samples, in these arrays as the files have them; those with neither a target nor a meta are left out (`metas`: of all, or
-        none). Returns the metas of the others."""
+        """Add samples and return the metas of those that were added.
+
+        The arrays are as the files have them; `metas` has one of each sample, or is empty.
+        Samples with neither a target nor a meta are left out.
+        """
         lengths = np.add.reduceat(segments[:, 1] - segments[:, 0], samples[:-1])
         learned = np.add.reduceat(learned_of_segment, samples[:-1])
         keep = learned > 0
@@ -189,100 +241,132 @@ class Layout:
             metas = list(compress(metas, keep))
         if not keep.all():
             per_sample = np.diff(samples)
-            segments, samples = segments[np.repeat(keep, per_sample)], bounds(per_sample[keep])
-            lengths, learned = lengths[keep], learned[keep]
-        sizes = np.asarray([len(meta) for meta in metas] or np.zeros(len(lengths)), np.int64)
+            segments = segments[np.repeat(keep, per_sample)]
+            samples = bounds(per_sample[keep])
+            lengths = lengths[keep]
+            learned = learned[keep]
         self.columns["samples"].add(samples[1:] + self.columns["segments"].count)
-        self.columns["meta"].add(self.metas.tell() + np.cumsum(sizes))
-        self.metas.write(b"".join(metas))
-        for name, values in (("segments", segments), ("lengths", lengths), ("learned", learned)):
-            self.columns[name].add(values)
+        self._add_metas(metas, len(lengths))
+        self.columns["segments"].add(segments)
+        self.columns["lengths"].add(lengths)
+        self.columns["learned"].add(learned)
         self.tokens += int(lengths.sum())
         self.learned += int(learned.sum())
         self.longest = max(self.longest, int(lengths.max(initial=0)))
         return metas
 
+    def _add_metas(self, metas: Sequence[bytes], count: int) -> None:
+        """Write the metas of `count` samples, and where each stops. Without any, each is empty."""
+        if metas:
+            sizes = np.asarray([len(meta) for meta in metas], np.int64)
+        else:
+            sizes = np.zeros(count, np.int64)
+        self.columns["meta"].add(self.metas.tell() + np.cumsum(sizes))
+        self.metas.write(b"".join(metas))
+
     def close(self) -> dict[str, int]:
-        """Counts for info.json."""
+        """Close the files and return the counts for info.json."""
         for column in self.columns.values():
             column.close()
         self.metas.close()
-        if not (self.folder / "meta.bin").stat().st_size:
-            (self.folder / "meta.bin").unlink()
+        meta_file = self.folder / "meta.bin"
+        if meta_file.stat().st_size == 0:
+            meta_file.unlink()
             (self.folder / "meta.npy").unlink()
-        numbers = {"samples": self.samples, "segments": self.columns["segments"].count}
-        return {**numbers, "tokens": self.tokens, "learned": self.learned, "longest": self.longest}
+        return {
+            "samples": self.samples,
+            "segments": self.columns["segments"].count,
+            "tokens": self.tokens,
+            "learned": self.learned,
+            "longest": self.longest,
+        }
 
 
 def bounds(sizes: Any) -> npt.NDArray[np.int64]:
-    """int64[N + 1]: where ranges of these sizes begin, end to end, and where the last one stops."""
-    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+    """Return int64[N + 1]: where N ranges of these sizes begin, end to end, and where the last stops."""
+    stops = np.cumsum(sizes)
+    return np.concatenate(([0], stops)).astype(np.int64)
 
 
 def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
-    """Give the cache in `temporary` its name, after info.json and the files are on disk. If another process was faster, its cache stays:
-    both were made from the same input. A damaged one is replaced."""
+    """Give the cache in `temporary` its name, once info.json and the files are on disk.
+
+    If another process was faster, its cache stays: both were made from the same input. A damaged
+    one is replaced.
+    """
     names = sorted(path.name for path in temporary.iterdir())
-    info = {**info, "files": {name: (temporary / name).stat().st_size for name in names}}
-    blocks = {name: range(-(-size // BLOCK)) for name, size in info["files"].items()}
-    info["sha256"] = {
-        name: [_digest(temporary / name, block) for block in numbers]
-        for name, numbers in blocks.items()
-    }
-    (temporary / "info.json").write_text(
-        json.dumps({**info, "checksum": digest_of(info)}, indent=2) + "\n"
-    )
-    for path in (*(temporary / name for name in names), temporary / "info.json", temporary):
-        files.sync(path)
+    sizes = _sizes_of(temporary, names)
+    checksums = {}
+    for name, size in sizes.items():
+        blocks = math.ceil(size / BLOCK)
+        checksums[name] = [_digest(temporary / name, block) for block in range(blocks)]
+    info = {**info, "files": sizes, "sha256": checksums}
+    text = json.dumps({**info, "checksum": digest_of(info)}, indent=2)
+    (temporary / "info.json").write_text(text + "\n")
+    for name in (*names, "info.json"):
+        files.sync(temporary / name)
+    files.sync(temporary)
     files.give_name(temporary, folder, lambda: read_info(folder) is not None)
     files.sync(folder.parent)
 
 
 @contextmanager
 def temporary_folder(root: Path) -> Iterator[Path]:
-    """`core.files.temporary_folder`. Raises EnvironmentFault if `root` cannot be written or the disk is full."""
-    entered = False
+    """Give a folder under `root` that is removed at the end, see `core.files.temporary_folder`.
+
+    Raises EnvironmentFault if `root` cannot be written or the disk is full.
+    """
+    is_made = False
     try:
         with files.temporary_folder(root) as folder:
-            entered = True
+            is_made = True
             yield folder
     except OSError as error:
-        if entered and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_made and not is_full:
             raise
-        fix = "free some space there, or set data.cache_dir"
         raise EnvironmentFault(
             f"the token cache cannot be written: {error.strerror or error}",
             where=str(root),
-            fix=fix,
+            fix="free some space there, or set data.cache_dir",
         ) from error
 
 
 def digest_of(value: Any) -> str:
-    """sha256 in hex of a JSON value, whatever the order of its keys."""
-    return hashlib.sha256(
-        json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    """Return the sha256, in hex, of a JSON value, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int = 1) -> None:
-    """Verify this rank's share of the blocks of a cache. Raises DataError that names the file with a wrong checksum."""
-    blocks = [
-        (name, block) for name, digests in sorted(sha256.items()) for block in range(len(digests))
-    ]
+    """Verify this rank's share of the blocks of a cache.
+
+    `sha256` has the checksums of the blocks of each file. Raises DataError that names a damaged file.
+    """
+    blocks = []
+    for name, digests in sorted(sha256.items()):
+        for block in range(len(digests)):
+            blocks.append((name, block))
     for name, block in blocks[rank::ranks]:
-        with disk_errors("cannot be read", str(folder / name), DataError):
-            same = _digest(folder / name, block) == sha256[name][block]
-        if not same:
-            what = f"damaged: bytes from {block * BLOCK:,} on are not what was written (sha256 differs)"
+        path = folder / name
+        with disk_errors("cannot be read", str(path), DataError):
+            digest = _digest(path, block)
+        if digest != sha256[name][block]:
+            first_byte = block * BLOCK
             raise DataError(
-                what, where=str(folder / name), fix="make it again: drumline prepare CONFIG.yaml"
+                f"damaged: bytes from {first_byte:,} on are not what was written (sha256 differs)",
+                where=str(path),
+                fix="make it again: drumline prepare CONFIG.yaml",
             )
 
 
 def verify_in_background(
     caches: list[tuple[Path, dict[str, list[str]]]], rank: int, ranks: int
 ) -> Future[None]:
-    """The outcome of `verify` on some caches, in a thread: hashing releases Python's lock while other things load."""
+    """Run `verify` on some caches in a thread and return its outcome.
+
+    Hashing releases Python's lock, so other things load meanwhile.
+    """
     outcome: Future[None] = Future()
 
     def run() -> None:
@@ -298,11 +382,15 @@ def verify_in_background(
 
 
 def _digest(path: Path, block: int) -> str:
-    """sha256 of a block of a file, in hex. Raises OSError."""
-    found, left = hashlib.sha256(), BLOCK
+    """Return the sha256, in hex, of a block of a file. Raises OSError."""
+    digest = hashlib.sha256()
+    left = BLOCK
     with path.open("rb", buffering=0) as file:
         file.seek(block * BLOCK)
-        while left and (piece := file.read(min(PIECE, left))):
-            found.update(piece)
+        while left > 0:
+            piece = file.read(min(PIECE, left))
+            if not piece:
+                break
+            digest.update(piece)
             left -= len(piece)
-    return found.hexdigest()
+    return digest.hexdigest()

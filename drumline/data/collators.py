@@ -1,4 +1,7 @@
-"""Collators of the samples of a token cache, for each form of sample. `width`: tokens of every row; None: as the longest."""
+"""Collators of the samples of a token cache, for each form of sample.
+
+`width` is the number of tokens of every row; with None it is that of the longest row.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,37 @@ from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
 
-# Token cache → ids of samples (-1: a filler) → micro-batch.
+# A collator gets a token cache, and returns the function from ids of samples (-1 is a filler) to a
+# micro-batch.
 Collator = Callable[[TokenCache], Callable[[list[int]], Any]]
 
 
 def padding(plan: Plan) -> int:
-    """The id of the padding token."""
-    return pad_token_id(load_tokenizer(plan.model_path, plan.config.model))
+    """Return the id of the padding token."""
+    tokenizer = load_tokenizer(plan.model_path, plan.config.model)
+    return pad_token_id(tokenizer)
 
 
 def text_collator(plan: Plan, width: int | None) -> Collator:
-    """For segments of text, with images if the model takes some."""
+    """Return the collator of segments of text, with images if the model takes some."""
     pad = padding(plan)
-    vision = vision_of(
-        plan.config, plan.model_path, load_config(plan.model_path, plan.config.model)
-    )
+    hf_config = load_config(plan.model_path, plan.config.model)
+    vision = vision_of(plan.config, plan.model_path, hf_config)
     if vision is not None:
         return lambda cache: lambda ids: collate_vision(cache, ids, pad, width, vision)
-    return lambda cache: (
-        lambda ids: collate(
-            [cache.segments(sample) if sample >= 0 else None for sample in ids], pad, width
-        )
-    )
+
+    def collator(cache: TokenCache) -> Callable[[list[int]], Any]:
+        def make_batch(ids: list[int]) -> Any:
+            samples = [cache.segments(sample) if sample >= 0 else None for sample in ids]
+            return collate(samples, pad, width)
+
+        return make_batch
+
+    return collator
 
 
 def pair_collator(plan: Plan, width: int | None) -> Collator:
+    """Return the collator of preference pairs."""
     pad = padding(plan)
     return lambda cache: lambda ids: collate_pairs(cache, ids, pad, width)
 
@@ -46,17 +55,21 @@ def pair_collator(plan: Plan, width: int | None) -> Collator:
 def judged_collator(
     plan: Plan, width: int | None, has_mismatched: bool
 ) -> Callable[[TokenCache], Callable[..., Any]]:
-    """For answers that are labelled good or bad. `has_mismatched`: also the mismatched ones, see `data.judged`."""
-    pad, max_length = padding(plan), plan.config.data.max_length
-    if has_mismatched:
-        return lambda cache: (
-            lambda ids, previous: collate_mismatched(cache, ids, previous, pad, width, max_length)
-        )
-    return lambda cache: lambda ids: collate_judged(cache, ids, pad, width)
+    """Return the collator of answers that are labelled good or bad.
+
+    With `has_mismatched` its batches also have mismatched answers, see `data.judged`.
+    """
+    pad = padding(plan)
+    if not has_mismatched:
+        return lambda cache: lambda ids: collate_judged(cache, ids, pad, width)
+    max_length = plan.config.data.max_length
+    return lambda cache: (
+        lambda ids, previous: collate_mismatched(cache, ids, previous, pad, width, max_length)
+    )
 
 
 def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> Collator:
-    """For texts or images with a class. `image_size`: see `ClassifyConfig`."""
+    """Return the collator of texts or images with a class. `image_size`: see `ClassifyConfig`."""
     if not plan.config.images_alone:
         pad = padding(plan)
         return lambda cache: lambda ids: collate_texts(plan, cache, ids, pad, width)

@@ -1,6 +1,9 @@
-"""From rows to samples: encoders of conversations and documents, of prompts, of preference pairs, and of texts and images with a class. A
-label is the name of a class, or a number: the name of a class, else an index of `algorithm.labels`. A sample of the token cache keeps the
-name: the order of the classes follows from all rows."""
+"""Encoders from rows to samples: of texts, prompts, preference pairs, and texts and images with a class.
+
+A label is the name of a class, or a number: the name of a class, else an index of
+`algorithm.labels`. A sample of the token cache keeps the name, because the order of the classes
+follows from all rows.
+"""
 
 from __future__ import annotations
 
@@ -25,52 +28,69 @@ from drumline.foreign import expanded
 
 DIGEST_DIGITS = 16  # of sha256 over a prompt
 MOST_DIGITS = 600  # of a number; Python reads 640 at least
-OWN = "own columns"  # of a prompt's row, under names that its meta has for something else
+MOST_NAMES = 10  # classes that a message lists
+# Under this key the meta of a prompt has the row's columns whose names it needs for something else.
+OWN = "own columns"
 
 
 class RowEncoder(Protocol):
+    """Encodes the rows of an algorithm."""
+
     def encode(self, row: Row) -> Encoded | None:
-        """A row as tokens, cut to data.max_length; None if it is dropped. Raises DataError that names the row."""
+        """Return a row as tokens, cut to data.max_length; None if it is dropped.
+
+        Raises DataError that names the row.
+        """
 
 
 class TextRows:
-    """Encodes conversations, completions and documents. Rows of a packed pretraining run are not cut: `prepare.cut` does that."""
+    """Encodes conversations, completions and documents.
+
+    Rows of a packed pretraining run are not cut here: `prepare.cut` does that.
+    """
 
     def __init__(self, tokenizer: Any, documents: bool, data: DataConfig) -> None:
-        self.encoder, self.data = Encoder(tokenizer, documents, data), data
-        self.whole = documents and data.packing
+        self.encoder = Encoder(tokenizer, documents, data)
+        self.data = data
+        self.keeps_whole = documents and data.packing
 
     def encode(self, row: Row) -> Encoded | None:
         if holds_images(row):
-            fix = "name a vision-language model, with algorithm sft, or read none of a column with `columns: {images: ''}`"
             raise DataError(
-                "this row holds images, and text alone is read here", where=row.origin, fix=fix
+                "this row holds images, and text alone is read here",
+                where=row.origin,
+                fix="name a vision-language model, with algorithm sft, or read none of a column with "
+                "`columns: {images: ''}`",
             )
         full = self.encoder.encode(row)
-        example = (
-            full
-            if self.whole
-            else truncate(full, self.data.max_length, self.data.truncation, row.origin)
-        )
-        if example is None or (full.learned and not example.learned):  # none of its answer is left
+        example: Example | None = full
+        if not self.keeps_whole:
+            example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
+        if example is None:
+            return None
+        has_lost_answer = full.learned and not example.learned
+        if has_lost_answer:
             return None
         is_cut = len(example.tokens) < len(full.tokens)
         return Encoded([example], truncated=is_cut, hides_reasoning=full.hides_reasoning)
 
 
 class PromptRows:
-    """Encodes prompts of rollouts. A sample is one segment, the tokens before the completion. Its meta, for rewards: `prompt` (the text),
-    `domain` (of the source), and the row's other columns under their names, those of these two names under OWN. A prompt leaves room for
-    max_new_tokens within data.max_length. A longer one is dropped or cut at its start, by data.truncation, but never at its end, which has
-    the question and the header of the answer."""
+    """Encodes prompts of rollouts.
+
+    A sample is one segment, the tokens before the completion. Its meta, for rewards: `prompt` (the
+    text), `domain` (of the source), and the row's other columns under their names; columns of these
+    two names are under OWN. A prompt leaves room for max_new_tokens within data.max_length.
+    data.truncation decides whether a longer one is dropped or cut at its start. It is never cut at
+    its end, which has the question and the header of the answer.
+    """
 
     def __init__(self, tokenizer: Any, new: int, data: DataConfig) -> None:
-        self.encoder, self.policy, self.new = (
-            Encoder(tokenizer, everything=False, data=data),
-            data.truncation,
-            new,
-        )
-        self.room = data.max_length - self.new
+        """`new`: max_new_tokens."""
+        self.encoder = Encoder(tokenizer, everything=False, data=data)
+        self.policy = data.truncation
+        self.new = new
+        self.room = data.max_length - new
 
     def encode(self, row: Row) -> Encoded | None:
         text, ids = self.encoder.prompt(row)
@@ -81,19 +101,31 @@ class PromptRows:
                 fix="a completion goes on from one token at least",
             )
         size = len(ids)
-        if size > self.room and self.policy == "drop":
+        is_too_long = size > self.room
+        if is_too_long and self.policy == "drop":
             return None
-        if size > self.room and self.policy != "left":
-            what = f"the prompt has {size} tokens, and data.max_length less max_new_tokens {self.new} leaves {self.room}"
+        if is_too_long and self.policy != "left":
             raise DataError(
-                what,
+                f"the prompt has {size} tokens, and data.max_length less max_new_tokens {self.new} "
+                f"leaves {self.room}",
                 where=row.origin,
                 fix="raise data.max_length, or set data.truncation to drop or left",
             )
-        columns, ours = as_json(row.extra), {"prompt": text, "domain": row.domain}
-        own = {name: columns[name] for name in ours if columns.get(name) is not None}
-        meta = {**columns, **ours, **({OWN: own} if own else {})}
-        return Encoded([_unlearned(ids[-self.room :])], meta, truncated=size > self.room)
+        tokens = ids[-self.room :]
+        return Encoded([_unlearned(tokens)], _prompt_meta(row, text), truncated=is_too_long)
+
+
+def _prompt_meta(row: Row, text: str) -> dict[str, Any]:
+    """Return what rewards read of a prompt, see `PromptRows`."""
+    columns = as_json(row.extra)
+    meta = {**columns, "prompt": text, "domain": row.domain}
+    own = {}
+    for name in ("prompt", "domain"):
+        if columns.get(name) is not None:
+            own[name] = columns[name]
+    if own:
+        meta[OWN] = own
+    return meta
 
 
 class AnswerRows:
@@ -106,11 +138,15 @@ class AnswerRows:
                 where="data.learn_on",
                 fix="leave it out",
             )
-        self.encoder, self.data = Encoder(tokenizer, False, data), data
+        self.encoder = Encoder(tokenizer, False, data)
+        self.data = data
 
     def example(self, prompt: Text, answer: Text, name: str, row: Row, is_plain: bool) -> Example:
-        """A prompt and an answer, not yet truncated. `name`: the answer's column. `is_plain`: texts are taken as they are. Raises
-        DataError for an answer without a token."""
+        """Return a prompt and an answer as tokens, not yet truncated.
+
+        `name` is the answer's column. With `is_plain`, two texts are taken as they are, without a
+        chat template. Raises DataError for an answer without a token.
+        """
         turns = as_messages(answer, "assistant")
         if not any(turn.get("tool_calls") or turn["content"].strip() for turn in turns):
             raise DataError(
@@ -120,12 +156,8 @@ class AnswerRows:
             self.encoder.require_template("the row holds messages", row)
         elif is_plain:
             return self.encoder.plain(prompt, answer, row.origin)
-        example = self.encoder.encode(
-            Row(
-                row.origin,
-                {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")},
-            )
-        )
+        values = {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}
+        example = self.encoder.encode(Row(row.origin, values))
         if not example.learned:
             raise DataError(
                 f"`{name}` has no turn of the assistant behind the prompt", where=row.origin
@@ -134,74 +166,78 @@ class AnswerRows:
 
 
 class PairRows(AnswerRows):
-    """Encodes pairs as two segments, chosen first: the prompt and an answer, whose tokens are the targets. With a chat template a text is a
-    turn of the user or the assistant; without one, and for two texts without a prompt, it is taken as it is and closed by the
-    end-of-sequence token. Without a `prompt` column the prompt is the common start of both sides; with one, messages may repeat it. A
-    margin goes into the sample's meta."""
+    """Encodes pairs as two segments, chosen first.
+
+    A segment is the prompt and an answer, whose tokens are the targets. With a chat template a text
+    is a turn of the user or the assistant. Without a template, and for two texts without a prompt, the
+    text is taken as it is and closed by the end-of-sequence token. Without a `prompt` column the prompt
+    is the common start of both sides; with one, messages may repeat it. A margin goes into the
+    sample's meta.
+    """
 
     def encode(self, row: Row) -> Encoded | None:
         is_plain = not {"prompt", "tools"} & row.values.keys()
         prompt, *answers = pair_parts(row.values, row.origin)
-        full = [
-            self.example(prompt, answer, name, row, is_plain)
-            for answer, name in zip(answers, SIDES, strict=True)
-        ]
-        if np.array_equal(full[0].tokens, full[1].tokens):
+        full = []
+        for answer, name in zip(answers, SIDES, strict=True):
+            full.append(self.example(prompt, answer, name, row, is_plain))
+        chosen, rejected = full
+        if np.array_equal(chosen.tokens, rejected.tokens):
             raise DataError(SAME_ANSWER, where=row.origin, fix="take the row out")
-        pair = cut_pair(full[0], full[1], self.data.max_length, self.data.truncation, row.origin)
+        pair = cut_pair(chosen, rejected, self.data.max_length, self.data.truncation, row.origin)
         if pair is None:
             return None
-        cut = any(
+        is_cut = any(
             len(short.tokens) < len(long.tokens) for short, long in zip(pair, full, strict=True)
         )
         hides_reasoning = any(example.hides_reasoning for example in full)
-        return Encoded(list(pair), _meta(row), truncated=cut, hides_reasoning=hides_reasoning)
+        return Encoded(list(pair), _meta(row), truncated=is_cut, hides_reasoning=hides_reasoning)
 
 
 class JudgedRows(AnswerRows):
-    """Encodes an answer that is labelled good or bad as one segment: the prompt, and the answer's tokens, which are the targets.
+    """Encodes an answer that is labelled good or bad as one segment.
 
-    The sample's meta has the label as `good`, and in `prompt` a digest of the whole prompt: it is the
-    same for all answers to a prompt, though truncation may cut each of them in another place.
+    The segment is the prompt and the answer, whose tokens are the targets. The sample's meta has the
+    label as `good`, and in `prompt` a digest of the whole prompt: it is the same for all answers to a
+    prompt, though truncation may cut each of them in another place.
     """
 
     def encode(self, row: Row) -> Encoded | None:
         is_good = judgement(row.values["label"], row.origin)
-        full = self.example(
-            row.values["prompt"], row.values["completion"], "completion", row, row.plain
-        )
+        prompt = row.values["prompt"]
+        full = self.example(prompt, row.values["completion"], "completion", row, row.plain)
         example = truncate(full, self.data.max_length, self.data.truncation, row.origin)
         if example is None or not example.learned:
             return None
-        is_truncated = len(example.tokens) < len(full.tokens)
-        prompt_tokens = full.tokens[: int(np.argmax(full.learn))]
-        meta = {
-            "good": is_good,
-            "prompt": sha256(prompt_tokens.tobytes()).hexdigest()[:DIGEST_DIGITS],
-        }
-        return Encoded(
-            [example], meta, truncated=is_truncated, hides_reasoning=full.hides_reasoning
-        )
+        is_cut = len(example.tokens) < len(full.tokens)
+        prompt_size = int(np.argmax(full.learn))
+        digest = sha256(full.tokens[:prompt_size].tobytes()).hexdigest()
+        meta = {"good": is_good, "prompt": digest[:DIGEST_DIGITS]}
+        return Encoded([example], meta, truncated=is_cut, hides_reasoning=full.hides_reasoning)
 
 
 def judgement(label: Any, origin: str) -> bool:
-    """Whether a label says that an answer is good: true or false, 1 or 0, or one of `formats.LABELS`. Raises DataError."""
+    """Return whether a label says that an answer is good.
+
+    A label is true or false, 1 or 0, or one of `formats.LABELS`. Raises DataError for anything else.
+    """
     is_good = LABELS.get(str(label).strip().lower())
     if is_good is None:
-        fix = "write true for a good answer, false for a bad one"
-        raise DataError(f"`label` is {label!r}, true or false is wanted", where=origin, fix=fix)
+        raise DataError(
+            f"`label` is {label!r}, true or false is wanted",
+            where=origin,
+            fix="write true for a good answer, false for a bad one",
+        )
     return is_good
 
 
 def _meta(row: Row) -> dict[str, Any] | None:
+    """Return the meta of a pair: its margin, if the row has one. Raises DataError."""
     margin = row.values.get("margin")
     if margin is None:
         return None
-    try:
-        number = math.nan if isinstance(margin, bool) else float(margin)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
+    number = finite_number(margin)
+    if number is None:
         raise DataError(
             f"`margin` is {margin!r:.60}, not a number",
             where=row.origin,
@@ -210,118 +246,181 @@ def _meta(row: Row) -> dict[str, Any] | None:
     return {"margin": number}
 
 
+def finite_number(value: Any) -> float | None:
+    """Return a value of a row as a float; None for what is no finite number, and for a bool."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if not math.isfinite(number):
+        return None
+    return number
+
+
 def cut_pair(
     chosen: Example, rejected: Example, max_length: int, policy: Policy, origin: str
 ) -> tuple[Example, Example] | None:
-    """Both sides within `max_length` tokens, with the same prompt and some of their answers; None if the pair is dropped. left: both sides
-    lose as much from the start of the prompt as the longer one needs, and answers stay whole; right: sides lose their ends, and prompts
-    stay whole. A pair that would lose its prompt or an answer, or keep two equal ones, is dropped. Raises DataError under `error`."""
+    """Return both sides cut to `max_length` tokens; None if the pair is dropped.
+
+    `left`: both sides lose from the start of the prompt as many tokens as the longer side must lose, so
+    that answers stay whole. `right`: the sides lose their ends, and prompts stay whole. A pair that
+    would lose its prompt or an answer, or keep two equal ones, is dropped. Raises DataError under the
+    policy `error`.
+    """
     longest = max(chosen, rejected, key=lambda side: len(side.tokens))
-    over = len(longest.tokens) - max_length
-    if over <= 0:
+    excess = len(longest.tokens) - max_length
+    if excess <= 0:
         return chosen, rejected
-    # Tokens before the first target.
-    prompt = min(int(np.argmax(side.learn)) for side in (chosen, rejected))
-    if truncate(longest, max_length, policy, origin, "tokens on a side") is None or (
-        policy == "left" and over >= prompt
-    ):
+    if truncate(longest, max_length, policy, origin, "tokens on a side") is None:
         return None
-    keep = slice(max_length) if policy == "right" else slice(over, None)
-    one, other = (Example(side.tokens[keep], side.learn[keep]) for side in (chosen, rejected))
-    distinct = one.learned and other.learned and not np.array_equal(one.tokens, other.tokens)
-    return (one, other) if distinct else None
+    # The first target is the first token of the answer.
+    prompt_size = min(int(np.argmax(side.learn)) for side in (chosen, rejected))
+    if policy == "left" and excess >= prompt_size:
+        return None
+    keep = slice(excess, None)
+    if policy == "right":
+        keep = slice(max_length)
+    short_chosen = Example(chosen.tokens[keep], chosen.learn[keep])
+    short_rejected = Example(rejected.tokens[keep], rejected.learn[keep])
+    if not short_chosen.learned or not short_rejected.learned:
+        return None
+    if np.array_equal(short_chosen.tokens, short_rejected.tokens):
+        return None
+    return short_chosen, short_rejected
 
 
 def label_of(row: Row, labels: list[str] | None) -> str:
-    """The name of the row's class; a number may be text, as a CSV has it. Raises DataError for one that is not among `labels`, and for an
-    empty one."""
-    given = row.values["label"]
-    if isinstance(given, bool):
+    """Return the name of the row's class. A number may be text, as a CSV has it.
+
+    Raises DataError for a label that is not among `labels`, and for an empty one.
+    """
+    label = row.values["label"]
+    if isinstance(label, bool):
         raise DataError("the label is bool, not the name or number of a class", where=row.origin)
-    name = str(given)
+    name = str(label)
     if not name.strip():
         raise DataError("the label is empty", where=row.origin, fix="take the row out")
     if labels is None or name in labels:
         return name
-    if re.fullmatch("0|[1-9][0-9]{,8}", name) and int(name) < len(labels):
-        return labels[int(name)]
-    what = f"label {name!r} is none of algorithm.labels: {_few(labels)}"
-    raise DataError(what, where=row.origin, fix="add it there, or leave labels out")
+    if re.fullmatch("0|[1-9][0-9]{,8}", name):
+        index = int(name)
+        if index < len(labels):
+            return labels[index]
+    raise DataError(
+        f"label {name!r} is none of algorithm.labels: {_few(labels)}",
+        where=row.origin,
+        fix="add it there, or leave labels out",
+    )
 
 
 def classes(
     train: TokenCache, held_out: Sequence[TokenCache], labels: list[str] | None
 ) -> tuple[str, ...]:
-    """The classes in order: `labels`, or those of the training samples, numbers by value and then names by the alphabet. Raises DataError
-    if there is only one class, or a held-out sample has a class that no training sample has."""
-    found = set(labels or (train.meta(sample)["label"] for sample in range(len(train))))
-    if len(found) < 2:
-        what = f"all {len(train)} training rows have one class, {min(found)!r}: there is nothing to tell apart"
-        raise DataError(what, where="data.train")
-    for meta in (cache.meta(sample) for cache in held_out for sample in range(len(cache))):
-        if meta["label"] not in found:
-            what = (
-                f"label {meta['label']!r} is on no training row; those have {_few(sorted(found))}"
-            )
-            raise DataError(
-                what, where=meta["origin"], fix="add training rows of it, or take the row out"
-            )
+    """Return the classes in order: `labels`, or those of the training samples by `_sort_key`.
+
+    Raises DataError if there is only one class, or if a held-out sample has a class that no training
+    sample has.
+    """
+    if labels:
+        known = set(labels)
+    else:
+        known = {train.meta(sample)["label"] for sample in range(len(train))}
+    if len(known) < 2:
+        raise DataError(
+            f"all {len(train)} training rows have one class, {min(known)!r}: there is nothing to "
+            "tell apart",
+            where="data.train",
+        )
+    for cache in held_out:
+        _require_known_classes(cache, known)
     if labels:
         return tuple(labels)
-    return tuple(sorted(found, key=_place))
+    return tuple(sorted(known, key=_sort_key))
 
 
-def _place(name: str) -> tuple[bool, int, str]:
-    number = name.removeprefix("-").isdecimal() and len(name) < MOST_DIGITS
-    return not number, int(name) if number else 0, name
+def _require_known_classes(cache: TokenCache, known: set[str]) -> None:
+    """Raise DataError if a held-out sample has a class that is not among `known` ones."""
+    for sample in range(len(cache)):
+        meta = cache.meta(sample)
+        if meta["label"] in known:
+            continue
+        names = _few(sorted(known))
+        raise DataError(
+            f"label {meta['label']!r} is on no training row; those have {names}",
+            where=meta["origin"],
+            fix="add training rows of it, or take the row out",
+        )
+
+
+def _sort_key(name: str) -> tuple[bool, int, str]:
+    """Return a key that sorts classes: whole numbers by their value, then names by the alphabet."""
+    is_number = name.removeprefix("-").isdecimal() and len(name) < MOST_DIGITS
+    if is_number:
+        return False, int(name), name
+    return True, 0, name
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    """Return the first names, and how many there are besides."""
+    text = ", ".join(names[:MOST_NAMES])
+    more = len(names) - MOST_NAMES
+    if more > 0:
+        text += f" and {more} more"
+    return text
 
 
 class LabelledTexts:
-    """Encodes texts, with the tokenizer's special tokens around each (BERT's [CLS] and [SEP]), which truncation keeps."""
+    """Encodes texts with a class.
+
+    The tokenizer's special tokens are around each text (BERT's [CLS] and [SEP]); truncation keeps them.
+    """
 
     def __init__(self, tokenizer: Any, labels: list[str] | None, data: DataConfig) -> None:
-        self.tokenizer, self.labels, self.data = tokenizer, labels, data
+        self.tokenizer = tokenizer
+        self.labels = labels
+        self.data = data
 
     def encode(self, row: Row) -> Encoded | None:
         label = label_of(row, self.labels)
-        tokens = self.tokenizer(row.values["text"], verbose=False)["input_ids"]
+        text = row.values["text"]
+        tokens = self.tokenizer(text, verbose=False)["input_ids"]
         if not tokens:
             raise DataError("the text is empty", where=row.origin, fix="take the row out")
-        limit, policy = self.data.max_length, self.data.truncation
+        limit = self.data.max_length
+        policy = self.data.truncation
         if truncate(_unlearned(tokens), limit, policy, row.origin) is None:
             return None
-        if cut := len(tokens) > limit:
+        is_cut = len(tokens) > limit
+        if is_cut:
             self.tokenizer.truncation_side = policy
-            tokens = self.tokenizer(row.values["text"], truncation=True, max_length=limit)[
-                "input_ids"
-            ]
-        return Encoded([_unlearned(tokens)], {"label": label, "origin": row.origin}, cut)
+            tokens = self.tokenizer(text, truncation=True, max_length=limit)["input_ids"]
+        meta = {"label": label, "origin": row.origin}
+        return Encoded([_unlearned(tokens)], meta, is_cut)
 
 
 class LabelledImages:
-    """Encodes images by path, as one token each. Reads each image once, to find damaged ones; its pixels are read again for a batch."""
+    """Encodes images with a class, by their paths, as one token each.
+
+    Reads each image once, to find damaged ones. Its pixels are read again for a batch.
+    """
 
     def __init__(self, labels: list[str] | None, data: DataConfig) -> None:
-        self.labels, self.root = labels, root_of(data)
+        self.labels = labels
+        self.root = root_of(data)
 
     def encode(self, row: Row) -> Encoded | None:
         from drumline.models.vision import read_image  # with torch
 
-        path = str(
-            (
-                row.folder / expanded(image_path(row.values["image"], row.origin, self.root))
-            ).absolute()
-        )
+        name = image_path(row.values["image"], row.origin, self.root)
+        path = str((row.folder / expanded(name)).absolute())
         read_image(path, row.origin)
-        return Encoded(
-            [_unlearned([0])],
-            {"label": label_of(row, self.labels), "origin": row.origin, "path": path},
-        )
+        label = label_of(row, self.labels)
+        meta = {"label": label, "origin": row.origin, "path": path}
+        return Encoded([_unlearned([0])], meta)
 
 
 def _unlearned(tokens: list[int]) -> Example:
+    """Return tokens of which none is a target."""
     return Example(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.uint8))

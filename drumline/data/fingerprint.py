@@ -1,4 +1,4 @@
-"""The hash of everything that a prepared dataset is made from, which is the name of its cache; and how two caches differ."""
+"""Names a prepared dataset by a hash of everything that it is made from, and says how two caches differ."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ from drumline.models.files import tokenizer_folder, tokenizer_revision
 from drumline.models.templates import read_template
 from drumline.models.vision import Vision
 
-_APART = {"set", "weight", "repeats", "cap"}  # change no token of a source
+# Settings of a source that change none of its tokens.
+_APART = {"set", "weight", "repeats", "cap"}
+# Settings of `data` that change the tokens of a row.
+_SETTINGS = ("max_length", "truncation", "packing", "learn_on", "reasoning")
+# Settings of `data` that decide which rows become samples.
+_CHOICES = ("where", "mixed", "duplicates", "decontaminate")
+_BUILT_IN = (FileSource, HubSource, TasksSource, SqlSource, DigitsSource, SavedSource)
+KEY_DIGITS = 32  # hex digits of a sha256 that name a cache
 # Files of a tokenizer, in any of the formats that transformers loads.
 _TOKENIZER_FILES = re.compile(
     r"(tokenizer|vocab|chat_template).*|(special_tokens_map|added_tokens)\.json|merges\.txt|.*\.(model|tiktoken)"
@@ -54,137 +61,184 @@ def cache_key(
     base_dir: Path,
     vision: Vision | None = None,
 ) -> str:
-    """The first 32 hex digits of sha256 over content and settings. `role`: train, holdout or eval. For images also over the folders of the
-    rows, which image paths are relative to, and for a vision-language model over its processor. The images themselves are not read: their
-    pixels are in no cache, and a changed size is found when an image is loaded."""
+    """Return the first 32 hex digits of sha256 over the content of the sources and the settings.
+
+    `role` is train, holdout or eval. For images the hash also covers the folders of the rows, which
+    image paths are relative to, and for a vision-language model its processor. The images themselves
+    are not read: their pixels are in no cache, and a changed size is found when an image is loaded.
+    """
     data = config.data
-    # A kind in a user's file counts with its code, which may change.
-    code, _, name = config.algorithm.kind.rpartition(":")
-    streams, where = (
-        role != "eval" and data.stream is not None,
-        None if role == "eval" else data.where,
-    )
-    found = [source.model_copy(update={"where": source.where or where}) for source in sources]
+    is_for_training = role != "eval"
     parts: dict[str, Any] = {
         "version": VERSION,
-        "sources": [_source(source, base_dir, streams) for source in found],
-        "tokenizer": None if config.images_alone else _tokenizer(config, tokenizer_path, base_dir),
-        "algorithm": f"{hash_file(Path(code))}:{name}"
-        if code.endswith(".py")
-        else config.algorithm.kind,
-        "settings": {
-            name: getattr(data, name)
-            for name in ("max_length", "truncation", "packing", "learn_on", "reasoning")
-        },
+        "sources": _source_parts(config, sources, base_dir, is_for_training),
+        "tokenizer": None,
+        "algorithm": _algorithm(config),
+        "settings": {name: getattr(data, name) for name in _SETTINGS},
         "kept_free": config.algorithm.new_tokens,
         "role": role,
-        "holdout": 0 if role == "eval" else data.holdout,
+        "holdout": 0,
         **config.algorithm.cache_parts(),
     }
-    if judges_answers(config.algorithm.forms) and role != "eval" and data.holdout:
+    if not config.images_alone:
+        parts["tokenizer"] = _tokenizer(config, tokenizer_path, base_dir)
+    if is_for_training:
+        parts["holdout"] = data.holdout
+        parts["chosen"] = _chosen(config, sources, base_dir)
+    if is_for_training and data.holdout and judges_answers(config.algorithm.forms):
         parts["holdout"] = ["whole prompts", data.holdout]
-    if (
-        config.algorithm.rollout is not None
-    ):  # prompts carry the name of their domain, which may be that of their file
+    if config.algorithm.rollout is not None:
+        # Prompts carry the name of their domain, which may be that of their file.
         parts["domains"] = [sorted(domains(source)) for source in sources]
-    if role != "eval":
-        names = ("where", "mixed", "duplicates", "decontaminate")
-        held_out = [_source(source, base_dir) for source in data.eval if data.decontaminate]
-        stream = data.stream and [data.stream.rows, *(source.weight for source in sources)]
-        parts["chosen"] = {
-            **{name: getattr(data, name) for name in names},
-            "eval": held_out,
-            "by": data.curriculum and data.curriculum.by,
-            "stream": stream,
-        }
     if vision is not None or config.images_alone:
-        files = [
-            file
-            for source in sources
-            if isinstance(source, FileSource)
-            for file in locate(source, base_dir)
-        ]
-        parts["folders"] = [
-            str(base_dir.absolute()),
-            *(str(file.folder.absolute()) for file in files),
-        ]
+        parts["folders"] = _folders(sources, base_dir)
     if vision is not None:
         parts["vision"] = {"token": vision.token_id, "processor": vision.processor.to_dict()}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
+
+
+def _source_parts(
+    config: Config, sources: list[Source], base_dir: Path, is_for_training: bool
+) -> list[dict[str, Any]]:
+    """Return the settings and the content of each source, with data.where if it holds for them."""
+    streams = is_for_training and config.data.stream is not None
+    where = None
+    if is_for_training:
+        where = config.data.where
+    parts = []
+    for source in sources:
+        conditioned = source.model_copy(update={"where": source.where or where})
+        parts.append(_source(conditioned, base_dir, streams))
+    return parts
+
+
+def _algorithm(config: Config) -> str:
+    """Return the algorithm's kind. A kind in a user's file counts with its code, which may change."""
+    kind = config.algorithm.kind
+    code, _, name = kind.rpartition(":")
+    if code.endswith(".py"):
+        return f"{hash_file(Path(code))}:{name}"
+    return kind
+
+
+def _chosen(config: Config, sources: list[Source], base_dir: Path) -> dict[str, Any]:
+    """Return what decides which rows of the training data become samples."""
+    data = config.data
+    parts = {name: getattr(data, name) for name in _CHOICES}
+    parts["eval"] = []
+    if data.decontaminate:
+        parts["eval"] = [_source(source, base_dir) for source in data.eval]
+    parts["by"] = data.curriculum and data.curriculum.by
+    parts["stream"] = None
+    if data.stream is not None:
+        weights = [source.weight for source in sources]
+        parts["stream"] = [data.stream.rows, *weights]
+    return parts
+
+
+def _folders(sources: list[Source], base_dir: Path) -> list[str]:
+    """Return the folders that paths of images in the rows may be relative to."""
+    folders = [str(base_dir.absolute())]
+    for source in sources:
+        if isinstance(source, FileSource):
+            for file in locate(source, base_dir):
+                folders.append(str(file.folder.absolute()))
+    return folders
 
 
 def _source(source: Source, base_dir: Path, streams: bool = False) -> dict[str, Any]:
-    """The settings of a source and its content, without the paths of its files. `streams`: the user's own rows may be without end."""
-    settings = source.model_dump(exclude={"path", *_APART})
+    """Return the settings of a source and its content, without the paths of its files.
+
+    With `streams` the user's own rows may be without end, and only their code counts.
+    """
+    # A plugin's source is identified by all its settings, a built-in one without its path.
+    is_own = not isinstance(source, _BUILT_IN)
+    if is_own:
+        settings = source.model_dump(exclude=_APART)
+    else:
+        settings = source.model_dump(exclude={"path", *_APART})
+    return {**settings, "content": _content(source, base_dir, streams)}
+
+
+def _content(source: Source, base_dir: Path, streams: bool) -> Any:
+    """Return what identifies the rows of a source. Raises DataError and EnvironmentFault."""
     if isinstance(source, FileSource):
-        return {
-            **settings,
-            "content": [(file.kind, file.content()) for file in locate(source, base_dir)],
-        }
+        return [(file.kind, file.content()) for file in locate(source, base_dir)]
     if isinstance(source, HubSource):
-        # The folder that `datasets` caches the dataset under: it tells apart revisions and data files.
-        return {
-            **settings,
-            "content": Path(call_hub(source, "load_dataset_builder").cache_dir).parts[-3:],
-        }
+        # `datasets` caches the dataset under this folder, which tells apart revisions and data files.
+        builder = call_hub(source, "load_dataset_builder")
+        return Path(builder.cache_dir).parts[-3:]
     if isinstance(source, TasksSource):
         try:
-            return {**settings, "content": metadata.version("reasoning-gym")}
+            return metadata.version("reasoning-gym")
         except metadata.PackageNotFoundError as error:
             raise no_reasoning_gym() from error
     if isinstance(source, SqlSource):
-        return {**settings, "content": content(source, base_dir)}
+        return content(source, base_dir)
     if isinstance(source, DigitsSource):
-        return {**settings, "content": str(cache_dir())}
-    if not isinstance(source, SavedSource):
-        read = source.code if streams and source.limit is None else source.content
-        text = imported(partial(read, base_dir), source.label, "data source", doing="reading")
-        return {**source.model_dump(exclude=_APART), "content": text}
-    folder = base_dir / expanded(source.path)
+        return str(cache_dir())
+    if isinstance(source, SavedSource):
+        return _saved_content(base_dir / expanded(source.path))
+    read = source.content
+    if streams and source.limit is None:
+        read = source.code
+    return imported(partial(read, base_dir), source.label, "data source", doing="reading")
+
+
+def _saved_content(folder: Path) -> list[tuple[str, str]]:
+    """Return the path and the hash of each file of a saved dataset. Raises DataError."""
     if not folder.is_dir():
         raise DataError(
             f"no such folder: {folder}",
             where="data source",
             fix="paths are relative to the folder of the YAML",
         )
-    files = sorted(
-        path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("cache-")
-    )
-    return {
-        **settings,
-        "content": [(str(path.relative_to(folder)), hash_file(path)) for path in files],
-    }
+    hashes = []
+    for path in sorted(folder.rglob("*")):
+        is_cache = path.name.startswith("cache-")
+        if path.is_file() and not is_cache:
+            hashes.append((str(path.relative_to(folder)), hash_file(path)))
+    return hashes
 
 
 def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str, Any]:
-    """The hashes of the tokenizer's files; for a hub id, of its downloaded snapshot."""
-    tokenizer_path = tokenizer_folder(tokenizer_path)
-    folder = Path(tokenizer_path)
-    if not folder.is_dir():
-        from drumline.vendor.transformers import cached_file
-
-        try:
-            found = cached_file(
-                tokenizer_path, "tokenizer_config.json", revision=tokenizer_revision(config.model)
-            )
-        except OSError as error:
-            raise ModelError(f"no tokenizer: {first_line(error)}", where=tokenizer_path) from error
-        assert found is not None
-        folder = Path(found).parent
+    """Return the hashes of the tokenizer's files and of the chat template. Raises ModelError."""
+    folder = _tokenizer_files(config, tokenizer_folder(tokenizer_path))
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    files = {name: hash_file(folder / name) for name in names if _TOKENIZER_FILES.fullmatch(name)}
-    name = config.model.chat_template
-    if name is not None and name not in TEMPLATES:
-        name = str(base_dir / expanded(name))
-    template = None if name is None else hashlib.sha256(read_template(name).encode()).hexdigest()
-    identity: dict[str, Any] = {"files": files, "chat_template": template}
+    hashes = {}
+    for name in names:
+        if _TOKENIZER_FILES.fullmatch(name):
+            hashes[name] = hash_file(folder / name)
+    identity: dict[str, Any] = {"files": hashes, "chat_template": None}
+    template = config.model.chat_template
+    if template is not None:
+        if template not in TEMPLATES:
+            template = str(base_dir / expanded(template))
+        text = read_template(template)
+        identity["chat_template"] = hashlib.sha256(text.encode()).hexdigest()
     if config.model.new_tokens:
         identity["new_tokens"] = [new.token for new in config.model.new_tokens]
     return identity
 
 
+def _tokenizer_files(config: Config, path: str) -> Path:
+    """Return the folder of a tokenizer; for a hub id, of its downloaded snapshot. Raises ModelError."""
+    if Path(path).is_dir():
+        return Path(path)
+    from drumline.vendor.transformers import cached_file
+
+    revision = tokenizer_revision(config.model)
+    try:
+        file = cached_file(path, "tokenizer_config.json", revision=revision)
+    except OSError as error:
+        raise ModelError(f"no tokenizer: {first_line(error)}", where=path) from error
+    assert file is not None
+    return Path(file).parent
+
+
 def identify(cache: TokenCache) -> DataIdentity:
-    """The identity of a token cache."""
+    """Return the identity of a token cache."""
     # Rows that differ with equal tokens change nothing that is trained on.
     files = {name: digests for name, digests in cache.info["sha256"].items() if name != "rows.npy"}
     return DataIdentity(
@@ -196,45 +250,64 @@ def identify(cache: TokenCache) -> DataIdentity:
 
 
 def what_changed(old: DataIdentity, new: DataIdentity) -> str | None:
-    """What changed, for a message; None if nothing did. Counts added and removed rows if the old cache is still there."""
+    """Return what changed, for a message; None if nothing did.
+
+    Counts added and removed rows if the old cache is still there.
+    """
     if old.content == new.content:
         if old.code == new.code:
             return None
         return (
             "what gives the rows (a function or a file) has changed, and the compared rows have not"
         )
-    before, after = _rows(old), _rows(new)
+    before = _rows(old)
+    after = _rows(new)
     if before is None or after is None:
         if old.row_set == new.row_set:
             return f"the same {new.rows:,} rows, in another order or with other tokens"
         return f"{old.rows:,} rows before, {new.rows:,} now, and not the same ones"
-    kinds, which = np.unique(np.concatenate((before, after)), return_inverse=True)
-    was, now = which[: len(before)], which[len(before) :]
-    change = np.bincount(now, minlength=len(kinds)) - np.bincount(was, minlength=len(kinds))
-    added, removed = int(change[change > 0].sum()), int(-change[change < 0].sum())
-    changes = [
-        f"{count:,} rows {what}"
-        for count, what in ((added, "added"), (removed, "removed"))
-        if count
-    ]
-    if not np.array_equal(was[change[was] == 0], now[change[now] == 0]):
-        changes.append(
-            "the others in another order"
-            if changes
-            else f"the same {len(after):,} rows in another order"
+    return _row_changes(before, after)
+
+
+def _row_changes(before: npt.NDArray[np.uint64], after: npt.NDArray[np.uint64]) -> str:
+    """Return how two lists of hashes of rows differ: what was added, removed or reordered."""
+    # Each different row gets a number, so that its copies can be counted.
+    rows, numbers = np.unique(np.concatenate((before, after)), return_inverse=True)
+    old_numbers = numbers[: len(before)]
+    new_numbers = numbers[len(before) :]
+    old_counts = np.bincount(old_numbers, minlength=len(rows))
+    new_counts = np.bincount(new_numbers, minlength=len(rows))
+    change = new_counts - old_counts
+    added = int(change[change > 0].sum())
+    removed = int(-change[change < 0].sum())
+    changes = []
+    if added:
+        changes.append(f"{added:,} rows added")
+    if removed:
+        changes.append(f"{removed:,} rows removed")
+    old_rest = old_numbers[change[old_numbers] == 0]
+    new_rest = new_numbers[change[new_numbers] == 0]
+    if not np.array_equal(old_rest, new_rest):
+        if changes:
+            changes.append("the others in another order")
+        else:
+            changes.append(f"the same {len(after):,} rows in another order")
+    if not changes:
+        return (
+            "the same rows in the same order, but their tokens or other columns differ (tokenizer, "
+            "chat template)"
         )
-    return (
-        ", ".join(changes)
-        or "the same rows in the same order, but their tokens or other columns differ (tokenizer, chat template)"
-    )
+    return ", ".join(changes)
 
 
 def _rows(identity: DataIdentity) -> npt.NDArray[np.uint64] | None:
-    """The hashes of the rows, in order; None if that cache is gone."""
-    info = read_info(Path(identity.cache))
+    """Return the hashes of the rows, in order; None if that cache is gone."""
+    folder = Path(identity.cache)
+    info = read_info(folder)
     if info is None or info["row_set"] != identity.row_set:
         return None
     try:
-        return np.asarray(np.load(Path(identity.cache) / "rows.npy", allow_pickle=False))
+        rows = np.load(folder / "rows.npy", allow_pickle=False)
     except (OSError, ValueError):
         return None
+    return np.asarray(rows)

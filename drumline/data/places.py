@@ -1,5 +1,8 @@
-"""Where the files of a source lie: a path, a glob or a folder of this machine, or a URL that fsspec reads, each perhaps compressed. Nothing
-is copied to this disk but what must be read in any order (a compressed Parquet file)."""
+"""Finds and opens the files of a source: a path, a glob or a folder of this machine, or a URL that
+fsspec reads, each perhaps compressed.
+
+Nothing is copied to this disk but what must be read in any order (a compressed Parquet file).
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,17 @@ from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import MIB, expanded, first_line, judged, open_plain
 from drumline.hardware.detect import cache_dir
 
-# Bytes: all are hashed before the first row is read (minutes), and holes of sparse files are hashed too.
+# Bytes of a file. All are hashed before the first row is read (minutes), and holes of sparse files are
+# hashed too.
 MOST_FILE = 2**38
-LARGE = 64 * MIB  # of a file whose hash is kept
-SETTLED_SECONDS = (
-    2.0  # after a change: times of files have ticks, and a second change in one would go unseen
-)
+LARGE = 64 * MIB  # bytes of a file whose hash is kept
+# Times of files have ticks: a second change within one tick would go unseen, so that a hash is kept only
+# when the last change is so long ago.
+SETTLED_SECONDS = 2.0
 MOST_APART = 2**36  # bytes of a compressed file that is unpacked into a temporary one
-# Of a remote file, by whose change it is another one: what S3, GCS, the hub, web servers and local disks tell of it.
+NAME_DIGITS = 32  # hex digits of a sha256 that name a kept hash
+# What S3, GCS, the hub, web servers and local disks tell of a remote file. If one of these values
+# changes, the file has changed.
 _STATE = (
     "size",
     "ETag",
@@ -53,6 +59,7 @@ _SPLIT = re.compile(
     r"(?:^|[/._-])(train|test|valid|val|dev|eval)(?:ing|ation|uation)?(?=[/._-]|\d|$)"
 )
 _SAME = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "validation"}
+# The package that fsspec reads each scheme with.
 _PACKAGES = {
     "s3": "s3fs",
     "gs": "gcsfs",
@@ -63,6 +70,7 @@ _PACKAGES = {
     "https": "aiohttp",
 }
 BROKEN = "get the file again: it is damaged, or only a part of it"
+# JSON files of `datasets` and of models, which have no rows.
 _NO_ROWS = (
     "dataset_infos.json",
     "dataset_info.json",
@@ -74,47 +82,56 @@ _NO_ROWS = (
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file. `name`: in messages; `place`: its path, or its path in `fs`; `folder`: what paths in its rows are relative to."""
+    """One file of a source.
+
+    `name` stands in messages. `place` is its path, or its path in `fs`. Paths in its rows are relative to
+    `folder`. `fs` is a file system of fsspec; None: this machine's.
+    """
 
     name: str
     place: str
     folder: Path
-    fs: Any = field(default=None, compare=False)  # of fsspec; None: this machine's
+    fs: Any = field(default=None, compare=False)
 
     @property
     def kind(self) -> str:
-        """Its ending, without that of a compression: `.jsonl`."""
+        """The file's ending, without that of a compression: `.jsonl`."""
         return kind_of_file(self.place)
 
     def open(self, anywhere: bool = False) -> IO[bytes]:
-        """Its bytes, unpacked. `anywhere`: they are read in any order. Raises DataError, also while it is read."""
+        """Return the file's bytes, unpacked, open for reading.
+
+        With `anywhere` they can be read in any order. Raises DataError, also while it is read.
+        """
         ending = Path(self.place).suffix.lower()
+        is_packed = ending in COMPRESSED
         if self.fs is None:
             raw: Any = open_plain(Path(self.place), DataError)
         else:
             with reached(self.name):
                 raw = self.fs.open(self.place, "rb")
-        packed = ending in COMPRESSED
-        if self.fs is None and not packed:
+        if self.fs is None and not is_packed:
             return cast("IO[bytes]", raw)
         with judged("cannot be unpacked", self.name, DataError):
-            file: Any = io.BufferedReader(
-                _Stream(
-                    _unpacked(raw, ending) if packed else raw, [raw] if packed else [], self.name
-                ),
-                MIB,
-            )
-        return (
-            self._apart(file)
-            if anywhere and (packed or not _seeks(file))
-            else cast("IO[bytes]", file)
-        )
+            if is_packed:
+                stream = _Stream(_unpacked(raw, ending), [raw], self.name)
+            else:
+                stream = _Stream(raw, [], self.name)
+            file: Any = io.BufferedReader(stream, MIB)
+        if anywhere and (is_packed or not _can_seek(file)):
+            return self._unpack_apart(file)
+        return cast("IO[bytes]", file)
 
-    def _apart(self, file: IO[bytes]) -> IO[bytes]:
+    def _unpack_apart(self, file: IO[bytes]) -> IO[bytes]:
+        """Return a temporary file with the content of `file`, which is closed. Raises DataError."""
         whole: Any = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         with file:
-            for piece in iter(lambda: file.read(MIB), b""):
-                if whole.write(piece) and whole.tell() > MOST_APART:
+            while True:
+                piece = file.read(MIB)
+                if not piece:
+                    break
+                whole.write(piece)
+                if whole.tell() > MOST_APART:
                     raise DataError(
                         f"unpacks to more than {MOST_APART // 2**30} GiB",
                         where=self.name,
@@ -124,25 +141,39 @@ class DataFile:
         return cast("IO[bytes]", whole)
 
     def content(self) -> str:
-        """What identifies its content: a hash; of a remote file what its store says of it, so that nothing is read."""
+        """Return a hash that identifies the file's content.
+
+        For a remote file it is a hash of what its store says of it, so that nothing is read. Raises
+        DataError.
+        """
         if self.fs is None:
             return hash_file(Path(self.place))
         with reached(self.name):
             info = self.fs.info(self.place)
-        if not (state := {key: str(info[key]) for key in _STATE if info.get(key) is not None}):
+        state = {}
+        for key in _STATE:
+            if info.get(key) is not None:
+                state[key] = str(info[key])
+        if not state:
             raise DataError(
                 "its server tells neither size nor time, so a change would go unseen",
                 where=self.name,
                 fix="download it",
             )
-        return hashlib.sha256(json.dumps([self.name, state]).encode()).hexdigest()
+        text = json.dumps([self.name, state])
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 class _Stream(io.RawIOBase):
-    """A file whose reading raises DataError, whatever its library raises. `below`: what is closed with it."""
+    """A file whose reading raises DataError, whatever its library raises.
+
+    The files in `below` are closed with it.
+    """
 
     def __init__(self, file: Any, below: list[Any], name: str) -> None:
-        self._file, self._below, self._name = file, below, name
+        self._file = file
+        self._below = below
+        self._name = name
 
     def readable(self) -> bool:
         return True
@@ -165,13 +196,14 @@ class _Stream(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            for each in (self._file, *self._below):
-                each.close()
+            self._file.close()
+            for file in self._below:
+                file.close()
         super().close()
 
 
-def _seeks(file: IO[bytes]) -> bool:
-    """Whether it can be read in any order; a web server may send it from its start alone."""
+def _can_seek(file: IO[bytes]) -> bool:
+    """Return whether a file can be read in any order. A web server may only send it from its start."""
     try:
         file.seek(0, 2)
         file.seek(0)
@@ -181,109 +213,142 @@ def _seeks(file: IO[bytes]) -> bool:
 
 
 def _unpacked(raw: IO[bytes], ending: str) -> IO[bytes]:
+    """Return the unpacked bytes of a compressed file, open for reading."""
     if ending == ".zst":
         import pyarrow
 
-        return cast(
-            "IO[bytes]", pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
-        )
+        source = pyarrow.PythonFile(raw, "r")
+        return cast("IO[bytes]", pyarrow.CompressedInputStream(source, "zstd"))
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     return cast("IO[bytes]", openers[ending](raw, "rb"))
 
 
 @contextmanager
 def reached(where: str) -> Iterator[None]:
-    """For requests of fsspec: whatever they raise becomes one line without secrets."""
+    """Turn whatever requests of fsspec raise into an error of one line without secrets.
+
+    Raises EnvironmentFault for a missing package, else DataError.
+    """
     try:
         yield
     except ImportError as error:
         scheme = where.partition("://")[0].lower()
-        fix = f"pip install {_PACKAGES.get(scheme, f'the package of fsspec for {scheme}://')}"
-        raise EnvironmentFault(redact(first_line(error)), where=where, fix=fix) from None
+        package = _PACKAGES.get(scheme, f"the package of fsspec for {scheme}://")
+        raise EnvironmentFault(
+            redact(first_line(error)), where=where, fix=f"pip install {package}"
+        ) from None
     except FileNotFoundError as error:
-        reason = (
-            f", or it cannot be reached: {redact(first_line(error.__cause__))}"
-            if error.__cause__
-            else ""
-        )
-        raise DataError(f"there is no such file{reason}", where=where) from None
+        what = "there is no such file"
+        if error.__cause__:
+            what += f", or it cannot be reached: {redact(first_line(error.__cause__))}"
+        raise DataError(what, where=where) from None
     except (DataError, EnvironmentFault):
         raise
     except Exception as error:  # noqa: BLE001 - each store has classes of its own
-        fix = "check the address, the connection and the credentials in the environment"
         raise DataError(
-            f"cannot be reached: {redact(first_line(error))}", where=where, fix=fix
+            f"cannot be reached: {redact(first_line(error))}",
+            where=where,
+            fix="check the address, the connection and the credentials in the environment",
         ) from None
 
 
 def locate(source: FileSource, base_dir: Path) -> list[DataFile]:
-    """The files of a source in alphabetical order. Of a folder those with rows, of one split where their names tell splits. Raises
-    DataError where there is none."""
+    """Return the files of a source in alphabetical order.
+
+    Of a folder these are the files with rows, of one split if their names tell splits. Raises DataError
+    if there is none.
+    """
     if is_url(source.path):
         return _remote(source, base_dir)
     top = base_dir / expanded(source.path)
     if top.is_dir():
-        inside = sorted(
-            path
-            for path in top.rglob("*")
-            if not any(part.startswith(".") for part in path.relative_to(top).parts)
-        )
-        names = _picked([str(path.relative_to(top)) for path in inside if path.is_file()], source)
-        paths = [top / name for name in names]
+        paths = _files_of_folder(top, source)
     else:
         paths = find(source.path, base_dir)
     return [DataFile(_named(path, base_dir), str(path), path.parent) for path in paths]
 
 
+def _files_of_folder(top: Path, source: FileSource) -> list[Path]:
+    """Return the files with rows in a folder and its folders, without hidden ones. Raises DataError."""
+    names = []
+    for path in sorted(top.rglob("*")):
+        inside = path.relative_to(top)
+        is_hidden = any(part.startswith(".") for part in inside.parts)
+        if not is_hidden and path.is_file():
+            names.append(str(inside))
+    return [top / name for name in _picked(names, source)]
+
+
 def find(pattern: str, base_dir: Path) -> list[Path]:
-    """The files that a path or glob names, in alphabetical order, each once even with several names. Raises DataError if there is none."""
+    """Return the files that a path or glob names, in alphabetical order.
+
+    A file with several names comes once. Raises DataError if there is none.
+    """
     full = str(base_dir / expanded(pattern))
-    names = [full] if Path(full).is_file() else sorted(_matches(full))
-    found: dict[Path, Path] = {}
-    for path in map(Path, names):
+    names = [full]
+    if not Path(full).is_file():
+        names = sorted(_matches(full))
+    files: dict[Path, Path] = {}
+    for name in names:
+        path = Path(name)
         if path.is_file():
-            found.setdefault(path.resolve(), path)
-    if not found:
+            files.setdefault(path.resolve(), path)
+    if not files:
         raise _not_found(pattern, full)
-    return list(found.values())
+    return list(files.values())
 
 
 def _not_found(pattern: str, full: str) -> DataError:
-    """Return the error for a pattern that names no regular file. `full`: it with the folder of the YAML."""
+    """Return the error for a pattern that names no regular file.
+
+    `full` is the pattern behind the folder of the YAML.
+    """
+    fix = "paths are relative to the folder of the YAML"
     if glob.has_magic(pattern):
-        what, fix = f"no file matches {full}", "paths are relative to the folder of the YAML"
+        what = f"no file matches {full}"
     elif Path(full).exists():
         what = f"it is a device, pipe or socket, not a file: {full}"
         fix = "write its content to a file: rows are read more than once"
     else:
-        what, fix = f"no such file: {full}", "paths are relative to the folder of the YAML"
+        what = f"no such file: {full}"
     return DataError(what, where="data source", fix=fix)
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """The paths that a glob names. `**` enters each folder once, however many links lead to it or back to a parent."""
-    pattern = f"./{pattern}" if pattern.startswith("**") else pattern
-    above, stars, below = (f"{pattern}/*" if pattern.endswith("/**") else pattern).partition("/**/")
+    """Yield the paths that a glob names.
+
+    `**` enters each folder once, however many links lead to it or back to a parent.
+    """
+    if pattern.startswith("**"):
+        pattern = f"./{pattern}"
+    if pattern.endswith("/**"):
+        pattern = f"{pattern}/*"
+    above, stars, below = pattern.partition("/**/")
     if not stars:
         yield from glob.iglob(pattern)  # noqa: PTH207 - it leaves hidden files out
         return
-    seen: set[str] = set()
+    entered: set[str] = set()
     for top in glob.glob(above or "/"):  # noqa: PTH207
         for folder, inside, _ in os.walk(top, followlinks=True):
             real = os.path.realpath(folder)
-            inside[:] = (
-                [] if real in seen else sorted(name for name in inside if not name.startswith("."))
-            )
-            if real not in seen:
-                yield from _matches(f"{glob.escape(folder)}/{below}")
-            seen.add(real)
+            if real in entered:
+                inside.clear()
+                continue
+            # `os.walk` enters the folders that are left in this list.
+            inside[:] = sorted(name for name in inside if not name.startswith("."))
+            yield from _matches(f"{glob.escape(folder)}/{below}")
+            entered.add(real)
 
 
 def _named(path: Path, base_dir: Path) -> str:
-    return str(path.relative_to(base_dir)) if path.is_relative_to(base_dir) else str(path)
+    """Return a path for messages, relative to the folder of the YAML if it lies there."""
+    if path.is_relative_to(base_dir):
+        return str(path.relative_to(base_dir))
+    return str(path)
 
 
 def _remote(source: FileSource, base_dir: Path) -> list[DataFile]:
+    """Return the files of a source at a URL, see `locate`. Raises DataError and EnvironmentFault."""
     import fsspec
 
     with reached(source.path):
@@ -293,55 +358,80 @@ def _remote(source: FileSource, base_dir: Path) -> list[DataFile]:
         elif kind_of_file(place) in KINDS_OF_FILES or not fs.isdir(place):
             places = [place]
         else:
-            found = {str(path)[len(place) :].lstrip("/"): path for path in fs.find(place)}
-            places = [found[name] for name in _picked(sorted(found), source)]
+            by_name = {str(path)[len(place) :].lstrip("/"): path for path in fs.find(place)}
+            places = [by_name[name] for name in _picked(sorted(by_name), source)]
     if not places:
         raise DataError("no file matches", where=source.path)
-    return [
-        DataFile(each if is_url(each) else str(fs.unstrip_protocol(each)), each, base_dir, fs)
-        for each in places
-    ]
+    files = []
+    for place in places:
+        name = place
+        if not is_url(place):
+            name = str(fs.unstrip_protocol(place))
+        files.append(DataFile(name, place, base_dir, fs))
+    return files
 
 
 def _picked(names: list[str], source: FileSource) -> list[str]:
-    """Those files of a folder that have rows, of the wanted split. Raises DataError."""
-    rows = [
-        name
-        for name in names
-        if kind_of_file(name) in KINDS_OF_FILES and Path(name).name not in _NO_ROWS
-    ]
-    rows = [name for name in rows if kind_of_file(name) != ".txt"] or rows  # a README beside tables
-    kinds = sorted({kind_of_file(name) for name in rows})
-    if len(kinds) != 1:
-        what = (
-            f"the folder holds files of several kinds: {', '.join(kinds)}"
-            if kinds
-            else "the folder holds no file with rows"
-        )
-        fix = (
-            f"name those that are meant: {source.path.rstrip('/')}/*{kinds[0]}"
-            if kinds
-            else f"Drumline reads {' '.join(KINDS_OF_FILES)}"
-        )
-        raise DataError(what, where=source.path, fix=fix)
+    """Return the files of a folder that have rows, of the wanted split. Raises DataError."""
+    rows = _names_with_rows(names, source)
     splits: dict[str, list[str]] = {}
     for name in rows:
-        named = _SPLIT.findall(name.lower())
-        splits.setdefault(_SAME.get(named[-1], named[-1]) if named else "", []).append(name)
+        splits.setdefault(_split_of(name), []).append(name)
     wanted = _SAME.get(source.split, source.split)
     if set(splits) <= {"", "train"} and wanted == "train":
         return rows
     if wanted not in splits:
-        fix = f"set `split` of the source to {' or '.join(filter(None, splits))}, or name the files by a glob"
+        known = " or ".join(split for split in splits if split)
         raise DataError(
-            f"the folder has no files of the split {source.split!r}", where=source.path, fix=fix
+            f"the folder has no files of the split {source.split!r}",
+            where=source.path,
+            fix=f"set `split` of the source to {known}, or name the files by a glob",
         )
     return splits[wanted]
 
 
+def _names_with_rows(names: list[str], source: FileSource) -> list[str]:
+    """Return the names of files with rows. Raises DataError unless they are all of one kind."""
+    rows = []
+    for name in names:
+        if kind_of_file(name) in KINDS_OF_FILES and Path(name).name not in _NO_ROWS:
+            rows.append(name)
+    # A text beside tables is a README.
+    tables = [name for name in rows if kind_of_file(name) != ".txt"]
+    if tables:
+        rows = tables
+    kinds = sorted({kind_of_file(name) for name in rows})
+    if not kinds:
+        raise DataError(
+            "the folder holds no file with rows",
+            where=source.path,
+            fix=f"Drumline reads {' '.join(KINDS_OF_FILES)}",
+        )
+    if len(kinds) > 1:
+        raise DataError(
+            f"the folder holds files of several kinds: {', '.join(kinds)}",
+            where=source.path,
+            fix=f"name those that are meant: {source.path.rstrip('/')}/*{kinds[0]}",
+        )
+    return rows
+
+
+def _split_of(name: str) -> str:
+    """Return the split that a file's name tells, by the last of its parts that names one; else empty."""
+    splits = _SPLIT.findall(name.lower())
+    if not splits:
+        return ""
+    last = splits[-1]
+    return _SAME.get(last, last)
+
+
 def hash_file(path: Path) -> str:
-    """sha256 of a file's content. That of a large file is kept beside the caches until its size, inode or times change, so that a start
-    with a warm cache reads none of it. Raises DataError unless it is a plain file of at most `MOST_FILE`."""
+    """Return the sha256, in hex, of a file's content.
+
+    The hash of a large file is kept beside the caches until the file's size, inode or times change, so
+    that a start with a warm cache reads none of it. Raises DataError unless it is a plain file of at most
+    `MOST_FILE` bytes.
+    """
     with open_plain(path, DataError) as file:
         state = os.fstat(file.fileno())
         if state.st_size > MOST_FILE:
@@ -356,16 +446,17 @@ def hash_file(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
         def read(text: str) -> str:
-            found = json.loads(text)
-            if not isinstance(found, list) or len(found) != 2 or found[0] != stamp:
+            entry = json.loads(text)
+            if not isinstance(entry, list) or len(entry) != 2 or entry[0] != stamp:
                 raise ValueError("the file has changed")
-            return str(found[1])
+            return str(entry[1])
 
-        if state.st_size < LARGE or time.time() - state.st_ctime < SETTLED_SECONDS:
+        def write(digest: str) -> str:
+            return json.dumps([stamp, digest])
+
+        is_settled = time.time() - state.st_ctime >= SETTLED_SECONDS
+        if state.st_size < LARGE or not is_settled:
             return make()
-        name = hashlib.sha256(str(path.absolute()).encode(errors="surrogateescape")).hexdigest()[
-            :32
-        ]
-        return kept(
-            cache_dir() / "hashes" / name, read, make, lambda digest: json.dumps([stamp, digest])
-        )
+        full = str(path.absolute()).encode(errors="surrogateescape")
+        name = hashlib.sha256(full).hexdigest()[:NAME_DIGITS]
+        return kept(cache_dir() / "hashes" / name, read, make, write)

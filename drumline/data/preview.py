@@ -1,5 +1,9 @@
-"""What `drumline preview` shows, as facts: rows by the encoder that `prepare` runs, what was cut off them, and their tokens as pieces of
-text. Nothing here renders a row again: a row is encoded as it is prepared, and once more without a limit of its length."""
+"""Collects what `drumline preview` shows: rows by the encoder that `prepare` runs, what was cut off
+them, and their tokens as pieces of text.
+
+Nothing here renders a row again: a row is encoded as it is prepared, and once more without a limit of
+its length.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,13 +29,13 @@ from drumline.models.vision import Vision
 State = Literal["learned", "context", "cut"]
 NO_LIMIT = 10**8  # the largest data.max_length
 LONGEST_CHARACTER = 8  # tokens; a byte has one each, and four bytes make a character
-BEFORE = 4  # tokens in front of one that is decoded: some tokenizers drop the blank of a first word
-# Of control and format characters: joiners are parts of emoji and of words.
-KEPT = {
-    "\n",
-    "\u200c",
-    "\u200d",
-}
+# Tokens that are decoded before the wanted ones: some tokenizers drop the blank of a first word.
+BEFORE = 4
+REPLACEMENT = "\ufffd"  # stands for the bytes of an incomplete character
+# Control and format characters that stay: joiners are parts of emoji and of words.
+KEPT = {"\n", "\u200c", "\u200d"}
+# Unicode categories that a terminal obeys or cannot show.
+HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,27 @@ class Piece:
     special: bool = False
 
 
+class Image(NamedTuple):
+    """An image of a sample: its path, and the number of its tokens."""
+
+    path: str
+    tokens: int
+
+
+class Span(NamedTuple):
+    """A piece of text, and the index at which its tokens stop."""
+
+    stop: int
+    piece: Piece
+
+
 @dataclass(frozen=True)
 class Seen:
-    """A row and what becomes of it. `number`: from 1 over all sources. `kept`: its sample; `full`: without a limit of its length; `error`:
-    why it cannot be used."""
+    """A row and what becomes of it.
+
+    `number` counts from 1 over all sources. `kept` is the row's sample; `full` is the row encoded
+    without a limit of its length; `error` is why the row cannot be used.
+    """
 
     number: int
     row: Row
@@ -56,26 +77,30 @@ class Seen:
 
     @property
     def tokens(self) -> int:
-        """Those of its longest segment, before it was cut."""
-        return (
-            max((len(segment.tokens) for segment in self.full.segments), default=0)
-            if self.full
-            else 0
-        )
+        """The tokens of the row's longest segment, before it was cut."""
+        if self.full is None:
+            return 0
+        return max((len(segment.tokens) for segment in self.full.segments), default=0)
 
     @property
     def fate(self) -> Literal["refused", "dropped", "unlearned", "cut", "whole"]:
+        """What becomes of the row."""
         if self.error is not None:
             return "refused"
         if self.kept is None:
             return "dropped"
         if self.kept.meta is None and not any(segment.learned for segment in self.kept.segments):
             return "unlearned"
-        return "cut" if self.kept.truncated else "whole"
+        if self.kept.truncated:
+            return "cut"
+        return "whole"
 
 
 class Reader:
-    """Reads and encodes the rows of `config.data.train` in order. `most`: tokens of a segment that become text; its middle is left out."""
+    """Reads and encodes the rows of `config.data.train` in order.
+
+    `most` tokens of a segment become text; its middle is left out.
+    """
 
     def __init__(
         self,
@@ -85,31 +110,42 @@ class Reader:
         vision: Vision | None,
         most: int = NO_LIMIT,
     ) -> None:
-        self.config, self.base_dir, self.vision, self.half = config, base_dir, vision, most // 2
+        self.config = config
+        self.base_dir = base_dir
+        self.vision = vision
+        self.half = most // 2
         self.job = Job(tokenizer_path, config.model, config.algorithm, config.data, vision)
-        wide = config.data.model_copy(update={"max_length": NO_LIMIT, "truncation": "right"})
-        self.full = replace(self.job, data=wide)
-        # Its counts alone: of rows that conditions left out.
+        unlimited = config.data.model_copy(update={"max_length": NO_LIMIT, "truncation": "right"})
+        self.full = replace(self.job, data=unlimited)
+        # Only its counts are used, of rows that conditions left out.
         self.outcomes = Stage(Path(), np.dtype(np.uint16))
-        self.special = special_ids(self.job.tokenizer) if self.job.tokenizer is not None else set()
+        self.special: set[int] = set()
+        if self.job.tokenizer is not None:
+            self.special = special_ids(self.job.tokenizer)
 
     def rows(self, wanted: int | None, first: int) -> Iterator[tuple[int, Row | DataError]]:
-        """The `first` rows of each source, numbered from 1; or the `wanted` one alone, wherever it is. The last of a source may be why it
-        cannot be read on. Raises DataError where there is no such row."""
-        number, task = 0, Task(self.config, self.config.data.train, Path(), None)
-        for place in range(len(task.sources)):
+        """Yield the `first` rows of each source, numbered from 1; or only the `wanted` row.
+
+        The last item of a source may be why the source cannot be read on. Raises DataError if there
+        is no `wanted` row.
+        """
+        number = 0
+        limit = None if wanted else first
+        task = Task(self.config, self.config.data.train, Path(), None)
+        for index in range(len(task.sources)):
             try:
-                rows = rows_of(task, place, self.base_dir, self.outcomes, faulty=True)
-                for row in islice(rows, None if wanted else first):
+                rows = rows_of(task, index, self.base_dir, self.outcomes, faulty=True)
+                for row in islice(rows, limit):
                     number += 1
-                    if wanted in (None, number):
+                    if wanted is None or number == wanted:
                         yield number, row
                     if number == wanted:
                         return
             except DataError as error:
                 number += 1
                 yield number, error
-                if wanted:  # which row that is nobody knows
+                # Nobody knows the numbers of the rows behind this one.
+                if wanted:
                     return
         if wanted:
             raise DataError(
@@ -119,6 +155,7 @@ class Reader:
             )
 
     def seen(self, number: int, row: Row | DataError) -> Seen:
+        """Return a row with what becomes of it."""
         if isinstance(row, DataError):
             row = Row(row.where or "", {}, error=row)
         if row.error is not None:
@@ -126,141 +163,178 @@ class Reader:
         full: Encoded | None = None
         try:
             full = self.full.encode_row(row)
-            return Seen(number, row, self.job.encode_row(row), full)
+            kept = self.job.encode_row(row)
         except DataError as error:
             return Seen(number, row, None, full, error)
+        return Seen(number, row, kept, full)
 
     def empty(self, seen: Seen) -> bool:
-        """Whether all that a row teaches is the end of an answer: the answer has no text."""
-        learned = [
-            token
-            for segment in (seen.kept.segments if seen.kept else ())
-            for token in segment.tokens[1:][segment.learn[1:] > 0]
-        ]
-        return bool(learned) and all(int(token) in self.special for token in learned)
+        """Return whether a row teaches only the end of an answer, because the answer has no text."""
+        if seen.kept is None:
+            return False
+        has_learned = False
+        for segment in seen.kept.segments:
+            is_target = segment.learn[1:] > 0
+            for token in segment.tokens[1:][is_target]:
+                has_learned = True
+                if int(token) not in self.special:
+                    return False
+        return has_learned
 
     def segments(self, seen: Seen) -> list[list[Piece]]:
-        """The pieces of each segment of a row; what was cut off, or a whole row that was left out, among them."""
+        """Return the pieces of each segment of a row, also of what was cut off or left out."""
         if seen.full is None:
             return []
         images = iter(_images(seen.full.meta or {}, self.vision))
-        kept: list[Example | None] = (
-            [*seen.kept.segments] if seen.kept is not None else [None] * len(seen.full.segments)
-        )
-        made = []
+        kept: list[Example | None] = [None] * len(seen.full.segments)
+        if seen.kept is not None:
+            kept = list(seen.kept.segments)
+        segments = []
         for full, short in zip(seen.full.segments, kept, strict=True):
-            start, stop = removed(
-                full.tokens,
-                short.tokens if short else full.tokens[:0],
-                self.config.data.truncation == "left",
-            )
-            states: list[State] = ["cut"] * len(full.tokens)
-            if short is not None:
-                states[:start], states[stop:] = _states(short)[:start], _states(short)[start:]
-            made.append(self.pieces(full.tokens, states, images))
-        return made
+            states = self._states_of_full(full, short)
+            segments.append(self.pieces(full.tokens, states, images))
+        return segments
+
+    def _states_of_full(self, full: Example, short: Example | None) -> list[State]:
+        """Return the state of each token of a segment, of which `short` was kept."""
+        states: list[State] = ["cut"] * len(full.tokens)
+        if short is None:
+            return states
+        start, stop = removed(full.tokens, short.tokens, self.config.data.truncation == "left")
+        kept_states = _states(short)
+        states[:start] = kept_states[:start]
+        states[stop:] = kept_states[start:]
+        return states
 
     def sample(self, segments: list[tuple[Any, Any]], meta: dict[str, Any]) -> list[list[Piece]]:
-        """The pieces of each segment of a sample of the token cache."""
+        """Return the pieces of each segment of a sample of the token cache."""
         images = iter(_images(meta, self.vision))
-        return [
-            self.pieces(tokens, _states(Example(tokens, learn)), images)
-            for tokens, learn in segments
-        ]
+        pieces = []
+        for tokens, learn in segments:
+            states = _states(Example(tokens, learn))
+            pieces.append(self.pieces(tokens, states, images))
+        return pieces
 
     def pieces(
-        self, tokens: npt.NDArray[Any], states: list[State], images: Iterator[tuple[str, int]]
+        self, tokens: npt.NDArray[Any], states: list[State], images: Iterator[Image]
     ) -> list[Piece]:
-        """A segment's tokens as text. An image stands as one piece."""
+        """Return a segment's tokens as text. An image stands as one piece."""
         if self.job.tokenizer is None:
             return []
-        made: list[Piece] = []
-        ids, at = [int(token) for token in tokens], 0
-        while at < len(ids):
-            if at == self.half and (stop := len(ids) - self.half) > at:
-                made.append(Piece(f"\n… {stop - at:,} tokens, which --all shows …\n", "context"))
-                hidden = (
-                    sum(token == self.vision.token_id for token in ids[at:stop])
-                    if self.vision
-                    else 0
-                )
-                while hidden > 0:
-                    hidden -= next(images, ("", hidden))[1]
-            elif self.vision is not None and ids[at] == self.vision.token_id:
-                name, size = next(images, ("", 1))
-                stop = min(at + size, len(ids) if at >= self.half else self.half)
-                made.append(Piece(f"[image {name}: {size} tokens]", states[at], special=True))
-            elif ids[at] in self.special:
-                stop = at + 1
-                made.append(
-                    Piece(
-                        str(self.job.tokenizer.convert_ids_to_tokens(ids[at])),
-                        states[at],
-                        special=True,
-                    )
-                )
-            else:
-                stop, text = self._character(ids, at, states)
-                made.append(Piece(text, states[at]))
-            at = stop
-        return made
+        pieces: list[Piece] = []
+        ids = [int(token) for token in tokens]
+        index = 0
+        while index < len(ids):
+            span = self._next_span(ids, index, states, images)
+            pieces.append(span.piece)
+            index = span.stop
+        return pieces
 
-    def _character(self, ids: list[int], at: int, states: list[State]) -> tuple[int, str]:
-        """Where the tokens of the whole characters that begin at `at` stop, and their text."""
-        first = max(0, at - BEFORE)
-        head = self._decode(ids[first:at])
-        most = min(at + LONGEST_CHARACTER, len(ids) if at >= self.half else self.half)
-        for stop in range(at + 1, most + 1):
-            if stop > at + 1 and (ids[stop - 1] in self.special or states[stop - 1] != states[at]):
+    def _next_span(
+        self, ids: list[int], index: int, states: list[State], images: Iterator[Image]
+    ) -> Span:
+        """Return the piece that begins at `index`: a gap, an image, a special token or a character."""
+        gap_stop = len(ids) - self.half
+        if index == self.half and gap_stop > index:
+            self._skip_images(ids[index:gap_stop], images)
+            text = f"\n… {gap_stop - index:,} tokens, which --all shows …\n"
+            return Span(gap_stop, Piece(text, "context"))
+        if self.vision is not None and ids[index] == self.vision.token_id:
+            image = next(images, Image("", 1))
+            stop = min(index + image.tokens, self._part_stop(ids, index))
+            text = f"[image {image.path}: {image.tokens} tokens]"
+            return Span(stop, Piece(text, states[index], special=True))
+        if ids[index] in self.special:
+            text = str(self.job.tokenizer.convert_ids_to_tokens(ids[index]))
+            return Span(index + 1, Piece(text, states[index], special=True))
+        return self._character(ids, index, states)
+
+    def _skip_images(self, ids: list[int], images: Iterator[Image]) -> None:
+        """Take the images of tokens that are not shown from `images`."""
+        if self.vision is None:
+            return
+        hidden = ids.count(self.vision.token_id)
+        while hidden > 0:
+            image = next(images, Image("", hidden))
+            hidden -= image.tokens
+
+    def _part_stop(self, ids: list[int], index: int) -> int:
+        """Return where the shown part of a segment stops that has the token at `index`."""
+        if index >= self.half:
+            return len(ids)
+        return self.half
+
+    def _character(self, ids: list[int], index: int, states: list[State]) -> Span:
+        """Return the whole characters that begin at `index`, of as few tokens as possible."""
+        first = max(0, index - BEFORE)
+        head = self._decode(ids[first:index])
+        last_stop = min(index + LONGEST_CHARACTER, self._part_stop(ids, index))
+        for stop in range(index + 1, last_stop + 1):
+            last = stop - 1
+            if last > index and (ids[last] in self.special or states[last] != states[index]):
                 break
             text = self._decode(ids[first:stop])[len(head) :]
-            if text and not text.endswith("\ufffd"):
-                return stop, text
-        return at + 1, self._decode(ids[at : at + 1])
+            if text and not text.endswith(REPLACEMENT):
+                return Span(stop, Piece(text, states[index]))
+        text = self._decode(ids[index : index + 1])
+        return Span(index + 1, Piece(text, states[index]))
 
     def _decode(self, ids: list[int]) -> str:
-        return str(
-            self.job.tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
+        """Return the text of tokens, special ones included."""
+        text = self.job.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return str(text)
 
 
 def removed(full: npt.NDArray[Any], kept: npt.NDArray[Any], left: bool) -> tuple[int, int]:
-    """The range [start, stop) of `full` that `kept` lacks: at its start (`left`), else behind what both begin with; special tokens of the
-    end may have stayed."""
-    size, over = len(kept), len(full) - len(kept)
-    if left and np.array_equal(full[over:], kept):
-        return 0, over
+    """Return the range [start, stop) of `full` that `kept` lacks.
+
+    It lies at the start (`left`), else behind what both begin with: special tokens of the end may have
+    stayed.
+    """
+    size = len(kept)
+    excess = len(full) - size
+    if left and np.array_equal(full[excess:], kept):
+        return 0, excess
+    start = size
     differs = np.flatnonzero(full[:size] != kept)
-    start = int(differs[0]) if len(differs) else size
-    return start, start + over
+    if len(differs):
+        start = int(differs[0])
+    return start, start + excess
 
 
 def visible(text: str, marks: str = "") -> str:
-    """The text without what a terminal obeys: control and format characters, lone halves of a pair, and `marks`, are escaped."""
-    hidden = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
-    return "".join(
-        c.encode("unicode_escape").decode()
-        if c in marks or (c not in KEPT and unicodedata.category(c) in hidden)
-        else c
-        for c in text
-    )
+    """Return the text with everything escaped that a terminal obeys.
+
+    These are control and format characters, lone halves of a surrogate pair, and `marks`.
+    """
+    characters = []
+    for character in text:
+        is_hidden = character not in KEPT and unicodedata.category(character) in HIDDEN
+        if is_hidden or character in marks:
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def _states(example: Example) -> list[State]:
-    """The first token of a segment never counts: nothing predicts it."""
-    return [
-        "learned" if index and flag else "context"
-        for index, flag in enumerate(example.learn.tolist())
-    ]
+    """Return the state of each token of a segment."""
+    states: list[State] = []
+    for index, flag in enumerate(example.learn.tolist()):
+        # The first token never counts: nothing predicts it.
+        if index > 0 and flag:
+            states.append("learned")
+        else:
+            states.append("context")
+    return states
 
 
-def _images(meta: dict[str, Any], vision: Vision | None) -> list[tuple[str, int]]:
-    """Path and tokens of each image of a sample."""
+def _images(meta: dict[str, Any], vision: Vision | None) -> list[Image]:
+    """Return the images of a sample."""
     if vision is None:
         return []
-    return [
-        (path, vision.tokens(tuple(grid)))
-        for path, grid in zip(meta.get("images", ()), meta.get("grid", ()), strict=True)
-    ]
+    images = []
+    for path, grid in zip(meta.get("images", ()), meta.get("grid", ()), strict=True):
+        images.append(Image(path, vision.tokens(tuple(grid))))
+    return images

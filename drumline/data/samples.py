@@ -1,5 +1,5 @@
-"""Samples for any module: rows of data sources as they are written, what functions of the user's own give, and any dataset in a loop of the
-user's own."""
+"""Samples for any module: rows of data sources as they are written, what functions of the user's own
+give, and any dataset in a loop of the user's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,43 +32,45 @@ from drumline.models.containers import each_tensor
 from drumline.vendor.torch import tree_leaves
 
 NAME_COLLATE = "name a function of yours as algorithm.collate: it gets a list of rows"
-MOST_SAMPLES = 2**31 - 1  # what the order of samples counts in
+MOST_SAMPLES = 2**31 - 1  # the order of samples counts in int32
 COMPARED = 16  # rows of a function that are compared, evenly spaced
+DIGEST_DIGITS = 12  # hex digits of each row's hash that are summed up to DataIdentity.row_set
+MOST_CHARACTERS = 80  # of a value in a message
+# Types whose `repr` tells two values apart.
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
-# Within, what a dataset draws is the same in each process: dist.seeds.Draws.used.
+# A context in which what a dataset draws is the same in each process: dist.seeds.Draws.used.
 Drawn = Callable[[], AbstractContextManager[None]]
 
 
 def indexed(dataset: object) -> bool:
-    """Whether a dataset has a length and is read by index; others are iterated over."""
-    # It inherits a __getitem__ that raises.
-    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
-    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not iterable
+    """Return whether a dataset has a length and is read by index; others are iterated over."""
+    # IterableDataset inherits a __getitem__ that raises.
+    is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not is_iterable
 
 
 def require_samples(dataset: object, where: str) -> None:
-    """Raises DataError for what gives no samples one by one."""
-    what, fix = (
-        f"{type(dataset).__name__} is no dataset",
-        "give a list, a dataset with __len__ and __getitem__, or an iterable",
-    )
+    """Raise DataError for an object that gives no samples one by one."""
+    what = f"{type(dataset).__name__} is no dataset"
+    fix = "give a list, a dataset with __len__ and __getitem__, or an iterable"
+    is_read = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
     if isinstance(dataset, torch.utils.data.DataLoader) and dataset.batch_sampler is not None:
-        what, fix = (
-            "a DataLoader makes batches, and each would count as one sample",
-            "give its dataset, and its collate_fn as collate",
-        )
+        what = "a DataLoader makes batches, and each would count as one sample"
+        fix = "give its dataset, and its collate_fn as collate"
     elif isinstance(dataset, Mapping) and 0 not in dataset:
-        fix = f"its keys are {', '.join(map(repr, islice(dataset, 3)))}: give one of its values, or a list of samples"
-    elif not isinstance(dataset, str | Path) and (
-        hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
-    ):
+        keys = ", ".join(repr(key) for key in islice(dataset, 3))
+        fix = f"its keys are {keys}: give one of its values, or a list of samples"
+    elif is_read and not isinstance(dataset, str | Path):
         return
     raise DataError(what, where=where, fix=fix)
 
 
 class Samples(torch.utils.data.ConcatDataset[Any]):
-    """Several datasets, one behind the other. `lengths` int32[N]: ones, since all samples count alike for `stream.assign`. `are_rows`: each
-    is a dictionary of columns, of a built-in source."""
+    """Several datasets, one behind the other.
+
+    `lengths` int32[N] are ones, since all samples count alike for `stream.assign`. `are_rows`: each
+    sample is a dictionary of columns, of a built-in source.
+    """
 
     def __init__(self, parts: Sequence[Any], are_rows: bool = False) -> None:
         super().__init__(parts)
@@ -77,121 +79,140 @@ class Samples(torch.utils.data.ConcatDataset[Any]):
 
 
 def read_samples(sources: Sequence[Source], base_dir: Path, drawn: Drawn = nullcontext) -> Samples:
-    """The samples of the sources, which must be the same on every rank. Datasets with a length and an index stay as they are; iterables are
-    kept in memory. Raises DataError for one without a sample."""
+    """Return the samples of the sources, which must be the same on every rank.
+
+    Datasets with a length and an index stay as they are. Iterables are kept in memory. Raises DataError
+    for a source without a sample.
+    """
     parts = []
     for source in sources:
         with drawn():
-            found: Any = _open(source, base_dir)
-            require_samples(found, describe(source))
-            if not indexed(found):
-                found = imported(
-                    partial(list, islice(found, source.limit)),
-                    source.label,
-                    "data source",
-                    doing="reading",
-                )
-        number = _count(found, source)
-        if source.limit is not None and source.limit < number:
-            found = torch.utils.data.Subset(found, range(source.limit))
-        if number == 0:
+            dataset = _open(source, base_dir)
+            require_samples(dataset, describe(source))
+            if not indexed(dataset):
+                read: partial[list[Any]] = partial(list, islice(dataset, source.limit))
+                dataset = imported(read, source.label, "data source", doing="reading")
+        count = _count(dataset, source)
+        if source.limit is not None and source.limit < count:
+            dataset = torch.utils.data.Subset(dataset, range(source.limit))
+        if count == 0:
             raise DataError("has no samples", where=describe(source))
-        parts.append(found)
-    return Samples(parts, all(source.is_built_in for source in sources))
+        parts.append(dataset)
+    are_rows = all(source.is_built_in for source in sources)
+    return Samples(parts, are_rows)
 
 
 def _count(dataset: Any, source: Source) -> int:
-    """Return the length of a dataset of a source. Raises DataError for one that is not a number of samples."""
-    number = imported(
-        partial(len, dataset), source.label, "data source", doing="asking for the length of"
-    )
-    least = number if source.limit is None else min(number, source.limit)
-    if least > MOST_SAMPLES:
-        what = f"its length is {number:,}, more samples than can be numbered"
+    """Return the length of a dataset of a source.
+
+    Raises DataError for a length that is not a number of samples.
+    """
+    read = partial(len, dataset)
+    count = imported(read, source.label, "data source", doing="asking for the length of")
+    used = count
+    if source.limit is not None:
+        used = min(count, source.limit)
+    if used > MOST_SAMPLES:
         raise DataError(
-            what, where=describe(source), fix="check its __len__, or set the source's limit"
+            f"its length is {count:,}, more samples than can be numbered",
+            where=describe(source),
+            fix="check its __len__, or set the source's limit",
         )
-    return int(number)
+    return int(count)
 
 
 def _open(source: Source, base_dir: Path) -> Any:
-    """Return what gives the samples of a source. Raises DataError where ranks might disagree on their order."""
+    """Return an object that gives the samples of a source.
+
+    Raises DataError if ranks might disagree on the order of its samples.
+    """
     if not source.is_built_in:
         return source.rows(base_dir)
     if isinstance(source, SqlSource) and source.path is None:
         is_ordered = re.search(r"\border\s+by\b", source.query, re.IGNORECASE)
         if not is_ordered:
-            what = (
-                "each rank queries the database itself, and this query gives its rows in any order"
-            )
             raise DataError(
-                what, where=source.label, fix="add ORDER BY a column without repetitions"
+                "each rank queries the database itself, and this query gives its rows in any order",
+                where=source.label,
+                fix="add ORDER BY a column without repetitions",
             )
     return open_rows(source, base_dir)
 
 
 def identify_samples(sources: Sequence[Source], base_dir: Path, samples: Samples) -> DataIdentity:
-    """The identity of samples: how many there are, some of them, and the text of the functions and the content of the files they come from.
+    """Return the identity of samples: how many there are, some of them, and where they come from.
 
-    Rows that differ when they are read again, drawn at random, are not compared. Raises DataError for a row that cannot be read."""
+    Of functions the text counts, of files the content. Rows that differ when they are read again, drawn
+    at random, are not compared. Raises DataError for a row that cannot be read.
+    """
     places = np.unique(np.linspace(0, len(samples) - 1, COMPARED).astype(int)).tolist()
-    once, again = (_digests(samples, places) for _ in range(2))
-    same = [digest for digest, other in zip(once, again, strict=True) if digest == other]
-    origins = [
-        _origin(source, base_dir)
-        for source in sources
-        if isinstance(source, PythonSource | FileSource)
-    ]
-    content, code = (
-        sha256(json.dumps(part).encode()).hexdigest() for part in ([len(samples), same], origins)
-    )
-    row_set = sum(int(digest[:12], 16) for digest in same)
+    first_digests = _digests(samples, places)
+    second_digests = _digests(samples, places)
+    stable = []
+    for first, second in zip(first_digests, second_digests, strict=True):
+        if first == second:
+            stable.append(first)
+    origins = []
+    for source in sources:
+        if isinstance(source, PythonSource | FileSource):
+            origins.append(_origin(source, base_dir))
     return DataIdentity(
-        cache=", ".join(map(describe, sources)),
-        content=content,
+        cache=", ".join(describe(source) for source in sources),
+        content=_json_hash([len(samples), stable]),
         rows=len(samples),
-        row_set=row_set,
-        code=code,
+        row_set=sum(int(digest[:DIGEST_DIGITS], 16) for digest in stable),
+        code=_json_hash(origins),
     )
+
+
+def _json_hash(value: Any) -> str:
+    """Return the sha256, in hex, of a value as JSON."""
+    return sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _read_row(samples: Samples, index: int) -> Any:
-    """Return a row. Raises DataError for what the user's own code raises; after an OSError a DrumlineError, which a restart may pass."""
+    """Return a row.
+
+    Raises DataError for what the user's own code raises; after an OSError a DrumlineError, which a
+    restart may pass.
+    """
     try:
         return samples[index]
     except DrumlineError:
         raise
     except Exception as error:
-        error_type = DrumlineError if isinstance(error, OSError) else DataError
+        error_type: type[DrumlineError] = DataError
+        if isinstance(error, OSError):
+            error_type = DrumlineError
         what = f"row {index} cannot be read: {class_and_line(error)}: {first_line(error)}"
         raise error_type(what, where="data.train") from error
 
 
 def _digests(samples: Samples, places: list[int]) -> list[str]:
+    """Return a hash of each of some rows, read with torch's generator at one seed."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return [_digest(samples, index) for index in places]
 
 
 def _digest(samples: Samples, index: int) -> str:
-    """Of a row: its numbers and texts; of any other thing its type alone."""
-    leaves = tree_leaves(_read_row(samples, index))
+    """Return a hash of a row's numbers and texts; other values count by their type."""
     digest = sha256()
-    for leaf in leaves:
-        value = (
-            leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-        )
-        content = (
-            value.tobytes()
-            if hasattr(value, "tobytes")
-            else repr(value).encode()
-            if isinstance(value, SIMPLE)
-            else b""
-        )
-        digest.update(type(leaf).__name__.encode() + content)
+    for leaf in tree_leaves(_read_row(samples, index)):
+        digest.update(type(leaf).__name__.encode() + _content(leaf))
     return digest.hexdigest()
+
+
+def _content(leaf: Any) -> bytes:
+    """Return the bytes of a number, a text or an array; empty for anything else."""
+    if isinstance(leaf, torch.Tensor):
+        leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    if hasattr(leaf, "tobytes"):
+        content: bytes = leaf.tobytes()
+        return content
+    if isinstance(leaf, SIMPLE):
+        return repr(leaf).encode()
+    return b""
 
 
 def _origin(source: PythonSource | FileSource, base_dir: Path) -> str:
@@ -206,8 +227,10 @@ def _origin(source: PythonSource | FileSource, base_dir: Path) -> str:
 
 
 def default_collate_of(samples: Samples) -> Callable[[list[Any]], Any]:
-    """Return how samples become a batch where the user names no function."""
-    return collate_rows if samples.are_rows else collate_samples
+    """Return the function that makes a batch of samples if the user names none."""
+    if samples.are_rows:
+        return collate_rows
+    return collate_samples
 
 
 def collate_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -227,6 +250,7 @@ def collate_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _collate_column(name: str, values: list[Any]) -> Any:
+    """Return the batch of a column's values, see `collate_rows`. Raises DataError."""
     if any(value is None for value in values):
         raise DataError(f"column {name!r} is null in some rows", where="data", fix=NAME_COLLATE)
     leaves = list(_leaves(values))
@@ -241,7 +265,7 @@ def _collate_column(name: str, values: list[Any]) -> Any:
 
 
 def _leaves(values: list[Any], depth: int = 0) -> Iterator[tuple[int, Any]]:
-    """(how many lists it is in, value) of each value in nested lists."""
+    """Yield (depth, value) of each value in nested lists. `depth`: how many lists it is in."""
     for value in values:
         if isinstance(value, list):
             yield from _leaves(value, depth + 1)
@@ -252,7 +276,10 @@ def _leaves(values: list[Any], depth: int = 0) -> Iterator[tuple[int, Any]]:
 def _numbers_tensor(
     name: str, values: list[Any], leaves: list[tuple[int, int | float]]
 ) -> torch.Tensor:
-    """Return numbers, or lists of numbers of one shape, as an int64, float64 or bool tensor. Raises DataError."""
+    """Return numbers, or lists of numbers of one shape, as an int64, float64 or bool tensor.
+
+    `leaves` are (depth, number) of each number in `values`. Raises DataError.
+    """
     depths = {depth for depth, _ in leaves}
     has_lists = any(isinstance(value, list) for value in values)
     if len(depths) > 1 or (has_lists and 0 in depths):
@@ -264,8 +291,10 @@ def _numbers_tensor(
         what = f"the lists of column {name!r} differ in their lengths"
         raise DataError(what, where="data", fix=NAME_COLLATE) from None
     is_whole = bool(leaves) and all(isinstance(number, int) for _, number in leaves)
-    # numpy makes a float of whole numbers that int64 cannot hold, or keeps them in types that torch lacks.
-    if array.dtype.kind not in "bif" or (is_whole and array.dtype.kind == "f"):
+    # numpy makes a float of whole numbers that int64 cannot hold, or keeps them in types that torch
+    # lacks.
+    is_too_large = array.dtype.kind not in "bif" or (is_whole and array.dtype.kind == "f")
+    if is_too_large:
         what = f"column {name!r} has whole numbers that int64 cannot hold"
         raise DataError(what, where="data", fix=NAME_COLLATE)
     return torch.from_numpy(array)
@@ -279,23 +308,30 @@ def collate_samples(samples: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """A micro-batch. `content`: the result of `collate`; `weight`: its part of the denominator of the loss. A batch of fillers alone, which
-    a rank computes while others have samples, has one sample and weight 0."""
+    """A micro-batch.
+
+    `content` is the result of `collate`, `weight` its part of the denominator of the loss. A batch of
+    fillers alone, which a rank computes while others have samples, has one sample and weight 0.
+    """
 
     content: Any
     weight: float
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SampleBatch:
-        """The batch with every tensor of its content changed."""
+        """Return the batch with every tensor of its content changed."""
         return replace(self, content=each_tensor(change, self.content))
 
     def to(self, device: str) -> SampleBatch:
+        """Return the batch on a device. Does not wait for the copies."""
         return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
 class SampleCollator:
-    """Ids of samples (-1: a filler) → SampleBatch. `weigh`: content → its weight; None: the number of samples."""
+    """Makes a SampleBatch of ids of samples; -1 is a filler.
+
+    `weigh` gives the weight of a batch's content; None: the weight is the number of samples.
+    """
 
     samples: Samples
     collate: Callable[[list[Any]], Any]
@@ -303,26 +339,32 @@ class SampleCollator:
 
     def __call__(self, ids: list[int]) -> SampleBatch:
         real = [index for index in ids if index >= 0]
+        # A batch of fillers alone computes the first sample.
         rows = [_read_row(self.samples, index) for index in real or [0]]
         content = self.collate(rows)
-        return SampleBatch(
-            content,
-            0.0
-            if not real
-            else float(len(real))
-            if self.weigh is None
-            else _weight(self.weigh(content)),
-        )
+        if not real:
+            weight = 0.0
+        elif self.weigh is None:
+            weight = float(len(real))
+        else:
+            weight = _weight(self.weigh(content))
+        return SampleBatch(content, weight)
 
 
-def _weight(given: Any) -> float:
-    """What `algorithm.weight` gives for a micro-batch. Raises DataError for what is no finite number of 0 or more."""
+def _weight(result: Any) -> float:
+    """Return the result of `algorithm.weight` for a micro-batch as a float.
+
+    Raises DataError for what is no finite number of 0 or more.
+    """
     with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-        if math.isfinite(weight := float(given)) and weight >= 0:
+        weight = float(result)
+        if math.isfinite(weight) and weight >= 0:
             return weight
-    fix = "return a number of 0 or more, such as how many tokens are in the loss"
+    text = str(result)[:MOST_CHARACTERS]
     raise DataError(
-        f"gave {str(given)[:80]} ({type(given).__name__})", where="algorithm.weight", fix=fix
+        f"gave {text} ({type(result).__name__})",
+        where="algorithm.weight",
+        fix="return a number of 0 or more, such as how many tokens are in the loss",
     )
 
 
@@ -335,15 +377,23 @@ def global_batches(
     seed: int | None,
     drawn: Drawn = nullcontext,
 ) -> Iterator[Any]:
-    """This rank's part of each global batch from `position` on: its micro-batches, each a list of what the dataset gives. `stop`: passes
-    over the dataset; None: without end. The last global batch is filled up from the pass that would follow. `seed`: of the shuffled order;
-    None: as the data come, as an iterable dataset always does. `drawn`: around what is read of an iterable, so that it gives the same
-    on all ranks and after a resume. Raises DataError for a dataset without samples."""
+    """Yield this rank's part of each global batch from `position` on.
+
+    A part is a list of micro-batches, each a list of what the dataset gives.
+
+    `stop`: passes over the dataset; None: without end. The last global batch is filled up from the pass
+    that would follow.
+    `seed`: of the shuffled order; None: as the data come, as an iterable dataset always does.
+    `drawn`: the context in which an iterable is read, so that it gives the same on all ranks and after a
+    resume.
+    Raises DataError for a dataset without samples.
+    """
     require_samples(dataset, "batches")
     size = batch.global_samples
     ranks = size // (batch.micro_batch * batch.accumulation)
-    # All samples count alike, so they are dealt in order.
-    mine = assign(np.ones(size, np.int64), ranks, batch.accumulation, batch.micro_batch)[data_rank]
+    # All samples count alike, so they are assigned in order.
+    lengths = np.ones(size, np.int64)
+    mine = assign(lengths, ranks, batch.accumulation, batch.micro_batch)[data_rank]
     if indexed(dataset):
         if not len(dataset):
             raise DataError("the dataset has no samples", where="batches")
@@ -357,34 +407,43 @@ def global_batches(
     while True:
         with drawn():
             taken = list(islice(rows, size))
-        if stop is not None and taken[0][0] >= stop:
+        if stop is not None and taken[0].number >= stop:
             return
-        yield [[taken[place][1] for place in places] for places in mine]
+        yield [[taken[place].sample for place in places] for places in mine]
 
 
-def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[tuple[int, Any]]:
-    """(number of the pass, sample), without end. What can be read once, such as a generator, is followed by its first `size` samples, which
-    fill up the last global batch, where `stop` passes are one."""
-    number, first = 0, list[Any]()
+class Pass(NamedTuple):
+    """A sample of an iterable dataset, and the number of the pass that gave it."""
+
+    number: int
+    sample: Any
+
+
+def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[Pass]:
+    """Yield the samples of pass after pass over a dataset, without end.
+
+    A dataset that can be read once, such as a generator, is followed by its first `size` samples if
+    `stop` is one pass: they fill up the last global batch.
+    """
+    number = 0
+    first: list[Any] = []
     while True:
-        empty = True
-        for row in dataset:
-            empty = False
-            if not number and len(first) < size:
-                first.append(row)
-            yield number, row
-        if empty and number == stop == 1:
-            yield from ((number, row) for row in cycle(first))
-        if empty:
-            what = (
-                "the dataset gives no samples"
-                if not number
-                else f"the dataset gives nothing in pass {number + 1}: it can be read once"
-            )
+        is_empty = True
+        for sample in dataset:
+            is_empty = False
+            if number == 0 and len(first) < size:
+                first.append(sample)
+            yield Pass(number, sample)
+        if is_empty and number == 1 and stop == 1:
+            for sample in cycle(first):
+                yield Pass(number, sample)
+        if is_empty and number == 0:
+            raise DataError("the dataset gives no samples", where="batches", fix="")
+        if is_empty:
             raise DataError(
-                what,
+                f"the dataset gives nothing in pass {number + 1}: it can be read once",
                 where="batches",
-                fix="" if not number else "give a dataset whose iter() starts again, or epochs=1",
+                fix="give a dataset whose iter() starts again, or epochs=1",
             )
         number += 1
 
@@ -392,17 +451,25 @@ def _passes(dataset: Iterable[Any], stop: int | None, size: int) -> Iterator[tup
 def held_out(
     dataset: Any, micro_batch: int, data_rank: int, data_ranks: int, drawn: Drawn = nullcontext
 ) -> Iterator[tuple[list[Any], bool]]:
-    """(samples, whether they count): each sample once over all ranks, and as many micro-batches on each, as collectives want it.
-    `drawn`: around what is read."""
+    """Yield micro-batches for an evaluation: (samples, whether they count).
+
+    Each sample counts once over all ranks. Each rank gets as many micro-batches as the others, because
+    collectives need that. `drawn`: the context in which the dataset is read.
+    """
     require_samples(dataset, "evaluate")
-    first = list[Any]()
+    filler: list[Any] = []
+    samples: Iterator[Any]
     with drawn():
-        rows = (dataset[i] for i in range(len(dataset))) if indexed(dataset) else iter(dataset)
+        if indexed(dataset):
+            samples = (dataset[index] for index in range(len(dataset)))
+        else:
+            samples = iter(dataset)
     while True:
         with drawn():
-            taken = list(islice(rows, micro_batch * data_ranks))
+            taken = list(islice(samples, micro_batch * data_ranks))
         if not taken:
             return
-        first = first or taken[:1]
-        mine = taken[data_rank * micro_batch : (data_rank + 1) * micro_batch]
-        yield mine or first, bool(mine)
+        filler = filler or taken[:1]
+        start = data_rank * micro_batch
+        mine = taken[start : start + micro_batch]
+        yield mine or filler, bool(mine)

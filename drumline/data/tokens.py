@@ -14,37 +14,56 @@ class Tokens:
     """The tokens of a rendered text, and the characters at which they start."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
-        self.tokenizer, self.text = tokenizer, text
-        options = {"return_offsets_mapping": True} if tokenizer.is_fast else {}
+        self.tokenizer = tokenizer
+        self.text = text
+        options = {}
+        if tokenizer.is_fast:
+            options["return_offsets_mapping"] = True
         encoded = tokenizer(
             text, add_special_tokens=False, return_attention_mask=False, verbose=False, **options
         )
         self.ids: list[int] = list(encoded["input_ids"])
+        # Only fast tokenizers give offsets.
         self.starts: npt.NDArray[np.int64] | None = None
         if tokenizer.is_fast:
-            spans = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-            # Some tokenizers leave blanks out of their offsets: a token starts no later than the end of the one before it.
-            before = np.concatenate((np.zeros(1, np.int64), spans[:-1, 1]))[: len(spans)]
-            self.starts = (
-                np.maximum.accumulate(np.minimum(spans[:, 0], before)) if len(spans) else before
-            )
+            self.starts = _starts(encoded["offset_mapping"])
 
     def at(self, char: int, origin: str) -> int:
-        """The index of the first token with a character from `char` on."""
+        """Return the index of the first token with a character from `char` on.
+
+        Raises DataError, with the row's `origin`, if the tokenizer gives no offsets and joins
+        characters before and behind `char` to one token.
+        """
         if self.starts is not None:
-            index = int(np.searchsorted(self.starts, char))
-            straddles = (
-                index > 0
-                and char < len(self.text)
-                and (index == len(self.ids) or self.starts[index] > char)
-            )
-            return index - straddles
+            return _index_at(self.starts, char, len(self.text))
         head = list(self.tokenizer(self.text[:char], add_special_tokens=False)["input_ids"])
         if self.ids[: len(head)] != head:
-            fix = "use a model whose tokenizer has a fast version, or set data.learn_on: all"
             raise DataError(
-                "this tokenizer joins a turn's header to its content, and gives no offsets to part them",
+                "this tokenizer joins a turn's header to its content, and gives no offsets to part "
+                "them",
                 where=origin,
-                fix=fix,
+                fix="use a model whose tokenizer has a fast version, or set data.learn_on: all",
             )
         return len(head)
+
+
+def _starts(spans: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """Return the character at which each token starts, by a tokenizer's offsets [start, stop)."""
+    spans_N2 = np.asarray(spans, np.int64).reshape(-1, 2)
+    if not len(spans_N2):
+        return np.zeros(0, np.int64)
+    # Some tokenizers leave blanks out of their offsets: a token starts no later than the end of the
+    # token before it.
+    ends_before = np.concatenate((np.zeros(1, np.int64), spans_N2[:-1, 1]))
+    return np.maximum.accumulate(np.minimum(spans_N2[:, 0], ends_before))
+
+
+def _index_at(starts: npt.NDArray[np.int64], char: int, size: int) -> int:
+    """Return the index of the first token with a character from `char` on, in a text of `size`."""
+    index = int(np.searchsorted(starts, char))
+    if index == 0 or char >= size:
+        return index
+    is_inside_token = index == len(starts) or starts[index] > char
+    if is_inside_token:
+        return index - 1
+    return index

@@ -10,7 +10,7 @@ import pickle
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.data import DataConfig
 from drumline.core.model import ModelConfig
 from drumline.core.process import worker_pool
-from drumline.data.encode import RowEncoder
+from drumline.data.encode import RowEncoder, finite_number
 from drumline.data.overlap import PERMUTATIONS, Evaluation, bands_of, print_of, text_of
 from drumline.data.sources import Row
 from drumline.data.stage import ROW, Chunk
@@ -33,19 +34,27 @@ from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import content_of, number_errors
 from drumline.hardware.detect import usable_cores
 
-if TYPE_CHECKING:  # it imports torch, which other processes do without
+# The module imports torch, which other processes do without.
+if TYPE_CHECKING:
     from drumline.models.vision import Vision
 
-# Fewer rows are tokenised in this process: starting others (3 s each, to import transformers) takes longer.
+# Fewer rows are tokenised in this process: starting others takes longer (3 s each, to import
+# transformers).
 IN_LINE_ROWS = 2000
-_CHUNK_ROWS = 256
-# Signals that the caller handles for all: a worker inherits them blocked, so that none ends it during its imports.
+MOST_WORKERS = 8  # processes, where data.workers is not set
+CHUNK_ROWS = 256  # rows that a process gets at once
+WAITING_CHUNKS = 4  # of each process: a fast source must not fill the memory
+# Members of a job that each process makes again for itself.
+CACHED = ("encoder", "tokenizer", "contaminated")
+DIGEST_BYTES = 16  # of sha256 over a row
+# The caller handles these signals for all. A worker inherits them blocked, so that none of them
+# ends it during its imports.
 _PARENTS_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of a worker, pickled."""
+    """The settings that a worker encodes rows with; they are pickled."""
 
     tokenizer_path: str
     model: ModelConfig
@@ -65,170 +74,272 @@ class Job:
 
     @cached_property
     def encoder(self) -> RowEncoder:
+        """The algorithm's encoder of rows."""
         encoder: RowEncoder = self.algorithm.encoder(self.tokenizer, self.data, self.vision)
         return encoder
 
     @cached_property
     def contaminated(self) -> Callable[[Row], bool]:
-        return (
-            (lambda row: False)
-            if self.evaluation is None
-            else Evaluation.load(self.evaluation).within
-        )
+        """The test whether a row holds a row of data.eval."""
+        if self.evaluation is None:
+            return _is_never_contaminated
+        return Evaluation.load(self.evaluation).within
+
+    @property
+    def finds_near_copies(self) -> bool:
+        """Whether rows that are nearly the same are to be found."""
+        return self.data.duplicates is not None and self.data.duplicates.kind == "near"
+
+    @property
+    def digests_all_columns(self) -> bool:
+        """Whether a row's digest also covers the columns that are not tokenised.
+
+        Rewards read a prompt's other columns. Where copies may stay, the digest only decides which
+        rows are held out, and that goes by the prompt alone.
+        """
+        return self.algorithm.rollout is not None and self.data.duplicates is not None
+
+    @property
+    def digests_images(self) -> bool:
+        """Whether a row's digest also covers the paths of its images.
+
+        Where copies may stay it does not: images lie elsewhere on another machine.
+        """
+        has_images = self.vision is not None or self.algorithm.head == "image"
+        return has_images and self.data.duplicates is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in self.__dict__.items()
-            if key not in ("encoder", "tokenizer", "contaminated")
-        }
+        return {key: value for key, value in self.__dict__.items() if key not in CACHED}
 
     def encode_row(self, row: Row) -> Encoded | None:
-        """`RowEncoder.encode`. Raises DataError that names the row, also for a number that is too large."""
+        """Encode a row, see `RowEncoder.encode`.
+
+        Raises DataError that names the row, also for a number that is too large.
+        """
         with number_errors(row.origin, DataError):
             return self.encoder.encode(row)
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """The rows, encoded, cut to size and counted."""
+        """Return rows encoded, cut to size and counted by their outcome."""
         counts: Counter[tuple[int, str]] = Counter()
-        kept: list[tuple[Row, Encoded]] = []
+        kept_rows = []
+        samples = []
         for row in rows:
             counts[row.source, "read"] += 1
             if self.contaminated(row):
                 counts[row.source, "contaminated"] += 1
-            elif (encoded := self.encode_row(row)) is None:
+                continue
+            encoded = self.encode_row(row)
+            if encoded is None:
                 counts[row.source, "too_long"] += 1
-            elif encoded.meta is None and not any(segment.learned for segment in encoded.segments):
+                continue
+            if encoded.meta is None and not any(segment.learned for segment in encoded.segments):
                 counts[row.source, "unlearned"] += 1
-            else:
-                counts[row.source, "truncated"] += encoded.truncated
-                counts[row.source, "hides_reasoning"] += encoded.hides_reasoning
-                kept.append((row, encoded))
-        segments = [segment for _, encoded in kept for segment in encoded.segments]
-        metas = [
-            b"" if encoded.meta is None else json.dumps(encoded.meta, ensure_ascii=False).encode()
-            for _, encoded in kept
-        ]
-        table = np.zeros(len(kept), ROW)
-        # Rewards read a prompt's other columns. Which rows are held out goes by the prompt alone, where copies may stay.
-        whole = self.algorithm.rollout is not None and self.data.duplicates is not None
-        # Nor do the places of images there, which lie elsewhere on another machine.
-        sees = (
-            self.vision is not None or self.algorithm.head == "image"
-        ) and self.data.duplicates is not None
-        digests = [digest(row, whole, _images(encoded) if sees else ()) for row, encoded in kept]
-        table["digest"] = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
-        table["source"] = [row.source for row, _ in kept]
-        table["segments"] = [len(encoded.segments) for _, encoded in kept]
-        table["first"] = np.cumsum(table["segments"]) - table["segments"]
-        table["meta_size"] = [len(meta) for meta in metas]
-        table["meta"] = np.cumsum(table["meta_size"]) - table["meta_size"]
-        sizes = np.asarray(
-            [(len(segment.tokens), segment.learned) for segment in segments], np.int64
-        ).reshape(-1, 2)
-        lengths = np.asarray(
-            [sum(len(segment.tokens) for segment in encoded.segments) for _, encoded in kept],
-            np.int64,
-        )
-        table["start"] = np.cumsum(lengths) - lengths
-        if (curriculum := self.data.curriculum) is not None:
-            table["value"] = (
-                lengths
-                if curriculum.by == "length"
-                else [_number(row, curriculum.by) for row, _ in kept]
-            )
-        near = self.data.duplicates is not None and self.data.duplicates.kind == "near"
-        alike = (
-            [print_of(text_of(row), _hash(row.extra)[:8] if whole else b"") for row, _ in kept]
-            if near
-            else []
-        )
-        prints = np.asarray(alike, np.uint32).reshape(-1, PERMUTATIONS)
+                continue
+            counts[row.source, "truncated"] += encoded.truncated
+            counts[row.source, "hides_reasoning"] += encoded.hides_reasoning
+            kept_rows.append(row)
+            samples.append(encoded)
+        return self._chunk(kept_rows, samples, counts)
+
+    def _chunk(
+        self, rows: list[Row], samples: list[Encoded], counts: Counter[tuple[int, str]]
+    ) -> Chunk:
+        """Return the flat arrays of some rows and their samples."""
+        segments = list(chain.from_iterable(encoded.segments for encoded in samples))
+        metas = [_meta_bytes(encoded) for encoded in samples]
+        # Without a segment an empty array still gives its type.
+        tokens = [np.zeros(0, np.int32)]
+        learn = [np.zeros(0, np.uint8)]
+        sizes = []
+        for segment in segments:
+            tokens.append(segment.tokens)
+            learn.append(segment.learn)
+            sizes.append((len(segment.tokens), segment.learned))
+        table = self._table(rows, samples, metas)
+        prints = {}
+        if self.finds_near_copies:
+            prints = self._prints(rows)
         return Chunk(
-            np.concatenate([np.zeros(0, np.int32), *(segment.tokens for segment in segments)]),
-            np.concatenate([np.zeros(0, np.uint8), *(segment.learn for segment in segments)]),
+            np.concatenate(tokens),
+            np.concatenate(learn),
             table,
-            sizes,
+            np.asarray(sizes, np.int64).reshape(-1, 2),
             b"".join(metas),
-            {"prints": prints, "bands": bands_of(prints)} if near else {},
+            prints,
             counts,
         )
 
+    def _table(
+        self, rows: list[Row], samples: list[Encoded], metas: list[bytes]
+    ) -> npt.NDArray[Any]:
+        """Return ROW[rows]: what each row is, and where its segments, tokens and meta lie."""
+        digests = []
+        lengths = []
+        for row, encoded in zip(rows, samples, strict=True):
+            digests.append(self._digest(row, encoded))
+            lengths.append(sum(len(segment.tokens) for segment in encoded.segments))
+        table = np.zeros(len(rows), ROW)
+        table["digest"] = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+        table["source"] = [row.source for row in rows]
+        table["segments"] = [len(encoded.segments) for encoded in samples]
+        table["first"] = _starts(table["segments"])
+        table["meta_size"] = [len(meta) for meta in metas]
+        table["meta"] = _starts(table["meta_size"])
+        lengths_N = np.asarray(lengths, np.int64)
+        table["start"] = _starts(lengths_N)
+        curriculum = self.data.curriculum
+        if curriculum is None:
+            return table
+        if curriculum.by == "length":
+            table["value"] = lengths_N
+        else:
+            table["value"] = [_number(row, curriculum.by) for row in rows]
+        return table
+
+    def _digest(self, row: Row, encoded: Encoded) -> bytes:
+        images: list[str] = []
+        if self.digests_images:
+            images = _images(encoded)
+        return digest(row, self.digests_all_columns, images)
+
+    def _prints(self, rows: list[Row]) -> dict[str, npt.NDArray[Any]]:
+        """Return the MinHash prints of rows, and their bands, by which near copies are found."""
+        prints = []
+        for row in rows:
+            salt = b""
+            if self.digests_all_columns:
+                salt = _hash(row.extra)[:8]
+            prints.append(print_of(text_of(row), salt))
+        prints_NP = np.asarray(prints, np.uint32).reshape(-1, PERMUTATIONS)
+        return {"prints": prints_NP, "bands": bands_of(prints_NP)}
+
+
+def _is_never_contaminated(row: Row) -> bool:
+    """Return False: nothing is held out that a row could hold."""
+    return False
+
+
+def _meta_bytes(encoded: Encoded) -> bytes:
+    """Return the meta of a sample as JSON; empty without one."""
+    if encoded.meta is None:
+        return b""
+    return json.dumps(encoded.meta, ensure_ascii=False).encode()
+
+
+def _starts(sizes: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return where ranges of these sizes begin, end to end."""
+    return np.cumsum(sizes) - sizes
+
 
 def _number(row: Row, column: str) -> float:
-    """What a curriculum goes by. Raises DataError."""
-    there = row.extra | row.values
-    value = there.get(column, math.nan)
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        what = f"no column {column!r}; its columns are: {', '.join(there)}"
-        what = f"`{column}` is {value!r:.60}, not a number" if column in there else what
-        raise DataError(
-            what, where=row.origin, fix="name another column in data.curriculum.by, or `length`"
-        )
-    return number
+    """Return the number that a curriculum sorts a row by. Raises DataError."""
+    columns = row.extra | row.values
+    number = finite_number(columns.get(column, math.nan))
+    if number is not None:
+        return number
+    if column in columns:
+        what = f"`{column}` is {columns[column]!r:.60}, not a number"
+    else:
+        what = f"no column {column!r}; its columns are: {', '.join(columns)}"
+    raise DataError(
+        what, where=row.origin, fix="name another column in data.curriculum.by, or `length`"
+    )
 
 
 def digest(row: Row, whole: bool = False, images: Sequence[str] = ()) -> bytes:
-    """16 bytes of a hash of the row's content, independent of its position. `whole`: also of the columns that are not tokenised; and of
-    the paths of its `images`, which it names relative to a folder."""
-    found = [row.values, row.extra] if whole else row.values
-    return _hash([found, *images] if images else found)
+    """Return 16 bytes of a hash of the row's content, independent of its position.
+
+    With `whole` the hash also covers the columns that are not tokenised. It covers the paths of the
+    row's `images`, which the row names relative to a folder.
+    """
+    content: Any = row.values
+    if whole:
+        content = [row.values, row.extra]
+    if images:
+        content = [content, *images]
+    return _hash(content)
 
 
 def _images(encoded: Encoded) -> list[str]:
+    """Return the paths of a sample's images."""
     meta = encoded.meta or {}
-    return [*meta.get("images", ()), *([meta["path"]] if "path" in meta else ())]
+    paths = list(meta.get("images", ()))
+    if "path" in meta:
+        paths.append(meta["path"])
+    return paths
 
 
 def _hash(value: Any) -> bytes:
+    """Return 16 bytes of the sha256 of a value as JSON."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=content_of)
-    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:16]
+    data = text.encode(errors="surrogatepass")
+    return hashlib.sha256(data).digest()[:DIGEST_BYTES]
 
 
 def encode_all(job: Job, rows: Iterator[Row], workers: int | None) -> Iterator[Chunk]:
-    """Chunks of `rows` in order. `workers` None: one per core this process may use, at most 8; few rows are tokenised in line. At most four
-    chunks a process wait, so that a fast source does not fill the memory."""
+    """Yield chunks of encoded `rows`, in order.
+
+    With `workers` None there is one process for each core that this process may use, at most 8. A few
+    rows are encoded in this process.
+    """
     first = list(islice(rows, IN_LINE_ROWS))
-    count = workers or min(8, usable_cores())
-    rows = chain(first, rows)
-    chunks = iter(lambda: list(islice(rows, _CHUNK_ROWS)), list[Row]())
+    count = workers or min(MOST_WORKERS, usable_cores())
+    chunks = _chunks_of(chain(first, rows))
     if len(first) < IN_LINE_ROWS or count == 1:
-        yield from map(job.encode, chunks)
+        for chunk in chunks:
+            yield job.encode(chunk)
         return
     pool = worker_pool(count)
-    pickled = pickle.dumps(job)
-    waiting: deque[Future[Chunk]] = deque()
     try:
-        for chunk in chunks:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
-            try:
-                waiting.append(pool.submit(_work, pickled, chunk))
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            if len(waiting) >= 4 * count:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        yield from _encode_in(pool, job, chunks, WAITING_CHUNKS * count)
     except BrokenProcessPool as error:
-        fix = "free some memory, or set data.workers lower; a script that calls prepare needs `if __name__ == '__main__'`"
         raise EnvironmentFault(
-            "a process that tokenises died", where="data preparation", fix=fix
+            "a process that tokenises died",
+            where="data preparation",
+            fix="free some memory, or set data.workers lower; a script that calls prepare needs "
+            "`if __name__ == '__main__'`",
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _chunks_of(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Yield the rows in lists of CHUNK_ROWS."""
+    while True:
+        chunk = list(islice(rows, CHUNK_ROWS))
+        if not chunk:
+            return
+        yield chunk
+
+
+def _encode_in(
+    pool: ProcessPoolExecutor, job: Job, chunks: Iterator[list[Row]], most: int
+) -> Iterator[Chunk]:
+    """Yield the encoded chunks, in order. At most `most` of them wait."""
+    pickled = pickle.dumps(job)
+    waiting: deque[Future[Chunk]] = deque()
+    for chunk in chunks:
+        # A worker that starts now inherits the blocked signals.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
+        try:
+            waiting.append(pool.submit(_work, pickled, chunk))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if len(waiting) >= most:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
 @lru_cache(maxsize=1)
 def _job(pickled: bytes) -> Job:
-    """The job, unpickled once in a worker. Its tokenizer uses one thread."""
+    """Return the job, unpickled once in a worker. Its tokenizer uses one thread."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     job: Job = pickle.loads(pickled)  # noqa: S301 — our parent made it
     return job
 
 
 def _work(pickled: bytes, rows: list[Row]) -> Chunk:
+    """Encode rows in a worker."""
     return _job(pickled).encode(rows)

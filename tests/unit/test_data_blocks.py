@@ -283,7 +283,7 @@ def test_a_source_that_stalls_is_no_sign_of_life(
     heart.beat("data")
     with ThreadPoolExecutor(2) as threads:
         found = [threads.submit(blocks.ids, 0, 80) for blocks in (makes, waits)]
-        while (makes.maker._came, makes.maker._reads) != (70, True) and not any(
+        while (makes.maker._rows_so_far, makes.maker._is_reading) != (70, True) and not any(
             each.done() for each in found
         ):
             time.sleep(0.01)
