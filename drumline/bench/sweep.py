@@ -280,6 +280,7 @@ class Progress:
         return [self._outcome(trial) for trial in self.listed]
 
     def _outcome(self, trial: Trial) -> Outcome:
+        """Return the outcome of a trial that this sweep has run, or that its folder shows."""
         return self.found.get(trial) or outcome(trial, self.sweep.eval)
 
     def _record(self, trial: Trial, seen: Outcome) -> None:
@@ -440,6 +441,7 @@ def _best_trial(group: Group, mode: str) -> Trial:
 
 
 def _as_json(each: Outcome) -> dict[str, Any]:
+    """Return an outcome as a dictionary for results.json."""
     own = {name: value for name, value in vars(each).items() if name != "trial"}
     return {"run": str(each.trial.folder), "overrides": dict(each.trial.point), **own}
 

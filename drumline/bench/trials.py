@@ -293,6 +293,7 @@ def best(events: list[Event], options: EvalConfig) -> tuple[float | None, int | 
 
 
 def _is_finite(value: object) -> bool:
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

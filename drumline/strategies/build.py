@@ -65,6 +65,7 @@ def build_engine(
         return _build_role(plan, device, checkpoint_keys, role)
     trainable = {name: chosen for name, chosen in plan.roles.items() if chosen.trainable}
     names = dict.fromkeys(checkpoint_keys)
+    # Each engine gets the keys of its own role, without the role's name.
     policy_keys = frozenset(of_role(names, POLICY))
     policy = _build_trainable(plan, device, policy_keys, plan.config.head)
     if not trainable:
@@ -93,6 +94,7 @@ def _build_role(plan: Plan, device: str, checkpoint_keys: frozenset[str], role: 
 def _build_trainable(
     plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head
 ) -> Engine:
+    """Return the engine of a trainable model: laid out, adapted, frozen in part, and sharded."""
     config = plan.config
     is_deepspeed = plan.engine == "deepspeed"
     if is_deepspeed:

@@ -34,6 +34,7 @@ class AutoStrategy(StrategySpec):
     )
 
     def resolved(self, world: int, why: list[str]) -> StrategySpec:
+        """Return the strategy without a search, and add why to `why`."""
         if world == 1:
             why.append("strategy auto: single, one process")
             return SingleStrategy()

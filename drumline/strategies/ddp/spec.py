@@ -44,6 +44,7 @@ class DDPStrategy(Degrees, CopyOptions):
     )
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
+        """Yield what DDP does not do with compression, or with a sharded optimizer."""
         kind = self.compression.kind
         where = "strategy.compression"
         for degree, what in AVERAGED_WITHOUT_DDP.items():
@@ -65,6 +66,7 @@ class DDPStrategy(Degrees, CopyOptions):
             )
 
     def _refusals_of_shard_optimizer(self, case: Case) -> Iterator[Refusal]:
+        """Yield what does not work if each rank steps a part of each weight."""
         where = "strategy.shard_optimizer"
         if self.compression.kind != "none":
             yield Refusal(
@@ -97,11 +99,13 @@ class DDPStrategy(Degrees, CopyOptions):
         return self
 
     def optimizer_shards(self, mesh: Mesh) -> int:
+        """Return over how many ranks the optimizer's states are sharded."""
         if self.shard_optimizer:
             return mesh.replicate
         return 1
 
     def describe(self, mixed: bool, data: int) -> tuple[str, str]:
+        """Return the strategy's words for a table; `mixed`: there is other parallelism inside."""
         word: str = self.kind
         if self.shard_optimizer:
             word += " zero1"
@@ -112,6 +116,7 @@ class DDPStrategy(Degrees, CopyOptions):
         return self.kind, word
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
+        """Return what the plan says of compression."""
         kind = self.compression.kind
         if kind == "none":
             return []
@@ -134,6 +139,7 @@ class DDPStrategy(Degrees, CopyOptions):
         return {"compressed": 1.0}
 
     def kept_bytes(self, world: int) -> int:
+        """Return the bytes for each trainable parameter that compression keeps between steps."""
         if world > 1 and self.compression.kind in WITH_MEMORY:
             # What a rank has not sent yet, in fp32.
             return FULL
@@ -141,6 +147,7 @@ class DDPStrategy(Degrees, CopyOptions):
 
     @classmethod
     def candidates(cls, space: Space) -> Iterator[StrategySpec]:
+        """Yield plain copies, and copies with tensor, context and pipeline parallelism inside."""
         if space.world > 1:
             yield cls()
         for degrees in mixes(space):
@@ -150,6 +157,7 @@ class DDPStrategy(Degrees, CopyOptions):
             yield cls(**degrees, shard_optimizer=is_copied_once and has_copies)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
+        """Return FSDP2 with the same degrees of parallelism, if the copies themselves do not fit."""
         if not is_shared or self.compression.kind != "none":
             return []
         names = ("tp", "cp", "pp", "ep", "sequence_parallel", "cp_method", "pipeline")

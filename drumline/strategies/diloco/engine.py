@@ -47,6 +47,7 @@ class DiLoCoEngine(LocalEngine):
         self.moments = [torch.zeros_like(weight) for weight in self.weights]
 
     def exchange(self) -> None:
+        """Average the copies, and take an outer step from where they are."""
         super().exchange()
         deltas = foreach_sub(self.anchors, self.weights)
         self.outer_step(self.anchors, self.moments, deltas)
@@ -65,6 +66,7 @@ class DiLoCoEngine(LocalEngine):
         foreach_sub_(anchors, deltas, alpha=self.outer.outer_lr)
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the checkpoint's tensors, with the outer weights and their momentum."""
         outer = {}
         for slot, tensors in (("weight", self.anchors), ("momentum", self.moments)):
             for name, tensor in zip(self.names, tensors, strict=True):
@@ -72,9 +74,11 @@ class DiLoCoEngine(LocalEngine):
         return super().tensors() | outer
 
     def state(self) -> dict[str, Any]:
+        """Return the checkpoint's values. `outer`: there are tensors of the outer optimizer."""
         return super().state() | {"outer": True}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Load a checkpoint. One of another strategy begins a new outer optimizer."""
         super().load_state(state, tensors)
         if not state.get("outer"):
             foreach_copy_(self.anchors, self.weights)

@@ -360,9 +360,11 @@ class Peers:
             self.leader.close()
 
     def _listen(self) -> None:
+        """Greet and answer all callers, in threads of their own."""
         each_caller(self.listener, self._greet_caller, self._answer)
 
     def _greet_caller(self, connected: socket.socket) -> Link:
+        """Return the link to a host that has called. Raises as `greet`."""
         return Link(greet(connected, self.secret, calls=False))
 
     def _answer(self, link: Link) -> None:

@@ -76,6 +76,7 @@ class PeersEngine(StreamingEngine):
         self.used = dict.fromkeys(range(self.outer.fragments), 0)
         self.began = False
         self.hosts: dict[str, int] = {}
+        # Hosts with other weights must not be averaged, so their names and shapes are compared.
         shapes = []
         for name, weight in zip(self.names, self.weights, strict=True):
             shapes.append((name, *weight.shape))
@@ -87,6 +88,7 @@ class PeersEngine(StreamingEngine):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        """Find the other hosts before the first micro-batch, then run it as usual."""
         if not self.began:
             self.began = True
             self.peers.start()
@@ -95,6 +97,7 @@ class PeersEngine(StreamingEngine):
             yield
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        """Take an inner step. No message is answered meanwhile, so weights change with the lock alone."""
         with self.peers.lock:
             super().step(lr, grad_norm, finite)
 
@@ -119,6 +122,7 @@ class PeersEngine(StreamingEngine):
 
     def _open(self, fragment: int) -> None:
         """Begin an outer step of a fragment, on the leader: ask all hosts for their outer gradients."""
+        # Rounds that are open end in their order, so this one comes after them.
         number = self.rounds + len(self.pending) + 1
         own = self._own_gradient(number, fragment)
         self.pending[number] = Round(fragment, self.steps, own)
@@ -129,6 +133,7 @@ class PeersEngine(StreamingEngine):
         return super().state() | {"rounds": self.rounds}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Load a checkpoint, and get the newest outer weights if there is a leader."""
         super().load_state(state, tensors)
         with self.peers.lock:
             self.rounds = state.get("rounds", 0)
@@ -197,6 +202,7 @@ class PeersEngine(StreamingEngine):
         for host, give in gives.items():
             flat = from_bytes(give.payload, round_.own.flat.device, bits)
             parts[host] = OuterGradient(give.header["steps"], flat)
+        # A host that did more inner steps has a larger share in the mean.
         total_steps = sum(part.steps for part in parts.values())
         mean = torch.zeros_like(round_.own.flat)
         hosts = {}
@@ -225,6 +231,7 @@ class PeersEngine(StreamingEngine):
         """Take the outer step of a fragment from the mean of the hosts' outer gradients."""
         fragment = message.header["fragment"]
         steps_of_hosts = message.header["hosts"]
+        # Rounds are taken in their order, each once.
         self.rounds += 1
         came = self.came.pop(self.rounds, None)
         is_in = str(self.peers.index) in steps_of_hosts

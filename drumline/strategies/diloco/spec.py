@@ -77,6 +77,7 @@ class DiLoCoStrategy(Apart):
         return 2 * FULL
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
+        """Yield what fragments, delays and peers cannot be combined with."""
         for name, most in (("fragments", self.period), ("delay", self.period - 1)):
             if getattr(self, name) > most:
                 yield Refusal(
@@ -104,6 +105,7 @@ class DiLoCoStrategy(Apart):
             )
 
     def _refusals_of_peers(self, case: Case) -> Iterator[Refusal]:
+        """Yield what is missing for hosts that train by themselves."""
         if case.mesh.world_size > 1:
             yield Refusal(
                 "peers × several processes",
@@ -132,6 +134,7 @@ class DiLoCoStrategy(Apart):
                 )
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
+        """Return what the plan says of fragments and hosts."""
         lines = super().notes(plan_world, devices, micro_batch)
         if self.peers:
             often = f"every {self.period // self.fragments} steps 1/{self.fragments} of the weights in {self.bits} bits"
@@ -171,6 +174,7 @@ class DiLoCoStrategy(Apart):
         return (self.delay + 1) // 2
 
     def step_kind(self, step: int) -> str:
+        """Return a name for what a step exchanges: steps with one name take equally long."""
         if not self.streams:
             return super().step_kind(step)
         sends = self.sends(step) is not None
@@ -196,6 +200,7 @@ class DiLoCoStrategy(Apart):
         return {kind: number / self.period for kind, number in kinds.items() if number}
 
     def overlap(self) -> float:
+        """Return the part of a long run's steps during which a fragment is under way."""
         return min(1.0, self.delay * self.fragments / self.period)
 
     def send(
@@ -242,6 +247,7 @@ class DiLoCoStrategy(Apart):
         return math.ceil(bytes_of_entry * fragments_under_way / self.fragments)
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
+        """Return the engine: of hosts by themselves, of fragments, or of whole weights."""
         from drumline.parallel.native import prepare
         from drumline.strategies.diloco.engine import DiLoCoEngine
         from drumline.strategies.diloco.peers import PeersEngine

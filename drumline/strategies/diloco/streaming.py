@@ -68,14 +68,17 @@ class StreamingEngine(DiLoCoEngine):
         return not self.shares_norm
 
     def grad_norm(self) -> torch.Tensor:
+        """Return the norm over all ranks, or this rank's own if steps wait for no other rank."""
         if self.shares_norm:
             return super().grad_norm()
         self.own_norm = self.shared_norm = NativeEngine.grad_norm(self)
         return self.own_norm
 
     def after_step(self) -> None:
+        """Use the fragments that are due, and send the next one."""
         began = time.perf_counter()
         for number, exchange in list(self.under_way.items()):
+            # All ranks send, send on and use a fragment after the same numbers of steps.
             age = self.steps - exchange.sent_at
             if age == self.outer.halfway:
                 exchange.mean.send_on()
@@ -125,6 +128,7 @@ class StreamingEngine(DiLoCoEngine):
             self._take(number)
 
     def _come_together(self) -> None:
+        """Take all outer steps that are under way, then average the copies."""
         self._drain()
         super()._come_together()
 

@@ -20,6 +20,7 @@ class DPStrategy(OneProcess):
     kind: Literal["dp"] = "dp"
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
+        """Yield what a batch that is cut into runs of rows cannot do."""
         algorithm = case.config.algorithm
         if sees(case):
             yield Refusal(
@@ -54,6 +55,7 @@ class DPStrategy(OneProcess):
         return devices
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
+        """Return what the plan says of this strategy, and of GPUs that get no rows."""
         origin = (
             "strategy dp: nn.DataParallel, kept for completeness. One Python process feeds all GPUs, copies the weights to each at each"
             " forward and sums the gradients on the first; strategy ddp has none of that, and is faster on one machine too"

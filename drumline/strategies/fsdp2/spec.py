@@ -124,6 +124,7 @@ class FSDP2Strategy(Degrees):
     )
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
+        """Yield types, classes and schedules that do not work with this case."""
         if case.facts is not None:
             missing = sorted(set(self.wrap or ()) - case.facts.classes)
             if missing:
@@ -202,6 +203,7 @@ class FSDP2Strategy(Degrees):
         return ["fsdp2 in a pipeline reduces gradients once a step, after the last micro-batch"]
 
     def describe(self, mixed: bool, data: int) -> tuple[str, str]:
+        """Return the strategy's words for a table; `mixed`: there is other parallelism inside."""
         word: str = self.kind
         if not self.reshards:
             word += " grad-op"
@@ -217,6 +219,7 @@ class FSDP2Strategy(Degrees):
         return word, name
 
     def unusual(self) -> int:
+        # Hybrids are as unusual as any mix of parallelism; offloading is more so.
         unusual = int(self.replicate > 1 or super().unusual() > 0)
         if self.offload != "none":
             unusual += OFFLOADED
@@ -224,6 +227,7 @@ class FSDP2Strategy(Degrees):
 
     @classmethod
     def candidates(cls, space: Space) -> Iterator[StrategySpec]:
+        """Yield all shardings, alone and with tensor, context and pipeline parallelism."""
         if space.world > 1:
             yield from cls.shardings(space, {}, 1)
         yield cls(offload="cpu")
@@ -254,6 +258,7 @@ class FSDP2Strategy(Degrees):
                 yield cls(**degrees, replicate=data // shard)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
+        """Return this strategy with the least memory, then with its states on the host."""
         lean_options = {
             "reshard_after_forward": True,
             "replicate": 1,
@@ -388,6 +393,7 @@ class FSDP2Strategy(Degrees):
             units -= (width - 1) * cast_entries // shards
             # The scale of a weight is that of its largest entry over all shards.
             volume.add("all_reduce", FULL * cast_weights, shards, "shard")
+        # How many times a step gathers a block for forward, for backward, and the root.
         forward = micro_batches
         backward = micro_batches
         root_calls = micro_batches
@@ -422,6 +428,7 @@ class FSDP2Strategy(Degrees):
             volume.add("all_reduce", reduced, self.replicate, "replicate", calls, beside)
 
     def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
+        """Return what offloading copies: weights come up for each gathering, gradients go down."""
         mesh = layout.mesh
         micro_batches = layout.batch.accumulation
         all_bytes = FULL * facts.trainable + WIDTH[layout.precision] * facts.frozen

@@ -244,6 +244,7 @@ def _tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def _is_view(tensor: torch.Tensor) -> bool:
+    """Return whether an output is a view of another tensor, and has a history."""
     return tensor.requires_grad and tensor._base is not None
 
 

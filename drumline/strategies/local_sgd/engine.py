@@ -63,6 +63,7 @@ class LocalEngine(NativeEngine):
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        """Put this rank's own copy back if the mean stands in for it, then run the micro-batch."""
         if self.own is not None:
             foreach_copy_(list(self.apart.values()), self.own)
             self.own = None
@@ -71,12 +72,14 @@ class LocalEngine(NativeEngine):
             yield
 
     def grad_norm(self) -> torch.Tensor:
+        """Return the root mean square of the ranks' gradient norms."""
         self.own_norm = super().grad_norm()
         mean_square = add_up(self.own_norm.square()) / self.ranks
         self.shared_norm = mean_square.sqrt()
         return self.shared_norm
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        """Step this rank's copy, clipped by its own norm, and average if a period ends."""
         require_none_late(self.model, self.learned)
         # A norm of more gradients than these, of a composite engine, raises each rank's own in proportion.
         ratio = torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm)
@@ -94,6 +97,7 @@ class LocalEngine(NativeEngine):
             self.waited = time.perf_counter() - began
 
     def _come_together(self) -> None:
+        """Put the mean of the copies in place of this rank's copy, which is kept aside."""
         if not self.together:
             self.own = [tensor.clone() for tensor in self.apart.values()]
             average(list(self.apart.values()), self.ranks)
@@ -101,6 +105,7 @@ class LocalEngine(NativeEngine):
         super()._come_together()
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Replace the copies and their moments by their mean, and return the checkpoint's tensors."""
         self.own = None
         self._at_mean(True)
         kept = self._kept()
@@ -122,6 +127,7 @@ class LocalEngine(NativeEngine):
         return saved
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Load a checkpoint, and go on with its count of steps."""
         super().load_state(state, tensors)
         self.steps = state["step"]
 
@@ -143,6 +149,7 @@ def in_pieces(tensors: list[torch.Tensor], change: Callable[[torch.Tensor], obje
 
     The pieces are the same on all ranks.
     """
+    # A collective takes one type, and all ranks sort alike.
     by_type = sorted(tensors, key=lambda tensor: str(tensor.dtype))
     for bucket in buckets(by_type, CHUNK):
         flat = torch.cat([tensor.flatten() for tensor in bucket])

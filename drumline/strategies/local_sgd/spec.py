@@ -51,6 +51,7 @@ class Apart(StrategySpec):
         return (step + 1) % self.period == 0
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
+        """Return what the plan says of norms, evaluation and checkpoints."""
         lines = [
             f"{self.kind}: each rank clips by its own gradient norm; grad_norm is the root mean square over ranks",
             f"{self.kind}: evaluation and checkpoints see the mean of the ranks' weights; a checkpoint gives it to all, with moments",
@@ -86,6 +87,7 @@ class Apart(StrategySpec):
         volume.add("all_reduce", NUMBER, ranks, "gradients")
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
+        """Return the engine that averages now and then."""
         from drumline.parallel.native import prepare
         from drumline.strategies.local_sgd.engine import LocalEngine
 

@@ -76,11 +76,13 @@ def partition(facts: ModelFacts, ranks: int, has_two_groups: bool) -> Partition:
     flat = 0
     touched = [0] * ranks
     for decays in (True, False):
+        # Weights of a group lie end to end, and each rank has an equal, even share of them.
         group = [weight.numel for weight in trainable if _decays(weight, has_two_groups) == decays]
         share = 2 * math.ceil(sum(group) / (2 * ranks))
         flat += share * ranks
         start = 0
         for entries in group:
+            # The weight may lie on several ranks.
             first_rank = start // share
             last_rank = (start + entries - 1) // share
             for rank in range(first_rank, last_rank + 1):
@@ -139,6 +141,7 @@ class ZeroCosts(StrategySpec):
         ranks = layout.mesh.world_size
         is_low = layout.precision != "fp32"
         is_offloaded = self.offloads()[0] != "none"
+        # All ranks have all weights, and a share of the masters and moments.
         share = cut.flat // ranks
         weights = WIDTH[layout.precision] * (cut.flat + cut.frozen)
         masters = FULL * share * (1 + layout.config.optimizer.slots)
@@ -151,6 +154,7 @@ class ZeroCosts(StrategySpec):
             device_gradients = 0
             if is_low:
                 device_gradients = low_gradients
+            # DeepSpeed copies the rank's share to the host, where it is stepped.
             host_gradients = FULL * share
             if self.stage == 2 and not is_low and layout.batch.accumulation > 1:
                 host_gradients += FULL * cut.touched
@@ -164,6 +168,7 @@ class ZeroCosts(StrategySpec):
         return State(weights, low_gradients, masters)
 
     def _state_of_stage_3(self, layout: Layout, facts: ModelFacts, cut: Partition) -> State:
+        """Return the bytes of weights, gradients and moments between two steps of stage 3."""
         optimizer, parameters = self.offloads()
         weights = WIDTH[layout.precision] * (cut.pieces + cut.frozen_pieces)
         masters = FULL * cut.pieces * (layout.config.optimizer.slots + 1)
@@ -261,6 +266,7 @@ class ZeroCosts(StrategySpec):
     def _buffers_of_stage_3(
         self, layout: Layout, facts: ModelFacts, cut: Partition, state: State
     ) -> Buffers:
+        """Return the bytes of stage 3's bucket, and of the weights that it gathers."""
         options = self._user_options(facts)
         width = WIDTH[layout.precision]
         bucket = _bucket_entries(options, cut)
@@ -273,6 +279,7 @@ class ZeroCosts(StrategySpec):
                 persistent += number * weight.numel
         everything = cut.trainable + cut.frozen
         block = largest_block(facts, part_of(facts)).entries
+        # A persistent weight is counted in `always`.
         gathered = min(everything, live + prefetched + block) - min(everything, persistent)
         reduced = width * min(bucket, cut.trainable)
         step = 0
@@ -314,8 +321,10 @@ class ZeroCosts(StrategySpec):
             between += width * (shard + cut.largest)
         everything = part_of(facts)
         block = largest_block(facts, everything).entries
+        # What is filled at once: a block, or what is outside of the blocks.
         piece = max(block, ends(facts, everything).entries) or facts.parameters
         if self.stage < 3:
+            # Weights that stay on the host in fp32, and those that DeepSpeed copies in low precision.
             staying = facts.parameters
             if is_low or has_gpu:
                 staying = facts.trainable
@@ -370,6 +379,7 @@ class ZeroCosts(StrategySpec):
     def send_norm(
         self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]
     ) -> None:
+        """Add what DeepSpeed sends to measure the gradient norm."""
         groups = len(_groups(facts, _has_two_groups(layout)))
         ranks = layout.mesh.shard
         if self.stage == 3:
@@ -516,6 +526,7 @@ def _parts_of_rank(
     behind = 0
     for block in (*reversed(facts.block_weights), before, after):
         here = sum(weight.numel for weight in block)
+        # Weights are released after forward, and so gathered again, if their next use is far enough.
         is_released = behind + here + head >= live and passes * behind + head >= reuse
         is_gathered_again = is_released and block is not after
         behind += here

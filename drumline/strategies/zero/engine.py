@@ -213,10 +213,12 @@ class DeepSpeedEngine(ForwardEngine):
         super().__init__(plan, model, Spread(engine, inner=engine.module))
         # No autocast: the weights are in the type that they compute in.
         self.autocast_dtype = None
+        # Name → trainable parameter.
         self.named = trainable
         self.learned = set(trainable)
         self.engine = engine
         self.image_side = getattr(plan.config.algorithm, "image_size", None)
+        # DeepSpeed's optimizer, around the one of torch in `self.optimizer`.
         self.zero = engine.optimizer
         self.data_ranks = plan.mesh.data_ranks
         self.precision = plan.precision
@@ -226,17 +228,23 @@ class DeepSpeedEngine(ForwardEngine):
         self.sharded = engine.zero_optimization_partition_weights()
         self.is_whole = not self.sharded
         self.optimizer = engine.basic_optimizer
+        # SGD's state has no count of steps.
         self.counts_steps = not isinstance(self.optimizer, torch.optim.SGD)
         self.slots = self._slots()
         self.rank = dist.get_rank()
+        # Name → the rank that writes the parameter into checkpoints.
         sizes = {name: _shape(parameter).numel() for name, parameter in trainable.items()}
         self.owner = share(sizes, dist.get_world_size())
+        # The method of DeepSpeed's optimizer that measures the norm, and what it returned last.
         self.measure = next(name for name in MEASURES if hasattr(self.zero, name))
         self.norms: Any = None
+        # The norm of the gradients of this engine, which may be one of several.
         self.own_norm = 0.0
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.steps = 0
+        # By what gradients are still to be divided (`divide`).
         self.divisor = 1.0
+        # Whether the optimizer has made its moments.
         self.has_state = False
         self._add_casts(plan)
         if self.sharded:
@@ -295,6 +303,7 @@ class DeepSpeedEngine(ForwardEngine):
     def forward_backward(
         self, micro_batches: list[Any], objective: Any, denominator: float
     ) -> DeviceSums:
+        """Run forward and backward of all micro-batches of a step, and return their sums."""
         outs = []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
@@ -307,11 +316,13 @@ class DeepSpeedEngine(ForwardEngine):
         return added(outs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Run a micro-batch in a `with` block. After the last one DeepSpeed reduces gradients."""
         self.statistics.note()
         self.engine.set_gradient_accumulation_boundary(last)
         return self._measure_waits()
 
     def _measure_waits(self) -> contextlib.AbstractContextManager[None]:
+        """Count the seconds in collectives in a `with` block, on a CPU."""
         if self.clock is None:
             return contextlib.nullcontext()
         return self.clock.run()
@@ -326,6 +337,7 @@ class DeepSpeedEngine(ForwardEngine):
         return self.clock.take()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run any module as a user calls it, with inputs in the type of its weights and fp32 outputs."""
         module = self.engine.module
         if torch.is_grad_enabled():
             module = self.engine
@@ -336,6 +348,7 @@ class DeepSpeedEngine(ForwardEngine):
         self.engine.backward(loss_sum * (self.data_ranks / denominator), scale_wrt_gas=False)
 
     def divide(self, by: torch.Tensor) -> None:
+        """Divide the gradients by a number that is known after backward."""
         # DeepSpeed divides by a loss scale, which is a number of the host. ZeRO 1 in bf16 has none, so
         # there the gradients are divided here.
         self.divisor = float(by)
@@ -357,11 +370,13 @@ class DeepSpeedEngine(ForwardEngine):
                 yield other_name, full
 
     def unsharded_model(self) -> nn.Module | None:
+        """Return the model if each rank has whole weights, else None."""
         if self.sharded:
             return None
         return self.model
 
     def grad_norm(self) -> torch.Tensor:
+        """Return the norm of the whole gradient, as DeepSpeed measures it."""
         self.norms = getattr(self.zero, self.measure)()
         if self.measure == "get_grads_for_norm":
             norm = get_global_norm_of_tensors(input_tensors=self.norms[0])
@@ -383,6 +398,7 @@ class DeepSpeedEngine(ForwardEngine):
         """Take the step. DeepSpeed decides on the host what it does, so both scalars are read at once."""
         require_none_late(self.model, self.learned)
         self.statistics.settle(finite)
+        # Waits for the device, as does the norm below.
         if finite:
             self._step(lr, float(grad_norm))
             return
@@ -404,6 +420,7 @@ class DeepSpeedEngine(ForwardEngine):
             vars(self.zero.loss_scaler).update(scaler_before)
 
     def _step(self, lr: float | None, norm: float) -> None:
+        """Let DeepSpeed clip and step. `norm`: of all gradients that are clipped together."""
         # DeepSpeed clips by Drumline's formula, by the norm of its own gradients, which is not measured
         # again. A given norm of more gradients than these lowers the limit in proportion.
         limit = self.max_grad_norm or 0.0
@@ -418,6 +435,7 @@ class DeepSpeedEngine(ForwardEngine):
             self.zero.custom_loss_scaler = True
         with self._with_norms(self.norms), self._measure_waits():
             self.engine.step()
+        # The next step divides by nothing, unless `divide` is called again.
         self.zero.custom_loss_scaler = False
         self.divisor = 1.0
         self.steps += 1
@@ -429,9 +447,11 @@ class DeepSpeedEngine(ForwardEngine):
         self.has_state = True
 
     def rescales(self) -> bool:
+        """Return whether the loss is scaled."""
         return self.precision == "fp16"
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the checkpoint's tensors that this rank owns, in host memory. Collective."""
         if self.slots and not self.has_state:
             # DeepSpeed's optimizers make their state in the first step. Take one with zero gradients at
             # rate zero, which does not count.
@@ -470,6 +490,7 @@ class DeepSpeedEngine(ForwardEngine):
         return state
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Write a checkpoint's tensors, which each parameter's owner has, into all ranks. Collective."""
         set_extra_states(self.model, state.get("modules", {}))
         for name, parameter in self.named.items():
             # Written on all ranks alike, so any rank may be the one whose values are taken.
@@ -572,6 +593,7 @@ class DeepSpeedEngine(ForwardEngine):
             self.forward_backward([None], zero, 1.0)
 
     def _set_steps(self, steps: int) -> None:
+        """Set the optimizer's count of steps."""
         for state in self.engine.basic_optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"].fill_(steps)

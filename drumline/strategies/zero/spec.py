@@ -73,6 +73,7 @@ class Zero(ZeroCosts):
     )
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
+        """Yield what DeepSpeed cannot do, or would do in another way than the YAML says."""
         if case.device == "cpu" and case.precision == "fp16":
             yield Refusal(
                 "ZeRO × fp16 × CPU",
@@ -90,11 +91,13 @@ class Zero(ZeroCosts):
 
     @classmethod
     def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of this strategy in the matrix of `drumline strategies`."""
         if "offload" not in options:
             return {"kind": kind, **options}
         return {"kind": kind, "offload_optimizer": {"kind": options["offload"], "path": "/nvme"}}
 
     def with_files(self, base_dir: Path) -> Self:
+        """Return this strategy with the DeepSpeed config itself in place of its path."""
         if not isinstance(self.config, str):
             return self
         file = base_dir / self.config
@@ -109,6 +112,7 @@ class Zero(ZeroCosts):
         return self.model_copy(update={"config": own})
 
     def adopted(self, config: Config) -> Config:
+        """Return the config completed by what the user's DeepSpeed config sets (`adopt`)."""
         return adopt(config, self)
 
     def mesh(self, world: int) -> Mesh:
@@ -136,9 +140,11 @@ class Zero(ZeroCosts):
         return deepspeed_config(config, self, batch, precision, steps, run_dir, facts)
 
     def frozen(self) -> StrategySpec:
+        """Return the strategy of frozen models beside the trainable one."""
         return SingleStrategy()
 
     def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
+        """Raise EnvironmentFault if the machine lacks what DeepSpeed needs for this."""
         offloads = {}
         for name in OFFLOADS.values():
             if hasattr(self, name):
@@ -146,6 +152,7 @@ class Zero(ZeroCosts):
         require(offloads, on_progress)
 
     def names(self, world: int) -> Names:
+        """Return the strategy's name for a table: its stage, and what is offloaded."""
         places = self.places()
         name = " ".join([self.kind, *places])
         simplicity = self.simplicity
@@ -166,6 +173,7 @@ class Zero(ZeroCosts):
 
     @classmethod
     def candidates(cls, space: Space) -> Iterator[StrategySpec]:
+        """Yield this stage, and this stage with its optimizer on the host."""
         if space.world > 1:
             yield cls()
         yield cls(offload_optimizer=CPU)
