@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -266,7 +266,7 @@ def tables(measured: Calibration) -> list[Table]:
     return [_table_of_products(measured.products), _table_of_bytes(measured)]
 
 
-def _table_of_products(products: Products) -> Table:
+def _table_of_products(products: Mapping[str, tuple[Product, ...]]) -> Table:
     """Return a table of GFLOP/s by shape and precision."""
     table = Table("rows", "width", *products, title="matrix products, GFLOP/s", box=box.SIMPLE)
     rates: dict[tuple[int, int], dict[str, float]] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from drumline.bench.axes import Axis, Point
 from drumline.bench.trials import Outcome
@@ -44,7 +44,7 @@ class Study:
         self.number = number
         # Point → the numbers of its trials in the study, which may choose it twice.
         self.numbers: dict[Point, list[int]] = {}
-        direction = "maximize"
+        direction: Literal["minimize", "maximize"] = "maximize"
         if options.mode == "min":
             direction = "minimize"
         file = str(folder / FILE)
@@ -71,8 +71,8 @@ class Study:
         yield from known
         for _ in range(self.number - len(known)):
             with judged(OTHER_STUDY, FILE, ConfigError, FIX):
-                trial = self.study.ask({axis.key: self._distribution(axis) for axis in self.axes})
-            yield self._point(trial.params, trial.number)
+                new = self.study.ask({axis.key: self._distribution(axis) for axis in self.axes})
+            yield self._point(new.params, new.number)
 
     def _point(self, params: dict[str, Any], number: int) -> Point:
         """Return the point of the study's trial `number`, and note the number."""

@@ -71,7 +71,7 @@ class Units(NamedTuple):
 
     embedding: list[nn.Module]
     blocks: list[nn.Module]
-    head: list[nn.Module]
+    head: list[nn.Linear]
 
     def in_turn(self) -> list[nn.Module]:
         """Return all units in the order of forward."""
@@ -136,7 +136,7 @@ def _find_units(
     else:
         candidates = [unit for unit in model.modules() if type(unit).__name__ in options.wrap]
     embedding: list[nn.Module] = []
-    head: list[nn.Module] = []
+    head: list[nn.Linear] = []
     if ends_apart:
         embedding, head = _ends(model)
     # `wrap` may name the ends, too.
@@ -179,13 +179,13 @@ def _prefetch(units: Units, forward: int, backward: int) -> None:
         unit.set_modules_to_backward_prefetch(nearest_before)  # type: ignore[arg-type]
 
 
-def _ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+def _ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Linear]]:
     """Return the embedding and the head of a Hugging Face model, each in a list.
 
     The list is empty if an adapter wraps the module.
     """
     embeddings: list[nn.Module] = []
-    heads: list[nn.Module] = []
+    heads: list[nn.Linear] = []
     embedding, head = vocabulary(model)
     if isinstance(embedding, nn.Embedding):
         embeddings.append(embedding)
