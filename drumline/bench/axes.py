@@ -1,4 +1,7 @@
-"""`key=a,b,c` of a sweep: the values of a key, or a range, and the points that they make. Nothing here imports torch."""
+"""The arguments `key=a,b,c` of a sweep: the values of a key, or a range, and the points that they make.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,15 @@ OWN = {
     "launch.kind": "--on slurm makes each trial a job",
 }
 MOST_TRIALS = 10_000
-MOST_MISSES = 1000  # draws of known points in a row after which there are taken to be no more
-MOST_NAME = 100  # characters of a folder's name; a longer one is cut and gets a hash
+# Draws of known points in a row after which there are taken to be no more.
+MOST_MISSES = 1000
+# Characters of a folder's name; a longer one is cut and gets a hash.
+MOST_NAME = 100
 CUT_NAME = 90
 HASH_LENGTH = 8
 RANGE = re.compile(r"(log:)?([^,:\[{\"']+?)\.\.([^,:\[{\"']+)")
-Point = tuple[tuple[str, str], ...]  # (key, value as YAML) of each axis, in their order
+# (key, value as YAML) of each axis, in their order.
+Point = tuple[tuple[str, str], ...]
 CLOSES = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -155,8 +161,10 @@ def _is_finite_number(value: object) -> bool:
 def split(text: str) -> list[str]:
     """Return the parts of a text between its commas, except commas within brackets and quotes."""
     parts = [""]
-    closing: list[str] = []  # brackets that are still to come, the innermost last
-    quote = ""  # the quote that the text is within
+    # Brackets that are still to come, the innermost last.
+    closing: list[str] = []
+    # The quote that the text is within.
+    quote = ""
     for char in text:
         if quote:
             if char == quote:
@@ -244,8 +252,10 @@ def short_names(axes: Sequence[Axis]) -> dict[str, str]:
     last_parts = [axis.key.rpartition(".")[2] for axis in axes]
     names = {}
     for axis, last_part in zip(axes, last_parts, strict=True):
-        is_unique = last_parts.count(last_part) == 1
-        names[axis.key] = last_part if is_unique else axis.key
+        if last_parts.count(last_part) == 1:
+            names[axis.key] = last_part
+        else:
+            names[axis.key] = axis.key
     return names
 
 

@@ -1,4 +1,4 @@
-"""What a block of a Llama takes besides its matrix products, measured for `drumline calibrate`."""
+"""Measure for `drumline calibrate` how long a block of a Llama takes besides its matrix products."""
 
 from __future__ import annotations
 
@@ -9,57 +9,90 @@ import torch
 
 from drumline.hardware.cluster import Measured, Product, line_through, nearest
 
-# (tokens, width) of blocks of Llama that are timed: the least is all host.
+# (tokens, width) of the blocks that are timed. The smallest has next to no products: its seconds are
+# those of the host.
 BLOCKS = {
     "cpu": ((8, 64), (256, 256), (512, 576), (1024, 1024)),
     "cuda": ((8, 64), (2048, 2048), (8192, 4096)),
 }
+HEAD_DIM = 64
+# The feed-forward part of the blocks is so many times as wide as their stream.
+MLP_RATIO = 3
+# Entries of a block's matrices, in squares of its width: 4 of attention, 3 of width × 3 × width.
+MATRICES = 13
+# A line is drawn through points of at least so many seconds: noise may leave less than none.
+LEAST_SECONDS = 1e-6
 
 
 def besides_products(
     device: str,
     products: Mapping[str, Sequence[Product]],
     dtypes: Mapping[str, torch.dtype],
-    timed: Callable[[Callable[[], Any]], float],
+    measure: Callable[[Callable[[], Any]], float],
 ) -> dict[str, tuple[Measured, Measured]]:
-    """Lines of what a Llama's block takes besides its products, forward and backward, by the bytes of its hidden states. The least block
-    has next to no products: its seconds are those of the host."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Return what a Llama's block takes besides its products: precision → (forward, backward).
 
-    found = {}
+    Each is a line through seconds by the bytes of the block's hidden states. `products`: the measured
+    matrix products of each precision. `measure`: returns the seconds of a call.
+    """
+    lines = {}
     for precision, dtype in dtypes.items():
         if precision == "fp16" and device == "cpu":
             continue
-        points: tuple[list[tuple[float, float]], ...] = [], []
+        entry_bytes = 2
+        if precision == "fp32":
+            entry_bytes = 4
+        forward_points = []
+        backward_points = []
         for rows, width in BLOCKS[device]:
-            sizes: dict[str, Any] = {
-                "hidden_size": width,
-                "intermediate_size": 3 * width,
-                "num_attention_heads": max(1, width // 64),
-                "vocab_size": 64,
-            }
-            model = LlamaForCausalLM(
-                LlamaConfig(
-                    num_hidden_layers=1, num_key_value_heads=sizes["num_attention_heads"], **sizes
-                )
-            ).model
-            block, rotary = model.to(device).layers[0], model.rotary_emb
-            hidden = torch.randn(1, rows, width, device=device, requires_grad=True)
-            with torch.autocast(device, dtype, enabled=precision != "fp32"):
-                angles = rotary(hidden, torch.arange(rows, device=device)[None])
-
-                def forward(block: Any = block, hidden: Any = hidden, angles: Any = angles) -> Any:
-                    given = block(hidden, position_embeddings=angles)
-                    return (given[0] if isinstance(given, tuple) else given).sum()
-
-                ahead = timed(forward)
-                both = timed(lambda: forward().backward())
+            forward, both = _time_block(device, precision, dtype, (rows, width), measure)
             # Of attention half of all pairs.
-            flop = 2.0 * rows * (13 * width * width + rows * width)
+            flop = 2.0 * rows * (MATRICES * width * width + rows * width)
             spent = flop / nearest(products[precision], rows, width).rate
-            for line, seconds in zip(
-                points, (ahead - spent, both - ahead - 2 * spent), strict=True
-            ):
-                line.append((rows * width * (4 if precision == "fp32" else 2), max(seconds, 1e-6)))
-        found[precision] = line_through(points[0]), line_through(points[1])
-    return found
+            bytes_ = rows * width * entry_bytes
+            forward_rest = max(forward - spent, LEAST_SECONDS)
+            # Backward has two products for each of forward.
+            backward_rest = max(both - forward - 2 * spent, LEAST_SECONDS)
+            forward_points.append((bytes_, forward_rest))
+            backward_points.append((bytes_, backward_rest))
+        lines[precision] = line_through(forward_points), line_through(backward_points)
+    return lines
+
+
+def _time_block(
+    device: str,
+    precision: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    measure: Callable[[Callable[[], Any]], float],
+) -> tuple[float, float]:
+    """Return the seconds of a block's forward, and of forward and backward. `shape`: (tokens, width)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rows, width = shape
+    heads = max(1, width // HEAD_DIM)
+    config = LlamaConfig(
+        num_hidden_layers=1,
+        num_key_value_heads=heads,
+        hidden_size=width,
+        intermediate_size=MLP_RATIO * width,
+        num_attention_heads=heads,
+        vocab_size=64,
+    )
+    model = LlamaForCausalLM(config).model.to(device)
+    block = model.layers[0]
+    hidden = torch.randn(1, rows, width, device=device, requires_grad=True)
+    with torch.autocast(device, dtype, enabled=precision != "fp32"):
+        positions = torch.arange(rows, device=device)[None]
+        angles = model.rotary_emb(hidden, positions)
+
+        def forward() -> Any:
+            output = block(hidden, position_embeddings=angles)
+            if isinstance(output, tuple):
+                output = output[0]
+            return output.sum()
+
+        def forward_and_backward() -> None:
+            forward().backward()
+
+        return measure(forward), measure(forward_and_backward)

@@ -1,7 +1,8 @@
 """`drumline calibrate`: measure this machine once, by real ranks, and store the rates for the planner.
 
-Each rank is `python -m drumline.bench.calibrate TASK.json`; rank 0 writes what all of them measured. Every rank runs the same in the same
-order and at the same time: processes share caches, memory and power. The disk is rank 0's alone.
+Each rank is `python -m drumline.bench.calibrate TASK.json`. Rank 0 writes what all of them measured. All
+ranks run the same in the same order and at the same time, because processes share caches, memory and
+power. The disk is measured by rank 0 alone.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,21 +52,57 @@ from drumline.telemetry.traffic import CommunicatedBytes
 from drumline.train.failure import note, recording
 
 MIB = 2**20
-MOST_CPU_RANKS = 8  # unless --nproc says more, and there are as many cores
-DISK_BYTES = 2**29  # what the largest file of the measurement needs, and then some
-Products = dict[str, tuple[Product, ...]]  # by precision
+# Unless --nproc says more, and there are as many cores.
+MOST_CPU_RANKS = 8
+# Free space that the measurement of the disk requires: twice its largest file.
+DISK_BYTES = 512 * MIB
+FP32_BYTES = 4
+# Products by precision.
+Products = dict[str, tuple[Product, ...]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-# Seconds that one collective, and the whole of a rank, may take.
-TIMEOUT, LIMIT = (
-    60.0,
-    {False: 900.0, True: 600.0},
-)
-# In a hurry or not: seconds of samples, at least and at most (few samples are enough to pass the least), and seconds that a product may be
-# expected to take: larger ones of that precision are left out.
+# Seconds that one collective may take.
+TIMEOUT = 60.0
+
+
+class Limits(NamedTuple):
+    """Limits of a measurement.
+
+    `rank`: seconds that a rank may take for everything. `enough`, `most`: seconds of samples of one thing,
+    at least and at most; few samples are enough to pass the least. `product`: seconds that a matrix product
+    may be expected to take; larger ones of its precision are left out. `repeats`: of a collective.
+    """
+
+    rank: float
+    enough: float
+    most: float
+    product: float
+    repeats: int
+
+
+THOROUGH = Limits(rank=900.0, enough=0.2, most=4.0, product=2.0, repeats=15)
+QUICK = Limits(rank=600.0, enough=0.05, most=0.5, product=0.3, repeats=5)
 SAMPLES = 15
-ENOUGH, MOST = {False: 0.2, True: 0.05}, {False: 4.0, True: 0.5}
-TOO_SLOW = {False: 2.0, True: 0.3}
+# On a GPU a sample is as many calls as take this long: waiting for the end costs time itself.
+SAMPLE_SECONDS = 0.01
+# (device, quick) → numbers of rows, and widths, of the products (rows × width) · (width × width).
+SHAPES: dict[tuple[str, bool], tuple[tuple[int, ...], tuple[int, ...]]] = {
+    ("cpu", True): ((64, 512), (256, 1024)),
+    ("cpu", False): ((64, 256, 512, 2048), (64, 256, 576, 1024, 2048)),
+    ("cuda", True): ((2048, 8192), (2048, 4096)),
+    ("cuda", False): ((512, 2048, 8192, 32768), (1024, 2048, 4096, 8192)),
+}
+# (device, quick) → bytes of the largest tensor that is sent or copied.
+LARGEST_SENT = {
+    ("cpu", True): 4 * MIB,
+    ("cpu", False): 64 * MIB,
+    ("cuda", True): 64 * MIB,
+    ("cuda", False): 256 * MIB,
+}
+# Bytes of the tensor whose copy measures a device's memory: more than caches hold.
+COPIED = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
+# Bytes of the largest file, quick or not.
+LARGEST_FILE = {True: 32 * MIB, False: 256 * MIB}
 
 
 @dataclass(frozen=True)
@@ -79,47 +116,47 @@ class Task:
     out: str
 
     @property
-    def repeats(self) -> int:
-        return 5 if self.quick else 15
+    def limits(self) -> Limits:
+        """The limits of this measurement."""
+        if self.quick:
+            return QUICK
+        return THOROUGH
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """(rows, width) of products (rows × width) · (width × width), from small to large."""
-        rows, widths = {
-            ("cpu", True): ((64, 512), (256, 1024)),
-            ("cpu", False): ((64, 256, 512, 2048), (64, 256, 576, 1024, 2048)),
-            ("cuda", True): ((2048, 8192), (2048, 4096)),
-            ("cuda", False): ((512, 2048, 8192, 32768), (1024, 2048, 4096, 8192)),
-        }[self.device, self.quick]
-        return sorted(
-            ((r, w) for r in rows for w in widths), key=lambda shape: shape[0] * shape[1] ** 2
-        )
+        all_rows, widths = SHAPES[self.device, self.quick]
+        shapes = [(rows, width) for rows in all_rows for width in widths]
+        return sorted(shapes, key=lambda shape: shape[0] * shape[1] ** 2)
 
     @property
     def sizes(self) -> list[int]:
         """Bytes of tensors that are sent or copied, from small to large."""
-        most = (4 if self.quick else 64) if self.device == "cpu" else (64 if self.quick else 256)
-        return [64 * 1024, MIB, most * MIB]
+        return [64 * 1024, MIB, LARGEST_SENT[self.device, self.quick]]
 
 
 def group_sizes(world: int) -> list[int]:
-    """2, 4, 8, … and all."""
-    return sorted(
-        {2**i for i in range(1, world.bit_length()) if 2**i <= world}
-        | ({world} if world > 1 else set())
-    )
+    """Return the sizes of groups of ranks that are measured: 2, 4, 8, … and all."""
+    sizes = []
+    size = 2
+    while size <= world:
+        sizes.append(size)
+        size *= 2
+    if world > 1 and world not in sizes:
+        sizes.append(world)
+    return sizes
 
 
 def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
-    """Measure, print, store. `nproc`: ranks, by default one for each GPU, else one for each core, at least two and at most eight. Raises
-    UserError for more ranks than GPUs or cores or a folder as `out`, EnvironmentFault where files cannot be written, WorkerFailed where a
-    rank fails."""
+    """Measure, print and store the rates of this machine. Returns the exit code 0.
+
+    `nproc`: ranks, by default one for each GPU, else one for each core, at least two and at most eight.
+    `out`: the file; None: in the cache folder.
+    Raises UserError for more ranks than GPUs or cores and for a folder as `out`, EnvironmentFault if files
+    cannot be written, WorkerFailed if a rank fails.
+    """
     machine = detect()
-    ranks = nproc or len(machine.devices) or max(2, min(machine.cores, MOST_CPU_RANKS))
-    most = len(machine.devices) or max(machine.cores, MOST_CPU_RANKS)
-    if ranks > most:  # on a CPU they would share cores, and measure the scheduler
-        where = f"{len(machine.devices)} GPUs" if machine.devices else f"{machine.cores} cores"
-        raise UserError(f"{ranks} ranks on {where}", where="--nproc", fix=f"at most {most}")
+    ranks = _number_of_ranks(machine, nproc)
     if out is not None and out.is_dir():
         raise UserError(
             "is a folder, a file is wanted",
@@ -131,31 +168,40 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
     _require_space(folder, DISK_BYTES, "set XDG_CACHE_HOME to a folder of another disk")
     _require_space(target.absolute().parent, MIB, "choose another place")
     console = Console()
-    sizes = ", ".join(map(str, group_sizes(ranks))) or "none: one rank alone"
+    sizes = ", ".join(str(size) for size in group_sizes(ranks)) or "none: one rank alone"
     console.print(
         f"measuring {hardware(machine)} ({software(machine)}); groups of {sizes}",
         highlight=False,
         soft_wrap=True,
     )
-    measured = replace(
-        _measured_by_ranks(machine, ranks, quick, folder),
-        hardware=hardware(machine),
-        software=software(machine),
-    )
-    write(
-        measured,
-        target,
-        measured=datetime.now().astimezone().isoformat(timespec="seconds"),
-        quick=quick,
-    )
+    measured = _measure_by_ranks(machine, ranks, quick, folder)
+    measured = replace(measured, hardware=hardware(machine), software=software(machine))
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    write(measured, target, measured=now, quick=quick)
     for table in tables(measured):
         console.print(table)
     console.print(f"stored in {target}", highlight=False, soft_wrap=True)
     return 0
 
 
-def _measured_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibration:
-    """Start the ranks, which die with this process, and read what rank 0 wrote."""
+def _number_of_ranks(machine: Machine, nproc: int | None) -> int:
+    """Return how many ranks measure. Raises UserError if `nproc` is too many.
+
+    On a CPU they would share cores, and measure the scheduler.
+    """
+    gpus = len(machine.devices)
+    ranks = nproc or gpus or max(2, min(machine.cores, MOST_CPU_RANKS))
+    most = gpus or max(machine.cores, MOST_CPU_RANKS)
+    if ranks > most:
+        where = f"{machine.cores} cores"
+        if gpus:
+            where = f"{gpus} GPUs"
+        raise UserError(f"{ranks} ranks on {where}", where="--nproc", fix=f"at most {most}")
+    return ranks
+
+
+def _measure_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibration:
+    """Start the ranks, which die with this process, and return what rank 0 wrote."""
     with (
         tempfile.TemporaryDirectory(prefix="drumline-calibrate-") as work,
         LauncherSignals() as signals,
@@ -166,24 +212,26 @@ def _measured_by_ranks(machine: Machine, ranks: int, quick: bool, folder: Path) 
         # All cores, whatever the shell says.
         os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks))
         command = tied("drumline.bench.calibrate", str(task_file))
-        ends = Agent(command, ranks, listen(None), Path(work, "logs"), signals, grace=5.0).attempt()
+        agent = Agent(command, ranks, listen(None), Path(work, "logs"), signals, grace=5.0)
+        ends = agent.attempt()
         if signals.number:
             raise Preempted("stopped by a signal: nothing was stored")
         if any(end.exitcode for end in ends):
             cause = root_cause(ends)
-            tail = (
-                cause.log.read_text(errors="replace").strip().splitlines()[-1:]
-                if cause.log.exists()
-                else []
-            )
-            last_line = "" if cause.error else "".join(tail)
+            last_line = ""
+            if not cause.error and cause.log.exists():
+                lines = cause.log.read_text(errors="replace").strip().splitlines()
+                last_line = "".join(lines[-1:])
             what = f"rank {cause.rank} {cause.message} {last_line}".rstrip()
             raise WorkerFailed(what, where="calibrate", fix="fewer ranks with --nproc, or --quick")
         return read_calibration(Path(task.out))
 
 
 def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -> None:
-    """Write a calibration, whole or not at all. Raises EnvironmentFault where that fails."""
+    """Write a calibration, whole or not at all. Raises EnvironmentFault if that fails.
+
+    `measured`: the time, in ISO format.
+    """
     collectives: dict[str, dict[str, Any]] = {}
     for (kind, ranks), line in sorted(calibration.collectives.items()):
         collectives.setdefault(kind, {})[str(ranks)] = vars(line)
@@ -200,60 +248,76 @@ def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -
 
 
 def _require_space(folder: Path, bytes_: int, fix: str) -> None:
-    """Raises EnvironmentFault where a folder cannot be made or written to, or has too little space."""
+    """Raise EnvironmentFault if a folder cannot be made or written to, or has too little space."""
     with disk_errors("cannot be written to", str(folder), EnvironmentFault, fix):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     if free_bytes(folder) < bytes_:
         raise EnvironmentFault(
-            f"less than {bytes_ / 2**20:.0f} MiB are free",
+            f"less than {bytes_ / MIB:.0f} MiB are free",
             where=str(folder),
             fix=f"free space, or {fix}",
         )
 
 
 def tables(measured: Calibration) -> list[Table]:
-    """The tables of a calibration: products, then what moves bytes."""
-    by_ranks = sorted(((ranks, kind), line) for (kind, ranks), line in measured.collectives.items())
-    products = Table(
-        "rows", "width", *measured.products, title="matrix products, GFLOP/s", box=box.SIMPLE
-    )
-    shapes = sorted(
-        {(p.rows, p.inner) for products in measured.products.values() for p in products}
-    )
-    for rows, width in shapes:
-        rates = [
-            next((p.rate for p in products if (p.rows, p.inner) == (rows, width)), None)
-            for products in measured.products.values()
-        ]
-        products.add_row(
-            str(rows),
-            str(width),
-            *("–" if rate is None else f"{rate / 1e9:,.1f}" for rate in rates),
-        )
-    moves = Table("what", "ranks", "latency, µs", "GB/s", title="bytes", box=box.SIMPLE)
+    """Return the tables of a calibration: matrix products, and what moves bytes."""
+    return [_table_of_products(measured.products), _table_of_bytes(measured)]
+
+
+def _table_of_products(products: Mapping[str, tuple[Product, ...]]) -> Table:
+    """Return a table of GFLOP/s by shape and precision."""
+    table = Table("rows", "width", *products, title="matrix products, GFLOP/s", box=box.SIMPLE)
+    rates: dict[tuple[int, int], dict[str, float]] = {}
+    for precision, of_precision in products.items():
+        for product in of_precision:
+            of_shape = rates.setdefault((product.rows, product.inner), {})
+            of_shape.setdefault(precision, product.rate)
+    for (rows, width), of_shape in sorted(rates.items()):
+        cells = []
+        for precision in products:
+            if precision in of_shape:
+                cells.append(f"{of_shape[precision] / 1e9:,.1f}")
+            else:
+                cells.append("–")
+        table.add_row(str(rows), str(width), *cells)
+    return table
+
+
+def _table_of_bytes(measured: Calibration) -> Table:
+    """Return a table of the latency and the bandwidth of all that moves bytes."""
+    table = Table("what", "ranks", "latency, µs", "GB/s", title="bytes", box=box.SIMPLE)
     if measured.memory:
-        moves.add_row("memory, copied", "", "", f"{measured.memory / 1e9:,.2f}")
-    lines = [(kind.replace("_", "-"), str(ranks), line) for (ranks, kind), line in by_ranks]
-    lines += [(name.replace("_", " "), "", line) for name, line in measured.host.items()]
-    for precision, sides in measured.operators.items():
-        lines += [
-            (f"block {side}, {precision}", "", line)
-            for side, line in zip(("forward", "backward"), sides, strict=True)
-        ]
-    lines += [(f"disk {direction}", "", line) for direction, line in measured.disk.items()]
-    for name, group, line in lines:
-        moves.add_row(name, group, f"{line.latency * 1e6:,.0f}", f"{line.bandwidth / 1e9:,.2f}")
-    return [products, moves]
+        table.add_row("memory, copied", "", "", f"{measured.memory / 1e9:,.2f}")
+
+    def add(name: str, group: str, line: Measured) -> None:
+        latency = f"{line.latency * 1e6:,.0f}"
+        table.add_row(name, group, latency, f"{line.bandwidth / 1e9:,.2f}")
+
+    by_ranks = sorted((ranks, kind) for kind, ranks in measured.collectives)
+    for ranks, kind in by_ranks:
+        add(kind.replace("_", "-"), str(ranks), measured.collectives[kind, ranks])
+    for name, line in measured.host.items():
+        add(name.replace("_", " "), "", line)
+    for precision, (forward, backward) in measured.operators.items():
+        add(f"block forward, {precision}", "", forward)
+        add(f"block backward, {precision}", "", backward)
+    for direction, line in measured.disk.items():
+        add(f"disk {direction}", "", line)
+    return table
 
 
 def main() -> None:
+    """Measure as one rank."""
     with recording():
         task = Task(**json.loads(Path(sys.argv[1]).read_text()))
         # A rank that hangs in a call of C ends here, whatever the other ranks do.
-        faulthandler.dump_traceback_later(LIMIT[task.quick], exit=True)
-        ranks = start(task.device, "nccl" if task.device == "cuda" else "gloo", TIMEOUT)
+        faulthandler.dump_traceback_later(task.limits.rank, exit=True)
+        backend = "gloo"
+        if task.device == "cuda":
+            backend = "nccl"
+        ranks = start(task.device, backend, TIMEOUT)
         try:
             measured = measure(task, ranks)
         except BaseException as error:
@@ -266,149 +330,182 @@ def main() -> None:
 
 
 def measure(task: Task, ranks: Ranks) -> Calibration:
-    """All rates, measured on every rank; only rank 0's are complete."""
-    torch.backends.cuda.matmul.allow_tf32 = True  # precision.tf32's default
+    """Return all rates, measured on every rank. Only rank 0's are complete."""
+    # The default of precision.tf32.
+    torch.backends.cuda.matmul.allow_tf32 = True
     if dist.is_initialized():
         dist.barrier()
-    products, memory = multiply(task), copy_rate(task)
-    blocks = besides_products(
-        task.device,
-        products,
-        {name: DTYPES[name] for name in products},
-        lambda call: _seconds(call, task),
-    )
-    host = to_and_from_host(task) if task.device == "cuda" else {}
-    disk = write_and_read(task) if ranks.rank == 0 else {}
-    # The rates of all ranks together, which measured at the same time: of GPUs the least, since the slowest sets the pace of a step, and of
-    # a processor the sum.
-    how: Callable[[list[float]], float] = min if task.device == "cuda" else sum
-    of_ranks = from_all((products, memory, blocks))
-    same = {
-        precision: zip(*(theirs[precision] for theirs, *_ in of_ranks), strict=False)
-        for precision in products
-    }
-    products = {
-        name: tuple(replace(p[0], rate=how([each.rate for each in p])) for p in shapes)
-        for name, shapes in same.items()
-    }
-    memory = how([rate for _, rate, _ in of_ranks])
-    slowest = {
-        kind: max((theirs[kind] for *_, theirs in of_ranks), key=lambda lines: lines[1].latency)
-        for kind in blocks
-    }
-    matmul = {precision: rate_of_large(measured) for precision, measured in products.items()}
+
+    def seconds_of(call: Callable[[], Any]) -> float:
+        return _seconds(call, task)
+
+    own_products = multiply(task)
+    own_memory = copy_rate(task)
+    dtypes = {precision: DTYPES[precision] for precision in own_products}
+    own_blocks = besides_products(task.device, own_products, dtypes, seconds_of)
+    host: dict[str, Measured] = {}
+    if task.device == "cuda":
+        host = to_and_from_host(task)
+    disk: dict[str, Measured] = {}
+    if ranks.rank == 0:
+        disk = write_and_read(task)
+    # The rates of all ranks together, which measured at the same time: of GPUs the lowest, since the
+    # slowest sets the pace of a step, and of a processor the sum.
+    combine: Callable[[list[float]], float] = sum
+    if task.device == "cuda":
+        combine = min
+    of_ranks = from_all((own_products, own_memory, own_blocks))
+    products_of_ranks = [products for products, _, _ in of_ranks]
+    blocks_of_ranks = [blocks for _, _, blocks in of_ranks]
+    products = {}
+    matmul = {}
+    for precision in own_products:
+        products[precision] = _combine_products(products_of_ranks, precision, combine)
+        matmul[precision] = rate_of_large(products[precision])
+    slowest = {}
+    for precision in own_blocks:
+        lines = [blocks[precision] for blocks in blocks_of_ranks]
+        slowest[precision] = max(lines, key=lambda sides: sides[1].latency)
+    memory = combine([memory for _, memory, _ in of_ranks])
     sent = collectives(task, ranks)
     return Calibration(
         "", "", matmul, memory, sent, host, slowest, disk, ranks=ranks.world_size, products=products
     )
 
 
+def _combine_products(
+    products_of_ranks: list[Products], precision: str, combine: Callable[[list[float]], float]
+) -> tuple[Product, ...]:
+    """Return the products of a precision that all ranks have measured, with their rates combined."""
+    of_ranks = [products[precision] for products in products_of_ranks]
+    combined = []
+    # A rank on which products are too slow has measured fewer.
+    for same_shape in zip(*of_ranks, strict=False):
+        rate = combine([product.rate for product in same_shape])
+        combined.append(replace(same_shape[0], rate=rate))
+    return tuple(combined)
+
+
 def multiply(task: Task) -> Products:
-    """FLOP/s of (rows × width) · (width × width), in each precision that the device has."""
-    found = {}
+    """Return the FLOP/s of (rows × width) · (width × width), in each precision that the device has."""
+    products = {}
     for precision, dtype in DTYPES.items():
         if precision == "bf16" and task.device == "cuda" and not task.bf16:
             continue
         measured: list[Product] = []
         for rows, width in task.shapes:
             flop = 2.0 * rows * width * width
-            if measured and flop / measured[-1].rate > TOO_SLOW[task.quick]:
+            if measured and flop / measured[-1].rate > task.limits.product:
                 break
             a = torch.randn(rows, width, device=task.device).to(dtype)
             b = torch.randn(width, width, device=task.device).to(dtype)
             seconds = _seconds(partial(torch.matmul, a, b), task)
             measured.append(Product(rows, width, width, flop / seconds))
-        found[precision] = tuple(measured)
-    return found
+        products[precision] = tuple(measured)
+    return products
 
 
 def rate_of_large(measured: Sequence[Product]) -> float:
-    """The best FLOP/s among products of at least a quarter of the largest one's FLOPs."""
-    flops = [p.rows * p.inner * p.columns for p in measured]
-    return max(p.rate for p, flop in zip(measured, flops, strict=True) if 4 * flop >= max(flops))
+    """Return the best FLOP/s among products of at least a quarter of the largest one's FLOPs."""
+    flops = [product.rows * product.inner * product.columns for product in measured]
+    rates = []
+    for product, flop in zip(measured, flops, strict=True):
+        if 4 * flop >= max(flops):
+            rates.append(product.rate)
+    return max(rates)
 
 
 def copy_rate(task: Task) -> float:
-    """Bytes/s of a copy within the device's memory, read and write counted; the tensor is larger than caches are."""
-    size = (64 if task.device == "cpu" else 1024) * MIB
-    a, b = (torch.ones(size // 4, device=task.device) for _ in range(2))
-    return 2 * size / _seconds(lambda: b.copy_(a), task)
+    """Return the bytes/s of a copy within the device's memory. Read and written bytes are counted."""
+    size = COPIED[task.device]
+    source = torch.ones(size // FP32_BYTES, device=task.device)
+    target = torch.ones(size // FP32_BYTES, device=task.device)
+    return 2 * size / _seconds(partial(target.copy_, source), task)
 
 
 def to_and_from_host(task: Task) -> dict[str, Measured]:
-    """Lines of copies between pinned memory and the device."""
-    points: dict[str, list[tuple[float, float]]] = {"to_device": [], "to_host": []}
+    """Return lines through the seconds of copies between pinned memory and the device."""
+    to_device = []
+    to_host = []
     for size in task.sizes:
-        here = torch.ones(size // 4).pin_memory()
-        there = torch.ones(size // 4, device=task.device)
-        to_device = partial(there.copy_, here, non_blocking=True)
-        to_host = partial(here.copy_, there, non_blocking=True)
-        points["to_device"].append((size, _seconds(to_device, task)))
-        points["to_host"].append((size, _seconds(to_host, task)))
-    return {direction: line_through(found) for direction, found in points.items()}
+        here = torch.ones(size // FP32_BYTES).pin_memory()
+        there = torch.ones(size // FP32_BYTES, device=task.device)
+        seconds = _seconds(partial(there.copy_, here, non_blocking=True), task)
+        to_device.append((size, seconds))
+        seconds = _seconds(partial(here.copy_, there, non_blocking=True), task)
+        to_host.append((size, seconds))
+    return {"to_device": line_through(to_device), "to_host": line_through(to_host)}
 
 
 def write_and_read(task: Task) -> dict[str, Measured]:
-    """Lines of a file written until it is on the disk, and read again after the kernel has dropped it from its cache."""
-    points: dict[str, list[tuple[float, float]]] = {"write": [], "read": []}
-    for size in (MIB, 16 * MIB, (32 if task.quick else 256) * MIB):
+    """Return lines through the seconds of writing and reading a file.
+
+    It is written until it is on the disk, and read after the kernel has dropped it from its cache.
+    """
+    written = []
+    read = []
+    for size in (MIB, 16 * MIB, LARGEST_FILE[task.quick]):
         data = os.urandom(MIB) * (size // MIB)
         with tempfile.NamedTemporaryFile(dir=task.folder, prefix="calibrate-") as file:
             began = time.perf_counter()
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            points["write"].append((size, time.perf_counter() - began))
-            if hasattr(
-                os, "posix_fadvise"
-            ):  # macOS has none: there it is read from the kernel's cache
+            written.append((size, time.perf_counter() - began))
+            # macOS has none: there it is read from the kernel's cache.
+            if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             began = time.perf_counter()
             while file.read(4 * MIB):
                 pass
-            points["read"].append((size, time.perf_counter() - began))
-    return {direction: line_through(found) for direction, found in points.items()}
+            read.append((size, time.perf_counter() - began))
+    return {"write": line_through(written), "read": line_through(read)}
 
 
 def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
-    """Lines for each kind among the first 2, 4, … ranks and among all; bytes are counted as a run counts them."""
-    found = {}
+    """Return lines for each kind of collective among the first 2, 4, … ranks and among all.
+
+    Bytes are counted as a run counts them.
+    """
+    lines = {}
     for size in group_sizes(ranks.world_size):
         group = dist.new_group(range(size))
         if ranks.rank < size:
             for kind in KINDS:
-                points = [
-                    _measured(_collective(kind, bytes_, size, group, task.device), group, task)
-                    for bytes_ in task.sizes
-                ]
-                found[kind, size] = line_through(points)
+                points = []
+                for bytes_ in task.sizes:
+                    call = _collective(kind, bytes_, size, group, task.device)
+                    points.append(_time_collective(call, group, task))
+                lines[kind, size] = line_through(points)
         dist.barrier()
     if ranks.world_size > 1:
-        found["p2p", 2] = line_through(
-            [_back_and_forth(bytes_, ranks.rank, task) for bytes_ in task.sizes]
-        )
-    return found
+        points = [_back_and_forth(bytes_, ranks.rank, task) for bytes_ in task.sizes]
+        lines["p2p", 2] = line_through(points)
+    return lines
 
 
 def _collective(kind: str, bytes_: int, size: int, group: Any, device: str) -> Callable[[], Any]:
-    """A collective on tensors of `bytes_` bytes on the larger side."""
-    whole = torch.zeros(bytes_ // 4 // size * size, device=device)
-    part, other = torch.zeros(len(whole) // size, device=device), torch.zeros_like(whole)
-    return {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-    }[kind]
+    """Return a call of a collective among `size` ranks, on tensors of `bytes_` bytes on the larger side."""
+    entries_of_rank = bytes_ // FP32_BYTES // size
+    whole = torch.zeros(entries_of_rank * size, device=device)
+    part = torch.zeros(entries_of_rank, device=device)
+    other = torch.zeros_like(whole)
+    calls = {
+        "all_reduce": partial(dist.all_reduce, whole, group=group),
+        "all_gather": partial(dist.all_gather_into_tensor, whole, part, group=group),
+        "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, group=group),
+        "all_to_all": partial(dist.all_to_all_single, other, whole, group=group),
+    }
+    return calls[kind]
 
 
-def _measured(call: Callable[[], Any], group: Any, task: Task) -> tuple[float, float]:
-    """(bytes that a rank sends, least seconds of a call when all start together)."""
+def _time_collective(call: Callable[[], Any], group: Any, task: Task) -> tuple[float, float]:
+    """Return (bytes that a rank sends, least seconds of a call when all ranks start together)."""
     with CommunicatedBytes() as sent:
         call()
     times = []
-    for _ in range(task.repeats):
+    for _ in range(task.limits.repeats):
         dist.barrier(group)
         _wait(task.device)
         began = time.perf_counter()
@@ -419,33 +516,48 @@ def _measured(call: Callable[[], Any], group: Any, task: Task) -> tuple[float, f
 
 
 def _back_and_forth(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
-    """(bytes, seconds of one way between ranks 0 and 1); all other ranks wait at the barrier."""
-    tensor, times = torch.zeros(bytes_ // 4, device=task.device), [1.0]
+    """Return (bytes, seconds of one way between ranks 0 and 1). All other ranks wait at the barrier."""
+    tensor = torch.zeros(bytes_ // FP32_BYTES, device=task.device)
+    # Of the other ranks; their number is not used.
+    seconds = 1.0
     if rank < 2:
         times = []
-        for _ in range(task.repeats + 1):
+        for _ in range(task.limits.repeats + 1):
             began = time.perf_counter()
             for sender in (0, 1):
-                dist.send(tensor, 1 - rank) if rank == sender else dist.recv(tensor, 1 - rank)
+                if rank == sender:
+                    dist.send(tensor, 1 - rank)
+                else:
+                    dist.recv(tensor, 1 - rank)
             _wait(task.device)
             times.append((time.perf_counter() - began) / 2)
+        seconds = min(times)
     dist.barrier()
-    return bytes_, min(times)
+    return bytes_, seconds
 
 
 def _seconds(call: Callable[[], Any], task: Task) -> float:
-    """Seconds of a call, the least of several samples: what else runs here only adds to it. On a GPU, where waiting for the end costs
-    time itself, a sample is many calls (10 ms)."""
-    _timed(call, 1, task.device)  # kernels are loaded, threads started
-    calls = max(1, int(0.01 / _timed(call, 1, task.device))) if task.device == "cuda" else 1
-    times, spent = list[float](), 0.0
-    while (len(times) < SAMPLES or spent < ENOUGH[task.quick]) and spent < MOST[task.quick]:
-        times.append(_timed(call, calls, task.device))
-        spent += calls * times[-1]
+    """Return the seconds of a call: the least of several samples, since other work only adds to it.
+
+    On a GPU, where waiting for the end costs time itself, a sample is many calls.
+    """
+    # The first call loads kernels and starts threads.
+    _time_calls(call, 1, task.device)
+    calls = 1
+    if task.device == "cuda":
+        calls = max(1, int(SAMPLE_SECONDS / _time_calls(call, 1, task.device)))
+    limits = task.limits
+    times: list[float] = []
+    spent = 0.0
+    while spent < limits.most and (len(times) < SAMPLES or spent < limits.enough):
+        seconds = _time_calls(call, calls, task.device)
+        times.append(seconds)
+        spent += calls * seconds
     return min(times)
 
 
-def _timed(call: Callable[[], Any], calls: int, device: str) -> float:
+def _time_calls(call: Callable[[], Any], calls: int, device: str) -> float:
+    """Return the mean seconds of some calls in a row."""
     began = time.perf_counter()
     for _ in range(calls):
         call()
@@ -454,6 +566,7 @@ def _timed(call: Callable[[], Any], calls: int, device: str) -> float:
 
 
 def _wait(device: str) -> None:
+    """Wait until the device has done what it was given."""
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -1,10 +1,13 @@
-"""Points that Optuna chooses, kept in the sweep's folder: a sweep goes on where it was."""
+"""Points that Optuna chooses.
+
+Its study is kept in the sweep's folder, so a sweep that was stopped goes on from it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from drumline.bench.axes import Axis, Point
 from drumline.bench.trials import Outcome
@@ -13,13 +16,20 @@ from drumline.errors import ConfigError, EnvironmentFault
 from drumline.foreign import judged
 
 FILE = "optuna.log"
+OTHER_STUDY = "the study there is of other keys or values"
+FIX = "name another folder with --to"
 
 
 class Study:
+    """The study of a sweep: it chooses points, and is told their results."""
+
     def __init__(
         self, folder: Path, axes: Sequence[Axis], number: int, options: EvalConfig, seed: int
     ) -> None:
-        """Raises EnvironmentFault without Optuna, and ConfigError for a study of something else."""
+        """Open the study in a folder, or begin one. `number`: of points altogether.
+
+        Raises EnvironmentFault without Optuna, ConfigError for a study that cannot be read.
+        """
         try:
             import optuna
             from optuna.storages import JournalStorage
@@ -29,59 +39,54 @@ class Study:
                 "the package optuna is missing", where="--optuna", fix="pip install optuna"
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.optuna, self.axes, self.number = optuna, axes, number
-        self.numbers: dict[
-            Point, list[int]
-        ] = {}  # point → the numbers of its trials in the study, which may choose it twice
-        with judged(
-            "the study there cannot be read",
-            str(folder / FILE),
-            ConfigError,
-            "name another folder with --to",
-        ):
+        self.optuna = optuna
+        self.axes = axes
+        self.number = number
+        # Point → the numbers of its trials in the study, which may choose it twice.
+        self.numbers: dict[Point, list[int]] = {}
+        direction: Literal["minimize", "maximize"] = "maximize"
+        if options.mode == "min":
+            direction = "minimize"
+        file = str(folder / FILE)
+        with judged("the study there cannot be read", file, ConfigError, FIX):
             self.study = optuna.create_study(
                 study_name="sweep",
-                storage=JournalStorage(JournalFileBackend(str(folder / FILE))),
-                direction="minimize" if options.mode == "min" else "maximize",
+                storage=JournalStorage(JournalFileBackend(file)),
+                direction=direction,
                 load_if_exists=True,
             )
         # Not the seed alone: a sweep that goes on would draw what it has drawn.
-        self.study.sampler = optuna.samplers.TPESampler(
-            seed=seed + len(self.study.get_trials(deepcopy=False))
-        )
+        trials_before = len(self.study.get_trials(deepcopy=False))
+        self.study.sampler = optuna.samplers.TPESampler(seed=seed + trials_before)
 
     def points(self) -> Iterator[Point]:
-        """First those that an earlier sweep began or finished, then new ones, which the study chooses by the results so far."""
-        known = [
-            self._point(trial.params, trial.number)
-            for trial in self.study.get_trials(deepcopy=False)
-        ]
+        """Yield the points that an earlier sweep began or finished, then new ones.
+
+        The study chooses the new ones by the results so far. Raises ConfigError for a study of other keys
+        or values.
+        """
+        known = []
+        for trial in self.study.get_trials(deepcopy=False):
+            known.append(self._point(trial.params, trial.number))
         yield from known
         for _ in range(self.number - len(known)):
-            with judged(
-                "the study there is of other keys or values",
-                str(FILE),
-                ConfigError,
-                "name another folder with --to",
-            ):
-                trial = self.study.ask({axis.key: self._distribution(axis) for axis in self.axes})
-            yield self._point(trial.params, trial.number)
+            with judged(OTHER_STUDY, FILE, ConfigError, FIX):
+                new = self.study.ask({axis.key: self._distribution(axis) for axis in self.axes})
+            yield self._point(new.params, new.number)
 
     def _point(self, params: dict[str, Any], number: int) -> Point:
-        same = params.keys() == {axis.key for axis in self.axes}
-        if not same or any(
-            axis.values and str(params[axis.key]) not in axis.values for axis in self.axes
-        ):
-            raise ConfigError(
-                "the study there is of other keys or values",
-                where=FILE,
-                fix="name another folder with --to",
-            )
+        """Return the point of the study's trial `number`, and note the number."""
+        if params.keys() != {axis.key for axis in self.axes}:
+            raise ConfigError(OTHER_STUDY, where=FILE, fix=FIX)
         point = tuple((axis.key, str(params[axis.key])) for axis in self.axes)
+        for axis, (_, value) in zip(self.axes, point, strict=True):
+            if axis.values and value not in axis.values:
+                raise ConfigError(OTHER_STUDY, where=FILE, fix=FIX)
         self.numbers.setdefault(point, []).append(number)
         return point
 
     def _distribution(self, axis: Axis) -> Any:
+        """Return what Optuna draws the values of an axis from."""
         kinds = self.optuna.distributions
         if axis.values:
             return kinds.CategoricalDistribution(axis.values)
@@ -90,14 +95,19 @@ class Study:
         return kinds.FloatDistribution(axis.low, axis.high, log=axis.log)
 
     def tell(self, outcomes: Sequence[Outcome | None], point: Point) -> None:
-        """The mean over the seeds, once all have ended; a failure where one of them has no number."""
-        seen = [each for each in outcomes if each is not None]
-        values = [each.value for each in seen if each.value is not None]
-        if len(seen) < len(outcomes) or any(each.state == "preempted" for each in seen):
+        """Tell the study the mean over the seeds of a point, once all its trials have ended.
+
+        It is a failure if one of them has no value.
+        """
+        ended = [each for each in outcomes if each is not None]
+        if len(ended) < len(outcomes) or any(each.state == "preempted" for each in ended):
             return
+        values = [each.value for each in ended if each.value is not None]
         known = self.study.get_trials(deepcopy=False)
-        for number in (each for each in self.numbers[point] if not known[each].state.is_finished()):
-            if len(values) == len(seen):
+        for number in self.numbers[point]:
+            if known[number].state.is_finished():
+                continue
+            if len(values) == len(ended):
                 self.study.tell(number, sum(values) / len(values))
             else:
                 self.study.tell(number, state=self.optuna.trial.TrialState.FAIL)

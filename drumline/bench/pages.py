@@ -1,4 +1,7 @@
-"""What a bench or a sweep leaves to look at: a table as Markdown, one HTML file with its figure inside, and the figure as PNG."""
+"""Write the results of a bench or a sweep.
+
+They are a table as Markdown, one HTML file with its figure inside, and the figure as PNG.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -20,8 +23,10 @@ from drumline.foreign import disk_errors
 from drumline.report.bars import notes
 from drumline.report.markup import Html, table, tag, text
 
-Rows = Sequence[Sequence[str]]  # of a table; the first is its head
-COLUMN_GAP = 2  # characters between columns
+# Of a table; the first is its head.
+Rows = Sequence[Sequence[str]]
+# Characters between columns.
+COLUMN_GAP = 2
 STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.3em .8em;border-bottom:1px solid #8886;"
@@ -59,7 +64,9 @@ def show(console: Console, title: str, rows: Rows, left: Sequence[str]) -> None:
     is_wide = width > console.width
     if is_wide:
         rows = [_break_numbers(row, rows[0], left) for row in rows]
-    padding = (0, 0, 0, 0) if is_wide else (0, 1, 0, 0)
+    padding = (0, 1, 0, 0)
+    if is_wide:
+        padding = (0, 0, 0, 0)
     shown = Table(
         title=title,
         title_justify="left",
@@ -69,7 +76,10 @@ def show(console: Console, title: str, rows: Rows, left: Sequence[str]) -> None:
         pad_edge=False,
     )
     for name in rows[0]:
-        shown.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
+        justify: JustifyMethod = "right"
+        if name in left:
+            justify = "left"
+        shown.add_column(Text(name), justify=justify, overflow="fold")
     for row in rows[1:]:
         shown.add_row(*map(Text, row))
     console.print(shown)

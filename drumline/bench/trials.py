@@ -1,4 +1,7 @@
-"""Trials: runs of one config with other values, each a `drumline train` of its own, some at a time, here or as jobs of Slurm."""
+"""Trials: runs of one config with different values.
+
+Each is a `drumline train` of its own. Some run at a time, on this machine or as jobs of Slurm.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +27,31 @@ from drumline.launchers import runs
 from drumline.launchers.slurm import queue
 from drumline.telemetry.events import Eval, Event, RunEnd, Step, read, series
 
-LOOK_SECONDS, QUEUE_SECONDS = 0.2, 10.0
-LOGS = "logs"  # in the sweep's folder: what each trial printed
+# Between two looks at the trials, and at Slurm's queue.
+LOOK_SECONDS = 0.2
+QUEUE_SECONDS = 10.0
+# The folder of what each trial printed, in the sweep's folder.
+LOGS = "logs"
 
 
 @dataclass(frozen=True)
 class Trial:
+    """A run of a sweep. `point`: its values; `folder`: of the run."""
+
     point: Point
     folder: Path
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known of a trial. `value`: the metric at its best, `at` that step; `reason`: why it has none, or did not finish."""
+    """What is known of a trial.
+
+    `state`: finished, failed, not started, or that of `drumline ps`. `value`: the metric at its best, at
+    step `at`. `seconds`: of all its attempts. `reason`: why it has no value, or did not finish.
+    """
 
     trial: Trial
-    state: str  # finished, failed, not started, or that of `drumline ps`
+    state: str
     value: float | None = None
     at: int | None = None
     seconds: float = 0.0
@@ -49,7 +61,11 @@ class Outcome:
 
 @dataclass
 class Trials:
-    """`jobs`: at a time; None: all. `slurm`: each is a job of its queue. `gpus`: of this machine, dealt out."""
+    """How trials are run.
+
+    `common`: overrides of all. `jobs`: how many at a time; None: all. `slurm`: each is a job of Slurm's
+    queue. `gpus`: the number of this machine's GPUs, which the trials share out.
+    """
 
     config: Path
     common: list[str]
@@ -67,174 +83,228 @@ class Trials:
             )
 
     def run(self, trials: Iterator[Trial], on_end: Callable[[Trial, int], object]) -> int:
-        """Take trials and run them to their ends. Returns the signal that stopped it, or 0; running ones then save and end, jobs
-        go on."""
+        """Run trials to their ends, and call `on_end(trial, exit code)` after each.
+
+        Returns the number of the signal that stopped it, or 0. After a signal running trials save and end,
+        and jobs go on.
+        """
         running: dict[int, Running] = {}
-        more = True
+        has_more = True
         with LauncherSignals() as signals:
-            while (more or running) and not (signals.number and (self.slurm or not running)):
-                more = more and not signals.number and self._fill(trials, running)
+            while has_more or running:
+                if signals.number and (self.slurm or not running):
+                    break
+                if has_more:
+                    has_more = not signals.number and self._fill(trials, running)
                 for place, each in list(running.items()):
                     if signals.number and not self.slurm:
                         each.stop(signals.at_once)
-                    if (code := each.poll()) is not None:
+                    code = each.poll()
+                    if code is not None:
                         del running[place]
                         on_end(each.trial, code)
                 time.sleep(LOOK_SECONDS)
         return signals.number
 
     def _fill(self, trials: Iterator[Trial], running: dict[int, Running]) -> bool:
-        """Start trials where there are places. False: there are no more."""
+        """Start trials in the free places. Returns whether there may be more trials."""
         while self.jobs is None or len(running) < self.jobs:
-            if (trial := next(trials, None)) is None:
+            trial = next(trials, None)
+            if trial is None:
                 return False
-            place = next(place for place in range(len(running) + 1) if place not in running)
+            place = 0
+            while place in running:
+                place += 1
             running[place] = self._start(trial, place)
         return True
 
     def _start(self, trial: Trial, place: int) -> Running:
-        """A trial that was killed goes on from its newest checkpoint; without one it begins again."""
+        """Start a trial. One that was killed goes on from its newest checkpoint, or begins again."""
         if self.slurm and queue.queued_job(trial.folder):
             return Running(trial, None, None, True)
-        began = any((trial.folder / "checkpoints").glob("step-*")) or any(
-            each.state == "running" for each in _states(trial.folder)
-        )
-        if not began and trial.folder.exists():
+        has_begun = _has_begun(trial.folder)
+        if not has_begun and trial.folder.exists():
             remove(trial.folder)
         log = log_of(trial)
         log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = [
-            str(self.config),
-            *self.common,
-            *overrides_of(trial.point),
-            override("run.dir", trial.folder),
-            *["--resume"] * began,
-        ]
-        env = {**os.environ, "NO_COLOR": "1"}
+        arguments = [str(self.config), *self.common, *overrides_of(trial.point)]
+        arguments.append(override("run.dir", trial.folder))
+        if has_begun:
+            arguments.append("--resume")
+        environment = {**os.environ, "NO_COLOR": "1"}
         if self.gpus:
-            visible = (
-                env["CUDA_VISIBLE_DEVICES"].split(",")
-                if env.get("CUDA_VISIBLE_DEVICES")
-                else [str(n) for n in range(self.gpus)]
-            )
-            share = self.gpus // (self.jobs or 1)
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible[place * share : (place + 1) * share])
+            environment["CUDA_VISIBLE_DEVICES"] = self._visible_gpus(environment, place)
+        command = [sys.executable, *tied("drumline", "train", *arguments)]
         file = log.open("w", encoding="utf-8")
-        return Running(
-            trial,
-            start_command([sys.executable, *tied("drumline", "train", *arguments)], env, file),
-            file,
-            self.slurm,
-        )
+        return Running(trial, start_command(command, environment, file), file, self.slurm)
+
+    def _visible_gpus(self, environment: dict[str, str], place: int) -> str:
+        """Return the GPUs of the trial at a place, as CUDA_VISIBLE_DEVICES names them."""
+        named = environment.get("CUDA_VISIBLE_DEVICES")
+        if named:
+            gpus = named.split(",")
+        else:
+            gpus = [str(number) for number in range(self.gpus)]
+        share = self.gpus // (self.jobs or 1)
+        return ",".join(gpus[place * share : (place + 1) * share])
+
+
+def _has_begun(folder: Path) -> bool:
+    """Return whether a trial has a checkpoint to go on from, or is running."""
+    if any((folder / "checkpoints").glob("step-*")):
+        return True
+    return any(each.state == "running" for each in _states(folder))
 
 
 def _states(folder: Path) -> list[runs.State]:
-    return runs.states(folder) if runs.is_run(folder) else []
+    """Return the states of the runs in a folder; none if it is no folder of a run."""
+    if not runs.is_run(folder):
+        return []
+    return runs.states(folder)
 
 
 @dataclass
 class Running:
-    """`process`: its launcher; of a job what submitted it, None for one that was in the queue before."""
+    """A trial that was started.
+
+    `process`: its launcher; of a job the process that submitted it, None for one that was in the queue
+    before. `asked_at`: when the queue was read last. `gone_at`: when its job was first missing there.
+    """
 
     trial: Trial
     process: Process | None
     log: IO[str] | None
     slurm: bool
     asked_at: float = 0.0
-    gone_at: float | None = None  # when its job was first not in the queue
+    gone_at: float | None = None
     stopped: bool = False
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs or waits."""
-        code = 0 if self.process is None else self.process.poll()
+        """Return the exit code; None while the trial runs or waits."""
+        code: int | None = 0
+        if self.process is not None:
+            code = self.process.poll()
         if code is None or time.monotonic() - self.asked_at < QUEUE_SECONDS:
             return None
         if self.slurm and code == 0:
-            self.asked_at = time.monotonic()
-            try:
-                there = queue.queued_job(self.trial.folder) is not None
-            except EnvironmentFault:
-                return None  # Slurm is busy, or restarts: the job goes on meanwhile
-            code = None if there else queue.end_of(self.trial.folder)
-            self.gone_at = None if there else self.gone_at or self.asked_at
+            code = self._poll_job()
             if code is None:
-                if self.gone_at is None or self.asked_at - self.gone_at < queue.NOTE_SECONDS:
-                    return None
-                code = 1
+                return None
         if self.log is not None:
             self.log.close()
         return code
 
+    def _poll_job(self) -> int | None:
+        """Return the exit code of a job that was submitted; None while it runs or waits."""
+        self.asked_at = time.monotonic()
+        try:
+            job = queue.queued_job(self.trial.folder)
+        except EnvironmentFault:
+            # Slurm is busy, or restarts: the job goes on meanwhile.
+            return None
+        if job is not None:
+            self.gone_at = None
+            return None
+        if self.gone_at is None:
+            self.gone_at = self.asked_at
+        code = queue.end_of(self.trial.folder)
+        if code is None and self.asked_at - self.gone_at >= queue.NOTE_SECONDS:
+            # Its end should have been noted by now.
+            return 1
+        return code
+
     def stop(self, at_once: bool) -> None:
-        """As a signal to `drumline train` does: it saves and ends; a second Ctrl-C kills."""
-        if self.process is not None and (at_once or not self.stopped):
+        """Stop the running trial. It saves and exits; with `at_once` it is killed."""
+        if self.process is None:
+            return
+        if at_once:
             self.stopped = True
-            (self.process.kill if at_once else self.process.terminate)()
+            self.process.kill()
+        elif not self.stopped:
+            self.stopped = True
+            self.process.terminate()
 
 
 def log_of(trial: Trial) -> Path:
+    """Return the file of what a trial printed."""
     return trial.folder.parent / LOGS / f"{trial.folder.name}.log"
 
 
 def outcome(trial: Trial, options: EvalConfig, code: int | None = None) -> Outcome:
-    """What the folder of a trial says. `code`: its exit code, where it has just ended."""
+    """Return the outcome that the folder of a trial shows. `code`: its exit code, if it has just ended."""
     if not (trial.folder / "plan.json").exists():
-        ended = code not in (None, NOTHING_LOST)
-        return Outcome(
-            trial,
-            "failed" if ended else "not started",
-            reason=_reason(trial, code) if ended else "",
-        )
-    events, state = read(trial.folder / "events.jsonl"), runs.states(trial.folder)[0].state
+        if code in (None, NOTHING_LOST):
+            return Outcome(trial, "not started")
+        return Outcome(trial, "failed", reason=_reason(trial, code))
+    events = read(trial.folder / "events.jsonl")
+    state = runs.states(trial.folder)[0].state
     if code not in (None, 0, NOTHING_LOST) and state != "finished":
         state = "failed"
-    steps = [event for event in events if isinstance(event, Step)]
     value, at = best(events, options)
-    reason = (
-        f"it ended without a number of {options.metric}"
-        if state == "finished" and value is None
-        else ""
-    )
+    reason = ""
     if state == "failed":
         reason = _reason(trial, code)
-    speed = statistics.median(event.tokens_per_s for event in steps) if steps else None
-    ends = [event.goodput.get("elapsed", 0.0) for event in events if isinstance(event, RunEnd)]
-    return Outcome(
-        trial, state, value if state == "finished" else None, at, sum(ends), speed, reason
-    )
+    elif state == "finished" and value is None:
+        reason = f"it ended without a number of {options.metric}"
+    if state != "finished":
+        value = None
+    seconds, speed = _seconds_and_speed(events)
+    return Outcome(trial, state, value, at, seconds, speed, reason)
+
+
+def _seconds_and_speed(events: list[Event]) -> tuple[float, float | None]:
+    """Return the seconds of all attempts, and the median tokens per second of their steps."""
+    seconds = 0.0
+    speeds = []
+    for event in events:
+        if isinstance(event, Step):
+            speeds.append(event.tokens_per_s)
+        elif isinstance(event, RunEnd):
+            seconds += event.goodput.get("elapsed", 0.0)
+    if not speeds:
+        return seconds, None
+    return seconds, statistics.median(speeds)
 
 
 def best(events: list[Event], options: EvalConfig) -> tuple[float | None, int | None]:
-    """(the best value of eval.metric after the first step, its step); where nothing was evaluated the mean of the last tenth of the
-    training steps, which have the metric. None where that is no number."""
-    held_out = {
-        step: value
-        for step, value in series(events, options.metric, Eval).items()
-        if step > 0 and _finite(value)
-    }
+    """Return the best value of eval.metric after the first step, and its step.
+
+    If nothing was evaluated, it is the mean of the last tenth of the training steps, which have the metric.
+    (None, None) if that is no number.
+    """
+    held_out = {}
+    for step, value in series(events, options.metric, Eval).items():
+        if step > 0 and _is_finite(value):
+            held_out[step] = value
     if held_out:
-        at = (min if options.mode == "min" else max)(held_out, key=lambda step: held_out[step])
+        if options.mode == "min":
+            at = min(held_out, key=lambda step: held_out[step])
+        else:
+            at = max(held_out, key=lambda step: held_out[step])
         return held_out[at], at
-    trained = series(events, options.metric)
-    last = sorted(trained)[-max(1, len(trained) // 10) :]
-    values = [trained[step] for step in last if _finite(trained[step])]
-    if not values or any(isinstance(event, Eval) and event.step > 0 for event in events):
+    if any(isinstance(event, Eval) and event.step > 0 for event in events):
         return None, None
-    return statistics.fmean(values), last[-1]
+    trained = series(events, options.metric)
+    last_tenth = sorted(trained)[-max(1, len(trained) // 10) :]
+    values = [trained[step] for step in last_tenth if _is_finite(trained[step])]
+    if not values:
+        return None, None
+    return statistics.fmean(values), last_tenth[-1]
 
 
-def _finite(value: object) -> bool:
+def _is_finite(value: object) -> bool:
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _reason(trial: Trial, code: int | None) -> str:
-    """The line of the error that it printed last."""
+    """Return the last error that a trial printed, and where to read more."""
     log = log_of(trial)
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    lines = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    where = f"see {log}" if log.is_file() else f"see {trial.folder}"
-    return (
-        re.sub(r"; see \S+$", "", lines[-1]) + f"; {where}"
-        if lines
-        else f"it ended with code {code}; {where}"
-    )
+    if not log.is_file():
+        return f"it ended with code {code}; see {trial.folder}"
+    error = f"it ended with code {code}"
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith("error: "):
+            # Without the file that the error itself refers to.
+            error = re.sub(r"; see \S+$", "", line.removeprefix("error: "))
+    return f"{error}; see {log}"

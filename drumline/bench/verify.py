@@ -1,5 +1,7 @@
-"""`drumline verify`: a few steps of the user's own work on one process and under each strategy, and how far the numbers lie apart: losses,
-gradient norms, and every tensor of the last checkpoints."""
+"""`drumline verify`: a few steps of the user's own work on one process and under each strategy.
+
+It shows how far the numbers lie apart: losses, gradient norms, and every tensor of the last checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -32,31 +34,43 @@ from drumline.errors import (
 from drumline.report.bars import OnProgress, aside
 from drumline.telemetry import events
 
-# Besides the strategies with `compared`: what is run by default with four processes or more.
+# What is run by default with four processes or more, besides the strategies with `compared`.
 MIXES = ("ddp tp=2", "fsdp2 tp=2", "ddp pp=2", "fsdp2 cp=2")
 REFERENCE = "one process"
-Read = Callable[[list[str]], Loaded]  # the user's config, with overrides over it
-DROPOUT = ("dropout", "pdrop", "dropout_prob", "_drop")  # ends of a model's own options
-PORTION = 64 * 2**20  # entries read at once
-SMALLEST_NORM = 1e-12  # a tensor of zeros has no relative difference
-# The loss of a policy is a mean of advantages, which cancel to nothing at the first step: what is left is rounding.
+# Loads the user's config, with overrides over it.
+Read = Callable[[list[str]], Loaded]
+# Ends of the names of a model's own options for dropout.
+DROPOUT = ("dropout", "pdrop", "dropout_prob", "_drop")
+# Entries that are read at once.
+PORTION = 64 * 2**20
+# A tensor of zeros has no relative difference.
+SMALLEST_NORM = 1e-12
+SMALLEST_GRAD_NORM = 1e-30
+# The loss of a policy is a mean of advantages, which cancel to nothing at the first step: what is left is
+# rounding.
 SMALLEST_LOSS = 0.1
 # A tensor with so small a share of the gradient's norm has nothing but rounding for a gradient.
 ROUNDING = 1e-5
+# The end of the names of second moments.
 SECOND = ".exp_avg_sq"
-TOLERANCE = 1e-5  # relative, in fp32
+# Relative, in fp32.
+TOLERANCE = 1e-5
 # Another cut of the batch changes the order of the same sums, as a strategy does. A strategy has a
 # few such changes at once (its ranks, its collectives, its parts of a product), so it may be apart
 # by a few times what one of them does.
 ROUNDING_FACTOR = 4
-# A sample that is lost or counted twice moves the gradient by about its share of the global batch.
+# Samples. One that is lost or counted twice moves the gradient by about its share of the global batch.
 # Rounding may be allowed a tenth of that: beyond it, a mistake could not be told from rounding.
-LARGEST_ROUNDING = 0.1  # samples
+LARGEST_ROUNDING = 0.1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One strategy's row. `apart` None: it was refused before it started, or failed, as `note` says."""
+    """What came of one strategy.
+
+    `apart`: its difference from one process; None if it was refused before it started, or failed, as
+    `note` says.
+    """
 
     name: str
     ranks: int | None
@@ -64,8 +78,10 @@ class Outcome:
     note: str = ""
 
     def within(self, tolerance: float) -> bool:
-        """Whether it is what one process trains, or was refused before it started."""
-        return self.apart.largest <= tolerance if self.apart else not self.note.startswith("failed")
+        """Return whether it trains what one process trains, or was refused before it started."""
+        if self.apart is None:
+            return not self.note.startswith("failed")
+        return self.apart.largest <= tolerance
 
 
 def verify(
@@ -77,13 +93,14 @@ def verify(
     tolerance: float | None,
     keep: Path | None,
 ) -> int:
-    """Print the table; 0 where every strategy that runs stays within `tolerance` (relative; None: see `compare`), 1 where one does not or
-    fails.
+    """Print the table of `compare`, and return the exit code.
 
-    All runs are fp32 without TF32, with dropout off (each rank draws its own), and have the same global batch. `keep`: a new folder
-    for the runs; None: a temporary one. Raises ConfigError and its variants where the config itself cannot be trained on one process.
+    It is 0 if every strategy that runs stays within `tolerance` (relative; None: see `compare`), and 1 if
+    one does not, or fails. All runs are fp32 without TF32, with dropout off (each rank draws its own), and
+    have the same global batch. `keep`: a new folder for the runs; None: a temporary one. Raises ConfigError
+    and its variants if the config itself cannot be trained on one process.
     """
-    found = compare(
+    comparison = compare(
         config_path,
         overrides,
         strategies=wanted,
@@ -93,12 +110,12 @@ def verify(
         keep=keep,
         display=True,
     )
-    return _print(Console(), found, steps)
+    return _print(Console(), comparison, steps)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Each strategy against one process. `same`: all that ran stay within the tolerance; what was refused says why in its `note`.
+    """Each strategy against one process. A strategy that was refused says why in its `note`.
 
     `rounding`: how far one process lies from itself with the batch cut in another way; None if no
     strategy was beyond TOLERANCE, or a tolerance was given.
@@ -110,9 +127,10 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        return any(o.apart for o in self.outcomes) and all(
-            o.within(self.tolerance) for o in self.outcomes
-        )
+        """Whether some strategy ran, and all that ran stay within the tolerance."""
+        if not any(outcome.apart for outcome in self.outcomes):
+            return False
+        return all(outcome.within(self.tolerance) for outcome in self.outcomes)
 
 
 @memory_errors()
@@ -127,25 +145,26 @@ def compare(
     keep: str | Path | None = None,
     display: bool = False,
 ) -> Comparison:
-    """The same from Python: `config` is a path or the keys themselves, `strategies` as `fsdp2` or `ddp tp=2`, all usual ones by default.
+    """Train under each strategy and on one process, and return how far the numbers lie apart.
 
-    `tolerance` None: TOLERANCE, or ROUNDING_FACTOR times the distance between two runs of one
-    process that cut the same batch in two ways, if that is more (up to LARGEST_ROUNDING): training
-    itself may magnify rounding. The second run is made only if a strategy lies beyond TOLERANCE.
+    `config`: a path or the keys themselves. `strategies`: as `fsdp2` or `ddp tp=2`, all usual ones by
+    default. `display`: show progress. The rest is as in `verify`.
+    `tolerance` None: TOLERANCE, or ROUNDING_FACTOR times the distance between two runs of one process that
+    cut the same batch in two ways, if that is more (up to LARGEST_ROUNDING): training itself may magnify
+    rounding. The second run is made only if a strategy lies beyond TOLERANCE.
     """
-    read, changes = reader(config), overrides_of(overrides)
-    wanted = strategies or [
-        *(kind for kind, spec in kinds(StrategySpec).items() if spec.compared),
-        *(MIXES if nproc >= 4 else ()),
-    ]
+    read = reader(config)
+    changes = overrides_of(overrides)
+    wanted = list(strategies) or _usual_strategies(nproc)
     spelled = {name: spell(name) for name in wanted}
-    with aside(display) as on_progress, _folder(None if keep is None else Path(keep)) as place:
+    folder = None
+    if keep is not None:
+        folder = Path(keep)
+    with aside(display) as on_progress, _folder(folder) as place:
         root = Path(place)
         common = [*changes, *_common(read(changes).config, nproc, steps, on_progress)]
-        alone = read(
-            [*common, "strategy=single", "launch.nproc=1", override("run.dir", root / "reference")]
-        )
-        plan = _run(alone, REFERENCE, on_progress)
+        reference = read([*common, *_one_process(root / "reference")])
+        plan = _run(reference, REFERENCE, on_progress)
         outcomes = []
         for name in wanted:
             outcomes.append(_outcome(read, common, name, spelled[name], nproc, root, on_progress))
@@ -155,17 +174,25 @@ def compare(
         other_cut = _other_micro_batch(plan)
         if not is_beyond or other_cut is None:
             return Comparison(tuple(outcomes), TOLERANCE)
-        again = [
-            f"batch.micro_batch={other_cut}",
-            "strategy=single",
-            "launch.nproc=1",
-            override("run.dir", root / "rounding"),
-        ]
+        again = [f"batch.micro_batch={other_cut}", *_one_process(root / "rounding")]
         rounding = _measure_rounding(read([*common, *again]), root, on_progress)
         if rounding is None:
             return Comparison(tuple(outcomes), TOLERANCE)
         allowed = min(ROUNDING_FACTOR * rounding, LARGEST_ROUNDING / plan.batch.global_samples)
         return Comparison(tuple(outcomes), max(TOLERANCE, allowed), rounding)
+
+
+def _usual_strategies(nproc: int) -> list[str]:
+    """Return the strategies that are compared by default."""
+    strategies = [kind for kind, spec in kinds(StrategySpec).items() if spec.compared]
+    if nproc >= 4:
+        strategies += MIXES
+    return strategies
+
+
+def _one_process(run_dir: Path) -> list[str]:
+    """Return the overrides of a run on one process."""
+    return ["strategy=single", "launch.nproc=1", override("run.dir", run_dir)]
 
 
 def _measure_rounding(again: Loaded, root: Path, on_progress: OnProgress) -> float | None:
@@ -175,7 +202,8 @@ def _measure_rounding(again: Loaded, root: Path, on_progress: OnProgress) -> flo
     first losses already differ, as with batch norm, whose statistics are of one micro-batch; or if
     it does not run.
     """
-    run_dir, reference = root / "rounding", root / "reference"
+    run_dir = root / "rounding"
+    reference = root / "reference"
     try:
         _run(again, f"{REFERENCE}, cut in another way", on_progress)
     except (DrumlineError, WorkerFailed):
@@ -191,111 +219,134 @@ def _measure_rounding(again: Loaded, root: Path, on_progress: OnProgress) -> flo
 
 def _other_micro_batch(plan: Plan) -> int | None:
     """Return another micro-batch that the global batch can be cut into; None if there is none."""
-    samples, micro_batch = plan.batch.global_samples, plan.batch.micro_batch
+    samples = plan.batch.global_samples
+    micro_batch = plan.batch.micro_batch
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
     smaller = [size for size in sizes if size < micro_batch]
-    larger = [size for size in sizes if size > micro_batch]
     if smaller:
         return smaller[-1]
-    return larger[0] if larger else None
+    larger = [size for size in sizes if size > micro_batch]
+    if larger:
+        return larger[0]
+    return None
 
 
-def _print(console: Console, found: Comparison, steps: int) -> int:
-    """Print the table and what lies beyond the tolerance; the exit code."""
-    outcomes, tolerance = found.outcomes, found.tolerance
-    title = (
-        f"{steps} steps against one process: largest relative difference, at most {tolerance:.2g}"
-    )
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in ("strategy", "ranks", "loss", "grad norm", "weights", "moments", ""):
-        table.add_column(column, justify="left" if column in ("strategy", "") else "right")
-    for o in outcomes:
-        if o.apart is None:
-            table.add_row(
-                o.name, str(o.ranks or ""), "", "", "", "", o.note.partition(":")[0].split()[0]
-            )
-            continue
-        a = o.apart
-        moments = "" if a.moments is None else f"{a.moments:.1e}"
-        verdict = "same" if o.within(tolerance) else "differs"
-        table.add_row(
-            o.name,
-            str(o.ranks),
-            f"{a.loss:.1e}",
-            f"{a.grad_norm:.1e}",
-            f"{a.weights:.1e}",
-            moments,
-            verdict,
-        )
-    console.print(table)
-    for o in outcomes:
-        if o.note:
-            console.print(f"  {o.name} {o.note}", highlight=False, soft_wrap=True)
-    compared = [o for o in outcomes if o.apart is not None]
-    noise = sorted({name for o in compared if o.apart for name in o.apart.noise})
-    if noise:
-        what = f"{noise[0]}{f' and {len(noise) - 1} more' if noise[1:] else ''}: their gradient is rounding alone (they cancel in"
-        console.print(
-            f"{what} softmax), and Adam makes steps of it; they are compared by their effect on the loss",
-            highlight=False,
-        )
-    if found.rounding is not None:
-        line = (
-            f"rounding alone moves one process by {found.rounding:.1e} when its batch is cut in another"
-            f" way; up to {tolerance:.1e} is the same"
-        )
-        if found.rounding > tolerance:
-            line += (
-                " — this training magnifies rounding: take fewer --steps, or a lower optimizer.lr"
-            )
-        console.print(line, highlight=False, soft_wrap=True)
+def _print(console: Console, comparison: Comparison, steps: int) -> int:
+    """Print the table and what lies beyond the tolerance. Returns the exit code."""
+    outcomes = comparison.outcomes
+    console.print(_table(comparison, steps))
+    for outcome in outcomes:
+        if outcome.note:
+            console.print(f"  {outcome.name} {outcome.note}", highlight=False, soft_wrap=True)
+    _print_noise(console, outcomes)
+    if comparison.rounding is not None:
+        _print_rounding(console, comparison.rounding, comparison.tolerance)
+    compared = [outcome for outcome in outcomes if outcome.apart is not None]
     if not compared:
         raise UserError(
             "no strategy could be compared", where="--strategies", fix="see the reasons above"
         )
-    beyond = [
-        f"{o.name} (most in {o.apart.worst})"
-        for o in compared
-        if o.apart and not o.within(tolerance)
-    ]
+    beyond = []
+    for outcome in compared:
+        if outcome.apart and not outcome.within(comparison.tolerance):
+            beyond.append(f"{outcome.name} (most in {outcome.apart.worst})")
     if beyond:
-        console.print(f"not what one process trains: {', '.join(beyond)}", highlight=False)
+        line = f"not what one process trains: {', '.join(beyond)}"
     else:
-        console.print(
-            f"{len(compared)} of {len(outcomes)} strategies train what one process trains",
-            highlight=False,
+        line = f"{len(compared)} of {len(outcomes)} strategies train what one process trains"
+    console.print(line, highlight=False)
+    return int(not comparison.same)
+
+
+def _table(comparison: Comparison, steps: int) -> Table:
+    """Return a row for each strategy."""
+    tolerance = comparison.tolerance
+    title = (
+        f"{steps} steps against one process: largest relative difference, at most {tolerance:.2g}"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("strategy", justify="left")
+    for column in ("ranks", "loss", "grad norm", "weights", "moments"):
+        table.add_column(column, justify="right")
+    table.add_column("", justify="left")
+    for outcome in comparison.outcomes:
+        apart = outcome.apart
+        if apart is None:
+            # The first word of the note: refused or failed.
+            verdict = outcome.note.partition(":")[0].split()[0]
+            table.add_row(outcome.name, str(outcome.ranks or ""), "", "", "", "", verdict)
+            continue
+        moments = ""
+        if apart.moments is not None:
+            moments = f"{apart.moments:.1e}"
+        verdict = "differs"
+        if outcome.within(tolerance):
+            verdict = "same"
+        table.add_row(
+            outcome.name,
+            str(outcome.ranks),
+            f"{apart.loss:.1e}",
+            f"{apart.grad_norm:.1e}",
+            f"{apart.weights:.1e}",
+            moments,
+            verdict,
         )
-    return int(not found.same)
+    return table
+
+
+def _print_noise(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """Print which weights have nothing but rounding for a gradient, if there are any."""
+    names: set[str] = set()
+    for outcome in outcomes:
+        if outcome.apart is not None:
+            names.update(outcome.apart.noise)
+    if not names:
+        return
+    what = min(names)
+    if len(names) > 1:
+        what += f" and {len(names) - 1} more"
+    console.print(
+        f"{what}: their gradient is rounding alone (they cancel in"
+        " softmax), and Adam makes steps of it; they are compared by their effect on the loss",
+        highlight=False,
+    )
+
+
+def _print_rounding(console: Console, rounding: float, tolerance: float) -> None:
+    """Print what rounding alone does to one process."""
+    line = (
+        f"rounding alone moves one process by {rounding:.1e} when its batch is cut in another"
+        f" way; up to {tolerance:.1e} is the same"
+    )
+    if rounding > tolerance:
+        line += " — this training magnifies rounding: take fewer --steps, or a lower optimizer.lr"
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def spell(name: str) -> str:
-    """`fsdp2 tp=2` → the override `strategy={kind: fsdp2, tp: 2}`."""
+    """Return the override of a strategy: `fsdp2 tp=2` → `strategy={kind: fsdp2, tp: 2}`."""
     kind, *options = name.split()
-    if any("=" not in option for option in options):
-        raise UserError(
-            f"{name!r} is no strategy",
-            where="--strategies",
-            fix="write it as `fsdp2` or `fsdp2 tp=2`, several with commas",
-        )
-    return (
-        "strategy={"
-        + ", ".join([f"kind: {kind}", *(option.replace("=", ": ", 1) for option in options)])
-        + "}"
-    )
+    parts = [f"kind: {kind}"]
+    for option in options:
+        if "=" not in option:
+            raise UserError(
+                f"{name!r} is no strategy",
+                where="--strategies",
+                fix="write it as `fsdp2` or `fsdp2 tp=2`, several with commas",
+            )
+        parts.append(option.replace("=", ": ", 1))
+    return f"strategy={{{', '.join(parts)}}}"
 
 
 def _common(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> list[str]:
-    """Overrides that hold for all runs: the batch of the user's own run, a few steps, exact arithmetic, nothing drawn at random."""
+    """Return the overrides of all runs.
+
+    They set the batch of the user's own run, a few steps and exact arithmetic, and turn off what is drawn
+    at random.
+    """
     samples = resolve_batch(config, nproc).global_samples
-    # A micro-batch that every strategy can have: at most the user's own, and small enough for a pipeline to have work for all stages.
-    per_rank = max(1, samples // nproc)
-    micro_batch = max(
-        m
-        for m in range(1, min(config.batch.micro_batch or per_rank, per_rank) + 1)
-        if per_rank % m == 0
-    )
-    lora = ["adapter.dropout=0.0"] if config.adapter.kind == "lora" else []
-    return [
+    micro_batch = _common_micro_batch(config, max(1, samples // nproc))
+    overrides = [
         f"batch={{global_samples: {samples}, micro_batch: {micro_batch}}}",
         f"run.steps={steps}",
         "run.log_every=1",
@@ -304,28 +355,42 @@ def _common(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> 
         "checkpoint={asynchronous: false, export: none, keep: 1, keep_best: false}",
         f"eval={{at_start: false, micro_batch: {config.eval.micro_batch or 'null'}}}",
         "launch.max_restarts=0",
-        *(f"model.{key}=0.0" for key in _dropouts(config, on_progress)),
-        *lora,
     ]
+    for key in _dropouts(config, on_progress):
+        overrides.append(f"model.{key}=0.0")
+    if config.adapter.kind == "lora":
+        overrides.append("adapter.dropout=0.0")
+    return overrides
+
+
+def _common_micro_batch(config: Config, per_rank: int) -> int:
+    """Return a micro-batch that every strategy can have. `per_rank`: samples of a rank in a step.
+
+    It is at most the user's own, and small enough for a pipeline to have work for all stages.
+    """
+    most = min(config.batch.micro_batch or per_rank, per_rank)
+    return max(size for size in range(1, most + 1) if per_rank % size == 0)
 
 
 def _dropouts(config: Config, on_progress: OnProgress) -> list[str]:
-    """Keys below `model` that set a dropout; of a module of the user's own the arguments that are named like one."""
+    """Return the keys below `model` that set a dropout.
+
+    Of a module of the user's own they are the arguments that are named like one.
+    """
     if config.plain:
-        values, section = config.model.options, "options"
+        section = "options"
+        values = config.model.options
     else:
         from drumline.models.files import resolve
         from drumline.models.load import load_config
 
-        values, section = (
-            load_config(resolve(config.model, on_progress), config.model).to_dict(),
-            "config",
-        )
-    return [
-        f"{section}.{key}"
-        for key, value in values.items()
-        if key.endswith(DROPOUT) and isinstance(value, float) and value > 0
-    ]
+        section = "config"
+        values = load_config(resolve(config.model, on_progress), config.model).to_dict()
+    keys = []
+    for key, value in values.items():
+        if key.endswith(DROPOUT) and isinstance(value, float) and value > 0:
+            keys.append(f"{section}.{key}")
+    return keys
 
 
 def _outcome(
@@ -337,41 +402,40 @@ def _outcome(
     root: Path,
     on_progress: OnProgress,
 ) -> Outcome:
+    """Train under one strategy and compare it. `spelled`: the override that chooses it."""
     run_dir = root / name.replace(" ", "-").replace("=", "")
+    own = [spelled, f"launch.nproc={nproc}", override("run.dir", run_dir)]
     try:
-        plan = _run(
-            read([*common, spelled, f"launch.nproc={nproc}", override("run.dir", run_dir)]),
-            name,
-            on_progress,
-        )
-        return Outcome(name, plan.mesh.world_size, difference(run_dir, root / "reference"))
+        plan = _run(read([*common, *own]), name, on_progress)
+        apart = difference(run_dir, root / "reference")
     except WorkerFailed as failure:
         return Outcome(name, nproc, None, f"failed: {failure.what}")
     except DrumlineError as refusal:
         return Outcome(name, None, None, f"refused: {refusal.line()}")
+    return Outcome(name, plan.mesh.world_size, apart)
 
 
 def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
-    """Train to the end. Raises WorkerFailed where a rank failed."""
+    """Train to the end. Raises WorkerFailed if a rank failed."""
     from drumline.launchers.local import launch_trial
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
     request = Request(loaded)
     plan = make_plan(request, on_progress=on_progress)
     plan_path, _ = claim_run_dir(plan, request)
-    if code := launch_trial(plan, plan_path, name, on_progress):
-        if name == REFERENCE:
-            raise DrumlineError(
-                "the work does not run on one process; nothing can be compared with it",
-                where=plan.run_dir,
-            )
-        raise WorkerFailed(
-            f"with exit code {code}, as reported above; --keep FOLDER keeps its logs"
+    code = launch_trial(plan, plan_path, name, on_progress)
+    if not code:
+        return plan
+    if name == REFERENCE:
+        raise DrumlineError(
+            "the work does not run on one process; nothing can be compared with it",
+            where=plan.run_dir,
         )
-    return plan
+    raise WorkerFailed(f"with exit code {code}, as reported above; --keep FOLDER keeps its logs")
 
 
 def _folder(keep: Path | None) -> contextlib.AbstractContextManager[str]:
+    """Return a context with the folder of the runs: `keep`, or a temporary one."""
     if keep is None:
         return tempfile.TemporaryDirectory(prefix="drumline-verify-")
     if keep.exists() and any(keep.iterdir()):
@@ -384,12 +448,16 @@ def _folder(keep: Path | None) -> contextlib.AbstractContextManager[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences. Of metrics: |a − b| / |b| of a step. Of tensors: ‖a − b‖ / ‖b‖ (L2 norms, in fp64) of one tensor.
+    """Largest relative differences of two runs.
 
-    `moments` None: the optimizer has none. `worst`: the name of the tensor with the largest distance. `noise`: weights whose true gradient
-    is 0, such as the biases of attention's keys, which cancel in softmax. Adam makes full steps of their rounding, which differ with the
-    strategy and change no output; so the distance of such weights is multiplied by their share of the gradient, that of their moments is
-    relative to the norm of all moments. Such entries of a vector (GPT-2 has one bias of queries, keys and values) are left out.
+    Of metrics: |a − b| / |b| of a step. Of tensors: ‖a − b‖ / ‖b‖ (L2 norms, in fp64) of one tensor.
+    `moments` None: the optimizer has none. `worst`: the name of the tensor with the largest distance.
+
+    `noise`: weights whose true gradient is 0, such as the biases of attention's keys, which cancel in
+    softmax. Adam makes full steps of their rounding, which differ with the strategy and change no output.
+    So the distance of such weights is multiplied by their share of the gradient, and that of their moments
+    is relative to the norm of all moments. Such entries of a vector (GPT-2 has one bias of queries, keys
+    and values) are left out.
     """
 
     loss: float
@@ -401,153 +469,236 @@ class Difference:
 
     @property
     def largest(self) -> float:
-        """What a tolerance is held against. Moments count half: among them are averages of squares, and where a gradient differs by 1e-5 of
-        itself, its square does by 2e-5."""
+        """The number that a tolerance is compared with.
+
+        Moments count half: among them are averages of squares, and if a gradient differs by 1e-5 of itself,
+        its square does by 2e-5.
+        """
         return max(self.loss, self.grad_norm, self.weights, (self.moments or 0.0) / 2)
 
 
+class TensorDifference(NamedTuple):
+    """A tensor of two checkpoints: `apart` ‖a − b‖, `norm` ‖b‖, `total` Σ|b|."""
+
+    name: str
+    apart: float
+    norm: float
+    total: float
+
+
 def difference(run: Path, reference: Path) -> Difference:
-    """The difference of two finished runs of the same work. It reads checkpoints in portions: two models need not fit into memory.
-    Raises CheckpointError where one has no whole checkpoint, or another set of tensors."""
-    past, expected = events.read(run / "events.jsonl"), events.read(reference / "events.jsonl")
+    """Return the difference of two finished runs of the same work.
+
+    It reads checkpoints in portions: two models need not fit into memory. Raises CheckpointError if one has
+    no whole checkpoint, or another set of tensors.
+    """
+    own_events = events.read(run / "events.jsonl")
+    expected = events.read(reference / "events.jsonl")
     partly: list[str] = []
     by_tensor, noise = _distances(list(_tensors(run, reference, partly)))
-    # Of the policy, and of another trainable model (value/model.…).
-    weights = {
-        name: d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("model.")
-    }
-    moments = [d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("optim.")]
+    weights = []
+    moments = []
+    for name, distance in by_tensor.items():
+        if _is_in(name, "model."):
+            weights.append(distance)
+        elif _is_in(name, "optim."):
+            moments.append(distance)
+    largest_of_moments = None
+    if moments:
+        largest_of_moments = max(moments)
     return Difference(
         loss=_largest_difference(
-            events.series(past, "loss"), events.series(expected, "loss"), SMALLEST_LOSS
+            events.series(own_events, "loss"), events.series(expected, "loss"), SMALLEST_LOSS
         ),
         grad_norm=_largest_difference(
-            events.series(past, "grad_norm"), events.series(expected, "grad_norm"), 1e-30
+            events.series(own_events, "grad_norm"),
+            events.series(expected, "grad_norm"),
+            SMALLEST_GRAD_NORM,
         ),
-        weights=max(weights.values()),
-        moments=max(moments) if moments else None,
+        weights=max(weights),
+        moments=largest_of_moments,
         worst=max(by_tensor, key=lambda name: by_tensor[name]),
         noise=tuple(sorted({*noise, *partly})),
     )
 
 
+def _is_in(name: str, section: str) -> bool:
+    """Return whether a tensor is in a section, of the policy or of another model (value/model.…)."""
+    return name.rpartition("/")[2].startswith(section)
+
+
 def _distances(
-    tensors: list[tuple[str, float, float, float]],
+    tensors: list[TensorDifference],
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """(name, ‖a − b‖, ‖b‖, Σ|b|) of all tensors → the relative difference of each, and those weights whose gradient is `noise`."""
-    squares = {
-        name.removesuffix(SECOND): total for name, _, _, total in tensors if name.endswith(SECOND)
-    }
-    whole = sum(squares.values())
-    shares = {
-        name.replace("optim.", "model.", 1): math.sqrt(square / whole)
-        for name, square in squares.items()
-        if whole
-    }
-    noise = {name: share for name, share in shares.items() if share <= ROUNDING}
-    all_of_slot: dict[str, float] = {}
-    for name, _, norm, _ in tensors:
-        slot = name.rpartition(".")[2]
-        all_of_slot[slot] = math.hypot(all_of_slot.get(slot, 0.0), norm)
+    """Return the relative difference of each tensor, and the weights whose gradient is `noise`."""
+    noise = _noise(tensors)
+    norm_of_slot: dict[str, float] = {}
+    for tensor in tensors:
+        slot = tensor.name.rpartition(".")[2]
+        norm_of_slot[slot] = math.hypot(norm_of_slot.get(slot, 0.0), tensor.norm)
     distances = {}
     for name, apart, norm, _ in tensors:
         weight, _, slot = name.replace("optim.", "model.", 1).rpartition(".")
         if name in noise:
-            distances[name] = apart * noise[name]
-        elif name.rpartition("/")[2].startswith("optim.") and weight in noise:
-            distances[name] = apart / max(all_of_slot[slot], SMALLEST_NORM)
+            distance = apart * noise[name]
+        elif _is_in(name, "optim.") and weight in noise:
+            distance = apart / max(norm_of_slot[slot], SMALLEST_NORM)
         else:
-            distances[name] = apart / max(norm, SMALLEST_NORM)
-    return {name: d if d == d else float("inf") for name, d in distances.items()}, tuple(
-        sorted(noise)
-    )
+            distance = apart / max(norm, SMALLEST_NORM)
+        distances[name] = _nan_to_inf(distance)
+    return distances, tuple(sorted(noise))
+
+
+def _noise(tensors: list[TensorDifference]) -> dict[str, float]:
+    """Return the weights whose gradient is rounding alone, each with its share of the gradient's norm."""
+    squares = {}
+    for tensor in tensors:
+        if tensor.name.endswith(SECOND):
+            squares[tensor.name.removesuffix(SECOND)] = tensor.total
+    whole = sum(squares.values())
+    if not whole:
+        return {}
+    noise = {}
+    for name, square in squares.items():
+        share = math.sqrt(square / whole)
+        if share <= ROUNDING:
+            noise[name.replace("optim.", "model.", 1)] = share
+    return noise
+
+
+def _nan_to_inf(value: float) -> float:
+    if math.isnan(value):
+        return float("inf")
+    return value
 
 
 def _largest_difference(mine: dict[int, float], reference: dict[int, float], floor: float) -> float:
-    """Relative to the reference, or to `floor` where that is larger. Infinite where a step is missing on one side, or a number is not
-    finite."""
+    """Return the largest difference of a step, relative to the reference, or to `floor` if that is larger.
+
+    It is infinite if a step is missing on one side, or a number is not finite.
+    """
     if mine.keys() != reference.keys() or not mine:
         return float("inf")
-    if not all(
-        isinstance(value, float | int) for value in (*mine.values(), *reference.values())
-    ):  # NaN is null on disk, and inf a text
-        return float("inf")
-    apart = [abs(mine[step] - value) / max(abs(value), floor) for step, value in reference.items()]
-    return max((d if d == d else float("inf")) for d in apart)
+    # NaN is null on disk, and infinity a text.
+    for value in (*mine.values(), *reference.values()):
+        if not isinstance(value, float | int):
+            return float("inf")
+    differences = []
+    for step, value in reference.items():
+        apart = abs(mine[step] - value) / max(abs(value), floor)
+        differences.append(_nan_to_inf(apart))
+    return max(differences)
 
 
-def _tensors(
-    run: Path, reference: Path, partly: list[str]
-) -> Iterator[tuple[str, float, float, float]]:
-    """(name, ‖a − b‖, ‖b‖, Σ|b|); entries of vectors whose gradient is rounding count as 0, and `partly` names these vectors."""
-    import torch
+def _tensors(run: Path, reference: Path, partly: list[str]) -> Iterator[TensorDifference]:
+    """Yield the difference of each tensor of the newest checkpoints.
 
-    from drumline.checkpoint.load import check, load, newest
+    Entries of vectors whose gradient is rounding count as 0, and `partly` gets the names of these vectors.
+    """
+    from drumline.checkpoint.load import check
 
-    folders = []
-    for folder in (run, reference):
-        path = newest(folder / "checkpoints", verify=True, alone=True).path
-        if path is None:
-            raise CheckpointError("the run left no whole checkpoint", where=str(folder))
-        folders.append(path)
-    named = [check(path, verify=False, alone=True).tensors for path in folders]
+    own_path = _newest_checkpoint(run)
+    expected_path = _newest_checkpoint(reference)
+    own_tensors = check(own_path, verify=False, alone=True).tensors
+    expected_tensors = check(expected_path, verify=False, alone=True).tensors
     # What a strategy keeps for itself (DiLoCo's outer momentum) has no match in one process.
-    names = [{n for n in tensors if n.startswith(("model.", "optim."))} for tensors in named]
-    if names[0] != names[1]:
-        apart = sorted(names[0] ^ names[1])
+    own_names = {name for name in own_tensors if name.startswith(("model.", "optim."))}
+    expected_names = {name for name in expected_tensors if name.startswith(("model.", "optim."))}
+    if own_names != expected_names:
+        apart = sorted(own_names ^ expected_names)
         raise CheckpointError(
             f"one of the checkpoints lacks {apart[0]} ({len(apart)} such)", where=str(run)
         )
-    for together in _portions({name: named[1][name].shape for name in sorted(names[0])}):
-        pair = []
-        for path, tensors in zip(folders, named, strict=True):
-            read = {
-                n: torch.empty(tensors[n].shape, dtype=getattr(torch, tensors[n].dtype))
-                for n in together
-            }
-            load(path, read, alone=True, partly=True)
-            pair.append(read)
-        rounded = {
-            n.removesuffix(SECOND): _rounded(pair[1][n])
-            for n in together
-            if n.endswith(SECOND) and pair[1][n].ndim == 1
-        }
-        partly += [_weight(f"{n}{SECOND}") for n, mask in rounded.items() if mask.any()]
-        for name in together:
-            mine, expected = (side[name].double() for side in pair)
-            mask = rounded.get(_weight(name).replace("model.", "optim.", 1))
-            if mask is not None and mask.shape == mine.shape:
-                mine, expected = mine.masked_fill(mask, 0.0), expected.masked_fill(mask, 0.0)
-            norm = float(torch.linalg.vector_norm(expected))
-            yield (
-                name,
-                float(torch.linalg.vector_norm(mine - expected)),
-                norm,
-                float(expected.abs().sum()),
-            )
+    shapes = {name: expected_tensors[name].shape for name in sorted(own_names)}
+    for names in _portions(shapes):
+        own = _read_tensors(own_path, own_tensors, names)
+        expected = _read_tensors(expected_path, expected_tensors, names)
+        masks = _masks_of_rounding(expected)
+        for weight, mask in masks.items():
+            if mask.any():
+                partly.append(weight)
+        for name in names:
+            yield _compare_tensors(name, own[name], expected[name], masks.get(_weight(name)))
+
+
+def _newest_checkpoint(run: Path) -> Path:
+    """Return the newest whole checkpoint of a run. Raises CheckpointError if there is none."""
+    from drumline.checkpoint.load import newest
+
+    path = newest(run / "checkpoints", verify=True, alone=True).path
+    if path is None:
+        raise CheckpointError("the run left no whole checkpoint", where=str(run))
+    return path
+
+
+def _read_tensors(path: Path, entries: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """Return some tensors of a checkpoint. `entries`: the shapes and types of all."""
+    import torch
+
+    from drumline.checkpoint.load import load
+
+    tensors = {}
+    for name in names:
+        entry = entries[name]
+        tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    load(path, tensors, alone=True, partly=True)
+    return tensors
+
+
+def _masks_of_rounding(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return for each vector with second moments which of its entries are rounding (`_rounded`)."""
+    masks = {}
+    for name, tensor in tensors.items():
+        if name.endswith(SECOND) and tensor.ndim == 1:
+            masks[_weight(name)] = _rounded(tensor)
+    return masks
+
+
+def _compare_tensors(name: str, own: Any, expected: Any, mask: Any) -> TensorDifference:
+    """Return the difference of two tensors. `mask`: of entries that count as 0, or None."""
+    import torch
+
+    own = own.double()
+    expected = expected.double()
+    if mask is not None and mask.shape == own.shape:
+        own = own.masked_fill(mask, 0.0)
+        expected = expected.masked_fill(mask, 0.0)
+    return TensorDifference(
+        name,
+        apart=float(torch.linalg.vector_norm(own - expected)),
+        norm=float(torch.linalg.vector_norm(expected)),
+        total=float(expected.abs().sum()),
+    )
 
 
 def _weight(name: str) -> str:
-    """The weight that a tensor is, or is a moment of."""
-    return name if "optim." not in name else name.replace("optim.", "model.", 1).rpartition(".")[0]
+    """Return the weight that a tensor is, or is a moment of."""
+    if "optim." not in name:
+        return name
+    return name.replace("optim.", "model.", 1).rpartition(".")[0]
 
 
 def _rounded(second: Any) -> Any:
-    """bool: entries whose gradient is rounding beside the largest of their tensor, as in one bias of queries, keys and values."""
+    """Return which entries of second moments are of rounding beside the largest of their tensor, as bool.
+
+    One bias of queries, keys and values has such entries.
+    """
     return (second > 0) & (second <= ROUNDING**2 * second.max())
 
 
 def _portions(shapes: dict[str, list[int]]) -> Iterator[list[str]]:
-    """Names in portions of at most PORTION entries, a weight with its moments at least."""
+    """Yield names in portions of at most PORTION entries. A weight and its moments are in one portion."""
     groups: dict[str, list[str]] = {}
     for name in shapes:
         groups.setdefault(_weight(name), []).append(name)
-    portion, entries = list[str](), 0
+    portion: list[str] = []
+    entries = 0
     for names in groups.values():
         size = sum(math.prod(shapes[name]) for name in names)
         if portion and entries + size > PORTION:
             yield portion
-            portion, entries = [], 0
+            portion = []
+            entries = 0
         portion += names
         entries += size
     yield portion

@@ -25,7 +25,7 @@ from drumline.models.shards import Values
 from drumline.parallel.native import NativeEngine
 from drumline.parallel.native import prepare as native
 from drumline.strategies.zero import machine as helpers
-from drumline.strategies.zero.fill import filled, part
+from drumline.strategies.zero.fill import fill_parameters, shard_of_rank
 from tests.harness import ENV
 from tests.tiny import tiny_model_dir
 from tests.unit.test_native import batches
@@ -245,8 +245,8 @@ def test_weights_come_a_block_at_a_time_and_leave_a_part_in_fp32(model_dir: Path
     expected, masters = dict(original.named_parameters()), dict[str, torch.Tensor]()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen = []
-    for parameter in filled(
-        made, model, Values(source, "cpu", 0), masters, lambda full: part(full, 1, 3)
+    for parameter in fill_parameters(
+        made, model, Values(source, "cpu", 0), masters, lambda full: shard_of_rank(full, 1, 3)
     ):
         seen.append(names[id(parameter)])
         assert parameter.dtype == torch.bfloat16 and torch.equal(

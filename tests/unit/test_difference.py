@@ -5,18 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drumline.bench.verify import _distances, _largest_difference, _portions, _rounded
+from drumline.bench.verify import (
+    TensorDifference,
+    _distances,
+    _largest_difference,
+    _portions,
+    _rounded,
+)
 
 
-def run_of(key_share: float) -> list[tuple[str, float, float, float]]:
+def run_of(key_share: float) -> list[TensorDifference]:
     """(name, distance, norm, sum): a matrix, and a bias with a share of the gradient, both 1% apart."""
     square = key_share**2
     return [
-        ("model.w", 1e-2, 1.0, 5.0),
-        ("model.k.bias", 1e-2, 1.0, 5.0),
-        ("optim.w.exp_avg_sq", 1e-9, 1e-3, 1.0),
-        ("optim.k.bias.exp_avg_sq", square, square, square),
-        ("optim.k.bias.step", 0.0, 4.0, 4.0),
+        TensorDifference("model.w", 1e-2, 1.0, 5.0),
+        TensorDifference("model.k.bias", 1e-2, 1.0, 5.0),
+        TensorDifference("optim.w.exp_avg_sq", 1e-9, 1e-3, 1.0),
+        TensorDifference("optim.k.bias.exp_avg_sq", square, square, square),
+        TensorDifference("optim.k.bias.step", 0.0, 4.0, 4.0),
     ]
 
 
@@ -67,7 +73,11 @@ def test_a_weight_is_read_with_its_moments() -> None:
 def test_what_is_not_finite_is_infinitely_apart() -> None:
     """On disk a NaN is null, and infinity a text."""
     nan = float("nan")
-    distances, _ = _distances([("model.b", nan, nan, nan), ("model.a", 0.0, 1.0, 1.0)])
+    tensors = [
+        TensorDifference("model.b", nan, nan, nan),
+        TensorDifference("model.a", 0.0, 1.0, 1.0),
+    ]
+    distances, _ = _distances(tensors)
     assert max(distances.values()) == float("inf")
     for value in (None, "inf", nan):
         assert _largest_difference({1: value}, {1: 2.0}, 1e-6) == float("inf")  # type: ignore[dict-item]

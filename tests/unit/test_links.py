@@ -119,7 +119,7 @@ def test_who_leads_as_its_leader_goes_begins_no_outer_step_without_a_step_of_its
     engine.peers = Peers(group.names, "drum", {"seed": 1}, lambda: PLACE, lambda message: None)
     engine.outer = SimpleNamespace(sends=lambda step: 0, delay=1, bits=32, peers=group.names)
     engine.weights, engine.anchors, engine.moments = ([torch.zeros(4)] for _ in range(3))
-    engine.fragments, engine.whole = [(engine.weights, engine.anchors, engine.moments)], 1
+    engine.fragments, engine.multiple = [(engine.weights, engine.anchors, engine.moments)], 1
     engine.steps, engine.waited, engine.rounds, engine.used, engine.came, engine.pending = (
         50,
         0.0,

@@ -1,4 +1,4 @@
-"""The planner's choice."""
+"""The section auto of the YAML: the planner chooses the strategy."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ class AutoStrategy(StrategySpec):
     )
 
     def resolved(self, world: int, why: list[str]) -> StrategySpec:
-        why.append(
-            f"strategy auto: {'single, one process' if world == 1 else f'ddp, {world} processes each hold the whole model'}"
-        )
-        return SingleStrategy() if world == 1 else DDPStrategy()
+        """Return the strategy without a search, and add why to `why`."""
+        if world == 1:
+            why.append("strategy auto: single, one process")
+            return SingleStrategy()
+        why.append(f"strategy auto: ddp, {world} processes each hold the whole model")
+        return DDPStrategy()
 
     def variants(self) -> Iterator[StrategySpec]:
         yield from ()

@@ -1,4 +1,8 @@
-"""A copy on each rank, gradients averaged while backward still runs; tensor, context and pipeline parallelism inside of each copy."""
+"""The section ddp of the YAML: a copy of the model on each rank.
+
+Gradients are averaged while backward still runs. Inside of each copy there may be tensor, context and
+pipeline parallelism.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,18 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from drumline.core.cost import FULL
 from drumline.core.mesh import Mesh
 from drumline.core.rule import Case, Refusal, no_option
 from drumline.core.strategy import WITH_MEMORY, CopyOptions, Degrees, Space, StrategySpec, mixes
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
+
+# Kinds of parallelism whose gradients are averaged without DDP, each with what its ranks hold.
+AVERAGED_WITHOUT_DDP = {
+    "tp": "cut matrices",
+    "pp": "a pipeline's stages",
+    "ep": "experts on some ranks",
+}
 
 
 class DDPStrategy(Degrees, CopyOptions):
@@ -32,44 +44,53 @@ class DDPStrategy(Degrees, CopyOptions):
     )
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
-        kind, where = self.compression.kind, "strategy.compression"
-        for degree, what in (
-            ("tp", "cut matrices"),
-            ("pp", "a pipeline's stages"),
-            ("ep", "experts on some ranks"),
-        ):
+        """Yield what DDP does not do with compression, or with a sharded optimizer."""
+        kind = self.compression.kind
+        where = "strategy.compression"
+        for degree, what in AVERAGED_WITHOUT_DDP.items():
             if kind != "none" and getattr(case.mesh, degree) > 1:
-                reason = f"gradients of {what} are averaged without DDP, whose buckets the compression works on"
-                yield Refusal(f"compression × {degree}", reason, "use compression=none", where)
+                yield Refusal(
+                    f"compression × {degree}",
+                    f"gradients of {what} are averaged without DDP, whose buckets the compression works on",
+                    "use compression=none",
+                    where,
+                )
         if self.shard_optimizer:
-            yield from self._sharded(case)
+            yield from self._refusals_of_shard_optimizer(case)
         if case.precision == "fp16" and kind in WITH_MEMORY:
-            reason = (
-                "what they keep for the next step would be in units of a loss scale that changes"
-            )
             yield Refusal(
-                "powersgd, topk × fp16", reason, "use precision=bf16, or compression=int8", where
+                "powersgd, topk × fp16",
+                "what they keep for the next step would be in units of a loss scale that changes",
+                "use precision=bf16, or compression=int8",
+                where,
             )
 
-    def _sharded(self, case: Case) -> Iterator[Refusal]:
-        where, config = "strategy.shard_optimizer", case.config
+    def _refusals_of_shard_optimizer(self, case: Case) -> Iterator[Refusal]:
+        """Yield what does not work if each rank steps a part of each weight."""
+        where = "strategy.shard_optimizer"
         if self.compression.kind != "none":
-            reason = "gradients are averaged without DDP, whose buckets the compression works on"
-            yield Refusal("shard_optimizer × compression", reason, "use compression=none", where)
+            yield Refusal(
+                "shard_optimizer × compression",
+                "gradients are averaged without DDP, whose buckets the compression works on",
+                "use compression=none",
+                where,
+            )
         if case.mesh.cp * case.mesh.ep > 1:
-            reason = "the optimizer's step is shared by the ranks of one dimension, and here weights are copied along another one"
-            yield Refusal("shard_optimizer × cp, ep", reason, "use strategy=fsdp2", where)
-        options = config.optimizer
-        if (
-            config.precision.master == "bf16"
-            or options.kind == "schedule_free"
-            or options.in_backward
-            or options.offload
-        ):
-            reason = "these step whole weights, or change them besides the step, and a rank has the states of some rows alone"
+            yield Refusal(
+                "shard_optimizer × cp, ep",
+                "the optimizer's step is shared by the ranks of one dimension, and here weights are copied along another one",
+                "use strategy=fsdp2",
+                where,
+            )
+        options = case.config.optimizer
+        changes_outside_the_step = options.in_backward or options.offload
+        steps_whole_weights = (
+            case.config.precision.master == "bf16" or options.kind == "schedule_free"
+        )
+        if steps_whole_weights or changes_outside_the_step:
             yield Refusal(
                 "shard_optimizer × schedule_free, in_backward, offload, master=bf16",
-                reason,
+                "these step whole weights, or change them besides the step, and a rank has the states of some rows alone",
                 "use strategy=fsdp2",
                 where,
             )
@@ -78,47 +99,68 @@ class DDPStrategy(Degrees, CopyOptions):
         return self
 
     def optimizer_shards(self, mesh: Mesh) -> int:
-        return mesh.replicate if self.shard_optimizer else 1
+        """Return over how many ranks the optimizer's states are sharded."""
+        if self.shard_optimizer:
+            return mesh.replicate
+        return 1
 
     def describe(self, mixed: bool, data: int) -> tuple[str, str]:
-        word = self.kind + " zero1" * self.shard_optimizer
-        return ("", "") if mixed and data == 1 else (self.kind if mixed else word, word)
+        """Return the strategy's words for a table; `mixed`: there is other parallelism inside."""
+        word: str = self.kind
+        if self.shard_optimizer:
+            word += " zero1"
+        if not mixed:
+            return word, word
+        if data == 1:
+            return "", ""
+        return self.kind, word
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
+        """Return what the plan says of compression."""
         kind = self.compression.kind
         if kind == "none":
             return []
         if plan_world == 1:
             return [f"compression {kind}: one process sends nothing"]
-        kept = f"compression {kind}: what a rank has not sent yet is not saved; a run that goes on from a checkpoint starts without it"
-        return [kept] if kind in WITH_MEMORY else []
+        if kind not in WITH_MEMORY:
+            return []
+        return [
+            f"compression {kind}: what a rank has not sent yet is not saved; a run that goes on from a checkpoint starts without it"
+        ]
 
     def step_kind(self, step: int) -> str:
-        return "compressed" if self.compression.compresses(step) else "whole"
+        if self.compression.compresses(step):
+            return "compressed"
+        return "whole"
 
     def step_shares(self) -> dict[str, float]:
-        return {"whole" if self.compression.kind == "none" else "compressed": 1.0}
+        if self.compression.kind == "none":
+            return {"whole": 1.0}
+        return {"compressed": 1.0}
 
     def kept_bytes(self, world: int) -> int:
-        return 4 if world > 1 and self.compression.kind in WITH_MEMORY else 0
+        """Return the bytes for each trainable parameter that compression keeps between steps."""
+        if world > 1 and self.compression.kind in WITH_MEMORY:
+            # What a rank has not sent yet, in fp32.
+            return FULL
+        return 0
 
     @classmethod
     def candidates(cls, space: Space) -> Iterator[StrategySpec]:
+        """Yield plain copies, and copies with tensor, context and pipeline parallelism inside."""
         if space.world > 1:
             yield cls()
         for degrees in mixes(space):
-            # Without DDP's overlap sharing out the step costs nothing.
-            shared = (
-                degrees["cp"] == degrees["ep"] == 1 and degrees["tp"] * degrees["pp"] < space.world
-            )
-            yield cls(**degrees, shard_optimizer=shared)
+            # Gradients are averaged without DDP's overlap here, so sharding the step costs nothing.
+            is_copied_once = degrees["cp"] == degrees["ep"] == 1
+            has_copies = degrees["tp"] * degrees["pp"] < space.world
+            yield cls(**degrees, shard_optimizer=is_copied_once and has_copies)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
+        """Return FSDP2 with the same degrees of parallelism, if the copies themselves do not fit."""
         if not is_shared or self.compression.kind != "none":
             return []
-        degrees = {
-            name: getattr(self, name)
-            for name in ("tp", "cp", "pp", "ep", "sequence_parallel", "cp_method", "pipeline")
-        }
+        names = ("tp", "cp", "pp", "ep", "sequence_parallel", "cp_method", "pipeline")
+        degrees = {name: getattr(self, name) for name in names}
         sharded = FSDP2Strategy(**degrees)
         return [(2, sharded), *sharded.offloaded(device)]

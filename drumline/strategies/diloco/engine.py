@@ -1,4 +1,7 @@
-"""DiLoCo's engine (Douillard et al. 2023, algorithm 1): an outer optimizer steps along how far the copies' mean has come."""
+"""DiLoCo's engine (Douillard et al. 2023, algorithm 1).
+
+An outer optimizer steps along the distance that the mean of the copies has moved.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,14 @@ if TYPE_CHECKING:
 
 
 class DiLoCoEngine(LocalEngine):
-    """The outer optimizer is SGD with Nesterov momentum. With θ the weights after the last outer step, Δ = θ − mean of the copies,
-    m ← μ m + Δ, and θ ← θ − rate × (Δ + μ m), where all ranks go on from.
+    """Local steps, and outer steps by SGD with Nesterov momentum.
 
-    Costs 8 bytes a parameter on each rank. Saved as `outer.<fqn>.weight` and `outer.<fqn>.momentum`; other strategies leave that section
-    where it is. A run that comes from one of them starts with m = 0 and θ = its weights.
+    With θ the weights after the last outer step, Δ = θ − mean of the copies, m ← μ m + Δ, and
+    θ ← θ − rate × (Δ + μ m). All ranks go on from θ.
+
+    It costs 8 bytes a parameter on each rank. They are saved as `outer.<fqn>.weight` and
+    `outer.<fqn>.momentum`; other strategies leave that section where it is. A run that comes from one of
+    them starts with m = 0 and θ = its weights.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, *args: Any, **options: Any) -> None:
@@ -41,32 +47,38 @@ class DiLoCoEngine(LocalEngine):
         self.moments = [torch.zeros_like(weight) for weight in self.weights]
 
     def exchange(self) -> None:
+        """Average the copies, and take an outer step from where they are."""
         super().exchange()
-        self.outer_step(self.anchors, self.moments, foreach_sub(self.anchors, self.weights))
+        deltas = foreach_sub(self.anchors, self.weights)
+        self.outer_step(self.anchors, self.moments, deltas)
         foreach_copy_(self.weights, self.anchors)
 
     def outer_step(
         self, anchors: list[torch.Tensor], moments: list[torch.Tensor], deltas: list[torch.Tensor]
     ) -> None:
-        """Of weights, or of parts of them. `deltas`: the mean over the ranks; changed."""
+        """Step `anchors`, which are weights or parts of them, in place.
+
+        `moments`: their momentum, changed in place. `deltas`: Δ, which is overwritten.
+        """
         foreach_mul_(moments, self.outer.outer_momentum)
         foreach_add_(moments, deltas)
         foreach_add_(deltas, moments, alpha=self.outer.outer_momentum)
         foreach_sub_(anchors, deltas, alpha=self.outer.outer_lr)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        slots = {"weight": self.anchors, "momentum": self.moments}
-        outer = {
-            f"outer.{n}.{slot}": t
-            for slot, kept in slots.items()
-            for n, t in zip(self.names, kept, strict=True)
-        }
+        """Return the checkpoint's tensors, with the outer weights and their momentum."""
+        outer = {}
+        for slot, tensors in (("weight", self.anchors), ("momentum", self.moments)):
+            for name, tensor in zip(self.names, tensors, strict=True):
+                outer[f"outer.{name}.{slot}"] = tensor
         return super().tensors() | outer
 
     def state(self) -> dict[str, Any]:
+        """Return the checkpoint's values. `outer`: there are tensors of the outer optimizer."""
         return super().state() | {"outer": True}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Load a checkpoint. One of another strategy begins a new outer optimizer."""
         super().load_state(state, tensors)
         if not state.get("outer"):
             foreach_copy_(self.anchors, self.weights)

@@ -1,12 +1,17 @@
-"""DiLoCo between hosts of which each trains by itself, as a run of its own (as OpenDiLoCo and PRIME): the outer gradients of those that are
-there are averaged, weighted by inner steps, and nobody waits.
+"""DiLoCo between hosts each of which is a run of its own (as OpenDiLoCo and PRIME).
 
-When a fragment is due by the leader's steps, the leader asks all for θ − their weights of it, and for the inner steps they have done since
-the last one of theirs that was used. `delay` of its own steps later it takes what has come: Σ steps × outer gradient / Σ steps, in
-`bits`. It sends the mean, and who is in it, to all, in it or not; each takes the same outer step from the same bytes before its next
-inner step, so the outer weights are the same on all hosts. A host that is slow so comes with fewer steps, and one that is late is left
-out once: its weights move with the outer ones, so what it has learned is all there the next time. A host that comes is sent the outer
-weights and their momentum, and begins from them. What comes when hangs on the network: such a run is not repeated to the bit.
+The outer gradients of the hosts that are there are averaged, weighted by inner steps, and nobody waits.
+
+When a fragment is due by the leader's steps, the leader asks all hosts for their outer gradient of it
+(θ − their weights), and for the inner steps they have done since their last outer gradient that was used.
+`delay` of its own steps later it takes what has arrived: Σ steps × outer gradient / Σ steps, in `bits`. It
+sends the mean, and the list of the hosts in it, to all hosts, in it or not. Each takes the same outer step
+from the same bytes before its next inner step, so the outer weights are the same on all hosts.
+
+So a slow host contributes fewer steps. A host whose answer is late is left out once: its weights move with
+the outer ones, so its accumulated update is included in the next round. A new host is sent the outer
+weights and their momentum, and begins from them. Message order depends on the network, so runs are not
+bit-reproducible.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,42 +38,57 @@ from drumline.vendor.torch import foreach_copy_
 log = logging.getLogger(__name__)
 
 
+# Options that must be the same on all hosts.
+SHARED_OPTIONS = ("peers", "period", "fragments", "bits", "outer_lr", "outer_momentum")
+
+
+class OuterGradient(NamedTuple):
+    """What a host contributes to an outer step: fp32[N], and the inner steps that it comes from."""
+
+    steps: int
+    flat: torch.Tensor
+
+
 @dataclass
 class Round:
-    """One outer step of a fragment on the leader. `at`: its steps then; `own`: its inner steps, and outer gradient."""
+    """An outer step of a fragment, on the leader. `asked_at`: the leader's steps then; `own`: of the leader."""
 
     fragment: int
-    at: int
-    own: tuple[int, torch.Tensor]
+    asked_at: int
+    own: OuterGradient
 
 
 class PeersEngine(StreamingEngine):
-    """`rounds`: outer steps that this host has taken or been sent; `used`: fragment → steps of this host up to the last outer gradient of
-    its own that went into one; `came`: round → steps when this host came with its own; `hosts`: inner steps in the last outer step."""
+    """DiLoCo of one host among others.
+
+    `rounds`: outer steps that this host has taken or been sent.
+    `pending`: round → the round, on the leader, until its answers are taken.
+    `used`: fragment → steps of this host up to its last outer gradient that went into an outer step.
+    `came`: round → steps of this host when it gave its outer gradient.
+    `hosts`: host → its inner steps in the last outer step.
+    """
 
     def __init__(self, plan: Plan, *args: Any, **options: Any) -> None:
         super().__init__(plan, *args, **options)
-        self.rounds, self.came, self.pending = 0, dict[int, int](), dict[int, Round]()
+        self.rounds = 0
+        self.came: dict[int, int] = {}
+        self.pending: dict[int, Round] = {}
         self.used = dict.fromkeys(range(self.outer.fragments), 0)
-        self.began, self.hosts = False, dict[str, int]()
-        shapes = zlib.crc32(
-            repr(
-                [
-                    (name, *weight.shape)
-                    for name, weight in zip(self.names, self.weights, strict=True)
-                ]
-            ).encode()
-        )
-        settings = {
-            key: getattr(self.outer, key)
-            for key in ("peers", "period", "fragments", "bits", "outer_lr", "outer_momentum")
-        }
-        settings |= {"the model": shapes, "seed": plan.config.run.seed}
+        self.began = False
+        self.hosts: dict[str, int] = {}
+        # Hosts with other weights must not be averaged, so their names and shapes are compared.
+        shapes = []
+        for name, weight in zip(self.names, self.weights, strict=True):
+            shapes.append((name, *weight.shape))
+        settings = {option: getattr(self.outer, option) for option in SHARED_OPTIONS}
+        settings["the model"] = zlib.crc32(repr(shapes).encode())
+        settings["seed"] = plan.config.run.seed
         secret = reveal(self.outer.secret, "strategy.secret")
         self.peers = Peers(self.outer.peers, secret, settings, self._place, self._reply)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        """Find the other hosts before the first micro-batch, then run it as usual."""
         if not self.began:
             self.began = True
             self.peers.start()
@@ -77,12 +97,14 @@ class PeersEngine(StreamingEngine):
             yield
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        """Take an inner step. No message is answered meanwhile, so weights change with the lock alone."""
         with self.peers.lock:
             super().step(lr, grad_norm, finite)
 
     def after_step(self) -> None:
-        """Take the outer steps that have come, and, on the leader, begin and end those that are due."""
-        began, peers = time.perf_counter(), self.peers
+        """Take the outer steps that have arrived; on the leader, begin and end those that are due."""
+        began = time.perf_counter()
+        peers = self.peers
         while not peers.inbox.empty():
             self._hear(peers.inbox.get_nowait())
         if peers.leader is not None:
@@ -90,129 +112,164 @@ class PeersEngine(StreamingEngine):
         else:
             peers.admit(self._state, self.rounds)
             for number, round_ in list(self.pending.items()):
-                if self.steps - round_.at >= self.outer.delay:
+                if self.steps - round_.asked_at >= self.outer.delay:
                     self._close(number)
             fragment = self.outer.sends(self.steps - 1)
-            if (
-                fragment is not None and self.steps > self.used[fragment]
-            ):  # else it has just been sent the state, by one that has gone
-                number = self.rounds + len(self.pending) + 1
-                self.pending[number] = Round(fragment, self.steps, self._own(number, fragment))
-                peers.gives[number] = {}
-                peers.to_all({"kind": "ask", "round": number, "fragment": fragment})
+            # A host that has just been sent the state, by a leader that is gone, has no steps of its own.
+            if fragment is not None and self.steps > self.used[fragment]:
+                self._open(fragment)
         self.waited += time.perf_counter() - began
+
+    def _open(self, fragment: int) -> None:
+        """Begin an outer step of a fragment, on the leader: ask all hosts for their outer gradients."""
+        # Rounds that are open end in their order, so this one comes after them.
+        number = self.rounds + len(self.pending) + 1
+        own = self._own_gradient(number, fragment)
+        self.pending[number] = Round(fragment, self.steps, own)
+        self.peers.gives[number] = {}
+        self.peers.send_to_all({"kind": "ask", "round": number, "fragment": fragment})
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"rounds": self.rounds}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Load a checkpoint, and get the newest outer weights if there is a leader."""
         super().load_state(state, tensors)
         with self.peers.lock:
-            self.rounds, self.used = state.get("rounds", 0), dict.fromkeys(self.used, self.steps)
+            self.rounds = state.get("rounds", 0)
+            self.used = dict.fromkeys(self.used, self.steps)
             self.pending.clear()
-            self.peers.leave()  # what it has of others' outer steps is gone
+            # What this host has got of others' outer steps is lost, so it asks for the state again.
+            self.peers.leave()
 
     def _await_state(self) -> None:
+        """Wait for the leader's first message, if there is a leader, and take it."""
         while self.peers.leader is not None:
-            with contextlib.suppress(queue.Empty):
+            try:
                 message = self.peers.inbox.get(timeout=1.0)
-                with self.peers.lock:
-                    return self._hear(message)
-            alive()
+            except queue.Empty:
+                alive()
+                continue
+            with self.peers.lock:
+                self._hear(message)
+            return
 
     def _place(self) -> tuple[int, int]:
-        sums = [
-            int(tensor.contiguous().view(torch.int32).sum(dtype=torch.int64))
-            for tensor in (*self.anchors, *self.moments)
-        ]
-        return self.rounds, sum(sums)
+        """Return the number of outer steps, and a checksum of the outer weights and their momentum."""
+        checksum = 0
+        for tensor in (*self.anchors, *self.moments):
+            bits = tensor.contiguous().view(torch.int32)
+            checksum += int(bits.sum(dtype=torch.int64))
+        return self.rounds, checksum
 
     def _state(self) -> torch.Tensor:
-        """The outer weights and their momentum."""
-        return torch.cat([tensor.flatten() for tensor in (*self.anchors, *self.moments)]).view(
-            torch.uint8
-        )
+        """Return the outer weights and their momentum as bytes."""
+        flat = torch.cat([tensor.flatten() for tensor in (*self.anchors, *self.moments)])
+        return flat.view(torch.uint8)
 
-    def _own(self, number: int, fragment: int) -> tuple[int, torch.Tensor]:
-        """This host's inner steps since the last that were used, and its outer gradient."""
+    def _own_gradient(self, number: int, fragment: int) -> OuterGradient:
+        """Return this host's outer gradient for round `number`, since the last one that was used."""
         self.came[number] = self.steps
         weights, anchors, _ = self.fragments[fragment]
-        return self.steps - self.used[fragment], difference(anchors, weights, self.whole)
+        steps = self.steps - self.used[fragment]
+        return OuterGradient(steps, difference(anchors, weights, self.multiple))
 
     def _reply(self, message: Message) -> Message | None:
-        """In a thread of its own, and also while this host computes: weights change in `step` alone."""
-        number, fragment = message.header["round"], message.header["fragment"]
+        """Return the answer to the leader's question; None if there is none.
+
+        It is called in a thread of its own, also while this host computes: weights change in `step` alone.
+        """
+        number = message.header["round"]
+        fragment = message.header["fragment"]
         with self.peers.lock:
-            waits = [each.header.get("fragment", fragment) for each in list(self.peers.inbox.queue)]
-            if fragment in waits:  # the outer step before is not taken yet
-                return None
-            steps, own = self._own(number, fragment)
-        return (
-            Message({"kind": "give", "round": number, "steps": steps}, packed(own, self.outer.bits))
-            if steps
-            else None
-        )
+            for waiting in list(self.peers.inbox.queue):
+                # The last outer step of this fragment is not taken yet. A message without a fragment is
+                # a new state.
+                if waiting.header.get("fragment", fragment) == fragment:
+                    return None
+            own = self._own_gradient(number, fragment)
+        if not own.steps:
+            return None
+        header = {"kind": "give", "round": number, "steps": own.steps}
+        return Message(header, to_bytes(own.flat, self.outer.bits))
 
     def _close(self, number: int) -> None:
-        """On the leader: the outer step of those who have come."""
-        round_, gives = self.pending.pop(number), self.peers.gives.pop(number)
+        """End an outer step, on the leader: average what has arrived, and send the mean to all hosts."""
+        round_ = self.pending.pop(number)
+        gives = self.peers.gives.pop(number)
+        bits = self.outer.bits
         parts = {self.peers.index: round_.own}
-        for host, message in gives.items():
-            parts[host] = (
-                message.header["steps"],
-                unpacked(message.payload, round_.own[1].device, self.outer.bits),
-            )
-        whole = sum(steps for steps, _ in parts.values())
-        mean = torch.zeros_like(round_.own[1])
+        for host, give in gives.items():
+            flat = from_bytes(give.payload, round_.own.flat.device, bits)
+            parts[host] = OuterGradient(give.header["steps"], flat)
+        # A host that did more inner steps has a larger share in the mean.
+        total_steps = sum(part.steps for part in parts.values())
+        mean = torch.zeros_like(round_.own.flat)
+        hosts = {}
         for host in sorted(parts):
-            mean.add_(parts[host][1], alpha=parts[host][0] / whole)
-        hosts = {str(host): parts[host][0] for host in sorted(parts)}
-        message = Message(
-            {"kind": "mean", "round": number, "fragment": round_.fragment, "hosts": hosts},
-            packed(mean, self.outer.bits),
-        )
-        self.peers.to_all(*message)
+            part = parts[host]
+            mean.add_(part.flat, alpha=part.steps / total_steps)
+            hosts[str(host)] = part.steps
+        header = {"kind": "mean", "round": number, "fragment": round_.fragment, "hosts": hosts}
+        message = Message(header, to_bytes(mean, bits))
+        self.peers.send_to_all(message.header, message.payload)
+        # The leader takes the step from the same bytes as the others.
         self._hear(message)
 
     def _hear(self, message: Message) -> None:
-        header, payload = message
+        """Do what a message of the leader's says."""
+        header = message.header
         if header["kind"] == "mean" and header["round"] == self.rounds + 1:
-            fragment = header["fragment"]
-            device = self.anchors[0].device
-            self.rounds += 1
-            came, is_in = self.came.pop(self.rounds, None), str(self.peers.index) in header["hosts"]
-            self._outer_step(fragment, unpacked(payload, device, self.outer.bits), is_in)
-            if is_in and came is not None:
-                self.used[fragment] = came
-            hosts = {self.outer.peers[int(host)]: steps for host, steps in header["hosts"].items()}
-            if hosts.keys() != self.hosts.keys():
-                log.warning(
-                    "diloco: from outer step %d on the mean of %s", self.rounds, ", ".join(hosts)
-                )
-            self.hosts = hosts
-        elif header["kind"] == "state" and payload is not None:
-            kept = [*self.anchors, *self.moments]
-            flat = payload.view(torch.float32).to(kept[0].device)
-            parts = flat.split([tensor.numel() for tensor in kept])
-            foreach_copy_(
-                kept, [part.view_as(tensor) for part, tensor in zip(parts, kept, strict=True)]
-            )
-            foreach_copy_(self.weights, self.anchors)
-            self.rounds, self.used = header["round"], dict.fromkeys(self.used, self.steps)
-            self.came.clear()
+            self._take_mean(message)
+        elif header["kind"] == "state" and message.payload is not None:
+            self._take_state(header["round"], message.payload)
         elif header["kind"] != "same" or header["place"] != list(self._place()):
+            # This host has missed an outer step.
             self.peers.leave()
 
+    def _take_mean(self, message: Message) -> None:
+        """Take the outer step of a fragment from the mean of the hosts' outer gradients."""
+        fragment = message.header["fragment"]
+        steps_of_hosts = message.header["hosts"]
+        # Rounds are taken in their order, each once.
+        self.rounds += 1
+        came = self.came.pop(self.rounds, None)
+        is_in = str(self.peers.index) in steps_of_hosts
+        mean = from_bytes(message.payload, self.anchors[0].device, self.outer.bits)
+        self._outer_step(fragment, mean, is_in)
+        if is_in and came is not None:
+            self.used[fragment] = came
+        hosts = {self.outer.peers[int(host)]: steps for host, steps in steps_of_hosts.items()}
+        if hosts.keys() != self.hosts.keys():
+            log.warning(
+                "diloco: from outer step %d on the mean of %s", self.rounds, ", ".join(hosts)
+            )
+        self.hosts = hosts
 
-def packed(flat: torch.Tensor, bits: int) -> torch.Tensor:
-    """fp32[N] as bytes: uint8. In 8 bits N is of whole blocks."""
-    return flat.view(torch.uint8) if bits == 32 else encode(flat.view(1, -1)).flatten()
+    def _take_state(self, rounds: int, payload: torch.Tensor) -> None:
+        """Begin from the outer weights and momentum that another host has after `rounds` outer steps."""
+        kept = [*self.anchors, *self.moments]
+        flat = payload.view(torch.float32).to(kept[0].device)
+        parts = flat.split([tensor.numel() for tensor in kept])
+        shaped = [part.view_as(tensor) for part, tensor in zip(parts, kept, strict=True)]
+        foreach_copy_(kept, shaped)
+        foreach_copy_(self.weights, self.anchors)
+        self.rounds = rounds
+        self.used = dict.fromkeys(self.used, self.steps)
+        self.came.clear()
 
 
-def unpacked(payload: torch.Tensor | None, device: torch.device, bits: int) -> torch.Tensor:
-    """fp32[N] of its own."""
+def to_bytes(flat: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return fp32[N] as it is sent: uint8[bytes]. In 8 bits N is of whole blocks."""
+    if bits == 32:
+        return flat.view(torch.uint8)
+    return encode(flat.view(1, -1)).flatten()
+
+
+def from_bytes(payload: torch.Tensor | None, device: torch.device, bits: int) -> torch.Tensor:
+    """Return the fp32[N] that `to_bytes` made bytes of, in memory of its own."""
     assert payload is not None
     payload = payload.to(device)
-    return (
-        payload.view(torch.float32).clone() if bits == 32 else decode(payload.view(1, -1)).flatten()
-    )
+    if bits == 32:
+        return payload.view(torch.float32).clone()
+    return decode(payload.view(1, -1)).flatten()

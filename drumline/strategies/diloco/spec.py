@@ -1,14 +1,19 @@
-"""Local steps, and an outer optimizer over where they lead: whole at the end of a period, or in pieces beside the steps."""
+"""The section diloco of the YAML: local steps, and an outer optimizer over where they lead.
+
+The outer step is taken of all weights at the end of a period, or of one fragment after another while the
+inner steps go on.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from drumline.core.cost import BLOCK, NUMBER, Volume
+from drumline.core.cost import BLOCK, FULL, NUMBER, SCALE, Beside, Volume
 from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh
 from drumline.core.plan import Layout, Plan
@@ -61,42 +66,50 @@ class DiLoCoStrategy(Apart):
 
     @property
     def streams(self) -> bool:
+        """Whether weights are exchanged by fragments, in 8 bits, or beside the inner steps."""
         return self.fragments > 1 or self.bits == 8 or self.delay > 0
 
     def data_parallel(self, mesh: Mesh) -> DataParallel:
         return "diloco"
 
     def outer_bytes(self) -> int:
-        return 4 + 4  # weights before the period, and the momentum
+        # The weights before the period, and the momentum.
+        return 2 * FULL
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
+        """Yield what fragments, delays and peers cannot be combined with."""
         for name, most in (("fragments", self.period), ("delay", self.period - 1)):
             if getattr(self, name) > most:
-                reason = (
-                    "a fragment is exchanged once a period, and has arrived before it is sent again"
-                )
                 yield Refusal(
-                    f"{name} × period", reason, f"use {name}={most} or less", f"strategy.{name}"
+                    f"{name} × period",
+                    "a fragment is exchanged once a period, and has arrived before it is sent again",
+                    f"use {name}={most} or less",
+                    f"strategy.{name}",
                 )
         if self.peers:
-            yield from self._of_peers(case)
-        elif self.delay and case.precision == "fp16":
+            yield from self._refusals_of_peers(case)
+            return
+        if self.delay and case.precision == "fp16":
             yield Refusal(
                 "delay × fp16",
                 "ranks that do not wait have loss scales of their own",
                 "use precision=bf16",
                 "strategy.delay",
             )
-        if self.delay and not self.peers and case.config.health.on_spike in ("skip", "rollback"):
-            reason = "a rank steps before it knows the loss of the others"
-            yield Refusal("delay × on_spike", reason, "use on_spike=note", "health.on_spike")
+        if self.delay and case.config.health.on_spike in ("skip", "rollback"):
+            yield Refusal(
+                "delay × on_spike",
+                "a rank steps before it knows the loss of the others",
+                "use on_spike=note",
+                "health.on_spike",
+            )
 
-    def _of_peers(self, case: Case) -> Iterator[Refusal]:
+    def _refusals_of_peers(self, case: Case) -> Iterator[Refusal]:
+        """Yield what is missing for hosts that train by themselves."""
         if case.mesh.world_size > 1:
-            reason = "each host is a run of one process, whom the others cannot stop"
             yield Refusal(
                 "peers × several processes",
-                reason,
+                "each host is a run of one process, whom the others cannot stop",
                 "use launch.nproc=1, or leave peers out",
                 "strategy.peers",
             )
@@ -112,11 +125,7 @@ class DiLoCoStrategy(Apart):
                 "strategy.secret",
             )
         for peer in self.peers:
-            host, _, port = peer.rpartition(":")
-            if (
-                not (host and port.isdecimal() and 0 < int(port) < 2**16)
-                or self.peers.count(peer) > 1
-            ):
+            if not _is_host_with_port(peer) or self.peers.count(peer) > 1:
                 yield Refusal(
                     "peers",
                     f"{peer!r} is no host with a port, or there twice",
@@ -125,6 +134,7 @@ class DiLoCoStrategy(Apart):
                 )
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
+        """Return what the plan says of fragments and hosts."""
         lines = super().notes(plan_world, devices, micro_batch)
         if self.peers:
             often = f"every {self.period // self.fragments} steps 1/{self.fragments} of the weights in {self.bits} bits"
@@ -136,16 +146,27 @@ class DiLoCoStrategy(Apart):
             )
         return lines
 
-    # -------------------------------------------------------------------------------------------------------- what is sent when
-
     def sends(self, step: int) -> int | None:
-        """The fragment that is sent at the end of the step after `step` steps: number f after period × (f + 1) / fragments steps of each
-        period, the last at its end."""
-        done = (step + 1) % self.period or self.period
-        number = -(-done * self.fragments // self.period) - 1
-        return (
-            number if step >= 0 and self.period * (number + 1) // self.fragments == done else None
-        )
+        """Return the fragment that is sent at the end of the step after `step` steps; None if none is.
+
+        Fragment f is sent after period × (f + 1) / fragments steps of each period, rounded down; the last
+        one at the end of the period.
+        """
+        if step < 0:
+            return None
+        steps_of_period = (step + 1) % self.period or self.period
+        fragment = math.ceil(steps_of_period * self.fragments / self.period) - 1
+        if self._end(fragment) != steps_of_period:
+            return None
+        return fragment
+
+    def _end(self, fragment: int) -> int:
+        """Return the number of steps of a period after which a fragment is sent."""
+        return self.period * (fragment + 1) // self.fragments
+
+    def sends_on(self, step: int) -> bool:
+        """Return whether the sum of a fragment in 8 bits is sent on at the end of the step after `step` steps."""
+        return self.sends(step - self.halfway) is not None
 
     @property
     def halfway(self) -> int:
@@ -153,64 +174,94 @@ class DiLoCoStrategy(Apart):
         return (self.delay + 1) // 2
 
     def step_kind(self, step: int) -> str:
+        """Return a name for what a step exchanges: steps with one name take equally long."""
         if not self.streams:
             return super().step_kind(step)
-        sums = self.bits == 8 and self.sends(step - self.halfway) is not None
-        return (
-            "apart"
-            if self.sends(step) is None and not sums
-            else f"piece {int(self.sends(step) is not None)}{int(sums)}"
-        )
+        sends = self.sends(step) is not None
+        sends_on = self.bits == 8 and self.sends_on(step)
+        if not sends and not sends_on:
+            return "apart"
+        return f"piece {int(sends)}{int(sends_on)}"
 
     def step_shares(self) -> dict[str, float]:
         if not self.streams:
             return super().step_shares()
-        ends = [self.period * (number + 1) // self.fragments for number in range(self.fragments)]
-        late = 2 * self.period - 1  # of a period in the middle of a run
-        steps = {(end + after) % self.period for end in ends for after in (0, self.halfway)}
-        kinds = Counter(self.step_kind(late + step) for step in steps)
-        kinds["apart"] += self.period - len(steps)
+        # Steps of a period in which something may be sent, or sent on.
+        busy_steps = set()
+        for fragment in range(self.fragments):
+            for after in (0, self.halfway):
+                busy_steps.add((self._end(fragment) + after) % self.period)
+        # Of a period in the middle of a run, when earlier fragments are under way.
+        late = 2 * self.period - 1
+        kinds = Counter[str]()
+        for step in busy_steps:
+            kinds[self.step_kind(late + step)] += 1
+        kinds["apart"] += self.period - len(busy_steps)
         return {kind: number / self.period for kind, number in kinds.items() if number}
 
     def overlap(self) -> float:
+        """Return the part of a long run's steps during which a fragment is under way."""
         return min(1.0, self.delay * self.fragments / self.period)
 
     def send(
         self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
     ) -> None:
-        """A fragment, where one is due. In 8 bits each rank gets everybody's code of its part, and halfway sends its sum on."""
+        """Add the fragment that is sent in a step, and the norm.
+
+        In 8 bits each rank gets all ranks' codes of its part of the fragment, and sends on their sum
+        `halfway` steps later.
+        """
         if not self.streams:
-            return super().send(volume, layout, facts, has, step)
-        ranks, piece, mean = (
-            layout.mesh.data_ranks,
-            -(-facts.trainable // self.fragments),
-            self.fragments / self.period,
-        )
-        first = mean if step is None else float(self.sends(step) is not None)
-        second = mean if step is None else float(self.sends(step - self.halfway) is not None)
-        how: Any = {"axis": "gradients", "beside": "steps" if self.delay else "nothing"}
-        if self.bits == 8:
-            part = -(-piece // (ranks * BLOCK)) * (BLOCK + 4)
-            volume.add("all_to_all", first * part * ranks, ranks, calls=first, **how)
-            volume.add("all_gather", second * part, ranks, calls=second, **how)
+            super().send(volume, layout, facts, has, step)
+            return
+        ranks = layout.mesh.data_ranks
+        fragment = math.ceil(facts.trainable / self.fragments)
+        if step is None:
+            sent = sent_on = self.fragments / self.period
         else:
-            volume.add("all_reduce", first * 4 * piece, ranks, calls=first, **how)
+            sent = float(self.sends(step) is not None)
+            sent_on = float(self.sends_on(step))
+        beside: Beside = "nothing"
+        if self.delay:
+            beside = "steps"
+        if self.bits == 8:
+            # Whole blocks, each with its scale.
+            code = math.ceil(fragment / (ranks * BLOCK)) * (BLOCK + SCALE)
+            volume.add("all_to_all", sent * code * ranks, ranks, "gradients", sent, beside)
+            volume.add("all_gather", sent_on * code, ranks, "gradients", sent_on, beside)
+        else:
+            volume.add("all_reduce", sent * FULL * fragment, ranks, "gradients", sent, beside)
         if not self.delay:
-            # The norm; with a delay it goes with the loop's sums.
+            # With a delay the norm is sent with the loop's sums.
             volume.add("all_reduce", NUMBER, ranks, "gradients")
 
     def kept_bytes(self, world: int) -> int:
-        """Of fragments that are under way: what is sent and what is received."""
+        """Return the bytes for each trainable parameter of fragments that are under way."""
         if world == 1 or not self.delay:
             return 0
-        under_way = -(-self.delay * self.fragments // self.period)
-        return -(-(3 if self.bits == 8 else 4) * under_way // self.fragments)
+        fragments_under_way = math.ceil(self.delay * self.fragments / self.period)
+        bytes_of_entry = FULL
+        if self.bits == 8:
+            # What is sent, what is received, and the scales, rounded up.
+            bytes_of_entry = 3
+        return math.ceil(bytes_of_entry * fragments_under_way / self.fragments)
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
+        """Return the engine: of hosts by themselves, of fragments, or of whole weights."""
         from drumline.parallel.native import prepare
         from drumline.strategies.diloco.engine import DiLoCoEngine
         from drumline.strategies.diloco.peers import PeersEngine
         from drumline.strategies.diloco.streaming import StreamingEngine
 
-        engine = PeersEngine if self.peers else StreamingEngine if self.streams else DiLoCoEngine
+        engine = DiLoCoEngine
+        if self.peers:
+            engine = PeersEngine
+        elif self.streams:
+            engine = StreamingEngine
         return prepare(plan, model, values, engine, **options)
+
+
+def _is_host_with_port(peer: str) -> bool:
+    """Return whether an entry of `peers` is HOST:PORT with a valid port."""
+    host, _, port = peer.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16

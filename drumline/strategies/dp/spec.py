@@ -1,4 +1,4 @@
-"""nn.DataParallel, kept for completeness."""
+"""The section dp of the YAML: nn.DataParallel, kept for completeness."""
 
 from __future__ import annotations
 
@@ -20,21 +20,30 @@ class DPStrategy(OneProcess):
     kind: Literal["dp"] = "dp"
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
+        """Yield what a batch that is cut into runs of rows cannot do."""
         algorithm = case.config.algorithm
         if sees(case):
-            reason = "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches"
-            yield Refusal("images × dp", reason, "use strategy=ddp")
+            yield Refusal(
+                "images × dp",
+                "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches",
+                "use strategy=ddp",
+            )
         if case.device == "cuda" and algorithm.rows_per_sample > 1:
-            reason = "nn.DataParallel cuts a batch into runs of rows, and the two answers of a pair would land on two GPUs"
-            yield Refusal("dp × pairs", reason, "use strategy=ddp")
+            yield Refusal(
+                "dp × pairs",
+                "nn.DataParallel cuts a batch into runs of rows, and the two answers of a pair would land on two GPUs",
+                "use strategy=ddp",
+            )
         if case.device == "cuda" and algorithm.pairs_with_previous:
-            reason = "nn.DataParallel cuts a batch into runs of rows, and the loss of each takes a mean over the whole global batch"
-            yield Refusal("dp × a mean over the global batch", reason, "use strategy=ddp")
+            yield Refusal(
+                "dp × a mean over the global batch",
+                "nn.DataParallel cuts a batch into runs of rows, and the loss of each takes a mean over the whole global batch",
+                "use strategy=ddp",
+            )
         if case.config.compile.enabled:
-            reason = "nn.DataParallel copies modules at each step, and a compiled block goes on with the weights it was compiled for"
             yield Refusal(
                 "dp × compile",
-                reason,
+                "nn.DataParallel copies modules at each step, and a compiled block goes on with the weights it was compiled for",
                 "use strategy=ddp, or compile.enabled=false",
                 "compile.enabled",
             )
@@ -46,18 +55,17 @@ class DPStrategy(OneProcess):
         return devices
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
-        lines = [
+        """Return what the plan says of this strategy, and of GPUs that get no rows."""
+        origin = (
             "strategy dp: nn.DataParallel, kept for completeness. One Python process feeds all GPUs, copies the weights to each at each"
             " forward and sums the gradients on the first; strategy ddp has none of that, and is faster on one machine too"
-        ]
+        )
         if devices == 1:
-            return [*lines, "strategy dp: there is one device, so it is the same as single"]
+            return [origin, "strategy dp: there is one device, so it is the same as single"]
         share = f"strategy dp: each micro-batch of {micro_batch} samples is cut over {devices} GPUs"
-        return [
-            *lines,
-            share
-            + (f", of which {devices - micro_batch} get none" if micro_batch < devices else ""),
-        ]
+        if micro_batch < devices:
+            share += f", of which {devices - micro_batch} get none"
+        return [origin, share]
 
     def spread(
         self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any

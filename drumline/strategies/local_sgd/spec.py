@@ -1,4 +1,4 @@
-"""Each rank trains by itself, and the copies come together now and then."""
+"""The section local_sgd of the YAML: each rank trains a copy, and the copies are averaged from time to time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from drumline.core.cost import NUMBER, Volume
+from drumline.core.cost import FULL, NUMBER, Volume
 from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh
 from drumline.core.plan import Layout, Plan
@@ -16,7 +16,8 @@ from drumline.core.rule import no_option
 from drumline.core.section import MOST_STEPS, Steps
 from drumline.core.strategy import DataParallel, StrategySpec
 
-CHUNK = 2**24  # fp32 entries that engine.in_pieces takes at once
+# fp32 entries that engine.in_pieces takes at once.
+CHUNK = 2**24
 
 
 class Apart(StrategySpec):
@@ -46,45 +47,47 @@ class Apart(StrategySpec):
         return "local_sgd"
 
     def averages(self, step: int) -> bool:
-        """Whether the ranks come together at the end of the step after `step` steps."""
+        """Return whether the ranks average at the end of the step after `step` steps."""
         return (step + 1) % self.period == 0
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
+        """Return what the plan says of norms, evaluation and checkpoints."""
         lines = [
             f"{self.kind}: each rank clips by its own gradient norm; grad_norm is the root mean square over ranks",
             f"{self.kind}: evaluation and checkpoints see the mean of the ranks' weights; a checkpoint gives it to all, with moments",
         ]
-        return (
-            lines
-            if plan_world > 1
-            else [*lines, f"{self.kind}: one process, so the mean is its own weights"]
-        )
+        if plan_world == 1:
+            lines.append(f"{self.kind}: one process, so the mean is its own weights")
+        return lines
 
     def step_kind(self, step: int) -> str:
-        return "together" if self.averages(step) else "apart"
+        if self.averages(step):
+            return "together"
+        return "apart"
 
     def step_shares(self) -> dict[str, float]:
-        often = 1 / self.period
-        return {"together": often, **({"apart": 1 - often} if often < 1 else {})}
+        together = 1 / self.period
+        shares = {"together": together}
+        if together < 1:
+            shares["apart"] = 1 - together
+        return shares
 
     def send(
         self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
     ) -> None:
-        """All trainable weights, where they are exchanged; a number for the norm at each step."""
-        ranks, share = (
-            layout.mesh.data_ranks,
-            self.step_shares()["together"] if step is None else float(self.averages(step)),
-        )
-        volume.add(
-            self.exchange,
-            share * 4 * facts.trainable,
-            ranks,
-            "gradients",
-            share * math.ceil(facts.trainable / CHUNK),
-        )
+        """Add all trainable weights in the steps that average them, and a number for the norm in each step."""
+        ranks = layout.mesh.data_ranks
+        if step is None:
+            share = self.step_shares()["together"]
+        else:
+            share = float(self.averages(step))
+        bytes_ = share * FULL * facts.trainable
+        calls = share * math.ceil(facts.trainable / CHUNK)
+        volume.add(self.exchange, bytes_, ranks, "gradients", calls)
         volume.add("all_reduce", NUMBER, ranks, "gradients")
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
+        """Return the engine that averages now and then."""
         from drumline.parallel.native import prepare
         from drumline.strategies.local_sgd.engine import LocalEngine
 

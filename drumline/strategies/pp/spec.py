@@ -1,4 +1,4 @@
-"""Pipeline parallelism by its name."""
+"""The section pp of the YAML: pipeline parallelism alone."""
 
 from __future__ import annotations
 
@@ -21,4 +21,5 @@ class PPStrategy(OneDegree, PipelineConfig):
     def variants(self) -> Iterator[StrategySpec]:
         yield self
         if "schedule" not in self.model_fields_set:
-            yield from (self.model_copy(update={"schedule": schedule}) for schedule in SCHEDULES)
+            for schedule in SCHEDULES:
+                yield self.model_copy(update={"schedule": schedule})

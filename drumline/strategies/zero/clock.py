@@ -1,4 +1,7 @@
-"""How long a process waits in DeepSpeed's collectives, on a CPU: there they run where they are called, or end where they are waited for."""
+"""Measure how long a process waits in DeepSpeed's collectives on a CPU.
+
+There a collective runs while it is called, or ends while it is waited for.
+"""
 
 from __future__ import annotations
 
@@ -9,57 +12,74 @@ from typing import Any
 
 
 class Clock:
-    """Seconds in collectives since the last `take`, as long as a step runs: saves and evaluations do not count."""
+    """Seconds in collectives since the last `take`. Only those during a step count, not saves or evaluations."""
 
     def __init__(self) -> None:
-        self.seconds, self.runs = 0.0, False
+        self.seconds = 0.0
+        self.is_running = False
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        self.runs = True
+    def run(self) -> Iterator[None]:
+        """Count the collectives in a `with` block."""
+        self.is_running = True
         try:
             yield
         finally:
-            self.runs = False
+            self.is_running = False
 
-    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that counts the seconds of `call`, and of waiting for what it returns."""
+
         def wrapper(*args: Any, **named: Any) -> Any:
             began = time.perf_counter()
-            made = call(*args, **named)
-            self.seconds += time.perf_counter() - began if self.runs else 0.0
-            return Work(made, self) if hasattr(made, "wait") else made
+            result = call(*args, **named)
+            if self.is_running:
+                self.seconds += time.perf_counter() - began
+            if hasattr(result, "wait"):
+                return Work(result, self)
+            return result
 
         return wrapper
 
     def take(self) -> float:
-        seconds, self.seconds = self.seconds, 0.0
+        """Return the seconds, and start again at 0."""
+        seconds = self.seconds
+        self.seconds = 0.0
         return seconds
 
 
 class Backend:
-    """What stands in the place of DeepSpeed's backend, of which it asks every collective."""
+    """A stand-in for DeepSpeed's backend, which DeepSpeed calls for each collective."""
 
     def __init__(self, backend: Any) -> None:
-        self.backend, self.clock = backend, Clock()
+        self.backend = backend
+        self.clock = Clock()
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.backend, name)
-        return self.clock.timed(found) if callable(found) else found
+        attribute = getattr(self.backend, name)
+        if callable(attribute):
+            return self.clock.wrap(attribute)
+        return attribute
 
 
 class Work:
-    """A collective on its way."""
+    """A collective that has begun, whose `wait` is timed."""
 
     def __init__(self, work: Any, clock: Clock) -> None:
-        self.work, self.wait = work, clock.timed(work.wait)
+        self.work = work
+        self.wait = clock.wrap(work.wait)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.work, name)
 
 
-def clock(comm: Any) -> Clock:
-    """Of the backend that DeepSpeed uses: one for all engines of a process, set to 0. `comm`: DeepSpeed's module that holds it."""
+def clock_of_backend(comm: Any) -> Clock:
+    """Return the clock of DeepSpeed's backend, set to 0: one for all engines of a process.
+
+    `comm`: DeepSpeed's module that holds the backend.
+    """
     if not isinstance(comm.cdb, Backend):
         comm.cdb = Backend(comm.cdb)
-    comm.cdb.clock.take()
-    return comm.cdb.clock
+    clock: Clock = comm.cdb.clock
+    clock.take()
+    return clock

@@ -1,5 +1,8 @@
-"""What DeepSpeed keeps and sends under ZeRO 1, 2 and 3 (Rajbhandari et al. 2020), by its source of 0.19.8: flat buffers with their padding,
-fp32 masters, gradients added up in fp32, host copies of what is offloaded. Pure."""
+"""The bytes that DeepSpeed keeps and sends under ZeRO 1, 2 and 3 (Rajbhandari et al. 2020).
+
+They follow DeepSpeed's source of 0.19.8: flat buffers with their padding, fp32 masters, gradients
+accumulated in fp32, and host copies of offloaded states. All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 from drumline.core.cost import FULL, LOW, WIDTH, Beside, Buffers, Copied, Host, State, Volume
 from drumline.core.estimate import Activations
-from drumline.core.facts import ModelFacts, Part, ends, largest_block, part_of, weights_of
+from drumline.core.facts import ModelFacts, Part, Weight, ends, largest_block, part_of, weights_of
 from drumline.core.mesh import Mesh
 from drumline.core.plan import Layout
 from drumline.core.strategy import StrategySpec
@@ -29,12 +32,31 @@ from drumline.strategies.zero.config import (
 if TYPE_CHECKING:
     from drumline.strategies.zero.spec import Zero
 
+# Words of a DeepSpeed config for types of two bytes.
+LOW_TYPES = ("fp16", "bfp16", "bf16")
+# An offloaded AdamW reads and writes, for each parameter, an fp32 weight and two fp32 moments.
+ADAMW_BYTES = 3 * FULL
+# Bytes of the scalar that ZeRO 3 reduces for the gradient norm: fp64 on the device, fp32 on the host.
+NORM_ON_DEVICE = 8
+NORM_ON_HOST = 4
+# Blocks that are read between a block's forward and its backward: the blocks behind it in forward and
+# in backward, and with activation checkpointing once more in the recomputation.
+PASSES = 2
+PASSES_RECOMPUTED = 3
+
 
 @dataclass(frozen=True)
-class Flat:
-    """Entries of a model cut over some ranks. `flat`: the trainable ones end to end in the optimizer's groups (`_groups`), each filled up
-    to a multiple of 2 × ranks. `touched`: all entries of the weights that a rank has a part of, on the rank with most.
-    `pieces`: each weight cut by itself, rounded up; `frozen_pieces`: the same of frozen ones. `largest`: of a trainable weight."""
+class Partition:
+    """Numbers of entries of a model that ZeRO cuts over some ranks.
+
+    `trainable`, `frozen`: the model's own entries.
+    `flat`: the trainable entries end to end in the optimizer's groups (`_groups`), each group padded
+    to a multiple of 2 × ranks.
+    `touched`: on the rank with most, all entries of the weights that it holds a part of.
+    `pieces`: what a rank holds if each trainable weight is cut by itself and rounded up;
+    `frozen_pieces`: the same of frozen weights.
+    `largest`: the entries of the largest trainable weight.
+    """
 
     trainable: int
     flat: int
@@ -46,42 +68,60 @@ class Flat:
 
 
 @lru_cache(maxsize=4096)
-def flattened(facts: ModelFacts, ranks: int, apart: bool) -> Flat:
-    ahead, behind = (
-        [w for w in facts.end_weights if (w.place == "after") == is_behind]
-        for is_behind in (False, True)
-    )
-    # In the model's own order.
-    weights = [
-        *ahead,
-        *(w for block in facts.block_weights for w in block),
-        *behind,
-    ]
-    trainable, frozen = (
-        [w for w in weights if w.trainable],
-        [w.numel for w in weights if not w.trainable],
-    )
-    flat, touched = 0, [0] * ranks
+def partition(facts: ModelFacts, ranks: int, has_two_groups: bool) -> Partition:
+    """Return the sizes of a model that is cut over `ranks`; `has_two_groups`: see _has_two_groups."""
+    weights = _weights_in_order(facts)
+    trainable = [weight for weight in weights if weight.trainable]
+    frozen = [weight for weight in weights if not weight.trainable]
+    flat = 0
+    touched = [0] * ranks
     for decays in (True, False):
-        group = [w.numel for w in trainable if (apart and len(w.shape) >= 2) == decays]
+        # Weights of a group lie end to end, and each rank has an equal, even share of them.
+        group = [weight.numel for weight in trainable if _decays(weight, has_two_groups) == decays]
         share = 2 * math.ceil(sum(group) / (2 * ranks))
         flat += share * ranks
         start = 0
-        for numel in group:
-            for rank in range(start // share, (start + numel - 1) // share + 1):
-                touched[rank] += numel
-            start += numel
-    return Flat(
-        trainable=sum(w.numel for w in trainable),
+        for entries in group:
+            # The weight may lie on several ranks.
+            first_rank = start // share
+            last_rank = (start + entries - 1) // share
+            for rank in range(first_rank, last_rank + 1):
+                touched[rank] += entries
+            start += entries
+    return Partition(
+        trainable=sum(weight.numel for weight in trainable),
         flat=flat,
         touched=max(touched),
-        pieces=sum(math.ceil(w.numel / ranks) for w in trainable),
-        frozen=sum(frozen),
-        frozen_pieces=sum(math.ceil(n / ranks) for n in frozen),
-        largest=max((w.numel for w in trainable), default=0),
+        pieces=_pieces(trainable, ranks),
+        frozen=sum(weight.numel for weight in frozen),
+        frozen_pieces=_pieces(frozen, ranks),
+        largest=max((weight.numel for weight in trainable), default=0),
     )
 
 
+def _weights_in_order(facts: ModelFacts) -> list[Weight]:
+    """Return all weights in the model's own order."""
+    weights = [weight for weight in facts.end_weights if weight.place != "after"]
+    for block in facts.block_weights:
+        weights += block
+    weights += [weight for weight in facts.end_weights if weight.place == "after"]
+    return weights
+
+
+def _pieces(weights: list[Weight], ranks: int) -> int:
+    """Return the entries on a rank if each weight is cut by itself and rounded up."""
+    return sum(math.ceil(weight.numel / ranks) for weight in weights)
+
+
+class GradientBytes(NamedTuple):
+    """Bytes of an entry of a gradient while it is sent, and while gradients are accumulated."""
+
+    sent: int
+    accumulated: int
+
+
+# The part of the ZeRO strategies that the planner computes with. (A docstring would be part of the
+# YAML's JSON schema.)
 class ZeroCosts(StrategySpec):
     stage: ClassVar[Literal[1, 2, 3]]
     keeps_low: ClassVar[bool] = True
@@ -90,318 +130,414 @@ class ZeroCosts(StrategySpec):
         return mesh.shard
 
     def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
-        """Gradients: as they lie at the end of the last backward of a step. Weights have fp32 masters besides them in fp32, too."""
-        ranks, stage = layout.mesh.world_size, self.stage
-        cut, low = flattened(facts, ranks, _apart(layout)), layout.precision != "fp32"
-        width, kept, added = (
-            WIDTH[layout.precision],
-            layout.config.optimizer.slots,
-            self._dtypes(layout, facts)[1],
-        )
-        optimizer, parameters = self.offloads()
-        if stage == 3:
-            weights = width * (cut.pieces + cut.frozen_pieces)
-            masters = FULL * cut.pieces * (kept + 1)
-            gradients = added * cut.pieces
-            at_home = (weights, 0) if parameters == "none" else (0, weights)
-            if optimizer == "none":
-                return State(at_home[0], gradients, masters, at_home[1])
-            # The flat buffer that gradients are reduced into lies where the optimizer does, and so does what its step reads.
-            return State(at_home[0], 0, 0, at_home[1], 2 * gradients, masters)
-        share = cut.flat // ranks
-        weights, masters = width * (cut.flat + cut.frozen), FULL * share * (1 + kept)
-        unsharded = FULL * cut.trainable if stage == 1 else 0
-        if optimizer != "none":
-            accumulated = (
-                FULL * cut.touched
-                if stage == 2 and not low and layout.batch.accumulation > 1
-                else 0
-            )
-            return State(
-                weights,
-                added * share + unsharded if low else 0,
-                0,
-                0,
-                FULL * share + accumulated,
-                masters,
-            )
-        if not low:
-            return State(weights, FULL * cut.touched, masters)
-        if stage == 1 and layout.precision == "bf16":
-            # DeepSpeed's BF16_Optimizer: fp32 gradients of all weights for good, and the bf16 ones that they were added up from.
-            return State(weights, FULL * cut.flat + LOW * cut.trainable, masters)
-        return State(weights, added * share + unsharded, masters)
+        """Return the bytes of weights, gradients and moments between two steps.
 
-    def _dtypes(self, layout: Layout, facts: ModelFacts) -> tuple[int, int]:
-        """Bytes of an entry in which gradients are sent, and in which they are added up: fp32, unless the user's own DeepSpeed config has
-        another."""
-        own, low = user_config(cast("Zero", self), facts), ("fp16", "bfp16", "bf16")
-        sent, added = (
-            own.get(key, "fp32")
-            for key in ("communication_data_type", "data_types.grad_accum_dtype")
-        )
-        return LOW if sent in low else FULL, LOW if added in low else FULL
+        Gradients are counted as they lie at the end of the last backward of a step. Weights have
+        fp32 masters besides them in fp32, too.
+        """
+        cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
+        if self.stage == 3:
+            return self._state_of_stage_3(layout, facts, cut)
+        ranks = layout.mesh.world_size
+        is_low = layout.precision != "fp32"
+        is_offloaded = self.offloads()[0] != "none"
+        # All ranks have all weights, and a share of the masters and moments.
+        share = cut.flat // ranks
+        weights = WIDTH[layout.precision] * (cut.flat + cut.frozen)
+        masters = FULL * share * (1 + layout.config.optimizer.slots)
+        # Stage 1 keeps whole gradients until they are reduced.
+        unsharded = 0
+        if self.stage == 1:
+            unsharded = FULL * cut.trainable
+        low_gradients = self._gradient_bytes(layout, facts).accumulated * share + unsharded
+        if is_offloaded:
+            device_gradients = 0
+            if is_low:
+                device_gradients = low_gradients
+            # DeepSpeed copies the rank's share to the host, where it is stepped.
+            host_gradients = FULL * share
+            if self.stage == 2 and not is_low and layout.batch.accumulation > 1:
+                host_gradients += FULL * cut.touched
+            return State(weights, device_gradients, 0, 0, host_gradients, masters)
+        if not is_low:
+            return State(weights, FULL * cut.touched, masters)
+        if self._is_bf16_optimizer(layout):
+            # DeepSpeed's BF16_Optimizer keeps fp32 gradients of all weights, and the bf16 ones that
+            # they were accumulated from.
+            return State(weights, FULL * cut.flat + LOW * cut.trainable, masters)
+        return State(weights, low_gradients, masters)
+
+    def _state_of_stage_3(self, layout: Layout, facts: ModelFacts, cut: Partition) -> State:
+        """Return the bytes of weights, gradients and moments between two steps of stage 3."""
+        optimizer, parameters = self.offloads()
+        weights = WIDTH[layout.precision] * (cut.pieces + cut.frozen_pieces)
+        masters = FULL * cut.pieces * (layout.config.optimizer.slots + 1)
+        gradients = self._gradient_bytes(layout, facts).accumulated * cut.pieces
+        device_weights, host_weights = weights, 0
+        if parameters != "none":
+            device_weights, host_weights = 0, weights
+        if optimizer == "none":
+            return State(device_weights, gradients, masters, host_weights)
+        # The flat buffer that gradients are reduced into lies where the optimizer does, and so does
+        # what its step reads.
+        return State(device_weights, 0, 0, host_weights, 2 * gradients, masters)
+
+    def _is_bf16_optimizer(self, layout: Layout) -> bool:
+        """Return whether DeepSpeed uses its BF16_Optimizer if nothing is offloaded."""
+        return self.stage == 1 and layout.precision == "bf16"
+
+    def _user_options(self, facts: ModelFacts) -> dict[str, Any]:
+        """Return the user's own DeepSpeed config, dotted path → value."""
+        return user_config(cast("Zero", self), facts)
+
+    def _gradient_bytes(self, layout: Layout, facts: ModelFacts) -> GradientBytes:
+        """Return the bytes of an entry of a gradient: fp32, unless the user's config sets another type."""
+        options = self._user_options(facts)
+        sent = options.get("communication_data_type", "fp32")
+        accumulated = options.get("data_types.grad_accum_dtype", "fp32")
+        return GradientBytes(_bytes_of_type(sent), _bytes_of_type(accumulated))
 
     def buffers(
         self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
     ) -> Buffers:
-        """Buckets of DeepSpeed's reduction, which are all taken at once, and what ZeRO 3 gathers."""
-        ranks, low = layout.mesh.world_size, layout.precision != "fp32"
-        cut = flattened(facts, ranks, _apart(layout))
-        own, width, (optimizer, _) = (
-            user_config(cast("Zero", self), facts),
-            WIDTH[layout.precision],
-            self.offloads(),
-        )
-        bucket = int(
-            own.get(
-                "zero_optimization.reduce_bucket_size", min(MOST_IN_A_BUCKET, max(2, cut.trainable))
-            )
-        )
-        sent, _ = self._dtypes(layout, facts)
+        """Return the bytes of DeepSpeed's buckets, which are allocated at once, and of what ZeRO 3 gathers."""
+        cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
         if self.stage == 3:
-            everything = cut.trainable + cut.frozen
-            alive = int(own.get("zero_optimization.stage3_max_live_parameters", LIVE))
-            ahead = int(own.get("zero_optimization.stage3_prefetch_bucket_size", PREFETCHED))
-            small = int(own.get("zero_optimization.stage3_param_persistence_threshold", PERSISTENT))
-            whole = sum(
-                number * weight.numel
-                for weight, number in weights_of(facts)
-                if weight.numel <= small
-            )
-            gathered = min(
-                everything, alive + ahead + largest_block(facts, part_of(facts)).entries
-            ) - min(everything, whole)
-            reduced = width * min(bucket, cut.trainable)
-            return Buffers(
-                always=sent * bucket + width * whole,
-                through=max(0, width * gathered),
-                backward=reduced,
-                last=reduced,
-                # One group of weights after the other.
-                step=FULL
-                * min(cut.pieces, int(own.get("zero_optimization.sub_group_size", STEPPED)))
-                if optimizer == "none" and low
-                else 0,
-                early=state.gradients,
-            )
-        bf16_1 = self.stage == 1 and layout.precision == "bf16"
-        early = state.gradients * 2 // 3 if bf16_1 else 0
-        bf16_1 = bf16_1 and optimizer == "none"
-        # A bucket in the type of the gradients, and in fp32 what is sent of it.
-        buckets = 2 if own.get("zero_optimization.overlap_comm") else 1
-        taken = 0 if bf16_1 else (FULL if self.stage == 1 else width) * bucket * buckets
-        message = FULL * min(bucket, cut.trainable) if (low and sent == FULL) or bf16_1 else 0
+            return self._buffers_of_stage_3(layout, facts, cut, state)
+        options = self._user_options(facts)
+        width = WIDTH[layout.precision]
+        is_low = layout.precision != "fp32"
+        is_offloaded = self.offloads()[0] != "none"
+        bucket = _bucket_entries(options, cut)
+        early = 0
+        if self._is_bf16_optimizer(layout):
+            # Of 4 + 2 bytes an entry (`state`), the fp32 ones are kept.
+            early = state.gradients * 2 // 3
+        has_bf16_optimizer = self._is_bf16_optimizer(layout) and not is_offloaded
+        sends_a_copy = is_low and self._gradient_bytes(layout, facts).sent == FULL
+        message = 0
+        if sends_a_copy or has_bf16_optimizer:
+            # What is sent of a bucket is copied to fp32.
+            message = FULL * min(bucket, cut.trainable)
         always = 0
-        if optimizer != "none":
-            always = (
-                width * cut.largest
-                if layout.device == "cuda"
-                else 2 * width * cut.largest + width * cut.flat // ranks
-            )
-        # Whole gradients that ZeRO 1 adds up until the last micro-batch, where they are not among its states.
-        if self.stage == 1 and not bf16_1 and layout.batch.accumulation > 1:
+        if is_offloaded:
+            always = width * cut.largest
+            if layout.device != "cuda":
+                always = 2 * width * cut.largest + width * cut.flat // layout.mesh.world_size
+        if self.stage == 1 and not has_bf16_optimizer and layout.batch.accumulation > 1:
+            # Whole gradients that ZeRO 1 accumulates until the last micro-batch. With the
+            # BF16_Optimizer they are part of `state`.
             always += FULL * cut.trainable
-        full = bucket < cut.trainable  # then it is sent before the end, too
+        # DeepSpeed keeps the largest weight's gradient outside of the bucket if the bucket is full.
+        backward = width * cut.largest
+        if bucket < cut.trainable:
+            # A full bucket is sent before the end of backward, too.
+            backward += message
+        last = message
+        if self.stage == 1 and layout.precision == "fp16":
+            last += FULL * cut.trainable
+        step = 0
+        if not is_low:
+            step = FULL * cut.flat // layout.mesh.world_size
         return Buffers(
             always=always,
-            begun=taken,
-            # A gradient of its own for the largest weight, which the bucket does not take where it is full.
-            backward=width * cut.largest + (message if full else 0),
-            last=message
-            + (FULL * cut.trainable if self.stage == 1 and layout.precision == "fp16" else 0),
-            step=0 if low else FULL * cut.flat // ranks,
+            begun=self._bucket_bytes(layout, options, bucket, has_bf16_optimizer),
+            backward=backward,
+            last=last,
+            step=step,
             early=early,
         )
 
+    def _bucket_bytes(
+        self, layout: Layout, options: dict[str, Any], bucket: int, has_bf16_optimizer: bool
+    ) -> int:
+        """Return the bytes of the buckets that stage 1 and 2 allocate at the beginning of backward."""
+        if has_bf16_optimizer:
+            return 0
+        width = WIDTH[layout.precision]
+        if self.stage == 1:
+            width = FULL
+        buckets = 1
+        if options.get("zero_optimization.overlap_comm"):
+            # One is filled while the other is sent.
+            buckets = 2
+        return width * bucket * buckets
+
+    def _buffers_of_stage_3(
+        self, layout: Layout, facts: ModelFacts, cut: Partition, state: State
+    ) -> Buffers:
+        """Return the bytes of stage 3's bucket, and of the weights that it gathers."""
+        options = self._user_options(facts)
+        width = WIDTH[layout.precision]
+        bucket = _bucket_entries(options, cut)
+        live = _stage_3_entries(options, "max_live_parameters", LIVE)
+        prefetched = _stage_3_entries(options, "prefetch_bucket_size", PREFETCHED)
+        threshold = _stage_3_entries(options, "param_persistence_threshold", PERSISTENT)
+        persistent = 0
+        for weight, number in weights_of(facts):
+            if weight.numel <= threshold:
+                persistent += number * weight.numel
+        everything = cut.trainable + cut.frozen
+        block = largest_block(facts, part_of(facts)).entries
+        # A persistent weight is counted in `always`.
+        gathered = min(everything, live + prefetched + block) - min(everything, persistent)
+        reduced = width * min(bucket, cut.trainable)
+        step = 0
+        if self.offloads()[0] == "none" and layout.precision != "fp32":
+            # Groups of weights are stepped one after the other.
+            group = int(options.get("zero_optimization.sub_group_size", STEPPED))
+            step = FULL * min(cut.pieces, group)
+        return Buffers(
+            always=self._gradient_bytes(layout, facts).sent * bucket + width * persistent,
+            through=max(0, width * gathered),
+            backward=reduced,
+            last=reduced,
+            step=step,
+            early=state.gradients,
+        )
+
     def host(self, layout: Layout, facts: ModelFacts, between: int) -> Host:
-        """DeepSpeed makes what it keeps while it is given the weights (strategies.zero.fill): a block at a time in fp32. Of stage 1 and 2
-        all fp32 values of trainable weights stay on the host, and DeepSpeed copies the trainable weights from the device beside them; in
-        stage 3 the fp32 values of its part. On a CPU the host has all weights. It gathers its part of a checkpoint on the host in any
-        case."""
-        cut, low = (
-            flattened(facts, layout.mesh.world_size, _apart(layout)),
-            layout.precision != "fp32",
-        )
+        """Return the bytes of a rank in host memory.
+
+        DeepSpeed allocates its states while it is given the weights (strategies.zero.fill), one block
+        at a time in fp32. Under stage 1 and 2 the fp32 values of all trainable weights stay on the
+        host, and DeepSpeed copies the trainable weights from the device beside them. Under stage 3
+        the fp32 values of the rank's part stay. On a CPU the host has all weights. A rank gathers its
+        part of a checkpoint on the host in any case.
+        """
+        cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
+        is_low = layout.precision != "fp32"
+        has_gpu = layout.device == "cuda"
         optimizer, parameters = self.offloads()
-        width, beside = WIDTH[layout.precision], LOW if low else 0
-        if layout.device == "cuda" and (optimizer, parameters) != ("none", "none"):
-            # For offloading: the low weights that its step writes, and one gradient.
-            shard = cut.pieces if parameters != "none" else cut.flat // layout.mesh.world_size
+        width = WIDTH[layout.precision]
+        low_copy = 0
+        if is_low:
+            low_copy = LOW
+        if has_gpu and (optimizer, parameters) != ("none", "none"):
+            # For offloading: the low-precision weights that its step writes, and one gradient.
+            shard = cut.flat // layout.mesh.world_size
+            if parameters != "none":
+                shard = cut.pieces
             between += width * (shard + cut.largest)
-        every = part_of(facts)
-        piece = (
-            max(largest_block(facts, every).entries, ends(facts, every).entries) or facts.parameters
-        )
+        everything = part_of(facts)
+        block = largest_block(facts, everything).entries
+        # What is filled at once: a block, or what is outside of the blocks.
+        piece = max(block, ends(facts, everything).entries) or facts.parameters
         if self.stage < 3:
-            stays = facts.trainable if low or layout.device == "cuda" else facts.parameters
-            copied = facts.trainable if layout.device == "cuda" else facts.parameters
-            load = FULL * min(facts.parameters, stays + piece) + max(beside * copied, between)
+            # Weights that stay on the host in fp32, and those that DeepSpeed copies in low precision.
+            staying = facts.parameters
+            if is_low or has_gpu:
+                staying = facts.trainable
+            copied = facts.parameters
+            if has_gpu:
+                copied = facts.trainable
+            load = FULL * min(facts.parameters, staying + piece) + max(low_copy * copied, between)
         else:
-            load = between + (FULL * cut.pieces if low else 0) + (FULL + beside) * piece
+            masters = 0
+            if is_low:
+                masters = FULL * cut.pieces
+            load = between + masters + (FULL + low_copy) * piece
         return Host(between, load, between, 1 + layout.config.checkpoint.asynchronous)
 
     def send(
         self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
     ) -> None:
-        """Stage 1 and 2 add up gradients by all-reduce (`use_multi_rank_bucket_allreduce`), unsharded, in fp32
-        (`communication_data_type`): stage 1 after the last micro-batch, stage 2 after each. After the step each of the optimizer's groups
-        of parameters, padded to 2 × ranks entries, is gathered in the type of the weights.
+        """Add what weights and gradients send in a step.
 
-        Stage 3 cuts each parameter by itself into equal parts, padded. It gathers what is not persistent
-        (`stage3_param_persistence_threshold`) for forward, and again for backward where at least `stage3_max_reuse_distance` parameters
-        are used in between and what is behind a block is more than the limit (`stage3_max_live_parameters`, so far it gathers ahead; to a
-        block or so). Gradients are scattered after each micro-batch; persistent parameters are gathered after the step. ZeRO++ (no GPU
-        here to count it on) is as its paper says: weights gathered in 8 bits, gradients in 4, and the second gathering among the ranks of
-        a copy."""
-        own, width, ranks = (
-            user_config(cast("Zero", self), facts),
-            WIDTH[layout.precision],
-            layout.mesh.shard,
-        )
-        low = self._dtypes(layout, facts)[0]
+        Stage 1 and 2 sum gradients by all-reduce (`use_multi_rank_bucket_allreduce`), unsharded, in
+        fp32 (`communication_data_type`): stage 1 after the last micro-batch, stage 2 after each.
+        After the step each of the optimizer's groups of parameters, padded to 2 × ranks entries, is
+        gathered in the type of the weights. Stage 3: see `_send_stage_3`.
+        """
+        options = self._user_options(facts)
+        ranks = layout.mesh.shard
+        width = WIDTH[layout.precision]
+        sent = self._gradient_bytes(layout, facts).sent
         if self.stage == 3:
-            self._send_3(volume, layout, facts, own, low)
+            self._send_stage_3(volume, layout, facts, options, sent)
             return
-        reductions = layout.batch.accumulation if self.stage == 2 else 1
-        buckets = reductions * math.ceil(
-            facts.trainable / int(own.get("zero_optimization.reduce_bucket_size", MOST_IN_A_BUCKET))
-        )
-        beside: Beside = (
-            ("backward" if reductions > 1 else "last")
-            if own.get("zero_optimization.overlap_comm")
-            else "nothing"
-        )
-        if own.get("zero_optimization.use_multi_rank_bucket_allreduce", True):
-            volume.add(
-                "all_reduce", reductions * low * facts.trainable, ranks, "shard", buckets, beside
-            )
-        else:  # each part to the rank that steps it
-            volume.add(
-                "broadcast", reductions * low * facts.trainable, ranks, "shard", buckets * ranks
-            )
-        for entries in _groups(facts, _apart(layout)).values():
-            volume.add("all_gather", width * 2 * -(-entries // (2 * ranks)), ranks, "shard")
+        reductions = 1
+        if self.stage == 2:
+            reductions = layout.batch.accumulation
+        bucket = int(options.get("zero_optimization.reduce_bucket_size", MOST_IN_A_BUCKET))
+        buckets = reductions * math.ceil(facts.trainable / bucket)
+        beside: Beside = "nothing"
+        if options.get("zero_optimization.overlap_comm"):
+            beside = "last"
+            if reductions > 1:
+                beside = "backward"
+        bytes_ = reductions * sent * facts.trainable
+        if options.get("zero_optimization.use_multi_rank_bucket_allreduce", True):
+            volume.add("all_reduce", bytes_, ranks, "shard", buckets, beside)
+        else:
+            # Each part goes to the rank that steps it.
+            volume.add("broadcast", bytes_, ranks, "shard", buckets * ranks)
+        for entries in _groups(facts, _has_two_groups(layout)).values():
+            share = 2 * -(-entries // (2 * ranks))
+            volume.add("all_gather", width * share, ranks, "shard")
 
     def send_norm(
         self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]
     ) -> None:
-        groups, ranks = len(_groups(facts, _apart(layout))), layout.mesh.shard
+        """Add what DeepSpeed sends to measure the gradient norm."""
+        groups = len(_groups(facts, _has_two_groups(layout)))
+        ranks = layout.mesh.shard
         if self.stage == 3:
+            number = NORM_ON_HOST
+            if self.offloads()[0] == "none":
+                number = NORM_ON_DEVICE
             for _ in range(groups):
-                volume.add("all_reduce", 8 if self.offloads()[0] == "none" else 4, ranks, "shard")
-        elif (
-            layout.precision != "bf16" or self.stage == 2
-        ):  # else each rank measures the norm of all gradients, which it has
-            # Norms, and whether one is not finite.
-            volume.add("all_reduce", 4 * groups + (layout.precision != "fp32"), ranks, "shard")
+                volume.add("all_reduce", number, ranks, "shard")
+        elif not self._is_bf16_optimizer(layout):
+            # Norms, and whether one is not finite. (The BF16_Optimizer has all gradients, so each
+            # rank computes their norm.)
+            is_low = layout.precision != "fp32"
+            volume.add("all_reduce", FULL * groups + is_low, ranks, "shard")
 
-    def _send_3(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, own: dict[str, Any], low: int
+    def _send_stage_3(
+        self, volume: Volume, layout: Layout, facts: ModelFacts, options: dict[str, Any], sent: int
     ) -> None:
-        ranks, rounds, width = layout.mesh.shard, layout.batch.accumulation, WIDTH[layout.precision]
-        persistent = int(
-            own.get("zero_optimization.stage3_param_persistence_threshold", PERSISTENT)
-        )
-        reuse = int(own.get("zero_optimization.stage3_max_reuse_distance", REUSE))
-        ahead = int(own.get("zero_optimization.stage3_prefetch_bucket_size", 1))
-        live = int(own.get("zero_optimization.stage3_max_live_parameters", LIVE)) if ahead else 0
-        parts = _cut(
-            facts, ranks, persistent, reuse, live, layout.activation_checkpointing != "none"
-        )
-        calls = rounds * max(1, len(facts.block_weights))
+        """Add what stage 3 sends in a step; `sent`: bytes of an entry of a gradient on its way.
+
+        Stage 3 cuts each parameter by itself into equal parts, padded. It gathers what is not
+        persistent (`stage3_param_persistence_threshold`) for forward. It gathers again for backward
+        where at least `stage3_max_reuse_distance` parameters are used in between and more than
+        `stage3_max_live_parameters` lie behind the block, which is how far it gathers ahead (to a
+        block or so). Gradients are scattered after each micro-batch. Persistent parameters are
+        gathered after the step.
+
+        ZeRO++ has not been counted on a GPU; it is as its paper says: weights are gathered in 8 bits,
+        gradients reduced in 4, and the second gathering is among the ranks of a copy.
+        """
+        ranks = layout.mesh.shard
+        micro_batches = layout.batch.accumulation
+        width = WIDTH[layout.precision]
+        threshold = _stage_3_entries(options, "param_persistence_threshold", PERSISTENT)
+        reuse = _stage_3_entries(options, "max_reuse_distance", REUSE)
+        prefetched = _stage_3_entries(options, "prefetch_bucket_size", 1)
+        live = 0
+        if prefetched:
+            live = _stage_3_entries(options, "max_live_parameters", LIVE)
+        is_recomputed = layout.activation_checkpointing != "none"
+        parts = _parts_of_rank(facts, ranks, threshold, reuse, live, is_recomputed)
+        calls = micro_batches * max(1, len(facts.block_weights))
         plus: ZeroPlusPlus = getattr(self, "zeropp", ZeroPlusPlus())
-        gathered = 1 if plus.quantized_weights else width
-        near = plus.hierarchical_partition if plus.hierarchical_partition > 1 else ranks
+        gathered = width
+        if plus.quantized_weights:
+            gathered = 1
+        near = ranks
+        if plus.hierarchical_partition > 1:
+            near = plus.hierarchical_partition
         volume.add("all_gather", width * parts["whole"], ranks, "shard")
-        # Of a block only as much is gathered ahead as the bucket takes; for the rest it waits.
-        hidden = min(1.0, ahead / max(1, largest_block(facts, part_of(facts)).entries))
+        # Only as much of a block is gathered ahead as the bucket takes. The rest is waited for.
+        hidden = min(1.0, prefetched / max(1, largest_block(facts, part_of(facts)).entries))
         sides: tuple[tuple[float, Beside, Beside], ...] = (
             (hidden, "forward", "backward"),
             (1 - hidden, "nothing", "nothing"),
         )
-        for share, forward, backward in sides:
-            volume.add(
-                "all_gather",
-                share * gathered * rounds * parts["gathered"],
-                ranks,
-                "shard",
-                calls,
-                forward,
-            )
-            volume.add(
-                "all_gather",
-                share * gathered * rounds * parts["again"] * ranks / near,
-                near,
-                "shard",
-                calls,
-                backward,
-            )
+        for share, beside_forward, beside_backward in sides:
+            each = share * gathered * micro_batches
+            first = each * parts["gathered"]
+            again = each * parts["again"] * ranks / near
+            volume.add("all_gather", first, ranks, "shard", calls, beside_forward)
+            volume.add("all_gather", again, near, "shard", calls, beside_backward)
         if plus.quantized_gradients:
-            volume.add("all_to_all", rounds * parts["trainable"] * ranks / 2, ranks, "shard", calls)
+            # 4 bits are half a byte.
+            bytes_ = micro_batches * parts["trainable"] * ranks / 2
+            volume.add("all_to_all", bytes_, ranks, "shard", calls)
         else:
-            volume.add(
-                "reduce_scatter",
-                low * rounds * parts["trainable"] * ranks,
-                ranks,
-                "shard",
-                calls,
-                "backward",
-            )
+            bytes_ = sent * micro_batches * parts["trainable"] * ranks
+            volume.add("reduce_scatter", bytes_, ranks, "shard", calls, "backward")
 
     def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
-        """DeepSpeed waits: gradients go down after each micro-batch, weights come up after the step (stage 3 with parameters on the
-        host: for each micro-batch too)."""
-        rounds, low, (optimizer, weights) = (
-            layout.batch.accumulation,
-            WIDTH[layout.precision],
-            self.offloads(),
-        )
-        up = low * trainable
-        if weights != "none":
-            up += low * facts.parameters / layout.mesh.shard * rounds
-        # On NVMe fp32 weights and moments are read and written back.
-        return Copied(up, 4 * trainable * rounds, 12 * trainable if optimizer == "nvme" else 0.0)
+        """Return the bytes that offloading copies in a step, which waits for each copy.
+
+        Gradients go to the host after each micro-batch, weights come to the device after the step;
+        those of stage 3 on the host come for each micro-batch too.
+        """
+        micro_batches = layout.batch.accumulation
+        width = WIDTH[layout.precision]
+        optimizer, parameters = self.offloads()
+        up = width * trainable
+        if parameters != "none":
+            up += width * facts.parameters / layout.mesh.shard * micro_batches
+        stored = 0.0
+        if optimizer == "nvme":
+            # fp32 weights and moments are read and written back.
+            stored = ADAMW_BYTES * trainable
+        return Copied(up, FULL * trainable * micro_batches, stored)
 
 
-def _apart(layout: Layout) -> bool:
-    """Whether the optimizer has matrices, which decay, and vectors in two groups."""
+def _bytes_of_type(name: str) -> int:
+    """Return the bytes of an entry in a type that DeepSpeed calls `name`."""
+    if name in LOW_TYPES:
+        return LOW
+    return FULL
+
+
+def _bucket_entries(options: dict[str, Any], cut: Partition) -> int:
+    """Return the entries of the bucket that gradients are reduced in."""
+    default = min(MOST_IN_A_BUCKET, max(2, cut.trainable))
+    return int(options.get("zero_optimization.reduce_bucket_size", default))
+
+
+def _stage_3_entries(options: dict[str, Any], name: str, default: int) -> int:
+    """Return a limit of stage 3 in entries, by its name without the prefix stage3_."""
+    return int(options.get(f"zero_optimization.stage3_{name}", default))
+
+
+def _has_two_groups(layout: Layout) -> bool:
+    """Return whether the optimizer has matrices, which decay, and vectors in two groups."""
     return layout.config.optimizer.weight_decay > 0
 
 
-def _groups(facts: ModelFacts, apart: bool) -> Counter[bool]:
-    """Trainable entries of the optimizer's groups: of matrices and of vectors, where they are apart."""
+def _decays(weight: Weight, has_two_groups: bool) -> bool:
+    """Return whether a weight is in the group of matrices, if there are two groups."""
+    return has_two_groups and len(weight.shape) >= 2
+
+
+def _groups(facts: ModelFacts, has_two_groups: bool) -> Counter[bool]:
+    """Return the trainable entries of each of the optimizer's groups, by whether the group decays."""
     groups = Counter[bool]()
     for weight, number in weights_of(facts):
         if weight.trainable:
-            groups[apart and len(weight.shape) >= 2] += number * weight.numel
+            groups[_decays(weight, has_two_groups)] += number * weight.numel
     return groups
 
 
 @lru_cache(maxsize=1024)
-def _cut(
-    facts: ModelFacts, ranks: int, persistent: int, reuse: int, live: int, recomputed: bool
+def _parts_of_rank(
+    facts: ModelFacts, ranks: int, persistent: int, reuse: int, live: int, is_recomputed: bool
 ) -> Counter[str]:
-    """Entries of a rank's parts: of weights that are kept `whole`, of those `gathered` for forward and `again` for backward, of those that
-    are `trainable`. `recomputed`: forward of a block runs again right before its backward. The head stays, since the whole module uses it;
-    an embedding of its own is first in forward and last in backward."""
-    sums, behind = Counter[str](), 0
-    before, after = (
-        tuple(w for w in facts.end_weights if (w.place == "before") == first)
-        for first in (True, False)
-    )
+    """Return the entries of a rank's parts of weights, by what stage 3 does with the weights.
+
+    `whole`: they stay gathered. `gathered`: they are gathered for forward. `again`: they are gathered
+    again for backward. `trainable`: they have a gradient.
+    `is_recomputed`: a block's forward runs again right before its backward. The head stays gathered,
+    since the root module uses it. An untied embedding is first in forward and last in backward.
+    """
+    passes = PASSES
+    if is_recomputed:
+        passes = PASSES_RECOMPUTED
+    before = tuple(weight for weight in facts.end_weights if weight.place == "before")
+    after = tuple(weight for weight in facts.end_weights if weight.place != "before")
     head = sum(weight.numel for weight in after)
+    sums = Counter[str]()
+    behind = 0
     for block in (*reversed(facts.block_weights), before, after):
         here = sum(weight.numel for weight in block)
-        far = (
-            block is not after
-            and behind + here + head >= live
-            and (3 if recomputed else 2) * behind + head >= reuse
-        )
+        # Weights are released after forward, and so gathered again, if their next use is far enough.
+        is_released = behind + here + head >= live and passes * behind + head >= reuse
+        is_gathered_again = is_released and block is not after
         behind += here
         for weight in block:
-            part, is_kept = -(-weight.numel // ranks), weight.numel <= persistent
-            sums["whole" if is_kept else "gathered"] += part
-            sums["again"] += part if far and not is_kept else 0
-            sums["trainable"] += part if weight.trainable else 0
+            part = math.ceil(weight.numel / ranks)
+            if weight.numel <= persistent:
+                sums["whole"] += part
+            else:
+                sums["gathered"] += part
+                if is_gathered_again:
+                    sums["again"] += part
+            if weight.trainable:
+                sums["trainable"] += part
     return sums

@@ -1,7 +1,7 @@
-"""The DeepSpeed engine: ZeRO 1, 2 and 3 (Rajbhandari et al. 2020), with offloading to the host and to NVMe (2021).
+"""The DeepSpeed engine: ZeRO 1, 2 and 3 (Rajbhandari et al. 2020), with offloading to host and NVMe (2021).
 
-DeepSpeed owns backward, reduction and step; sums, denominators, the learning rate and what non-finite numbers mean stay
-Drumline's. It is the only file that imports deepspeed.
+DeepSpeed does backward, reduction and step. Drumline decides what is summed, what it is divided by, the
+learning rate, and what happens at non-finite numbers. This is the only file that imports deepspeed.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from drumline.parallel.transforms import (
     apply_memory,
     apply_sync_batchnorm,
 )
-from drumline.strategies.zero.clock import clock
-from drumline.strategies.zero.fill import InTurn, filled, part, require_slots
+from drumline.strategies.zero.clock import Clock, clock_of_backend
+from drumline.strategies.zero.fill import InTurn, fill_parameters, require_slots, shard_of_rank
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.deepspeed import (
     CPU_Accelerator,
@@ -66,15 +66,16 @@ from drumline.vendor.deepspeed import (
     release_groups,
 )
 
-_joined: list[dist.ProcessGroup | None] = []  # what DeepSpeed made groups in last
-# What their optimizers keep of a parameter.
-ADAM, SGD = (
-    ("exp_avg", "exp_avg_sq"),
-    ("momentum_buffer",),
-)
-# What DeepSpeed's optimizers call the first half of measuring the norm in their step: ZeRO 1 and 2, ZeRO 3, and ZeRO 1 in bf16.
+# The process group that DeepSpeed's own groups were made in last.
+_joined: list[dist.ProcessGroup | None] = []
+# What torch's optimizers keep of a parameter.
+ADAM = ("exp_avg", "exp_avg_sq")
+SGD = ("momentum_buffer",)
+# DeepSpeed's names for the first half of measuring the norm in a step: of its optimizer for ZeRO 1 and
+# 2, for ZeRO 3, and for ZeRO 1 in bf16.
 MEASURES = ("scaled_global_norm", "_get_norm_groups", "get_grads_for_norm")
-# Where they keep gradients, besides at parameters: ZeRO 1 and 2 (the second with offloading), ZeRO 3, ZeRO 1 in bf16.
+# Where DeepSpeed's optimizers keep gradients, besides at parameters: ZeRO 1 and 2 (the second with
+# offloading), ZeRO 3, and ZeRO 1 in bf16.
 GRADIENTS = (
     "averaged_gradients",
     "all_grad_tensors",
@@ -91,34 +92,34 @@ def prepare(
     plain: bool = False,
     make_optimizer: MakeOptimizer | None = None,
 ) -> DeepSpeedEngine:
-    """Spread a model. `values` puts its weights into host memory in fp32, block by block, before they are cut (stage 3) or moved to the
-    device (stage 1 and 2). `plain`: any module, not a Hugging Face model. `make_optimizer`: in place of the plan's. Collective."""
+    """Shard a model and return its engine. Collective.
+
+    `values` writes the model's weights into host memory in fp32, block by block, before they are cut
+    (stage 3) or moved to the device (stage 1 and 2). `plain`: the model is any module, not a Hugging
+    Face model. `make_optimizer` replaces the plan's optimizer.
+    """
     assert plan.deepspeed is not None
     options = reveal(plan.deepspeed, "strategy.options")
     join(plan.device)
     if plan.config.model.sync_batchnorm and plan.mesh.world_size > 1:
         apply_sync_batchnorm(model, plan.device, plan.config.model.sync_batchnorm_ranks)
-    module = Plain(model, plan.batch) if plain else ForwardWithObjective(model)
+    module: nn.Module
+    if plain:
+        module = Plain(model, plan.batch)
+    else:
+        module = ForwardWithObjective(model)
     apply_memory(model, plan)
     apply_compile(model, plan.config.compile)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # Before anything is cut: shapes decide which weights decay.
-    # torch's own on the host too: DeepSpeedCPUAdam is as fast, rounds 1 − β₂ (second moments 1.3e-5 off) and has to be compiled.
-    optimizer = (
-        make_optimizer(model) if make_optimizer else new_optimizer(trainable, plan.config.optimizer)
-    )
-    require_slots(optimizer)
-    masters: dict[str, torch.Tensor] = {}
-    if plan.deepspeed["zero_optimization"]["stage"] == 3:
-        ranks, dtype = dist.get_world_size(), LOW_PRECISION.get(plan.precision, torch.float32)
-        in_turn = InTurn(
-            module,
-            filled(plan, model, values, masters, lambda full: part(full, dist.get_rank(), ranks)),
-        )
-        deepspeed.zero.Init(module=in_turn, config_dict_or_path=options, dtype=dtype)
+    # The optimizer is made before anything is cut: shapes decide which weights decay. On the host it
+    # is torch's own too. DeepSpeedCPUAdam is as fast, rounds 1 − β₂ (so second moments are off by
+    # 1.3e-5) and has to be compiled.
+    if make_optimizer:
+        optimizer = make_optimizer(model)
     else:
-        device = torch.device(get_accelerator().current_device_name())
-        list(filled(plan, model, values, masters, lambda full: full, device))
+        optimizer = new_optimizer(trainable, plan.config.optimizer)
+    require_slots(optimizer)
+    masters = _fill(plan, model, module, values, options)
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=list(trainable.values()),
@@ -126,49 +127,82 @@ def prepare(
         config=options,
         dist_init_required=False,
     )
-    made = DeepSpeedEngine(plan, model, trainable, engine)
-    for name, value in masters.items():  # the weights before rounding
-        if made.sharded:
+    prepared = DeepSpeedEngine(plan, model, trainable, engine)
+    for name, value in masters.items():
+        if prepared.sharded:
             safe_set_local_fp32_param(trainable[name], value.to(engine.device))
         else:
             safe_set_full_fp32_param(trainable[name], value.to(engine.device))
-    return made
+    return prepared
+
+
+def _fill(
+    plan: Plan, model: nn.Module, module: nn.Module, values: Values, options: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Fill the weights of `model` block by block, and cut each block under stage 3.
+
+    Returns the trainable weights before they were rounded to a low precision, by name; under stage 3
+    this rank's parts of them. `module`: the wrapped model that DeepSpeed gets, with its `options`.
+    """
+    assert plan.deepspeed is not None
+    masters: dict[str, torch.Tensor] = {}
+    if plan.deepspeed["zero_optimization"]["stage"] == 3:
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
+
+        def own_shard(full: torch.Tensor) -> torch.Tensor:
+            return shard_of_rank(full, rank, ranks)
+
+        parameters = fill_parameters(plan, model, values, masters, own_shard)
+        dtype = LOW_PRECISION.get(plan.precision, torch.float32)
+        in_turn = InTurn(module, parameters)
+        deepspeed.zero.Init(module=in_turn, config_dict_or_path=options, dtype=dtype)
+        return masters
+    device = torch.device(get_accelerator().current_device_name())
+
+    def whole(full: torch.Tensor) -> torch.Tensor:
+        return full
+
+    for _ in fill_parameters(plan, model, values, masters, whole, device):
+        # Iterating fills the weights.
+        pass
+    return masters
 
 
 def join(device: str) -> None:
-    """Let DeepSpeed use the process group that exists (one process alone gets one)."""
+    """Let DeepSpeed use the process group that exists; a single process gets one."""
     if get_accelerator().device_name() != device:
-        set_accelerator(CPU_Accelerator())  # GPUs that the plan does not use
+        # There are GPUs that the plan does not use.
+        set_accelerator(CPU_Accelerator())
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
-        dist.init_process_group(
-            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
-        )
-    # It calls torch's collectives by names that newer releases have others for.
+        backend = "cpu:gloo,cuda:nccl"
+        if device == "cpu":
+            backend = "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    # DeepSpeed calls torch's collectives by names that newer releases of torch deprecate.
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
-    # It would spend a minute to compile an all-reduce over shared memory that only its inference uses.
+    # DeepSpeed would compile, for a minute, an all-reduce over shared memory that only its inference uses.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         dist_init_required=False,
         verbose=False,
     )
-    if (
-        _joined != [dist.group.WORLD]
-    ):  # a process may train more than once, each time in groups of its own, and it keeps what it has made
+    # A process may train more than once, each time in new process groups, and DeepSpeed keeps the
+    # groups that it made in the old ones.
+    if _joined != [dist.group.WORLD]:
         release_groups()
         _joined[:] = [dist.group.WORLD]
 
 
 class DeepSpeedEngine(ForwardEngine):
-    """Engine over deepspeed.initialize's. Without gradients its module runs by itself.
+    """The Engine protocol over the engine that deepspeed.initialize returns.
 
-    A checkpoint names each tensor on one rank, its owner: a parameter is gathered by itself, and only the owner keeps it.
+    Without gradients its module runs by itself. A checkpoint names each tensor on one rank, its owner:
+    each parameter is gathered by itself, and only the owner keeps it.
     """
 
     trains = True
@@ -177,61 +211,103 @@ class DeepSpeedEngine(ForwardEngine):
         self, plan: Plan, model: nn.Module, trainable: dict[str, nn.Parameter], engine: Any
     ) -> None:
         super().__init__(plan, model, Spread(engine, inner=engine.module))
-        self.autocast_dtype = None  # its weights lie in the type that they compute in
-        self.named, self.learned, self.engine = trainable, {*trainable}, engine
+        # No autocast: the weights are in the type that they compute in.
+        self.autocast_dtype = None
+        # Name → trainable parameter.
+        self.named = trainable
+        self.learned = set(trainable)
+        self.engine = engine
         self.image_side = getattr(plan.config.algorithm, "image_size", None)
+        # DeepSpeed's optimizer, around the one of torch in `self.optimizer`.
         self.zero = engine.optimizer
-        self.data_ranks, self.precision = plan.mesh.data_ranks, plan.precision
-        self.clock = clock(deepspeed.comm.comm) if plan.device == "cpu" else None
+        self.data_ranks = plan.mesh.data_ranks
+        self.precision = plan.precision
+        self.clock: Clock | None = None
+        if plan.device == "cpu":
+            self.clock = clock_of_backend(deepspeed.comm.comm)
         self.sharded = engine.zero_optimization_partition_weights()
+        self.is_whole = not self.sharded
         self.optimizer = engine.basic_optimizer
+        # SGD's state has no count of steps.
         self.counts_steps = not isinstance(self.optimizer, torch.optim.SGD)
-        self.slots = (
-            ADAM if self.counts_steps else SGD if self.optimizer.defaults["momentum"] else ()
-        )
+        self.slots = self._slots()
         self.rank = dist.get_rank()
-        self.owner = share(
-            {name: _shape(p).numel() for name, p in trainable.items()}, dist.get_world_size()
-        )
+        # Name → the rank that writes the parameter into checkpoints.
+        sizes = {name: _shape(parameter).numel() for name, parameter in trainable.items()}
+        self.owner = share(sizes, dist.get_world_size())
+        # The method of DeepSpeed's optimizer that measures the norm, and what it returned last.
         self.measure = next(name for name in MEASURES if hasattr(self.zero, name))
         self.norms: Any = None
-        self.own_norm, self.max_grad_norm = 0.0, plan.config.optimizer.max_grad_norm
-        self.steps, self.divisor = 0, 1.0
+        # The norm of the gradients of this engine, which may be one of several.
+        self.own_norm = 0.0
+        self.max_grad_norm = plan.config.optimizer.max_grad_norm
+        self.steps = 0
+        # By what gradients are still to be divided (`divide`).
+        self.divisor = 1.0
+        # Whether the optimizer has made its moments.
         self.has_state = False
-        plain = isinstance(engine.module, Plain)
-        # Weights are in the type of a low precision, and nothing casts what they meet; texts are embedded in it.
-        if (plain or plan.config.images_alone) and plan.precision != "fp32":
-            model.register_forward_pre_hook(
-                lambda _, args, named: lowered((args, named), plan.precision), with_kwargs=True
-            )
-        if plain and plan.precision != "fp32":
-            model.register_forward_hook(lambda _module, _given, out: precise(out))
-        parts = split(model) if engine.module.splits else None
-        heads = nn.ModuleList(
-            [
-                head
-                for head in (parts and parts[1], None if plain else score_head(model))
-                if head is not None
-            ]
-        )
-        for parameter in heads.parameters() if self.sharded else ():
-            # The objective uses their weights outside of the heads' forward.
-            deepspeed.zero.register_external_parameter(engine.module, parameter)
-        for layer, parameter in borrowed(model) if self.sharded else ():
-            deepspeed.zero.register_external_parameter(layer, parameter)
+        self._add_casts(plan)
+        if self.sharded:
+            self._register_borrowed_weights()
         if self.rescales():
             self.zero.loss_scale = plan.config.precision.initial_scale
-            self.zero.loss_scaler.raise_error_at_min_scale = (
-                False  # the loop stops a run that never comes right
-            )
-        self.is_whole = not self.sharded
+            # The loop stops a run whose steps all overflow.
+            self.zero.loss_scaler.raise_error_at_min_scale = False
+
+    def _slots(self) -> tuple[str, ...]:
+        """Return the names of what the optimizer keeps of a parameter."""
+        if self.counts_steps:
+            return ADAM
+        if self.optimizer.defaults["momentum"]:
+            return SGD
+        return ()
+
+    def _add_casts(self, plan: Plan) -> None:
+        """Cast what reaches the model to the type of its weights, where nothing else does.
+
+        Of the models that are not plain, only those of images need it: texts are embedded in that type.
+        """
+        if plan.precision == "fp32":
+            return
+        is_plain = isinstance(self.engine.module, Plain)
+
+        def lower_inputs(_module: nn.Module, args: Any, named: Any) -> Any:
+            return lowered((args, named), plan.precision)
+
+        def restore_output(_module: nn.Module, _args: Any, output: Any) -> Any:
+            return precise(output)
+
+        if is_plain or plan.config.images_alone:
+            self.model.register_forward_pre_hook(lower_inputs, with_kwargs=True)
+        if is_plain:
+            self.model.register_forward_hook(restore_output)
+
+    def _register_borrowed_weights(self) -> None:
+        """Tell ZeRO 3 which weights are used outside of their own module's forward."""
+        module = self.engine.module
+        heads = nn.ModuleList()
+        # The objective uses the weights of the heads.
+        if module.splits:
+            parts = split(self.model)
+            if parts and parts[1] is not None:
+                heads.append(parts[1])
+        if not isinstance(module, Plain):
+            score = score_head(self.model)
+            if score is not None:
+                heads.append(score)
+        for parameter in heads.parameters():
+            deepspeed.zero.register_external_parameter(module, parameter)
+        for layer, parameter in borrowed(self.model):
+            deepspeed.zero.register_external_parameter(layer, parameter)
 
     def forward_backward(
         self, micro_batches: list[Any], objective: Any, denominator: float
     ) -> DeviceSums:
+        """Run forward and backward of all micro-batches of a step, and return their sums."""
         outs = []
         for index, batch in enumerate(micro_batches):
-            with self.micro_batch(last=index == len(micro_batches) - 1):
+            is_last = index == len(micro_batches) - 1
+            with self.micro_batch(last=is_last):
                 beat("forward")
                 loss_sum, sums = self.engine(batch, objective)
                 beat("backward")
@@ -240,37 +316,48 @@ class DeepSpeedEngine(ForwardEngine):
         return added(outs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Run a micro-batch in a `with` block. After the last one DeepSpeed reduces gradients."""
         self.statistics.note()
         self.engine.set_gradient_accumulation_boundary(last)
-        return self._timed()
+        return self._measure_waits()
 
-    def _timed(self) -> contextlib.AbstractContextManager[None]:
-        return self.clock.running() if self.clock else contextlib.nullcontext()
+    def _measure_waits(self) -> contextlib.AbstractContextManager[None]:
+        """Count the seconds in collectives in a `with` block, on a CPU."""
+        if self.clock is None:
+            return contextlib.nullcontext()
+        return self.clock.run()
 
     def exposed_communication(self) -> float | None:
-        """And of the step before: ZeRO 1 and 2 gather the weights in it."""
-        return self.clock.take() if self.clock else None
+        """Return the seconds that this rank waited for collectives; None if they are not measured.
+
+        They include the last step's: ZeRO 1 and 2 gather the weights in it.
+        """
+        if self.clock is None:
+            return None
+        return self.clock.take()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        return precise(
-            (self.engine if torch.is_grad_enabled() else self.engine.module)(
-                lowered((args, kwargs), self.precision)
-            )
-        )
+        """Run any module as a user calls it, with inputs in the type of its weights and fp32 outputs."""
+        module = self.engine.module
+        if torch.is_grad_enabled():
+            module = self.engine
+        return precise(module(lowered((args, kwargs), self.precision)))
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
-        # DeepSpeed averages over ranks and, with this option, divides by nothing else.
+        # DeepSpeed averages over ranks. With scale_wrt_gas=False it divides by nothing else.
         self.engine.backward(loss_sum * (self.data_ranks / denominator), scale_wrt_gas=False)
 
     def divide(self, by: torch.Tensor) -> None:
-        # As a loss scale that is taken back, which is a number of the host; ZeRO 1 in bf16 has none.
+        """Divide the gradients by a number that is known after backward."""
+        # DeepSpeed divides by a loss scale, which is a number of the host. ZeRO 1 in bf16 has none, so
+        # there the gradients are divided here.
         self.divisor = float(by)
         for gradients in getattr(self.zero, "fp32_groups_gradients_flat", ()):
             gradients.div_(by)
             self.divisor = 1.0
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Trainable weights in fp32, as they are kept; frozen ones in the type that they compute in."""
+        """Yield trainable weights in fp32, as they are kept; frozen ones in the type that they compute in."""
         tied = tied_names(self.model)
         for name, tensor in all_tensors(self.model).items():
             if name in self.named:
@@ -278,33 +365,43 @@ class DeepSpeedEngine(ForwardEngine):
             else:
                 with self._whole(tensor):
                     full = tensor.detach().to(self.engine.device, copy=self.sharded)
-            for each in (name, *tied.get(name, ())):
-                yield each, full
+            yield name, full
+            for other_name in tied.get(name, ()):
+                yield other_name, full
 
     def unsharded_model(self) -> nn.Module | None:
-        return None if self.sharded else self.model
+        """Return the model if each rank has whole weights, else None."""
+        if self.sharded:
+            return None
+        return self.model
 
     def grad_norm(self) -> torch.Tensor:
+        """Return the norm of the whole gradient, as DeepSpeed measures it."""
         self.norms = getattr(self.zero, self.measure)()
         if self.measure == "get_grads_for_norm":
             norm = get_global_norm_of_tensors(input_tensors=self.norms[0])
+        elif isinstance(self.norms, list):
+            norm = combine_grad_norm_groups(self.norms)
         else:
-            norm = (
-                combine_grad_norm_groups(self.norms) if isinstance(self.norms, list) else self.norms
-            )
-        value = float(norm) / (
-            self.divisor * (float(self.zero.loss_scale) if self.rescales() else 1.0)
-        )
-        # DeepSpeed gives a negative one for inf and NaN.
-        self.own_norm = value if value >= 0 else float("inf")
+            norm = self.norms
+        scaled_norm = float(norm)
+        scale = self.divisor
+        if self.rescales():
+            scale *= float(self.zero.loss_scale)
+        self.own_norm = scaled_norm / scale
+        # DeepSpeed returns a negative norm for inf and NaN.
+        if not self.own_norm >= 0:
+            self.own_norm = float("inf")
         return torch.full((), self.own_norm, dtype=torch.float64, device=self.engine.device)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
-        """DeepSpeed decides on the host what a step does, so both scalars are read at once."""
+        """Take the step. DeepSpeed decides on the host what it does, so both scalars are read at once."""
         require_none_late(self.model, self.learned)
         self.statistics.settle(finite)
+        # Waits for the device, as does the norm below.
         if finite:
-            return self._step(lr, float(grad_norm))
+            self._step(lr, float(grad_norm))
+            return
         self.divisor = 1.0
         # At an infinite norm DeepSpeed leaves the weights, lowers its loss scale and drops the gradients.
         infinite = torch.full((1,), float("inf"), device=self.engine.device)
@@ -313,191 +410,204 @@ class DeepSpeedEngine(ForwardEngine):
             "_get_norm_groups": [infinite[0]],
             "get_grads_for_norm": ([infinite], {}),
         }
-        kept = (
-            dict(vars(self.zero.loss_scaler))
-            if self.rescales() and torch.isfinite(grad_norm)
-            else {}
-        )
+        scaler_before: dict[str, Any] = {}
+        if self.rescales() and torch.isfinite(grad_norm):
+            # The loss jumped, which is no overflow: the loss scale stays.
+            scaler_before = dict(vars(self.zero.loss_scaler))
         with self._with_norms(infinite_norm[self.measure]):
             self.engine.step()
-        if kept:  # no overflow: the loss jumped
-            vars(self.zero.loss_scaler).update(kept)
+        if scaler_before:
+            vars(self.zero.loss_scaler).update(scaler_before)
 
     def _step(self, lr: float | None, norm: float) -> None:
-        # DeepSpeed clips by the same formula, by the norm of its own gradients, which is not measured again. A given norm over more
-        # than these lowers its limit in proportion.
-        self.zero.clip_grad = (self.max_grad_norm or 0.0) * (self.own_norm / norm if norm else 1.0)
-        for group in self.zero.param_groups if lr is not None else ():
-            group["lr"] = lr
+        """Let DeepSpeed clip and step. `norm`: of all gradients that are clipped together."""
+        # DeepSpeed clips by Drumline's formula, by the norm of its own gradients, which is not measured
+        # again. A given norm of more gradients than these lowers the limit in proportion.
+        limit = self.max_grad_norm or 0.0
+        if norm:
+            limit *= self.own_norm / norm
+        self.zero.clip_grad = limit
+        if lr is not None:
+            for group in self.zero.param_groups:
+                group["lr"] = lr
         if self.divisor != 1.0:
-            self.zero.custom_loss_scaler, self.zero.external_loss_scale = (
-                True,
-                float(self.zero.loss_scale) * self.divisor,
-            )
-        with self._with_norms(self.norms), self._timed():
+            self.zero.external_loss_scale = float(self.zero.loss_scale) * self.divisor
+            self.zero.custom_loss_scaler = True
+        with self._with_norms(self.norms), self._measure_waits():
             self.engine.step()
-        self.zero.custom_loss_scaler, self.divisor = False, 1.0
+        # The next step divides by nothing, unless `divide` is called again.
+        self.zero.custom_loss_scaler = False
+        self.divisor = 1.0
         self.steps += 1
         if not self.has_state and not self.sharded:
-            # DeepSpeed does it after the first step of the first group, when the other groups have no state yet.
+            # DeepSpeed links the moments after the first step of the first group, when the other
+            # groups have no state yet.
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
         self.has_state = True
 
     def rescales(self) -> bool:
+        """Return whether the loss is scaled."""
         return self.precision == "fp16"
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the checkpoint's tensors that this rank owns, in host memory. Collective."""
         if self.slots and not self.has_state:
-            # DeepSpeed's optimizers make their state in the first step: take one of zero gradients at rate zero, which does not count.
-            steps = self.engine.global_steps
+            # DeepSpeed's optimizers make their state in the first step. Take one with zero gradients at
+            # rate zero, which does not count.
+            global_steps = self.engine.global_steps
             make_state(self.optimizer, self._first_step)
-            self.steps, self.engine.global_steps, self.statistics.before = 0, steps, None
+            self.steps = 0
+            self.engine.global_steps = global_steps
+            self.statistics.before = None
             self._set_steps(0)
         agree_on_statistics(self.batch_norms)
-        named = {
-            n: tensor
-            for n, tensor in canonical_tensors(self.model).items()
-            if n.removeprefix("model.") not in self.named
-        }
+        tensors = {}
+        for name, tensor in canonical_tensors(self.model).items():
+            if name.removeprefix("model.") not in self.named:
+                tensors[name] = tensor
         for name, parameter in self.named.items():
-            mine = self.owner[name] == self.rank
+            is_owner = self.owner[name] == self.rank
             for key, slot in self._keys(name):
-                full = (
-                    safe_get_full_fp32_param(parameter)
-                    if slot is None
-                    else safe_get_full_optimizer_state(parameter, slot)
-                )
-                if mine:
-                    named[key] = full.to("cpu", torch.float32, copy=True)
-            if mine and self.counts_steps:
-                named[f"optim.{name}.step"] = torch.tensor(float(self.steps))
-        return named
+                # Collective, so all ranks take part.
+                if slot is None:
+                    full = safe_get_full_fp32_param(parameter)
+                else:
+                    full = safe_get_full_optimizer_state(parameter, slot)
+                if is_owner:
+                    tensors[key] = full.to("cpu", torch.float32, copy=True)
+            if is_owner and self.counts_steps:
+                tensors[f"optim.{name}.step"] = torch.tensor(float(self.steps))
+        return tensors
 
     def state(self) -> dict[str, Any]:
-        kept = {"modules": extra_states(self.model)}
-        if not self.rescales():
-            return kept
-        scaler = self.zero.loss_scaler
-        # In the form of LossScale, for the other engines.
-        return kept | {
-            "scaler": {
-                "scale": float(self.zero.loss_scale),
-                "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1,
-            }
-        }
+        state: dict[str, Any] = {"modules": extra_states(self.model)}
+        if self.rescales():
+            # In the form of LossScale, for the other engines.
+            scaler = self.zero.loss_scaler
+            good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+            state["scaler"] = {"scale": float(self.zero.loss_scale), "good_steps": good_steps}
+        return state
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Write a checkpoint's tensors, which each parameter's owner has, into all ranks. Collective."""
         set_extra_states(self.model, state.get("modules", {}))
         for name, parameter in self.named.items():
-            with self._whole(parameter, modifier_rank=0):  # written on all ranks alike
+            # Written on all ranks alike, so any rank may be the one whose values are taken.
+            with self._whole(parameter, modifier_rank=0):
+                shape = _shape(parameter)
                 for key, slot in self._keys(name):
-                    self._set(parameter, self._from_owner(name, tensors.get(key)), slot)
+                    full = self._broadcast_from_owner(name, tensors.get(key), shape)
+                    self._set(parameter, full, slot)
             if self.counts_steps:
-                self.steps = int(
-                    self._from_owner(name, tensors.get(f"optim.{name}.step"), torch.Size(()))
-                )
+                step = tensors.get(f"optim.{name}.step")
+                self.steps = int(self._broadcast_from_owner(name, step, torch.Size(())))
         self._set_steps(self.steps)
-        if not self.sharded:  # the weights that forward uses, from the fp32 ones
+        if not self.sharded:
+            # The weights that forward uses, from the fp32 ones.
             self.zero.update_lp_params()
         saved = state.get("scaler", {})
         if self.rescales() and "good_steps" in saved:
             self.zero.loss_scale = saved["scale"]
-            self.zero.loss_scaler.cur_iter, self.zero.loss_scaler.last_overflow_iter = (
-                saved["good_steps"],
-                -1,
-            )
+            self.zero.loss_scaler.cur_iter = saved["good_steps"]
+            self.zero.loss_scaler.last_overflow_iter = -1
 
     def memory_stats(self) -> MemoryStats:
-        """ZeRO 3 counts what it has cut, not what it has gathered."""
-        weights = [
-            *(getattr(p, "ds_tensor", p) for p in self.model.parameters()),
-            *scales_of(self.model),
+        """Return the bytes of this rank. ZeRO 3 counts what it has cut, not what it has gathered."""
+        parameters = list(self.model.parameters())
+        weights = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters]
+        weights += scales_of(self.model)
+        # Outside of its step, ZeRO 3 hides its masters from the optimizer. In fp32 they are the weights
+        # themselves.
+        master_lists = getattr(self.zero, "fp32_partitioned_groups_flat", None)
+        if not master_lists:
+            master_lists = [group["params"] for group in self.zero.param_groups]
+        masters = tensors_in(master_lists)
+        at_parameters = [
+            (parameter.grad, getattr(parameter, "grad_accum", None))
+            for parameter in (*parameters, *masters)
         ]
-        # Outside of its step, ZeRO 3 hides its masters from the optimizer; in fp32 they are the weights themselves.
-        masters = tensors_in(
-            getattr(self.zero, "fp32_partitioned_groups_flat", None)
-            or [g["params"] for g in self.zero.param_groups]
-        )
-        own = tensors_in(
-            *(
-                (p.grad, getattr(p, "grad_accum", None))
-                for p in (*self.model.parameters(), *masters)
-            )
-        )
-        lists = (getattr(self.zero, name, None) for name in GRADIENTS)
-        # Dicts of lists of a class of DeepSpeed's own, whose insides torch does not look into, as lists.
-        kept = tensors_in(
-            *(
-                [[*g] if isinstance(g, list) else g for g in k.values()]
-                if isinstance(k, dict)
-                else k
-                for k in lists
-            )
-        )
-        return MemoryStats.of(
-            weights,
-            [*own, *kept],
-            [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())],
-        )
+        elsewhere = [_as_lists(getattr(self.zero, name, None)) for name in GRADIENTS]
+        gradients = [*tensors_in(*at_parameters), *tensors_in(*elsewhere)]
+        moments = tensors_in(*self.engine.basic_optimizer.state.values())
+        return MemoryStats.of(weights, gradients, [*masters, *moments])
 
     @contextlib.contextmanager
     def _with_norms(self, norms: Any) -> Iterator[None]:
-        """Within, DeepSpeed's step takes `norms` for what it would measure."""
-        if (
-            self.measure == "get_grads_for_norm" and norms is self.norms
-        ):  # it also takes from this what to clip
+        """Let DeepSpeed's step use `norms` in place of what it would measure, in a `with` block."""
+        if self.measure == "get_grads_for_norm" and norms is self.norms:
+            # The BF16_Optimizer also gets from this call which gradients it clips.
             yield
             return
-        setattr(self.zero, self.measure, lambda *_, **__: norms)
+
+        def given_norms(*_args: Any, **_options: Any) -> Any:
+            return norms
+
+        setattr(self.zero, self.measure, given_norms)
         try:
             yield
         finally:
             delattr(self.zero, self.measure)
 
     def _keys(self, name: str) -> list[tuple[str, str | None]]:
-        """(canonical name, optimizer slot) of what is kept of a parameter; slot None is the weight itself."""
-        return [(f"model.{name}", None), *((f"optim.{name}.{slot}", slot) for slot in self.slots)]
+        """Return (canonical name, optimizer slot) of what is kept of a parameter.
+
+        Slot None is the weight itself.
+        """
+        keys: list[tuple[str, str | None]] = [(f"model.{name}", None)]
+        for slot in self.slots:
+            keys.append((f"optim.{name}.{slot}", slot))
+        return keys
 
     def _first_step(self) -> None:
+        """Take a step with zero gradients at rate zero, which makes the optimizer's state."""
         with modes_kept(self.engine):
-            self.engine.eval()  # no statistics are taken of it
-            if isinstance(self.engine.module, Plain):  # what it takes is not known
-                trainable = [*self.named.values()]
-                with (
-                    deepspeed.zero.GatheredParameters(trainable)
-                    if self.sharded
-                    else contextlib.nullcontext()
-                ):
-                    touched = torch.stack([parameter.sum() for parameter in trainable]).sum()
-                    self.forward_backward(
-                        [None], lambda *_: SimpleNamespace(loss_sum=touched * 0, sums={}), 1.0
-                    )
+            # In the mode of evaluation batch norms take no statistics.
+            self.engine.eval()
+            if isinstance(self.engine.module, Plain):
+                self._zero_backward_of_any_module()
             else:
                 batch = any_batch(self.model, self.engine.device, self.image_side)
-                self.forward_backward(
-                    [batch],
-                    lambda out, _: SimpleNamespace(loss_sum=out.touched() * 0, sums={}),
-                    1.0,
-                )
+
+                def zero_of_output(out: Any, _batch: Any) -> SimpleNamespace:
+                    return SimpleNamespace(loss_sum=out.touched() * 0, sums={})
+
+                self.forward_backward([batch], zero_of_output, 1.0)
         self.grad_norm()
         self._step(0.0, 0.0)
-        self.exposed_communication()  # the time of this step does not count
+        # The time of this step does not count.
+        self.exposed_communication()
+
+    def _zero_backward_of_any_module(self) -> None:
+        """Run a backward with zero gradients of a module whose inputs are not known."""
+        parameters = list(self.named.values())
+        gathered: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.sharded:
+            gathered = deepspeed.zero.GatheredParameters(parameters)
+        with gathered:
+            touched = torch.stack([parameter.sum() for parameter in parameters]).sum()
+
+            def zero(*_: Any) -> SimpleNamespace:
+                return SimpleNamespace(loss_sum=touched * 0, sums={})
+
+            self.forward_backward([None], zero, 1.0)
 
     def _set_steps(self, steps: int) -> None:
+        """Set the optimizer's count of steps."""
         for state in self.engine.basic_optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"].fill_(steps)
             elif "step" in state:
                 state["step"] = steps
 
-    def _from_owner(
-        self, name: str, mine: torch.Tensor | None, shape: torch.Size | None = None
+    def _broadcast_from_owner(
+        self, name: str, mine: torch.Tensor | None, shape: torch.Size
     ) -> torch.Tensor:
-        """A tensor that `name`'s owner holds in host memory, on every rank's device. Collective."""
-        full = torch.empty(
-            _shape(self.named[name]) if shape is None else shape, device=self.engine.device
-        )
+        """Return a tensor that the owner of `name` holds in host memory, on this rank's device. Collective.
+
+        `mine`: the tensor on the owner. `shape`: its shape.
+        """
+        full = torch.empty(shape, device=self.engine.device)
         if self.owner[name] == self.rank:
             assert mine is not None
             full.copy_(mine)
@@ -505,22 +615,27 @@ class DeepSpeedEngine(ForwardEngine):
         return full
 
     def _whole(self, tensor: Any, **options: int) -> contextlib.AbstractContextManager[Any]:
-        """Within, what ZeRO 3 has cut is whole. `modifier_rank`: it may be written, and that rank's is taken."""
-        return (
-            deepspeed.zero.GatheredParameters([tensor], **options)
-            if hasattr(tensor, "ds_id")
-            else contextlib.nullcontext()
+        """Gather a tensor that ZeRO 3 has cut, in a `with` block.
+
+        `modifier_rank`: the tensor may be written there, and the values of that rank are taken.
+        """
+        if not hasattr(tensor, "ds_id"):
+            return contextlib.nullcontext()
+        gathered: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+            [tensor], **options
         )
+        return gathered
 
     def _set(self, parameter: Any, full: torch.Tensor, slot: str | None) -> None:
         """Put a whole fp32 tensor, the same on all ranks, into what this rank holds of it."""
         if not self.sharded:
-            safe_set_full_fp32_param(
-                parameter, full
-            ) if slot is None else safe_set_full_optimizer_state(parameter, full, slot)
+            if slot is None:
+                safe_set_full_fp32_param(parameter, full)
+            else:
+                safe_set_full_optimizer_state(parameter, full, slot)
             return
         # By the local call: the one for whole tensors requires sizes that the ranks divide.
-        own = part(full, self.rank, dist.get_world_size())
+        own = shard_of_rank(full, self.rank, dist.get_world_size())
         if slot is None:
             parameter.data.copy_(full)
             safe_set_local_fp32_param(parameter, own)
@@ -529,9 +644,27 @@ class DeepSpeedEngine(ForwardEngine):
 
 
 def _shape(parameter: Any) -> torch.Size:
-    """Of the whole parameter; ZeRO 3 leaves an empty one in its place."""
-    return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
+    """Return the shape of the whole parameter. ZeRO 3 leaves an empty one in its place."""
+    if hasattr(parameter, "ds_shape"):
+        return parameter.ds_shape
+    return parameter.shape
 
 
-if __name__ == "__main__":  # compile what NVMe offload needs to where torch keeps such things
+def _as_lists(kept: Any) -> Any:
+    """Return the values of a dictionary of gradients, in plain lists; anything else as it is.
+
+    DeepSpeed keeps them in lists of a class of its own, which torch does not look into.
+    """
+    if not isinstance(kept, dict):
+        return kept
+    lists = []
+    for value in kept.values():
+        if isinstance(value, list):
+            value = list(value)
+        lists.append(value)
+    return lists
+
+
+if __name__ == "__main__":
+    # Compile what NVMe offload needs, to where torch keeps such extensions.
     get_accelerator().create_op_builder("AsyncIOBuilder").load()

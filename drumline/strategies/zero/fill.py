@@ -1,7 +1,11 @@
-"""A model's weights for DeepSpeed: fp32 in host memory, cast to the type that they compute in, and under stage 3 a block at a time."""
+"""Fill a model's weights for DeepSpeed: in fp32 in host memory, cast to the type that they compute in.
+
+Under stage 3 that is done one block at a time.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,17 +19,18 @@ from drumline.models.shards import Values
 
 
 class InTurn(nn.Module):
-    """What zero.Init is given for a module: each of its parameters is cut before the next one is made."""
+    """A module for zero.Init that yields given parameters: each is cut before the next one is made."""
 
     def __init__(self, module: nn.Module, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__()
-        self.module, self.in_turn = module, parameters
+        self.module = module
+        self.in_turn = parameters
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.in_turn
 
 
-def filled(
+def fill_parameters(
     plan: Plan,
     model: nn.Module,
     values: Values,
@@ -33,10 +38,12 @@ def filled(
     keep: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device | None = None,
 ) -> Iterator[nn.Parameter]:
-    """Yield the model's parameters in the type that they compute in, and fill a block when all before it were taken.
+    """Yield the model's parameters in the type that they compute in.
 
-    `masters` gets what `keep` leaves of trainable ones where that type is not fp32. `device`: each parameter is moved
-    there before the next block is filled, so that the host never holds the whole model; None: it stays on the host.
+    A block is filled when all before it were taken. If that type is not fp32, `masters` gets what
+    `keep` returns for each trainable parameter before it is rounded. `device`: each parameter is moved
+    there before the next block is filled, so that the host never holds the whole model; None: it stays
+    on the host.
     """
     low = LOW_PRECISION.get(plan.precision)
     left = {id(module): module for module in model.modules()}
@@ -44,28 +51,40 @@ def filled(
     for piece in (*blocks(model), model):
         owners = [left.pop(id(module)) for module in piece.modules() if id(module) in left]
         values.fill(model, owners=owners)
-        for parameter in [
-            p for owner in owners for p in owner._parameters.values() if p is not None
-        ]:
+        for parameter in _own_parameters(owners):
             name = names.pop(id(parameter), None)
-            if name is None:  # tied to one that has been
+            if name is None:
+                # It is tied to one that was yielded.
                 continue
             if low is not None and parameter.requires_grad:
                 masters[name] = keep(parameter.data)
-            dtype = low if parameter.is_floating_point() else None
+            dtype = None
+            if parameter.is_floating_point():
+                dtype = low
             parameter.data = parameter.data.to(device=device, dtype=dtype)
             yield parameter
 
 
-def part(full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """What stage 3 keeps of a tensor on a rank, flat and filled up with zeros."""
-    size = -(-full.numel() // ranks)
+def _own_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of some modules, without those of their submodules."""
+    parameters = []
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameters.append(parameter)
+    return parameters
+
+
+def shard_of_rank(full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """Return what stage 3 keeps of a tensor on a rank: a flat part, padded with zeros."""
+    size = math.ceil(full.numel() / ranks)
     piece = full.flatten()[rank * size : (rank + 1) * size]
-    return torch.cat([piece, piece.new_zeros(size - piece.numel())])
+    padding = piece.new_zeros(size - piece.numel())
+    return torch.cat([piece, padding])
 
 
 def require_slots(optimizer: torch.optim.Optimizer) -> None:
-    """Raises PlanError for an optimizer whose state is not known here."""
+    """Raise PlanError for an optimizer whose state Drumline does not know."""
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
         what = (
             f"ZeRO keeps the states of Adam, AdamW and SGD, not those of {type(optimizer).__name__}"

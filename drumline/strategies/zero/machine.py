@@ -1,4 +1,7 @@
-"""What DeepSpeed requires of this machine, checked before any rank starts; its helper for NVMe is compiled here, while no rank waits."""
+"""Check what DeepSpeed requires of this machine before any rank starts.
+
+DeepSpeed's helper for NVMe is compiled here, while no rank waits.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,26 @@ from drumline.errors import EnvironmentFault
 from drumline.foreign import require_package
 from drumline.strategies.zero.config import Offload
 
-HELPER, MARKER = "async_io", "drumline.built"
+HELPER = "async_io"
+MARKER = "drumline.built"
 COMPILING = "compiling DeepSpeed's helper for NVMe, once, about two minutes"
-A_MOMENT = 30.0  # seconds between torch's lock and its ninja, at most
+# Seconds that may pass between torch's lock and the ninja that it starts.
+LOCK_SECONDS = 30.0
 
 
 def require(
     offloads: dict[str, Offload], on_progress: Callable[[str, int, int | None], None]
 ) -> None:
-    """Raises EnvironmentFault for what is missing. `offloads`: where each is set in the YAML, and how."""
+    """Raise EnvironmentFault for what is missing.
+
+    `offloads`: key of the YAML → how it offloads. `on_progress`: takes a message, the number of things
+    done, and their total.
+    """
     require_package("deepspeed", "strategy", "pip install deepspeed ninja")
     on_disk = {where: offload for where, offload in offloads.items() if offload.kind == "nvme"}
-    if on_disk and ctypes.util.find_library("aio") is None:
+    if not on_disk:
+        return
+    if ctypes.util.find_library("aio") is None:
         fix = "apt-get install libaio-dev, or offload to cpu"
         raise EnvironmentFault("NVMe offload needs libaio", where=next(iter(on_disk)), fix=fix)
     for where, offload in on_disk.items():
@@ -39,87 +50,103 @@ def require(
                 where=f"{where}.path",
                 fix="name one on the NVMe disk",
             )
-    if on_disk:
-        compile_helper(on_progress)
+    compile_helper(on_progress)
 
 
 def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
-    """Compile DeepSpeed's asynchronous I/O where that has not been done with the torch and DeepSpeed there are, one launcher at a time.
+    """Compile DeepSpeed's asynchronous I/O, unless it was compiled with the installed torch and DeepSpeed.
 
-    Raises EnvironmentFault.
+    One launcher compiles at a time. Raises EnvironmentFault.
     """
-    beside = Path(sys.executable).parent  # pip puts ninja there, and PATH need not know
-    if shutil.which("ninja") is None and (beside / "ninja").exists():
-        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{beside}"
-    for tool, fix in (
-        ("ninja", "pip install ninja"),
-        (os.environ.get("CXX", "c++"), "install a C++ compiler, such as g++"),
-    ):
+    _require_compilers()
+    from drumline.vendor.torch import get_build_directory
+
+    # Where torch keeps what it compiles.
+    root = Path(get_build_directory("drumline", verbose=False)).parent
+    root.mkdir(parents=True, exist_ok=True)
+    if _is_newest(root):
+        # A rank that was killed while it loaded the helper leaves a lock, too.
+        _remove_old_locks(root)
+        return
+    with (root / "drumline.lock").open("w") as lock:
+        on_progress(COMPILING, 0, 1)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _remove_old_locks(root)
+        # The compiling process holds the lock too, so that it outlives a launcher that is killed.
+        code, out, err = run_module("drumline.strategies.zero.engine", keeps=[lock.fileno()])
+        if code != 0:
+            reason = f"exit code {code}"
+            for line in (out + err).splitlines():
+                if "rror" in line:
+                    reason = line.strip()
+            raise EnvironmentFault(
+                f"DeepSpeed's helper for NVMe cannot be compiled: {reason}",
+                where=str(root / HELPER),
+                fix="mend that, or offload to cpu",
+            )
+        (root / MARKER).write_text(_origins())
+        on_progress(COMPILING, 1, 1)
+
+
+def _require_compilers() -> None:
+    """Raise EnvironmentFault if ninja or a C++ compiler is missing."""
+    # pip installs ninja beside the interpreter, in a folder that PATH need not contain.
+    scripts = Path(sys.executable).parent
+    if shutil.which("ninja") is None and (scripts / "ninja").exists():
+        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{scripts}"
+    compiler = os.environ.get("CXX", "c++")
+    fixes = {"ninja": "pip install ninja"}
+    fixes[compiler] = "install a C++ compiler, such as g++"
+    for tool, fix in fixes.items():
         if shutil.which(tool) is None:
             raise EnvironmentFault(
                 f"DeepSpeed compiles a helper for NVMe, and {tool} is missing",
                 where="strategy",
                 fix=fix,
             )
-    from drumline.vendor.torch import get_build_directory
-
-    root = Path(
-        get_build_directory("drumline", verbose=False)
-    ).parent  # where torch keeps what it compiles
-    root.mkdir(parents=True, exist_ok=True)
-    if _is_newest(root):
-        _clear(root)  # a rank that was killed while it read what is built leaves one, too
-        return
-    with (root / "drumline.lock").open("w") as lock:
-        on_progress(COMPILING, 0, 1)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        _clear(root)
-        # It holds our lock too, so that the lock outlives a launcher that is killed.
-        code, out, err = run_module("drumline.strategies.zero.engine", keeps=[lock.fileno()])
-        if code != 0:
-            errors = [line.strip() for line in (out + err).splitlines() if "rror" in line]
-            what = f"DeepSpeed's helper for NVMe cannot be compiled: {errors[-1] if errors else f'exit code {code}'}"
-            raise EnvironmentFault(
-                what, where=str(root / HELPER), fix="mend that, or offload to cpu"
-            )
-        (root / MARKER).write_text(_origins())
-        on_progress(COMPILING, 1, 1)
 
 
 def _is_newest(root: Path) -> bool:
-    """Whether a launcher saw it finished with the torch and DeepSpeed there are. Else each rank would compile it again, while the others
-    wait, and one that is killed leaves a lock."""
+    """Return whether a launcher saw the helper finished with the installed torch and DeepSpeed.
+
+    Otherwise each rank would compile it again while the rest wait, and a rank that is killed would
+    leave a lock.
+    """
     marker = root / MARKER
-    if (
-        not (root / HELPER / f"{HELPER}.so").exists()
-        or not marker.exists()
-        or marker.read_text() != _origins()
-    ):
+    library = root / HELPER / f"{HELPER}.so"
+    if not library.exists() or not marker.exists() or marker.read_text() != _origins():
         return False
-    return all(
-        Path(origin).stat().st_mtime <= marker.stat().st_mtime for origin in _origins().splitlines()
-    )
+    finished = marker.stat().st_mtime
+    return all(Path(origin).stat().st_mtime <= finished for origin in _origins().splitlines())
 
 
 def _origins() -> str:
-    """Where torch and DeepSpeed are, a line each."""
-    return "\n".join(
-        spec.origin
-        for name in ("torch", "deepspeed")
-        if (spec := importlib.util.find_spec(name)) and spec.origin
-    )
+    """Return the paths of torch and DeepSpeed, a line each."""
+    origins = []
+    for name in ("torch", "deepspeed"):
+        spec = importlib.util.find_spec(name)
+        if spec and spec.origin:
+            origins.append(spec.origin)
+    return "\n".join(origins)
 
 
-def _clear(root: Path) -> None:
-    """Take away the locks that killed builds have left: torch would wait for them for ever. A build that lives has ninja in its folder."""
+def _remove_old_locks(root: Path) -> None:
+    """Remove the locks that killed builds have left: torch would wait for them for ever.
+
+    A build that is running has ninja in its folder.
+    """
     import psutil
 
     building = set()
     for process in psutil.process_iter():
         try:
             building.add(Path(process.cwd()))
-        except psutil.Error:  # it has gone, or belongs to another user
+        except psutil.Error:
+            # It has ended, or belongs to another user.
             continue
-    for left in root.glob("*/lock"):
-        if left.parent not in building and time.time() - left.stat().st_mtime > A_MOMENT:
-            left.unlink(missing_ok=True)
+    for lock in root.glob("*/lock"):
+        if lock.parent in building:
+            continue
+        age = time.time() - lock.stat().st_mtime
+        if age > LOCK_SECONDS:
+            lock.unlink(missing_ok=True)

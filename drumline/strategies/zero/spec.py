@@ -1,4 +1,8 @@
-"""ZeRO 1, 2 and 3 (Rajbhandari et al. 2020) by DeepSpeed: the optimizer's states sharded; the gradients too; and the weights."""
+"""The sections zero1, zero2 and zero3 of the YAML, which train with DeepSpeed.
+
+ZeRO (Rajbhandari et al. 2020) shards over the ranks the optimizer's states (1), the gradients too (2),
+and the weights too (3).
+"""
 
 from __future__ import annotations
 
@@ -69,44 +73,51 @@ class Zero(ZeroCosts):
     )
 
     def refusals(self, case: Case) -> Iterator[Refusal]:
+        """Yield what DeepSpeed cannot do, or would do in another way than the YAML says."""
         if case.device == "cpu" and case.precision == "fp16":
-            instead = "use precision=bf16 or fp32, or strategy=fsdp2"
             yield Refusal(
-                "ZeRO × fp16 × CPU", "DeepSpeed takes fp16 on GPUs only", instead, "precision"
+                "ZeRO × fp16 × CPU",
+                "DeepSpeed takes fp16 on GPUs only",
+                "use precision=bf16 or fp32, or strategy=fsdp2",
+                "precision",
             )
         if self.stage < 3 and self.offloads()[0] == "nvme":
-            reason = "DeepSpeed has NVMe offload in ZeRO-3 only, and would quietly use host memory"
-            instead = "use strategy=zero3, or offload_optimizer=cpu"
             yield Refusal(
-                "zero1, zero2 × NVMe offload", reason, instead, "strategy.offload_optimizer"
+                "zero1, zero2 × NVMe offload",
+                "DeepSpeed has NVMe offload in ZeRO-3 only, and would quietly use host memory",
+                "use strategy=zero3, or offload_optimizer=cpu",
+                "strategy.offload_optimizer",
             )
 
     @classmethod
     def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of this strategy in the matrix of `drumline strategies`."""
         if "offload" not in options:
             return {"kind": kind, **options}
         return {"kind": kind, "offload_optimizer": {"kind": options["offload"], "path": "/nvme"}}
 
     def with_files(self, base_dir: Path) -> Self:
+        """Return this strategy with the DeepSpeed config itself in place of its path."""
         if not isinstance(self.config, str):
             return self
         file = base_dir / self.config
-        values = read_object(
-            file,
-            ConfigError,
-            "strategy.config is the path of one JSON object, relative to the YAML",
-            once=True,
-        )
-        own = withhold(
-            values, lambda place: f"{file}: {'.'.join(place[2:])}", ("strategy", "config")
-        )
+        wrong_type = "strategy.config is the path of one JSON object, relative to the YAML"
+        values = read_object(file, ConfigError, wrong_type, once=True)
+
+        def place_in_file(path: tuple[str, ...]) -> str:
+            """Return the file and the dotted key of a value, without `strategy.config`."""
+            return f"{file}: {'.'.join(path[2:])}"
+
+        own = withhold(values, place_in_file, ("strategy", "config"))
         return self.model_copy(update={"config": own})
 
     def adopted(self, config: Config) -> Config:
+        """Return the config completed by what the user's DeepSpeed config sets (`adopt`)."""
         return adopt(config, self)
 
     def mesh(self, world: int) -> Mesh:
-        return Mesh(shard=world)  # its state is sharded over all ranks
+        # The optimizer's states are sharded over all ranks.
+        return Mesh(shard=world)
 
     def engine(self, mesh: Mesh) -> Engine:
         return "deepspeed"
@@ -129,45 +140,57 @@ class Zero(ZeroCosts):
         return deepspeed_config(config, self, batch, precision, steps, run_dir, facts)
 
     def frozen(self) -> StrategySpec:
+        """Return the strategy of frozen models beside the trainable one."""
         return SingleStrategy()
 
     def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
-        require(
-            {
-                f"strategy.{name}": getattr(self, name)
-                for name in OFFLOADS.values()
-                if hasattr(self, name)
-            },
-            on_progress,
-        )
+        """Raise EnvironmentFault if the machine lacks what DeepSpeed needs for this."""
+        offloads = {}
+        for name in OFFLOADS.values():
+            if hasattr(self, name):
+                offloads[f"strategy.{name}"] = getattr(self, name)
+        require(offloads, on_progress)
 
     def names(self, world: int) -> Names:
-        name = " ".join([self.kind, *self.places()])
-        return Names(name, name, self.simplicity + OFFLOADED * bool(self.places()))
+        """Return the strategy's name for a table: its stage, and what is offloaded."""
+        places = self.places()
+        name = " ".join([self.kind, *places])
+        simplicity = self.simplicity
+        if places:
+            simplicity += OFFLOADED
+        return Names(name, name, simplicity)
 
     def places(self) -> list[str]:
-        """What a table says of offloading."""
+        """Return the words of a table for offloading: one or none."""
         optimizer, parameters = self.offloads()
         for kind, word in (("nvme", "nvme"), ("cpu", "offload")):
-            if kind in (optimizer, parameters):
-                return [word + " optimizer" * (self.stage == 3 and parameters != kind)]
+            if kind not in (optimizer, parameters):
+                continue
+            if self.stage == 3 and parameters != kind:
+                word += " optimizer"
+            return [word]
         return []
 
     @classmethod
     def candidates(cls, space: Space) -> Iterator[StrategySpec]:
+        """Yield this stage, and this stage with its optimizer on the host."""
         if space.world > 1:
             yield cls()
         yield cls(offload_optimizer=CPU)
 
     def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
-        """Further stages, and the optimizer on the host: where no file of the user's own says what DeepSpeed does."""
+        """Return the higher stages, and this one with its optimizer on the host.
+
+        There are none if the user's own DeepSpeed config says what DeepSpeed does.
+        """
         if self.config is not None or self.options:
             return []
-        more: list[type[Zero]] = [Zero2Strategy, Zero3Strategy]
         host = self.offload_optimizer
-        found: list[tuple[int, StrategySpec]] = [
-            (2, each(offload_optimizer=host)) for each in more if each.stage > self.stage
-        ]
+        higher: list[type[Zero]] = [Zero2Strategy, Zero3Strategy]
+        found: list[tuple[int, StrategySpec]] = []
+        for strategy in higher:
+            if strategy.stage > self.stage:
+                found.append((2, strategy(offload_optimizer=host)))
         if host.kind == "none" and device == "cuda":
             found.append((3, self.model_copy(update={"offload_optimizer": CPU})))
         return found
@@ -224,59 +247,57 @@ class Zero3Strategy(Zero):
     def refusals(self, case: Case) -> Iterator[Refusal]:
         yield from super().refusals(case)
         if recomputes_some(case):
-            reason = (
-                "torch's selective checkpointing requires the same operations again,"
-                " and DeepSpeed gathers weights within a block in another order then"
-            )
-            instead = "use memory.activation_checkpointing=full, or strategy=fsdp2"
             yield Refusal(
                 "selective checkpointing × zero3",
-                reason,
-                instead,
+                "torch's selective checkpointing requires the same operations again,"
+                " and DeepSpeed gathers weights within a block in another order then",
+                "use memory.activation_checkpointing=full, or strategy=fsdp2",
                 "memory.activation_checkpointing",
             )
         if case.config.compile.enabled:
-            reason = "its hooks gather weights between the calls of layers, which torch.compile cannot trace"
             yield Refusal(
-                "zero3 × compile", reason, "use strategy=zero2 or fsdp2", "compile.enabled"
+                "zero3 × compile",
+                "its hooks gather weights between the calls of layers, which torch.compile cannot trace",
+                "use strategy=zero2 or fsdp2",
+                "compile.enabled",
             )
         if self.offloads() == ("none", "nvme"):
-            name = "zero3 with its optimizer on the device × parameters on NVMe"
-            reason, instead = (
+            yield Refusal(
+                "zero3 with its optimizer on the device × parameters on NVMe",
                 "the step would bring all weights back to the device",
                 "set offload_optimizer to cpu or nvme as well",
+                "strategy.offload_parameters",
             )
-            yield Refusal(name, reason, instead, "strategy.offload_parameters")
         if self.offload_optimizer.kind == "nvme" and case.config.optimizer.kind == "sgd":
-            reason, instead = (
+            yield Refusal(
+                "zero3 on NVMe × SGD",
                 "DeepSpeed swaps the moments of Adam only",
                 "use optimizer.kind=adamw, or offload_optimizer=cpu",
+                "strategy.offload_optimizer",
             )
-            yield Refusal("zero3 on NVMe × SGD", reason, instead, "strategy.offload_optimizer")
-        if case.device == "cpu" and (
-            self.zeropp.quantized_weights or self.zeropp.quantized_gradients
-        ):
-            instead = "leave quantized_weights and quantized_gradients out"
+        quantises = self.zeropp.quantized_weights or self.zeropp.quantized_gradients
+        if case.device == "cpu" and quantises:
             yield Refusal(
-                "ZeRO++ quantisation × CPU", "its kernels are for GPUs", instead, "strategy.zeropp"
+                "ZeRO++ quantisation × CPU",
+                "its kernels are for GPUs",
+                "leave quantized_weights and quantized_gradients out",
+                "strategy.zeropp",
             )
         if case.mesh.world_size % self.zeropp.hierarchical_partition:
-            name, where = (
-                "ZeRO++ hierarchical_partition × number of processes",
-                "strategy.zeropp.hierarchical_partition",
-            )
             yield Refusal(
-                name,
+                "ZeRO++ hierarchical_partition × number of processes",
                 "the ranks of a second copy must divide all ranks",
                 "use the number of GPUs of one host",
-                where,
+                "strategy.zeropp.hierarchical_partition",
             )
 
     def offloads(self) -> tuple[str, str]:
         return self.offload_optimizer.kind, self.offload_parameters.kind
 
     def frozen(self) -> StrategySpec:
-        return FSDP2Strategy(offload="none" if self.offload_parameters.kind == "none" else "cpu")
+        if self.offload_parameters.kind == "none":
+            return FSDP2Strategy(offload="none")
+        return FSDP2Strategy(offload="cpu")
 
     @classmethod
     def candidates(cls, space: Space) -> Iterator[StrategySpec]:
