@@ -74,7 +74,7 @@ def _vllm_server(
 
 
 def greedy(sampling: Any) -> Generator:
-    """Return a generator of the same model (engine, server) that takes the likeliest token each time."""
+    """Return a generator of the same model that takes the likeliest token each time."""
     return _with_options(sampling, top_k=1)
 
 

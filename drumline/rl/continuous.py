@@ -205,7 +205,7 @@ class ContinuousGenerator(HFGenerator):
             manager.destroy()
 
     def _batching_config(self, requests: list[Request]) -> ContinuousBatchingConfig:
-        """Return transformers' options, with a cache that holds `config.batch` of the longest sequences."""
+        """Return transformers' options, with a cache for `config.batch` of the longest sequences."""
         batch = self.config.batch
         prompt_lengths = [len(request.tokens) for request in requests]
         longest_sequence = max(prompt_lengths) + self.config.max_new_tokens

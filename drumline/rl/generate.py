@@ -116,7 +116,7 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Return int64 `bits` shifted to the right with zeros coming in; int64's own shift copies the sign."""
+    """Return int64 `bits` shifted right, filled with zeros; int64's own shift copies the sign."""
     kept_bits = 2 ** (64 - by) - 1
     return (bits >> by).bitwise_and_(kept_bits)
 
@@ -238,7 +238,10 @@ class AtEndings(StoppingCriteria):
         return self.have_ended.to(input_ids.device, non_blocking=True)
 
     def goes_on(self, *_: Any, **__: Any) -> bool:
-        """Return whether another token is needed. Replaces transformers' own question to the device."""
+        """Return whether another token is needed.
+
+        Replaces transformers' own question to the device.
+        """
         return self.made < self.most and None in self.lengths
 
     def read_all(self) -> None:
@@ -439,7 +442,10 @@ def deal(requests: list[Request], ranks: int) -> list[list[int]]:
 
 
 def generate_together(generator: Generator, requests: list[Request], step: int) -> list[Completion]:
-    """Return the completions of all requests, in their order, on every rank. Collective; see Together."""
+    """Return the completions of all requests, in their order, on every rank.
+
+    Collective; see Together.
+    """
     return Together(generator, requests, step).result
 
 
@@ -510,7 +516,10 @@ class InferenceCopy:
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
-        """`build` makes the whole model on this rank's device. With an adapter it has PEFT's layers and names."""
+        """`build` makes the whole model on this rank's device.
+
+        With an adapter it has PEFT's layers and names.
+        """
         self.model = build()
         self.model.requires_grad_(False)
         self.model.eval()

@@ -47,7 +47,10 @@ def main() -> None:
 
 
 def _end_by_signal(number: int) -> None:
-    """End this process by the signal that ended the rewards. It leaves no core, which would show nothing."""
+    """End this process by the signal that ended the rewards.
+
+    It leaves no core, which would show nothing.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)

@@ -132,7 +132,7 @@ def values_of(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
 
 
 def scores_after(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
-    """Return a reward model's score after each token, at the place where the token is predicted, [1, B, T]."""
+    """Return a reward model's score after each token, where the token is predicted, [1, B, T]."""
     return outputs.values().roll(-1, dims=1)[None]
 
 

@@ -175,7 +175,10 @@ class Rewards:
     def __init__(
         self, configs: Sequence[Reward], base_dir: Path, workers: int | None = None
     ) -> None:
-        """`base_dir`: folder of the YAML. `workers`: number of processes; None: see `_default_workers`."""
+        """`base_dir`: folder of the YAML.
+
+        `workers`: number of processes; None: see `_default_workers`.
+        """
         require(configs)
         self.configs = list(configs)
         self.names = reward_names(configs)
@@ -294,7 +297,7 @@ def _default_workers() -> int:
 
 
 def _decides(config: Reward) -> bool:
-    """Return whether a reward can say how good an answer is: not a penalty for length, and not one of weight 0."""
+    """Return whether a reward tells good answers: no penalty for length, and none of weight 0."""
     return not isinstance(config, LengthReward) and config.weight != 0
 
 
@@ -337,7 +340,10 @@ class Channel:
         self._unread = bytearray()
 
     def send(self, message: dict[str, Any], seconds: float | None = None) -> None:
-        """Send a message. Raises OSError if the other end is gone, TimeoutError if it does not read."""
+        """Send a message.
+
+        Raises OSError if the other end is gone, TimeoutError if it does not read.
+        """
         self.end.settimeout(seconds)
         self.end.sendall(json.dumps(message).encode() + b"\n")
 

@@ -98,7 +98,7 @@ class Sampled:
         return sum(sample.is_failed for sample in self.samples) / applies
 
     def rewards_differ(self, size: int) -> list[bool]:
-        """Return for each group of `size` samples whether its rewards differ: only such a group teaches anything."""
+        """Return for each group of `size` whether its rewards differ; only such a group teaches."""
         rewards_PG = torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)
         return differs(rewards_PG).tolist()
 
@@ -127,7 +127,10 @@ class Drawn:
         return self._complete()
 
     def state(self) -> dict[str, Any]:
-        """Return the prompts and completions as a checkpoint holds them. Waits for the completions."""
+        """Return the prompts and completions as a checkpoint holds them.
+
+        Waits for the completions.
+        """
         completions = []
         for completion in self.completions:
             completions.append([completion.tokens, completion.log_probs, completion.ended])
@@ -236,7 +239,10 @@ class Rollouts:
 
     @property
     def _wanted(self) -> int:
-        """The number of episodes of a rollout. The rules refuse a number that is not of whole groups."""
+        """The number of episodes of a rollout.
+
+        The rules refuse a number that is not of whole groups.
+        """
         return self.algorithm.minibatches * self.plan.batch.global_samples
 
     def _draw(self, prompts: int, step: int, position: int) -> Drawn:
@@ -398,7 +404,7 @@ class Rollouts:
     def _requests(
         self, cache: TokenCache, ids: list[int], keys: list[tuple[int, int]]
     ) -> list[Request]:
-        """Return the requests for the prompts `ids` of `cache`, each with its key for random numbers."""
+        """Return requests for the prompts `ids` of `cache`, each with its key for randomness."""
         requests = []
         for prompt, key in zip(ids, keys, strict=True):
             requests.append(Request(_prompt_tokens(cache, prompt), key))
@@ -450,7 +456,7 @@ class Rollouts:
         return [shares[index % ranks][index // ranks] for index in range(len(items))]
 
     def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
-        """Return the episodes with all numbers that the objective reads, and metrics of the divergence."""
+        """Return the episodes with all that the objective reads, and metrics of the divergence."""
         episodes = self._with_model_outputs(_to_episodes([s.episode for s in sampled.samples]))
         metrics = {}
         kl_NM = torch.zeros_like(episodes.log_probs_NM)

@@ -363,7 +363,10 @@ class WeightFolder:
             )
 
     def _hand_over(self, weights: Weights) -> DrumlineError | None:
-        """Write the weights and have the server read them. Returns why that failed; None if it did not."""
+        """Write the weights and have the server read them.
+
+        Returns why that failed; None if it did not.
+        """
         folder = self.folder / f"{self.turn % 2}"
         previous_folder = self.folder / f"{(self.turn + 1) % 2}"
         failure: DrumlineError | None = None
