@@ -40,14 +40,17 @@ app = typer.Typer(
 
 
 def _place(text: str) -> str:
-    """The parser of a path or an id."""
+    """Parse a path or an id. Raises UserError for what can be neither."""
     _path(text)
     return text
 
 
 _command = partial(app.command, cls=cli_usage.Command)
 _path_option = partial(typer.Option, parser=_path)
-TRUSTED = ["model.trust_remote_code=true"]
+# The override that --trust-remote-code stands for.
+TRUSTED = "model.trust_remote_code=true"
+# What torch.distributed.launch and deepspeed add to a rank's arguments.
+LOCAL_RANK_OPTIONS = ("--local_rank=", "--local-rank=")
 
 
 @app.callback(invoke_without_command=True)
@@ -117,19 +120,19 @@ def train(
 
     if everything and not dry_run:
         raise UserError("it is of --dry-run", where="--all", fix="add --dry-run, or leave it out")
-    extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [
-        f"launch.max_restarts={max_restarts}"
-    ] * (max_restarts is not None)
     allowed = cli_usage.read_list(allow, "--allow", "optimizer.lr,run.steps")
-    overrides = [
-        *(overrides or []),
-        *extra,
-        *["launch.detach=true"] * detach,
-        *TRUSTED * trust_remote_code,
-    ]
+    all_overrides = list(overrides or [])
+    if nproc is not None:
+        all_overrides.append(f"launch.nproc={nproc}")
+    if max_restarts is not None:
+        all_overrides.append(f"launch.max_restarts={max_restarts}")
+    if detach:
+        all_overrides.append("launch.detach=true")
+    if trust_remote_code:
+        all_overrides.append(TRUSTED)
     code = run(
         config,
-        overrides,
+        all_overrides,
         resume=resume,
         allow=allowed,
         dry_run=dry_run,
@@ -292,7 +295,11 @@ def plan(
             where="drumline plan",
             fix="give one at a time",
         )
-    most: Kind | None = "max_length" if max_seq else "max_batch" if max_batch else None
+    most: Kind | None = None
+    if max_seq:
+        most = "max_length"
+    elif max_batch:
+        most = "max_batch"
     trial: Trial | None = None
     if probe:
         from drumline.train.probe import probe as trial
@@ -362,9 +369,8 @@ def init(
     from drumline.planner.init import Answers
     from drumline.planner.init import init as run
 
-    raise typer.Exit(
-        run(config, Answers(model, cluster, length, adapter, batch, algorithm, data=data), yes)
-    )
+    answers = Answers(model, cluster, length, adapter, batch, algorithm, data=data)
+    raise typer.Exit(run(config, answers, yes))
 
 
 for _data_command in cli_data.COMMANDS:
@@ -465,7 +471,9 @@ def evaluate(
     trust_remote_code: Trust = False,
 ) -> None:
     """Evaluate a checkpoint on the held-out set, with the strategy of CONFIG. Metrics are also written to RUN/eval.json."""
-    overrides = [*(overrides or []), *TRUSTED * trust_remote_code]
+    all_overrides = list(overrides or [])
+    if trust_remote_code:
+        all_overrides.append(TRUSTED)
     tasks = cli_usage.read_list(lm_eval, "--lm-eval", "arc_easy,hellaswag")
     if generate and tasks:
         raise UserError(
@@ -483,15 +491,17 @@ def evaluate(
         early = None
         if not tasks and not generate:
             # Before the imports below: the ranks are forks of this process and share them.
-            early = stack.enter_context(_early_ranks(config, overrides))
-        from drumline.inference import evaluate as by
+            early = stack.enter_context(_early_ranks(config, all_overrides))
+        from drumline.inference import evaluate as inference
 
-        place = stack.enter_context(by.placed(checkpoint, config, overrides))
+        place = stack.enter_context(inference.placed(checkpoint, config, all_overrides))
         if tasks:
-            raise typer.Exit(by.harness(config, overrides, place, tasks, limit, include_path))
-        if generate:
-            raise typer.Exit(by.answers(config, overrides, place, generate))
-        raise typer.Exit(by.evaluate(config, overrides, place, early))
+            code = inference.harness(config, all_overrides, place, tasks, limit, include_path)
+        elif generate:
+            code = inference.answers(config, all_overrides, place, generate)
+        else:
+            code = inference.evaluate(config, all_overrides, place, early)
+        raise typer.Exit(code)
 
 
 def _early_ranks(config_path: Path, overrides: list[str]) -> EarlyRanks:
@@ -627,7 +637,10 @@ for _other_command in (*cli_runs.COMMANDS, *cli_report.COMMANDS, *cli_scale.COMM
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command, whether or not somebody reads what it prints."""
+    """Run a command, whether or not somebody reads what it prints.
+
+    `arguments`: those of the command line, without the program's name; None: those of this process.
+    """
     if isinstance(sys.stdout, TextIOWrapper):
         # Names of files and texts of strangers need not be UTF-8.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -641,7 +654,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _main(given: list[str]) -> None:
-    """A DrumlineError becomes one line on stderr and an exit code; so does a signal while there is nothing to lose."""
+    """Run a command. A DrumlineError becomes one line on stderr and an exit code.
+
+    So does a signal, as long as there is nothing to lose, and any other error.
+    """
     from drumline.core.signals import LEFT, NOTHING_LOST, Interrupted, Stoppable
     from drumline.launchers.environment import expandable_segments, first_rank, other_rank_runs
     from drumline.launchers.tasks import join_tasks
@@ -662,17 +678,8 @@ def _main(given: list[str]) -> None:
         raise SystemExit(NOTHING_LOST) from None
     except KeyboardInterrupt:
         raise SystemExit(LEFT) from None
-    except Exception as error:  # noqa: BLE001 - a bug: one line for the user, the traceback in a file
-        from drumline.core.out_of_memory import is_out_of_memory, memory_fault
-
-        if isinstance(error, PermissionError) and error.filename:
-            fault = EnvironmentFault(
-                "permission denied", where=str(error.filename), fix="ask its owner, or name another"
-            )
-            raise SystemExit(_report(fault)) from None
-        if is_out_of_memory(error):
-            raise SystemExit(_report(memory_fault(error))) from None
-        raise SystemExit(_report_bug(error)) from None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the user gets one line
+        raise SystemExit(_report_unexpected(error)) from None
 
 
 def _report(error: DrumlineError) -> int:
@@ -681,6 +688,20 @@ def _report(error: DrumlineError) -> int:
     for note in getattr(error, "__notes__", ()):  # more mistakes of the same file
         say(f"       {redact(note)}")
     return error.exit_code
+
+
+def _report_unexpected(error: Exception) -> int:
+    """Report an error that was not raised on purpose, in one line. Returns its exit code."""
+    from drumline.core.out_of_memory import is_out_of_memory, memory_fault
+
+    if isinstance(error, PermissionError) and error.filename:
+        fault = EnvironmentFault(
+            "permission denied", where=str(error.filename), fix="ask its owner, or name another"
+        )
+        return _report(fault)
+    if is_out_of_memory(error):
+        return _report(memory_fault(error))
+    return _report_bug(error)
 
 
 def _report_bug(error: Exception) -> int:
@@ -692,16 +713,16 @@ def _report_bug(error: Exception) -> int:
         "w", prefix="drumline-", suffix=".txt", delete=False, encoding="utf-8", errors="replace"
     ) as file:
         file.write(redact("".join(traceback.format_exception(error))))
-    return _report(
-        DrumlineError(
-            f"unexpected error: {first_line(error)}", fix=f"please report it, with {file.name}"
-        )
-    )
+    what = f"unexpected error: {first_line(error)}"
+    return _report(DrumlineError(what, fix=f"please report it, with {file.name}"))
 
 
 def _run(arguments: list[str], speaks: bool) -> None:
-    """Run a command; a mistake in its usage is a UserError. `speaks`: this rank reports it. Under another launcher all ranks make the
-    same mistake, and the others end without a word."""
+    """Run a command and exit with its code. A mistake in its usage is raised as a UserError.
+
+    `speaks`: whether this rank reports such a mistake. Under another launcher all ranks make the same
+    one, and the others exit silently.
+    """
     from drumline.launchers.environment import first_rank_reports
 
     try:
@@ -715,30 +736,46 @@ def _run(arguments: list[str], speaks: bool) -> None:
         if not speaks:
             with first_rank_reports():
                 raise SystemExit(UserError.exit_code) from None
-        raise (error if isinstance(error, UserError) else cli_usage.one_line(error)) from None
+        if isinstance(error, UserError):
+            raise
+        raise cli_usage.one_line(error) from None
     raise SystemExit(code or 0)
 
 
 def _own(arguments: list[str]) -> list[str]:
-    """The arguments as typer can read them; those behind `--` are a script's, and stay. torch.distributed.launch and deepspeed add
-    `--local_rank=N`, whose value LOCAL_RANK has, too."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    own = [
-        each for each in arguments[:end] if not each.startswith(("--local_rank=", "--local-rank="))
-    ]
-    return [*(_bare_resume(own) if own[:1] == ["train"] else own), *arguments[end:]]
+    """Return the arguments as typer can read them. Those behind `--` are a script's, and stay.
+
+    torch.distributed.launch and deepspeed add `--local_rank=N`, which is removed: LOCAL_RANK has it, too.
+    """
+    end = len(arguments)
+    if "--" in arguments:
+        end = arguments.index("--")
+    own = [each for each in arguments[:end] if not each.startswith(LOCAL_RANK_OPTIONS)]
+    if own[:1] == ["train"]:
+        own = _bare_resume(own)
+    return own + arguments[end:]
 
 
 def _bare_resume(arguments: list[str]) -> list[str]:
-    """`--resume` needs no path, but typer's options always take a value: insert the value `newest`."""
-    out = []
-    for argument, following in zip(arguments, [*arguments, "--"][1:], strict=True):
-        out.append(argument)
-        key, is_set, _ = following.partition("=")
-        # The runs of a sweep have `=` in their names.
-        overrides = is_set and "/" not in key and not os.path.lexists(following)
-        if argument == "--resume" and (
-            following.startswith("-") or overrides or following.endswith((".yaml", ".yml"))
-        ):
-            out.append("newest")
-    return out
+    """Return the arguments with the value `newest` after each `--resume` that has no path.
+
+    typer's options always take a value.
+    """
+    completed = []
+    for index, argument in enumerate(arguments):
+        completed.append(argument)
+        if argument == "--resume":
+            following = arguments[index + 1] if index + 1 < len(arguments) else None
+            if following is None or not _may_be_checkpoint(following):
+                completed.append("newest")
+    return completed
+
+
+def _may_be_checkpoint(argument: str) -> bool:
+    """Return whether an argument may be the path of --resume, and not an option, an override or a config."""
+    if argument.startswith("-") or argument.endswith((".yaml", ".yml")):
+        return False
+    key, has_value, _ = argument.partition("=")
+    # The runs of a sweep have `=` in their names.
+    is_override = has_value and "/" not in key and not os.path.lexists(argument)
+    return not is_override

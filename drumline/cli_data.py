@@ -69,7 +69,10 @@ def convert(
     that has no effect."""
     from drumline.train.command import convert as run
 
-    run(path_of(old[0]) if len(old) == 1 else old, output)
+    if len(old) == 1:
+        run(path_of(old[0]), output)
+    else:
+        run(old, output)
 
 
 COMMANDS = (prepare, preview, convert)

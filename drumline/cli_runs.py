@@ -1,4 +1,4 @@
-"""What commands have in common, and those on runs that are under way, whoever launched them."""
+"""Types of arguments that commands share, and the commands on runs that are under way."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from drumline.foreign import expanded, path_mistake
 
 
 def path_of(given: str | Path) -> Path:
-    """The parser of every path on the command line, which is asked about a default, too."""
+    """Parse a path of the command line. typer also calls this for a default. Raises UserError."""
     if not str(given):
         raise UserError(
             "an empty path given",
             where="drumline",
             fix="name a file or folder; is a variable of the shell empty?",
         )
-    if mistake := path_mistake(str(given)):
+    mistake = path_mistake(str(given))
+    if mistake:
         raise UserError(mistake, where=str(given), fix="shorten it")
     return Path(given)
 
 
 def is_there(path: Path) -> bool:
-    """Whether a path exists, be it as a link that leads nowhere.
+    """Return whether a path exists, also as a link that leads nowhere.
 
     Raises PermissionError if a folder on the way may not be entered.
     """
@@ -42,37 +43,42 @@ def is_there(path: Path) -> bool:
 
 
 def existing_path(given: str | Path) -> Path:
-    """The parser of a path that must be there. Raises UserError, with a similar name beside it where there is one."""
+    """Parse a path that must exist. Raises UserError, which names a similar path if there is one."""
     path = path_of(given)
-    found = expanded(str(path))
-    if is_there(found):
+    full_path = expanded(str(path))
+    if is_there(full_path):
         return path
     try:
-        beside = [entry.name for entry in found.absolute().parent.iterdir()]
+        siblings = [entry.name for entry in full_path.absolute().parent.iterdir()]
     except OSError:
-        beside = []
-    guess = nearest(found.name, beside)
+        siblings = []
+    guess = nearest(full_path.name, siblings)
     fix = f"did you mean {path.parent / guess}?" if guess else "check the path"
     raise UserError("there is no such file or folder", where=str(given), fix=fix)
 
 
 def existing_or_url(given: str) -> str:
-    """The parser of a path that must be there, or of a URL."""
+    """Parse a path that must exist, or a URL."""
     if not is_url(given):
         existing_path(given)
     return given
 
 
 def model_place(given: str) -> str:
-    """The parser of a model's folder, which must be there, or of an id. An id has no more than one slash, and begins with a letter."""
+    """Parse a model's folder, which must exist, or a model's id.
+
+    An id has at most one slash, unless a colon names its hub, and does not begin as a path does.
+    """
     path_of(given)
-    is_id = given[:1] not in (".", "~", "/") and (given.count("/") < 2 or ":" in given)
-    if not is_id:
+    begins_as_path = given.startswith((".", "~", "/"))
+    is_nested = given.count("/") > 1 and ":" not in given
+    if begins_as_path or is_nested:
         existing_path(given)
     return given
 
 
 def _keys(incomplete: str) -> list[str]:
+    """Return the keys that complete a word, for the shell."""
     from drumline.core.complete import keys
 
     return keys(incomplete)
@@ -114,8 +120,11 @@ def ps(
     """List runs: state, last step, and where each is running."""
     from drumline.launchers.runs import states, table
 
-    found = states(folder)
-    print(table(found) if found else f"no runs in {folder}")
+    runs = states(folder)
+    if runs:
+        print(table(runs))
+    else:
+        print(f"no runs in {folder}")
 
 
 def logs(

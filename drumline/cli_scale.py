@@ -1,4 +1,4 @@
-"""The commands that take a run out into the world, and a config to many runs."""
+"""The commands that publish or serve a run's model, and those that turn a config into many runs."""
 
 from __future__ import annotations
 
@@ -149,9 +149,10 @@ def bench(
 
 
 def _numbers(texts: list[str] | None, flag: str) -> tuple[int, ...]:
-    """Return whole numbers with commas between them, each once and the smallest first; none where the option was not given.
+    """Return the whole numbers of a comma-separated option, each once and the smallest first.
 
-    Raises UserError."""
+    There are none if the option was not given. Raises UserError.
+    """
     parts = read_list(texts, flag, "1,2,4")
     for part in parts:
         if not re.fullmatch("0*[1-9][0-9]{0,3}", part):
@@ -160,7 +161,8 @@ def _numbers(texts: list[str] | None, flag: str) -> tuple[int, ...]:
                 where=flag,
                 fix="such as 1,2,4",
             )
-    return tuple(sorted({int(part) for part in parts}))
+    numbers = {int(part) for part in parts}
+    return tuple(sorted(numbers))
 
 
 COMMANDS = (push, serve, sweep, bench)

@@ -1,4 +1,4 @@
-"""How the command line is read: lists, numbers, and a mistake in it as one line, like every other mistake of a user."""
+"""How the command line is read: lists and numbers. A mistake in it is one line, like all mistakes of a user."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from drumline.foreign import MOST_WHOLE
 
 # Every mistake in the usage of a command is a subclass of this; typer exports it under no name.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+# Characters of what the user wrote that an error shows.
+MOST_SHOWN = 80
 
 
 class UsageMistake(UserError):
-    """A mistake in the usage of a command. Under another launcher every rank makes it, and rank 0 alone reports it."""
+    """A mistake in the usage of a command.
+
+    Under another launcher every rank makes it, and only rank 0 reports it.
+    """
 
 
 def read_list(texts: Sequence[str] | None, flag: str, example: str) -> tuple[str, ...]:
     """Return the parts of a comma-separated option, each once and in order.
 
-    `texts` has one entry for each time that the option was given: `--allow a,b` and `--allow a --allow b` mean the
-    same. `None` or nothing means that it was not given, and gives no parts. An option that was given must name
-    something: an empty list or an empty part would silently stand for everything. `example` is shown in the error.
-    Raises UsageMistake.
+    `texts` has one entry for each time that the option was given: `--allow a,b` and `--allow a --allow b`
+    mean the same. `None` or nothing means that it was not given, and gives no parts. An option that was
+    given must name something: an empty list or an empty part would silently stand for everything.
+    `example` is shown in the error. Raises UsageMistake.
     """
-    found: dict[str, None] = {}
+    names: list[str] = []
     for text in texts or ():
         parts = [part.strip() for part in text.split(",")]
         if not any(parts):
@@ -40,16 +45,16 @@ def read_list(texts: Sequence[str] | None, flag: str, example: str) -> tuple[str
             )
         if not all(parts):
             raise UsageMistake(
-                f"{text[:80]!r} has an empty part",
+                f"{text[:MOST_SHOWN]!r} has an empty part",
                 where=flag,
                 fix=f"put one comma between two names, such as {example}",
             )
-        found |= dict.fromkeys(parts)
-    return tuple(found)
+        names += parts
+    return tuple(dict.fromkeys(names))
 
 
 class Command(TyperCommand):
-    """A command that also refuses numbers which no option can mean: NaN, infinity, more than 64 bits."""
+    """A command that also refuses numbers that no option can mean: NaN, infinity, more than 64 bits."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         command = f"drumline {ctx.info_name}"
@@ -62,24 +67,23 @@ class Command(TyperCommand):
         if ctx.resilient_parsing:  # the shell completes a line that is not finished
             return rest
         if rest:
-            raise UsageMistake(
-                f"{rest[0][:80]!r} is one argument too many", where=command, fix=_help_hint(command)
-            )
+            what = f"{rest[0][:MOST_SHOWN]!r} is one argument too many"
+            raise UsageMistake(what, where=command, fix=_help_hint(command))
         for parameter in self.params:
-            value = ctx.params.get(parameter.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageMistake(
-                    f"{value} given, a finite number is wanted",
-                    where=parameter.opts[0],
-                    fix="give a finite number",
-                )
-            if isinstance(value, int) and abs(value) >= MOST_WHOLE:
-                raise UsageMistake(
-                    "a whole number of more than 64 bits given",
-                    where=parameter.opts[0],
-                    fix="give a smaller one",
-                )
+            _check_number(ctx.params.get(parameter.name), parameter.opts[0])
         return rest
+
+
+def _check_number(value: Any, name: str) -> None:
+    """Raise UsageMistake for a number that no option can mean. `name`: of the option."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageMistake(
+            f"{value} given, a finite number is wanted", where=name, fix="give a finite number"
+        )
+    if isinstance(value, int) and abs(value) >= MOST_WHOLE:
+        raise UsageMistake(
+            "a whole number of more than 64 bits given", where=name, fix="give a smaller one"
+        )
 
 
 class Group(TyperGroup):
@@ -90,12 +94,16 @@ class Group(TyperGroup):
         if self.get_command(ctx, name) is None and not ctx.resilient_parsing:
             guess = nearest(name, self.list_commands(ctx))
             fix = f"did you mean {guess!r}?" if guess else "`drumline --help` lists all"
-            raise UsageMistake(f"there is no command {name[:80]!r}", where="drumline", fix=fix)
+            what = f"there is no command {name[:MOST_SHOWN]!r}"
+            raise UsageMistake(what, where="drumline", fix=fix)
         return super().resolve_command(ctx, args)
 
 
 def one_line(error: Any) -> UsageMistake:
-    """Return the error of one line for a mistake that typer found in the arguments. `error`: a `UsageError` of typer."""
+    """Return the error of one line for a mistake that typer found in the arguments.
+
+    `error`: a `UsageError` of typer.
+    """
     context = error.ctx
     has_command = context is not None and context.parent is not None
     command = f"drumline {context.info_name}" if has_command else "drumline"
@@ -122,22 +130,22 @@ def _unknown_option(option: str, context: Any, command: str) -> UsageMistake:
         for parameter in context.command.params:
             if parameter.param_type_name == "option":
                 known += parameter.opts
-    # Without the dashes: they would make every two options alike.
+    # Without the dashes, which would make any two options similar.
     names = {name.lstrip("-"): name for name in known}
     guess = nearest(option.lstrip("-"), names)
     fix = f"did you mean {names[guess]}?" if guess else f"`{command} --help` lists all"
-    return UsageMistake(f"there is no option {option[:80]}", where=command, fix=fix)
+    return UsageMistake(f"there is no option {option[:MOST_SHOWN]}", where=command, fix=fix)
 
 
 def _name_of(parameter: Any) -> str:
-    """Return what the user knows a parameter by: `--nproc`, or CONFIG.yaml of an argument."""
+    """Return what the user knows a parameter by: `--nproc`, or CONFIG.yaml for an argument."""
     if parameter.param_type_name == "option":
         return str(max(parameter.opts, key=len))
     return str(parameter.metavar or parameter.name.upper())
 
 
 def _describe_value(error: Any) -> str:
-    """Return what is wrong with a value. typer 0.29 reads values by pydantic, older ones by click's own types."""
+    """Return what is wrong with a value. typer 0.29 reads values by pydantic, older ones by click's types."""
     from pydantic import ValidationError
 
     cause = error.__cause__

@@ -1,4 +1,4 @@
-"""Everything Drumline raises on purpose, with its exit code; 0 is a finished run."""
+"""All errors that Drumline raises on purpose, with their exit codes; 0 is a finished run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 from unicodedata import category
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# A number or word that nobody reads whole: longer than any hash, and no part of a path.
+# Any word that would fill the screen.
+_ENDLESS_WORD = re.compile(r"\S{500,}")
+# A number or word that nobody reads to its end: longer than any hash, and no part of a path.
 _LONG_WORD = re.compile(r"(?<![\w+/])[\w+]{80,}(?![\w+/])")
 
 
@@ -18,37 +20,50 @@ def shortened(text: str, most: int = 79) -> str:
 
 
 def printable(text: str, keep: str = "\n\t\u200c\u200d") -> str:
-    """A stranger's text for a terminal: colours go; what commands it, turns a text around or has no glyph is escaped. Line breaks, tabs
-    and the joiners of Persian and emojis, `keep`, are text, and so are spaces of all widths."""
+    """Return a stranger's text as a terminal may show it.
+
+    Colours are removed. What commands a terminal, turns a text around or has no glyph is escaped. Line
+    breaks, tabs and the joiners of Persian and emojis, `keep`, are text, and so are spaces of all widths.
+    """
 
     def shown(letter: str) -> str:
-        plain = letter.isprintable() or letter in keep or category(letter) == "Zs"
-        return letter if plain else letter.encode("unicode_escape").decode()
+        if letter.isprintable() or letter in keep or category(letter) == "Zs":
+            return letter
+        return letter.encode("unicode_escape").decode()
 
     return "".join(map(shown, _COLOURS.sub("", text)))
 
 
 class DrumlineError(Exception):
-    """An error that is reported in one line. `what` happened; `where` (file:line, key, folder, rank); `fix`: how to fix it."""
+    """An error that is reported in one line.
+
+    `what`: what happened. `where`: file:line, key, folder or rank. `fix`: how to fix it.
+    """
 
     exit_code = 1
-    rank_code: int | None = None  # the exit code of a rank, if it differs
+    # The exit code of a rank, if it differs.
+    rank_code: int | None = None
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
-        self.what, self.where, self.fix = what, where, fix
+        self.what = what
+        self.where = where
+        self.fix = fix
         super().__init__(self.line())
 
     def line(self) -> str:
-        """The message for the user, on one line: unprintable characters are escaped, and very long words are cut."""
-        place = f"{self.where}: " if self.where else ""
-        mend = f" — {self.fix}" if self.fix else ""
-        message = " ".join(f"{place}{self.what}{mend}".split())
+        """Return the message for the user, on one line.
+
+        Unprintable characters are escaped, and very long words are cut.
+        """
+        message = self.what
+        if self.where:
+            message = f"{self.where}: {message}"
+        if self.fix:
+            message = f"{message} — {self.fix}"
+        message = " ".join(message.split())
         message = _LONG_WORD.sub(lambda word: shortened(word[0]), message)
-        return re.sub(
-            r"\S{500,}",
-            lambda word: f"{word[0][:200]}…{word[0][-200:]}",
-            printable(message, keep=""),
-        )
+        message = printable(message, keep="")
+        return _ENDLESS_WORD.sub(lambda word: f"{word[0][:200]}…{word[0][-200:]}", message)
 
 
 class UserError(DrumlineError):
@@ -86,15 +101,20 @@ class WorkerFailed(DrumlineError):
 
 
 class NotSaved(DrumlineError):
-    """The last weights could not be saved. The launcher does not restart for it: a restart would train again."""
+    """The last weights could not be saved.
 
-    rank_code = (
-        74  # sysexits' EX_IOERR: the launcher sees it even if the disk has no room for a message
-    )
+    The launcher does not restart for it: a restart would train again.
+    """
+
+    # sysexits' EX_IOERR. The launcher sees it even if the disk has no room for a message.
+    rank_code = 74
 
 
 class TrainingStopped(DrumlineError):
-    """A policy of the config stopped the run, for NaN, inf or rewards that keep failing; or rollouts are sampled by other weights."""
+    """A policy of the config stopped the run.
+
+    The reason is NaN, inf, rewards that keep failing, or a sampler whose weights are not the policy's.
+    """
 
     exit_code = 3
 
@@ -102,4 +122,5 @@ class TrainingStopped(DrumlineError):
 class Preempted(DrumlineError):
     """The run was stopped by SIGTERM, SIGUSR1 or Ctrl-C; its state is saved, and `--resume` continues."""
 
-    exit_code = 75  # sysexits' EX_TEMPFAIL, "try again later": a batch system may requeue on it
+    # sysexits' EX_TEMPFAIL, "try again later": a batch system may requeue on it.
+    exit_code = 75

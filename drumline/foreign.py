@@ -1,7 +1,8 @@
-"""Reads all files that users or other tools wrote: regular files of bounded size. A mistake in one is an error of one line.
+"""Reads all files that users or other tools wrote: regular files of bounded size.
 
-A device, a pipe or a folder is refused without waiting for it. JSON has at most `MOST_DEPTH` levels, no lone surrogates, which UTF-8 cannot
-encode, and with `numbers` no whole numbers of more than 64 bits.
+A mistake in one is an error of one line. A device, a pipe or a folder is refused without waiting for it.
+JSON has at most `MOST_DEPTH` levels, no lone surrogates, which UTF-8 cannot encode, and with `numbers` no
+whole numbers of more than 64 bits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import stat
 import sysconfig
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,46 +27,63 @@ from typing import Any
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 
 MIB = 2**20
-MOST_BYTES = 64 * MIB  # limit for a file that is read at once; the largest tokenizers have 40 MB
+# Of a file that is read at once. The largest tokenizers have 40 MB.
+MOST_BYTES = 64 * MIB
 MOST_DEPTH = 100
-MOST_WHOLE = 2**63  # limit for whole numbers: torch, numpy and safetensors use 64 bits
-MOST_PATH, MOST_NAME = 4095, 255  # bytes; limits of Linux
+# Whole numbers are smaller: torch, numpy and safetensors use 64 bits.
+MOST_WHOLE = 2**63
+# Limits of Linux, in bytes.
+MOST_PATH = 4095
+MOST_NAME = 255
 PICKLE = "a pickle with more than tensors in it, which could run code"
 ErrorType = type[UserError]
-# Whose code is not the user's: Python's, installed packages', Drumline's.
+# Folders of code that is not the user's: Drumline's, Python's, installed packages'.
 _NOT_USERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 _PACKAGES = {"site-packages", "dist-packages"}
+# Errors whose message alone is vague: KeyError's is only a key.
+_VAGUE_ERRORS = (
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+)
 # A JSON text without these needs no further check.
 _SUSPECT = re.compile(r"\\u[dD][89a-fA-F]|\d{19}")
 
 
 def path_mistake(path: str) -> str | None:
-    """The reason why a path or model id is impossible; None if it is possible."""
+    """Return why a path or model id is impossible; None if it is possible."""
     if "\0" in path:
         return "a path cannot hold a NUL character"
     try:
-        sizes = [len(os.fsencode(part)) for part in (path, *path.split("/"))]
+        size = len(os.fsencode(path))
+        largest_name = max(len(os.fsencode(name)) for name in path.split("/"))
     except UnicodeEncodeError:
         return "a path cannot hold a lone surrogate"
-    if sizes[0] > MOST_PATH or max(sizes[1:]) > MOST_NAME:
+    if size > MOST_PATH or largest_name > MOST_NAME:
         return f"a path or id of {len(path)} characters is too long: names have up to {MOST_NAME} bytes, paths {MOST_PATH}"
     return None
 
 
 def expanded(path: str) -> Path:
-    """A path, with the home folder in the place of `~` or `~user`; as it is where there is no such user."""
+    """Return a path with the home folder in place of `~` or `~user`, if there is such a user."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises for such a user
 
 
 def import_quietly(package: str) -> Any:
-    """A package, without the warnings about the syntax of its code: Python shows them where it compiles a module, at its first import."""
+    """Import a package without warnings about the syntax of its code.
+
+    Python shows them when it compiles a module, at its first import.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         return importlib.import_module(package)
 
 
 class _PlainFile(FileIO):
-    """A regular file. A read that fails raises `error_type`, whoever reads."""
+    """A regular file. A read that fails raises `error_type`, no matter who reads."""
 
     def __init__(self, handle: int, name: str, error_type: ErrorType, fix: str | None) -> None:
         super().__init__(handle)
@@ -80,8 +99,12 @@ class _PlainFile(FileIO):
 
 
 def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> BufferedReader:
-    """Open a regular file for reading bytes; links are followed. Raises `error_type`, also while it is read."""
-    if mistake := path_mistake(str(path)):
+    """Open a regular file for reading bytes; links are followed.
+
+    Raises `error_type`, also while it is read.
+    """
+    mistake = path_mistake(str(path))
+    if mistake:
         raise error_type(mistake, where=str(path), fix="shorten it")
     try:
         # Non-blocking: opening a named pipe must not wait.
@@ -101,10 +124,12 @@ def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> Buf
 def read_bytes(
     path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES
 ) -> bytes:
-    """The content of a regular file of at most `most` bytes. Raises `error_type`."""
+    """Return the content of a regular file of at most `most` bytes. Raises `error_type`."""
     with open_plain(path, error_type, fix) as file:
-        # Not `most` itself: Python allocates as much as `read` is given.
-        content = file.read(min(most, max(os.fstat(file.fileno()).st_size, MIB)) + 1)
+        # Python allocates as much as `read` is given, so it is not given `most` for a small file. The
+        # file may be larger than it says, and one byte more than `most` shows that it is too large.
+        expected = max(os.fstat(file.fileno()).st_size, MIB)
+        content = file.read(min(most, expected) + 1)
     if len(content) > most:
         raise error_type(f"larger than {most // MIB} MiB", where=str(path), fix=fix)
     return content
@@ -113,7 +138,10 @@ def read_bytes(
 def read_text(
     path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES
 ) -> str:
-    """The text of a regular file in UTF-8. Raises `error_type`, with the line where there is one."""
+    """Return the text of a regular file in UTF-8.
+
+    Raises `error_type`, with the line if there is one.
+    """
     content = read_bytes(path, error_type, fix, most)
     try:
         return content.decode("utf-8")
@@ -132,15 +160,12 @@ def read_object(
     numbers: bool = True,
     once: bool = False,
 ) -> dict[str, Any]:
-    """The object of a JSON file; `numbers`, `once`: as of `parse_json`. Raises `error_type`, with the line where there is one."""
-    value = parse_json(
-        read_text(path, error_type, fix),
-        str(path),
-        error_type,
-        lines=True,
-        numbers=numbers,
-        once=once,
-    )
+    """Return the object of a JSON file. Raises `error_type`, with the line if there is one.
+
+    `numbers`, `once`: as of `parse_json`.
+    """
+    text = read_text(path, error_type, fix)
+    value = parse_json(text, str(path), error_type, lines=True, numbers=numbers, once=once)
     if not isinstance(value, dict):
         raise error_type(
             "holds no keys and values", where=str(path), fix=fix or "it is one JSON object"
@@ -158,25 +183,32 @@ def parse_json(
     once: bool = False,
     fix: str | None = None,
 ) -> Any:
-    """The value of a JSON text. `lines`: `where` is a file, and the error names the line. `numbers`: whole numbers must fit 64
-    bits. `once`: a repeated key is an error, since readers disagree on which of its values to keep. Raises `error_type`."""
+    """Return the value of a JSON text. Raises `error_type`.
 
-    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise error_type(f"names the key {twice!r} twice", where=where, fix="keep one of them")
-        return found
+    `lines`: `where` is a file, and the error names the line.
+    `numbers`: whole numbers must fit into 64 bits.
+    `once`: a repeated key is an error, because readers disagree on which of its values to keep.
+    """
+
+    def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            repeated = next(key for key, count in counts.items() if count > 1)
+            raise error_type(
+                f"names the key {repeated!r} twice", where=where, fix="keep one of them"
+            )
+        return value
 
     try:
-        value = json.loads(text, object_pairs_hook=made if once else None)
+        value = json.loads(text, object_pairs_hook=make_object if once else None)
     except json.JSONDecodeError as error:
-        at = f"{where}:{error.lineno}" if lines else where
-        fix = fix or ("mend that line" if lines else None)
-        raise error_type(
-            f"not JSON: {error.msg} at column {error.colno}", where=at, fix=fix
-        ) from None
+        place = where
+        if lines:
+            place = f"{where}:{error.lineno}"
+            fix = fix or "mend that line"
+        what = f"not JSON: {error.msg} at column {error.colno}"
+        raise error_type(what, where=place, fix=fix) from None
     except RecursionError:
         raise error_type("not JSON: nested too deep", where=where, fix=fix) from None
     except DrumlineError:
@@ -185,53 +217,56 @@ def parse_json(
         raise error_type(
             "not JSON: it holds a number of thousands of digits", where=where
         ) from None
-    if text.count("[") + text.count("{") > MOST_DEPTH or _SUSPECT.search(text):
+    may_be_deep = text.count("[") + text.count("{") > MOST_DEPTH
+    if may_be_deep or _SUSPECT.search(text):
         _check(value, where, error_type, numbers)
     return value
 
 
 def _check(value: Any, where: str, error_type: ErrorType, numbers: bool) -> None:
-    """Raises `error_type` for depth, lone surrogates and, with `numbers`, whole numbers of more than 64 bits."""
-    left = [(value, 1)]
-    while left:
-        inside, depth = left.pop()
+    """Raise `error_type` for too deep values, lone surrogates and, with `numbers`, too large ones."""
+    unchecked = [(value, 1)]
+    while unchecked:
+        part, depth = unchecked.pop()
         if depth > MOST_DEPTH:
             raise error_type("not JSON: nested too deep", where=where)
-        if isinstance(inside, dict):
-            left += [(part, depth + 1) for pair in inside.items() for part in pair]
-        elif isinstance(inside, list):
-            left += [(part, depth + 1) for part in inside]
-        elif isinstance(inside, str):
-            if mistake := text_mistake(inside):
+        if isinstance(part, dict):
+            for key, inner in part.items():
+                unchecked += [(key, depth + 1), (inner, depth + 1)]
+        elif isinstance(part, list):
+            unchecked += [(inner, depth + 1) for inner in part]
+        elif isinstance(part, str):
+            mistake = text_mistake(part)
+            if mistake:
                 raise error_type(mistake, where=where)
-        elif numbers and isinstance(inside, int) and abs(inside) >= MOST_WHOLE:
+        elif numbers and isinstance(part, int) and abs(part) >= MOST_WHOLE:
             raise error_type("holds a whole number of more than 64 bits", where=where)
 
 
 def text_mistake(text: str) -> str | None:
-    """The reason why a string is not valid text; None if it is."""
-    return (
-        "holds a lone surrogate, which is no text"
-        if any("\ud800" <= char <= "\udfff" for char in text)
-        else None
-    )
+    """Return why a string is not valid text; None if it is."""
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        return "holds a lone surrogate, which is no text"
+    return None
 
 
 @contextmanager
 def judged(what: str, where: str, error_type: ErrorType, fix: str | None = None) -> Iterator[None]:
-    """For calls of a library with foreign content: whatever it raises becomes an `error_type` of one line that begins with `what`."""
+    """Turn whatever a library raises for foreign content into an `error_type` of one line.
+
+    The line begins with `what`.
+    """
     try:
         yield
     except (DrumlineError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except (
-        BaseException
-    ) as error:  # bad values can raise anything; Rust libraries panic with a BaseException
+    # Bad values can raise anything, and libraries in Rust panic with a BaseException.
+    except BaseException as error:
         raise error_type(f"{what}: {first_line(error)}", where=where, fix=fix) from error
 
 
 def require_package(module: str, where: str, fix: str | None = None) -> None:
-    """Raises EnvironmentFault where a module cannot be imported; nothing is."""
+    """Raise EnvironmentFault if a module cannot be imported. Nothing is imported."""
     package = {"PIL": "pillow"}.get(module, module.replace("_", "-"))
     if importlib.util.find_spec(module) is None:
         raise EnvironmentFault(
@@ -241,7 +276,7 @@ def require_package(module: str, where: str, fix: str | None = None) -> None:
 
 @contextmanager
 def number_errors(where: str, error_type: ErrorType) -> Iterator[None]:
-    """For conversions of foreign numbers: one that is too large becomes an `error_type` of one line."""
+    """Turn a foreign number that is too large for a conversion into an `error_type` of one line."""
     try:
         yield
     except OverflowError as error:
@@ -255,7 +290,7 @@ def number_errors(where: str, error_type: ErrorType) -> Iterator[None]:
 def disk_errors(
     what: str, where: str, error_type: type[DrumlineError], fix: str | None = None
 ) -> Iterator[None]:
-    """For reads and writes: an OSError becomes an `error_type` of one line that begins with `what`."""
+    """Turn an OSError of a read or write into an `error_type` of one line that begins with `what`."""
     try:
         yield
     except OSError as error:
@@ -263,45 +298,53 @@ def disk_errors(
 
 
 def content_of(value: Any) -> Any:
-    """What stands for a value that JSON does not have: the pixels of a picture, whose `str` is an address in memory, and the numbers of an
-    array, whose `str` has some of them."""
-    if hasattr(value, "convert") and hasattr(value, "tobytes"):
-        return hashlib.sha256(f"{value.mode} {value.size} ".encode() + value.tobytes()).hexdigest()
-    found = value.tolist() if callable(getattr(value, "tolist", None)) else value
-    return str(value) if type(found) is type(value) else found
+    """Return what stands for a value that JSON does not have.
+
+    For a picture, whose `str` is an address in memory, it is a hash of its pixels. For an array, whose
+    `str` has some of its numbers, it is all of them. For others it is their `str`.
+    """
+    is_picture = hasattr(value, "convert") and hasattr(value, "tobytes")
+    if is_picture:
+        header = f"{value.mode} {value.size} ".encode()
+        return hashlib.sha256(header + value.tobytes()).hexdigest()
+    if callable(getattr(value, "tolist", None)):
+        as_list = value.tolist()
+        if type(as_list) is not type(value):
+            return as_list
+    return str(value)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, and the second if the first ends in a colon; with the error's class if the message is vague.
+    """Return the first line of a message, and the second if the first ends in a colon.
 
-    Of a pickle that torch does not load it is ours: torch's advice would run the code in it."""
+    The error's class is added if the message is vague. For a pickle that torch does not load the message
+    is ours: torch's advice would run the code in it.
+    """
     if "weights_only" in str(error):
         return PICKLE
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    vague = (
-        isinstance(
-            error,
-            TypeError
-            | AttributeError
-            | LookupError
-            | ArithmeticError
-            | MemoryError
-            | RecursionError,
-        )
-        or not message
-    )
-    return f"{type(error).__name__}: {message}".removesuffix(": ") if vague else message
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    most = 2 if lines and lines[0].endswith(":") else 1
+    message = " ".join(lines[:most])
+    if message and not isinstance(error, _VAGUE_ERRORS):
+        return message
+    return f"{type(error).__name__}: {message}".removesuffix(": ")
 
 
 def class_and_line(error: BaseException) -> str:
-    """`ValueError in mine.py:12`: the class of an error, and the line of the user's own code that was run last, if any was."""
+    """Return the class of an error, and the line of the user's own code that ran last, if any did.
+
+    For example `ValueError in mine.py:12`.
+    """
+    name = type(error).__name__
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if (
-            path.suffix == ".py"
-            and not _PACKAGES & {*path.parts}
-            and not any(path.is_relative_to(each) for each in _NOT_USERS)
-        ):
-            return f"{type(error).__name__} in {path.name}:{frame.lineno}"
-    return type(error).__name__
+        if _is_users(path):
+            return f"{name} in {path.name}:{frame.lineno}"
+    return name
+
+
+def _is_users(path: Path) -> bool:
+    """Return whether a file is the user's own code."""
+    if path.suffix != ".py" or not _PACKAGES.isdisjoint(path.parts):
+        return False
+    return not any(path.is_relative_to(folder) for folder in _NOT_USERS)

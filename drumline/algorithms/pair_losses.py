@@ -1,24 +1,29 @@
 """The losses of DPO and its variants, as pure functions of P pairs. Tensors are fp64[P].
 
-A score s is log π(answer | prompt) − log π_ref(answer | prompt), summed over the answer's tokens; Δ = f(s_w) − f(s_l) with w the chosen
-answer, l the rejected one and f the identity, or another divergence's (`transform`). l = βΔ; ε is the label smoothing.
+A score s is log π(answer | prompt) − log π_ref(answer | prompt), summed over the answer's tokens.
+Δ = f(s_w) − f(s_l), where w is the chosen answer, l the rejected one, and f the identity, or that of
+another divergence (`transform`). l = βΔ; ε is the label smoothing.
 
-    sigmoid       −(1 − ε) log σ(l) − ε log σ(−l)                       Rafailov et al. 2023; ε: conservative DPO, Mitchell 2023
-    hinge         max(0, 1 − l)                                         SLiC, Zhao et al. 2023
-    ipo           (Δ̄ − 1 / 2β)²                                         Azar et al. 2023, equation 17
-    sigmoid_norm  −log σ(βΔ̄)                                            Δ̄: of scores divided by their answers' tokens
-    robust        (−(1 − ε) log σ(l) + ε log σ(−l)) / (1 − 2ε)          Chowdhury et al. 2024
-    exo_pair      KL((σ(l), σ(−l)) ‖ (1 − ε, ε))                        Ji et al. 2024, equation 16
-    nca_pair      −log σ(βs_w) − ½ log σ(−βs_w) − ½ log σ(−βs_l)        Chen et al. 2024
-    bco_pair      −log σ(βs_w) − log σ(−βs_l)                           Jung et al. 2024
-    sppo_hard     (s_w − 1 / 2β)² + (s_l + 1 / 2β)²                     Wu et al. 2024, equation 4.7 with hard probabilities
-    apo_zero      σ(−βs_w) + σ(βs_l)                                    D'Oosterlinck et al. 2024, equation 7
-    apo_down      σ(βs_w) + σ(−β(s_w − s_l))                            the same, equation 8
-    discopop      −log σ(l) (1 − m) + e^(−l) m, m = σ(l / τ)            Lu et al. 2024, equation 5
-    aot           sigmoid of (ρ_(i) − ρ_ref(i)), ρ = log π_w / π_l      Melnyk et al. 2024; (i): the i-th smallest of the batch
-    aot_unpaired  sigmoid of (s_w(i) − s_l(i))                          the same
+    sigmoid       −(1 − ε) log σ(l) − ε log σ(−l)                  Rafailov et al. 2023;
+                                                                   ε: conservative DPO, Mitchell 2023
+    hinge         max(0, 1 − l)                                    SLiC, Zhao et al. 2023
+    ipo           (Δ̄ − 1 / 2β)²                                    Azar et al. 2023, equation 17
+    sigmoid_norm  −log σ(βΔ̄)                                       Δ̄: of scores over answers' tokens
+    robust        (−(1 − ε) log σ(l) + ε log σ(−l)) / (1 − 2ε)     Chowdhury et al. 2024
+    exo_pair      KL((σ(l), σ(−l)) ‖ (1 − ε, ε))                   Ji et al. 2024, equation 16
+    nca_pair      −log σ(βs_w) − ½ log σ(−βs_w) − ½ log σ(−βs_l)   Chen et al. 2024
+    bco_pair      −log σ(βs_w) − log σ(−βs_l)                      Jung et al. 2024
+    sppo_hard     (s_w − 1 / 2β)² + (s_l + 1 / 2β)²                Wu et al. 2024, equation 4.7 with
+                                                                   hard probabilities
+    apo_zero      σ(−βs_w) + σ(βs_l)                               D'Oosterlinck et al. 2024, eq. 7
+    apo_down      σ(βs_w) + σ(−β(s_w − s_l))                       the same, equation 8
+    discopop      −log σ(l) (1 − m) + e^(−l) m, m = σ(l / τ)       Lu et al. 2024, equation 5
+    aot           sigmoid of (ρ_(i) − ρ_ref(i)), ρ = log π_w / π_l Melnyk et al. 2024; (i): the i-th
+                                                                   smallest of the batch
+    aot_unpaired  sigmoid of (s_w(i) − s_l(i))                     the same
 
-As TRL 1.16 has them. `bco_pair` is without the paper's shift δ, a running mean. The ranks of `aot` are those of the global batch.
+They are as TRL 1.16 has them. `bco_pair` lacks the paper's shift δ, a running mean. The ranks of `aot`
+are those of the global batch.
 """
 
 from __future__ import annotations
@@ -31,12 +36,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-LARGEST_EXPONENT = 80.0  # e^80 is still a number of fp32
+# e^80 is still a number of fp32.
+LARGEST_EXPONENT = 80.0
+# α − 1 of an alpha divergence below which it is the reverse KL.
+LEAST_POWER = 1e-6
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """What the losses read of pairs. `delta_P` is Δ, `mean_delta_P` is Δ̄. `matched_P3`: of `match`; None where no loss sorts."""
+    """What the losses read of P pairs. `delta_P` is Δ, `mean_delta_P` is Δ̄.
+
+    `matched_P3`: what `match` returns for these pairs; None if no loss sorts.
+    """
 
     chosen_P: Tensor
     rejected_P: Tensor
@@ -53,60 +64,105 @@ class Pairs:
 
 
 def transform(score: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(π / π_ref) of a score, up to a constant (f-DPO, Wang et al. 2024): reverse_kl s, forward_kl 1 − e^(−s), js_divergence
-    log(2π / (π + π_ref)), alpha_divergence (e^((α − 1)s) − 1) / (α − 1), of which α = 1 and 0 are the first two."""
+    """Return f'(π / π_ref) of a score s, up to a constant (f-DPO, Wang et al. 2024).
+
+    reverse_kl: s. forward_kl: 1 − e^(−s). js_divergence: log(2π / (π + π_ref)). alpha_divergence:
+    (e^((α − 1)s) − 1) / (α − 1), of which α = 1 and α = 0 are the first two.
+    """
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(score)
-    power = {"reverse_kl": 1.0, "forward_kl": 0.0}.get(divergence, alpha) - 1
-    return (
-        score
-        if abs(power) < 1e-6
-        else torch.expm1((power * score).clamp(max=LARGEST_EXPONENT)) / power
-    )
+    if divergence == "reverse_kl":
+        alpha = 1.0
+    elif divergence == "forward_kl":
+        alpha = 0.0
+    power = alpha - 1
+    if abs(power) < LEAST_POWER:
+        return score
+    exponent = (power * score).clamp(max=LARGEST_EXPONENT)
+    return torch.expm1(exponent) / power
 
 
 def cross_entropy(logit_P: Tensor, smoothing: float) -> Tensor:
-    """−(1 − ε) log σ(l) − ε log σ(−l)."""
+    """Return −(1 − ε) log σ(l) − ε log σ(−l) with ε = `smoothing`."""
     return -(1 - smoothing) * logsigmoid(logit_P) - smoothing * logsigmoid(-logit_P)
 
 
+def _sigmoid(pairs: Pairs) -> Tensor:
+    return cross_entropy(pairs.logit_P, pairs.smoothing)
+
+
+def _hinge(pairs: Pairs) -> Tensor:
+    return relu(1 - pairs.logit_P)
+
+
+def _ipo(pairs: Pairs) -> Tensor:
+    return (pairs.mean_delta_P - 1 / (2 * pairs.beta)) ** 2
+
+
+def _sigmoid_norm(pairs: Pairs) -> Tensor:
+    return -logsigmoid(pairs.beta * pairs.mean_delta_P)
+
+
 def _robust(pairs: Pairs) -> Tensor:
-    kept, swapped = (
-        (1 - pairs.smoothing) * logsigmoid(pairs.logit_P),
-        pairs.smoothing * logsigmoid(-pairs.logit_P),
-    )
-    return (swapped - kept) / (1 - 2 * pairs.smoothing)
+    kept_P = (1 - pairs.smoothing) * logsigmoid(pairs.logit_P)
+    swapped_P = pairs.smoothing * logsigmoid(-pairs.logit_P)
+    return (swapped_P - kept_P) / (1 - 2 * pairs.smoothing)
 
 
-def _exo(pairs: Pairs) -> Tensor:
-    won_P, lost_P = logsigmoid(pairs.logit_P), logsigmoid(-pairs.logit_P)
-    return won_P.exp() * (won_P - math.log1p(-pairs.smoothing)) + lost_P.exp() * (
-        lost_P - math.log(pairs.smoothing)
-    )
+def _exo_pair(pairs: Pairs) -> Tensor:
+    won_P = logsigmoid(pairs.logit_P)
+    lost_P = logsigmoid(-pairs.logit_P)
+    won_term_P = won_P.exp() * (won_P - math.log1p(-pairs.smoothing))
+    lost_term_P = lost_P.exp() * (lost_P - math.log(pairs.smoothing))
+    return won_term_P + lost_term_P
 
 
-def _nca(pairs: Pairs) -> Tensor:
-    won_P, lost_P = pairs.beta * pairs.chosen_P, pairs.beta * pairs.rejected_P
+def _nca_pair(pairs: Pairs) -> Tensor:
+    won_P = pairs.beta * pairs.chosen_P
+    lost_P = pairs.beta * pairs.rejected_P
     return -logsigmoid(won_P) - (logsigmoid(-won_P) + logsigmoid(-lost_P)) / 2
+
+
+def _bco_pair(pairs: Pairs) -> Tensor:
+    won_P = pairs.beta * pairs.chosen_P
+    return -logsigmoid(won_P) - logsigmoid(-pairs.beta * pairs.rejected_P)
+
+
+def _sppo_hard(pairs: Pairs) -> Tensor:
+    target = 0.5 / pairs.beta
+    return (pairs.chosen_P - target) ** 2 + (pairs.rejected_P + target) ** 2
+
+
+def _apo_zero(pairs: Pairs) -> Tensor:
+    falls_P = torch.sigmoid(-pairs.beta * pairs.chosen_P)
+    return falls_P + torch.sigmoid(pairs.beta * pairs.rejected_P)
+
+
+def _apo_down(pairs: Pairs) -> Tensor:
+    difference_P = pairs.chosen_P - pairs.rejected_P
+    rises_P = torch.sigmoid(pairs.beta * pairs.chosen_P)
+    return rises_P + torch.sigmoid(-pairs.beta * difference_P)
 
 
 def _discopop(pairs: Pairs) -> Tensor:
     mixed_P = torch.sigmoid(pairs.logit_P / pairs.tau)
-    return (
-        -logsigmoid(pairs.logit_P) * (1 - mixed_P)
-        + (-pairs.logit_P).clamp(max=LARGEST_EXPONENT).exp() * mixed_P
-    )
+    logistic_P = -logsigmoid(pairs.logit_P)
+    exponential_P = (-pairs.logit_P).clamp(max=LARGEST_EXPONENT).exp()
+    return logistic_P * (1 - mixed_P) + exponential_P * mixed_P
 
 
 def _aot(pairs: Pairs) -> Tensor:
     assert pairs.matched_P3 is not None, "the first pass sorts"
-    return cross_entropy(
-        pairs.beta * (pairs.chosen_P - pairs.rejected_P - pairs.matched_P3[:, 0]), pairs.smoothing
-    )
+    shift_P = pairs.matched_P3[:, 0]
+    delta_P = pairs.chosen_P - pairs.rejected_P - shift_P
+    return cross_entropy(pairs.beta * delta_P, pairs.smoothing)
 
 
 def _aot_unpaired(pairs: Pairs) -> Tensor:
-    """Each side against its partner of the same rank, taken as a number: together these have the gradient of the sum over ranks."""
+    """Compare each side with its partner of the same rank, which is a number without a gradient.
+
+    The two sides together have the gradient of the sum over ranks.
+    """
     assert pairs.matched_P3 is not None, "the first pass sorts"
     _, rejected_P, chosen_P = pairs.matched_P3.unbind(1)
     of_chosen_P = cross_entropy(pairs.beta * (pairs.chosen_P - rejected_P), pairs.smoothing)
@@ -115,21 +171,17 @@ def _aot_unpaired(pairs: Pairs) -> Tensor:
 
 
 LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    "sigmoid": lambda p: cross_entropy(p.logit_P, p.smoothing),
-    "hinge": lambda p: relu(1 - p.logit_P),
-    "ipo": lambda p: (p.mean_delta_P - 1 / (2 * p.beta)) ** 2,
-    "sigmoid_norm": lambda p: -logsigmoid(p.beta * p.mean_delta_P),
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "sigmoid_norm": _sigmoid_norm,
     "robust": _robust,
-    "exo_pair": _exo,
-    "nca_pair": _nca,
-    "bco_pair": lambda p: -logsigmoid(p.beta * p.chosen_P) - logsigmoid(-p.beta * p.rejected_P),
-    "sppo_hard": lambda p: (p.chosen_P - 0.5 / p.beta) ** 2 + (p.rejected_P + 0.5 / p.beta) ** 2,
-    "apo_zero": lambda p: (
-        torch.sigmoid(-p.beta * p.chosen_P) + torch.sigmoid(p.beta * p.rejected_P)
-    ),
-    "apo_down": lambda p: (
-        torch.sigmoid(p.beta * p.chosen_P) + torch.sigmoid(-p.beta * (p.chosen_P - p.rejected_P))
-    ),
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
     "discopop": _discopop,
     "aot": _aot,
     "aot_unpaired": _aot_unpaired,
@@ -137,31 +189,27 @@ LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
 
 
 def match(numbers_N4: Tensor) -> Tensor:
-    """fp64[N, 3], what the losses that sort need of each pair of a global batch: by how much the reference's log π_w / π_l of the same rank
-    lies above the pair's own; the score of the rejected answer of the same rank as the chosen one; and that of the chosen answer of the
-    same rank as the rejected one.
+    """Return what the losses that sort need of each pair of a global batch, fp64[N, 3].
 
-    `numbers_N4`: log-probabilities of the chosen and the rejected answers under the policy, then under the reference. Equal numbers keep
-    their order.
+    `numbers_N4`: log-probabilities of the chosen and the rejected answers under the policy, then under
+    the reference. Equal numbers keep their order.
+
+    The columns are: by how much the reference's log π_w / π_l of the same rank lies above the pair's
+    own; the score of the rejected answer of the same rank as the chosen one; the score of the chosen
+    answer of the same rank as the rejected one.
     """
     chosen_N, rejected_N, reference_chosen_N, reference_rejected_N = numbers_N4.unbind(1)
-    won_N, lost_N, reference_N = (
-        chosen_N - reference_chosen_N,
-        rejected_N - reference_rejected_N,
-        reference_chosen_N - reference_rejected_N,
-    )
-    matched_3N = torch.stack(
-        [
-            _of_same_rank(*each)
-            for each in ((chosen_N - rejected_N, reference_N), (won_N, lost_N), (lost_N, won_N))
-        ]
-    )
-    matched_3N[0] -= reference_N
-    return matched_3N.T
+    policy_ratio_N = chosen_N - rejected_N
+    reference_ratio_N = reference_chosen_N - reference_rejected_N
+    chosen_score_N = chosen_N - reference_chosen_N
+    rejected_score_N = rejected_N - reference_rejected_N
+    shift_N = _same_rank(policy_ratio_N, reference_ratio_N) - reference_ratio_N
+    rejected_partner_N = _same_rank(chosen_score_N, rejected_score_N)
+    chosen_partner_N = _same_rank(rejected_score_N, chosen_score_N)
+    return torch.stack([shift_N, rejected_partner_N, chosen_partner_N], 1)
 
 
-def _of_same_rank(values_N: Tensor, ranked_N: Tensor) -> Tensor:
-    """For each of `values_N` the one of `ranked_N` that has its rank."""
-    return torch.empty_like(ranked_N).scatter_(
-        0, values_N.argsort(stable=True), ranked_N.sort(stable=True).values
-    )
+def _same_rank(values_N: Tensor, ranked_N: Tensor) -> Tensor:
+    """Return for each of `values_N` the one of `ranked_N` that has the same rank when sorted."""
+    sorted_N = ranked_N.sort(stable=True).values
+    return torch.empty_like(ranked_N).scatter_(0, values_N.argsort(stable=True), sorted_N)

@@ -1,4 +1,4 @@
-"""What learning from preference pairs has in common: the two sides of a batch, and metrics from sums."""
+"""What learning from preference pairs has in common: the two sides of a batch, and metrics of sums."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ METRICS = ("accuracy", "margin", *REWARDS)
 
 @dataclass(frozen=True, kw_only=True)
 class Answers(Referenced):
-    """The base of algorithms that learn from log-probabilities of answers. `chunk`: tokens whose logits exist at once; 0: all."""
+    """The base of algorithms that learn from log-probabilities of answers.
+
+    `chunk`: tokens whose logits exist at once; 0: all.
+    """
 
     chunk: int
 
     def score(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Log-probability of each row's answer, fp64[B]: a score is the small difference of two of these."""
+        """Return the log-probability of each row's answer, fp64[B].
+
+        The scores of the losses are small differences of two of these, hence fp64.
+        """
         log_probs_BT, _ = outputs.log_probs(batch.targets_BT, self.chunk)
         return log_probs_BT.double().sum(1)
 
@@ -38,7 +44,7 @@ class JudgedAnswers(Answers):
 
 
 def answers_of(sums: dict[str, float]) -> float:
-    """The number of answers that the sums of a `JudgedAnswers` are of, at least 1."""
+    """Return the number of answers in the sums of a `JudgedAnswers`, at least 1."""
     return max(1.0, sums["good"] + sums["bad"])
 
 
@@ -49,43 +55,55 @@ class AnswerPairs(Answers):
     def out(
         self, loss_P: torch.Tensor, log_probs_B: torch.Tensor, rewards_B: torch.Tensor, batch: Any
     ) -> LossOut:
-        """The loss summed over the pairs that are real, and what `step_metrics` reads."""
+        """Return the loss summed over the pairs that are real, and what `step_metrics` reads."""
         chosen_P, rejected_P = sides(log_probs_B)
         won_P, lost_P = sides(rewards_B.detach())
-        values = ((won_P > lost_P).double(), won_P - lost_P, won_P, lost_P, chosen_P, rejected_P)
-        return LossOut(
-            (loss_P * batch.real_P).sum().float(),
-            pair_sums(batch.real_P, **dict(zip(METRICS, values, strict=True))),
+        sums = pair_sums(
+            batch.real_P,
+            accuracy=(won_P > lost_P).double(),
+            margin=won_P - lost_P,
+            reward_chosen=won_P,
+            reward_rejected=lost_P,
+            log_prob_chosen=chosen_P,
+            log_prob_rejected=rejected_P,
         )
+        loss_sum = (loss_P * batch.real_P).sum().float()
+        return LossOut(loss_sum, sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **self.step_metrics(sums)}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means over pairs. Rewards are β × score, the margin their difference, as TRL has them."""
+        """Return means over pairs.
+
+        A reward is β × score, the margin the difference of the two rewards, as TRL has them.
+        """
         return means(sums, *METRICS)
 
 
 def answer_tokens(batch: Any) -> torch.Tensor:
-    """Tokens of each row's answer, int64[B], at least 1."""
+    """Return the number of tokens of each row's answer, int64[B], at least 1."""
     return (batch.targets_BT != IGNORE).sum(1).clamp(min=1)
 
 
 def sides(values_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values of the chosen rows [P] and of the rejected ones [P]."""
+    """Return the values of the chosen rows [P] and of the rejected ones [P]."""
     chosen_P, rejected_P = values_B.chunk(2)
     return chosen_P, rejected_P
 
 
 def pair_sums(real_P: torch.Tensor, **values_P: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`pairs`, and of each of `values_P` its sum over real pairs, in fp64 and without gradients."""
-    return {
-        "pairs": real_P.sum().double(),
-        **{name: (v.detach().double() * real_P).sum() for name, v in values_P.items()},
-    }
+    """Return the number of real pairs as `pairs`, and the sum of each of `values_P` over them.
+
+    Sums are fp64 and without gradients.
+    """
+    sums = {"pairs": real_P.sum().double()}
+    for name, value_P in values_P.items():
+        sums[name] = (value_P.detach().double() * real_P).sum()
+    return sums
 
 
 def means(sums: dict[str, float], *names: str) -> dict[str, float]:
-    """Means over the pairs."""
+    """Return the means of some sums over the pairs."""
     pairs = max(1.0, sums["pairs"])
     return {name: sums[name] / pairs for name in names}

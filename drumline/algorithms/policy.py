@@ -1,14 +1,18 @@
-"""What PPO and GRPO share: the divergence from a reference, estimated token by token from samples, and the controller of its weight; the
-clipped surrogate; metrics of how far the policy has moved. [B, T] tensors are fp32.
+"""What PPO and GRPO share.
 
-And how much better an episode, or a token of it, did than expected: pure functions of a whole rollout, N episodes, at most M tokens of a
-completion; P prompts with G episodes each."""
+For a step: the divergence from a reference, estimated token by token from samples, and the controller
+of its weight; the clipped surrogate; metrics of how far the policy has moved. [B, T] tensors are fp32.
+
+For a rollout: advantages, which say how much better an episode, or a token of it, did than expected.
+They are pure functions of the whole rollout: N episodes with at most M tokens of a completion each, or
+P prompts with G episodes each.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
 Sums = dict[str, torch.Tensor]
 # Ziegler et al. 2019, section 2.2: one rollout corrects by no more than this part of the error.
 LARGEST_ERROR = 0.2
-# What a standard deviation is enlarged by before it divides: that of TRL, so that the numbers agree.
+# Added to a standard deviation before it divides. The value is TRL's, so that the numbers agree.
 STD_EPSILON = 1e-4
 VARIANCE_EPSILON = 1e-8
 
@@ -31,7 +35,7 @@ VARIANCE_EPSILON = 1e-8
 def sum_where(is_counted: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return the sum of the values that are counted.
 
-    Picking them by the mask would make the host wait: a GPU would have to say how many there are.
+    Picking them by the mask would make the host wait: the GPU would have to report how many there are.
     """
     return torch.where(is_counted, values, 0.0).sum()
 
@@ -39,9 +43,10 @@ def sum_where(is_counted: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def divergence(
     log_probs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> torch.Tensor:
-    """Estimates of KL(π ‖ π_ref) at tokens drawn from π (Schulman 2020, "Approximating KL divergence"): k1 = log π/π_ref, k2 = k1²/2,
-    k3 = π_ref/π − 1 − log π_ref/π. k1 and k3 are unbiased, k2 and k3 never negative. As a loss, only k2 has the gradient of the KL.
-    k3's π_ref/π is at most e^80.
+    """Return estimates of KL(π ‖ π_ref) at tokens drawn from π (Schulman 2020, "Approximating KL divergence").
+
+    k1 = log π/π_ref, k2 = k1²/2, k3 = π_ref/π − 1 − log π_ref/π. k1 and k3 are unbiased, k2 and k3 never
+    negative. As a loss, only k2 has the gradient of the KL. In k3 π_ref/π is at most e^80.
     """
     log_ratio = log_probs - reference
     if estimator == "k1":
@@ -53,11 +58,14 @@ def divergence(
 
 @dataclass
 class KLController:
-    """The weight of the divergence: fixed where `target` is None, else steered to it (Ziegler et al. 2019, section 2.2):
+    """The weight of the divergence: fixed if `target` is None, else steered towards it.
+
+    Ziegler et al. 2019, section 2.2:
 
         e = clip(KL / target − 1, ±0.2);  coefficient ← coefficient · (1 + e · min(1, episodes / horizon))
 
-    Departs from the paper in that KL and target are per token, not per completion, and in the min.
+    Departs from the paper in two points: KL and target are per token, not per completion, and the min
+    is added, because of more episodes than `horizon` the factor could become negative.
     """
 
     coefficient: float
@@ -65,49 +73,51 @@ class KLController:
     horizon: int = 10000
 
     def update(self, kl: float, episodes: int) -> None:
-        """After a rollout of `episodes`, whose tokens diverge by `kl` (nats) on average."""
-        if self.target is not None:
-            error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-            # Of more episodes it would change its sign.
-            self.coefficient *= 1 + error * min(1.0, episodes / self.horizon)
+        """Steer after a rollout of `episodes`, whose tokens diverge by `kl` (nats) on average."""
+        if self.target is None:
+            return
+        error = kl / self.target - 1
+        error = min(max(error, -LARGEST_ERROR), LARGEST_ERROR)
+        progress = min(1.0, episodes / self.horizon)
+        self.coefficient *= 1 + error * progress
+
+
+class TokenLoss(NamedTuple):
+    """The surrogate loss of each token. `clipped_BT` bool: where a clip took the gradient away."""
+
+    loss_BT: torch.Tensor
+    clipped_BT: torch.Tensor
 
 
 class PolicyGradient(Algorithm):
-    """The base of PPO and GRPO. It owns the controller of the divergence's weight, which the rollouts steer."""
+    """The base of PPO and GRPO.
 
-    kl_in_loss: ClassVar[bool]  # otherwise it is a cost in the rewards, and here a metric alone
+    It owns the controller of the divergence's weight, which rollouts steer.
+    """
+
+    # Whether the divergence is a part of the loss. Otherwise it is a cost in the rewards, and only a
+    # metric here.
+    kl_in_loss: ClassVar[bool]
 
     def __init__(self, spec: PPOConfig | GRPOConfig) -> None:
         self.spec: Any = spec
         self.kl = KLController(spec.kl.coefficient, spec.kl.target, spec.kl.horizon)
 
     def policy(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        """Σ w (surrogate − entropy_weight · entropy), and the divergence where `kl_in_loss`, over the tokens of completions."""
+        """Return Σ w (surrogate − entropy_weight · entropy) over the tokens of completions.
+
+        With `kl_in_loss` the divergence is added to it.
+        """
         spec = self.spec
         log_probs_BT, entropy_BT = outputs.log_probs(
             batch.targets_BT, spec.loss_chunk, spec.generator.temperature, entropy=True
         )
-        # Where no step lies between, this forward gives the log-probs of the rollout, too.
+        # Without a step in between, this forward gives the log-probs of the rollout, too.
         old_BT = log_probs_BT.detach() if spec.on_policy else batch.old_log_probs_BT
         log_ratio_BT = log_probs_BT - old_BT
-        loss_BT, clipped_BT, sums = self.surrogate(log_ratio_BT, log_probs_BT, old_BT, batch)
-        policy = (loss_BT * batch.weights_BT).sum()
-        counts_BT = (batch.targets_BT != IGNORE) & (batch.weights_BT > 0)
-        moved_BT = log_ratio_BT.detach()
-        ratio_BT = moved_BT.clamp(max=LARGEST_EXPONENT).exp()
-        sums |= {
-            "policy": policy.detach(),
-            "weight": moved_BT.new_full((), batch.weight),
-            "tokens": counts_BT.sum(),
-            "ratio": sum_where(counts_BT, ratio_BT),
-            "max_ratio": torch.where(counts_BT, ratio_BT, 0.0).amax(),
-            "clipped": (clipped_BT & counts_BT).sum(),
-            "entropy": sum_where(counts_BT, entropy_BT.detach()),
-            "approx_kl": sum_where(
-                counts_BT, divergence(torch.zeros_like(moved_BT), moved_BT, "k3")
-            ),
-        }
-        loss_sum = policy
+        (loss_BT, clipped_BT), sums = self.surrogate(log_ratio_BT, log_probs_BT, old_BT, batch)
+        loss_sum = (loss_BT * batch.weights_BT).sum()
+        sums |= self._policy_sums(loss_sum, log_ratio_BT, clipped_BT, entropy_BT, batch)
         if spec.entropy_weight:
             loss_sum = loss_sum - spec.entropy_weight * (entropy_BT * batch.weights_BT).sum()
         if self.kl.coefficient:
@@ -118,19 +128,46 @@ class PolicyGradient(Algorithm):
                 loss_sum = loss_sum + self.kl.coefficient * (kl_BT * batch.weights_BT).sum()
         return LossOut(loss_sum, sums)
 
+    def _policy_sums(
+        self,
+        policy_loss: torch.Tensor,
+        log_ratio_BT: torch.Tensor,
+        clipped_BT: torch.Tensor,
+        entropy_BT: torch.Tensor,
+        batch: EpisodeBatch,
+    ) -> Sums:
+        """Return the sums that `step_metrics` reads."""
+        counts_BT = (batch.targets_BT != IGNORE) & (batch.weights_BT > 0)
+        log_ratio_BT = log_ratio_BT.detach()
+        ratio_BT = log_ratio_BT.clamp(max=LARGEST_EXPONENT).exp()
+        approx_kl_BT = divergence(torch.zeros_like(log_ratio_BT), log_ratio_BT, "k3")
+        return {
+            "policy": policy_loss.detach(),
+            "weight": log_ratio_BT.new_full((), batch.weight),
+            "tokens": counts_BT.sum(),
+            "ratio": sum_where(counts_BT, ratio_BT),
+            "max_ratio": torch.where(counts_BT, ratio_BT, 0.0).amax(),
+            "clipped": (clipped_BT & counts_BT).sum(),
+            "entropy": sum_where(counts_BT, entropy_BT.detach()),
+            "approx_kl": sum_where(counts_BT, approx_kl_BT),
+        }
+
     def surrogate(
         self,
         log_ratio_BT: torch.Tensor,
         log_probs_BT: torch.Tensor,
         old_BT: torch.Tensor,
         batch: EpisodeBatch,
-    ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-        """The loss of each token; bool: where the clip took the gradient away; and sums for metrics of its own."""
-        return *clipped(log_ratio_BT, batch.advantages_BT, self.spec.clip, self.spec.clip), {}
+    ) -> tuple[TokenLoss, Sums]:
+        """Return the loss of each token, and sums for metrics of its own."""
+        return clipped(log_ratio_BT, batch.advantages_BT, self.spec.clip, self.spec.clip), {}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means over tokens: the probability ratio to the rollout's policy, its largest, the share clipped, entropy (nats), KL from the
-        rollout's policy, and from the reference where there is one."""
+        """Return means over tokens.
+
+        They are the probability ratio to the rollout's policy, its largest value, the share clipped, the
+        entropy (nats), the KL from the rollout's policy, and that from the reference if there is one.
+        """
         tokens = max(1.0, sums["tokens"])
         metrics = {
             "policy_loss": sums["policy"] / max(1.0, sums["weight"]),
@@ -140,11 +177,10 @@ class PolicyGradient(Algorithm):
             "entropy": sums["entropy"] / tokens,
             "approx_kl": sums["approx_kl"] / tokens,
         }
-        return metrics | (
-            {"kl": sums["kl"] / tokens, "kl_coefficient": self.kl.coefficient}
-            if "kl" in sums
-            else {}
-        )
+        if "kl" in sums:
+            metrics["kl"] = sums["kl"] / tokens
+            metrics["kl_coefficient"] = self.kl.coefficient
+        return metrics
 
 
 def clipped(
@@ -153,20 +189,24 @@ def clipped(
     clip_low: float,
     clip_high: float,
     delta: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each token, −min(ρA, clamp(ρ, 1 − clip_low, 1 + clip_high) A) with ρ = exp(log_ratio) (PPO, Schulman et al. 2017,
-    equation 7); and bool: where the clip took the gradient away.
+) -> TokenLoss:
+    """Return PPO's loss of each token, −min(ρA, clamp(ρ, 1 − clip_low, 1 + clip_high) A), ρ = exp(log_ratio).
 
-    `delta`: ρ itself is at most this, so that a bad token's loss is bounded too (INTELLECT-2, Prime Intellect 2025, two-sided clip).
-    Without it ρ is at most e^80: fp32 ends at e^88, and inf · 0 is no gradient."""
-    most = LARGEST_EXPONENT if delta is None else min(math.log(delta), LARGEST_EXPONENT)
+    Schulman et al. 2017, equation 7.
+
+    `delta`: ρ itself is at most this, so that a bad token's loss is bounded too (INTELLECT-2, Prime
+    Intellect 2025, two-sided clip). Without it ρ is at most e^80: fp32 ends at e^88, and inf · 0 is no
+    gradient.
+    """
+    most = LARGEST_EXPONENT
+    if delta is not None:
+        most = min(math.log(delta), LARGEST_EXPONENT)
     ratio_BT = log_ratio_BT.clamp(max=most).exp()
-    bounded_BT, free_BT = (
-        ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT,
-        ratio_BT * advantages_BT,
-    )
+    bounded_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
+    free_BT = ratio_BT * advantages_BT
     cut_BT = (log_ratio_BT > most) & (advantages_BT < 0)
-    return -torch.minimum(free_BT, bounded_BT), (bounded_BT < free_BT) | cut_BT
+    loss_BT = -torch.minimum(free_BT, bounded_BT)
+    return TokenLoss(loss_BT, (bounded_BT < free_BT) | cut_BT)
 
 
 def weighted_likelihood(
@@ -174,11 +214,15 @@ def weighted_likelihood(
     log_probs_BT: torch.Tensor,
     advantages_BT: torch.Tensor,
     highest: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """CISPO's loss of each token, −min(ρ, highest) A log π with no gradient through ρ (MiniMax-M1, 2025; without a lower clip, as
-    the authors use it and TRL has it): every token keeps a gradient. And bool: where ρ was cut."""
+) -> TokenLoss:
+    """Return CISPO's loss of each token, −min(ρ, highest) A log π, with no gradient through ρ.
+
+    MiniMax-M1, 2025; without a lower clip, as the authors use it and TRL has it. Every token keeps a
+    gradient. `clipped_BT` says where ρ was cut.
+    """
     ratio_BT = log_ratio_BT.detach().exp()
-    return -ratio_BT.clamp(max=highest) * advantages_BT * log_probs_BT, ratio_BT > highest
+    loss_BT = -ratio_BT.clamp(max=highest) * advantages_BT * log_probs_BT
+    return TokenLoss(loss_BT, ratio_BT > highest)
 
 
 def level_ratio(
@@ -186,15 +230,19 @@ def level_ratio(
     targets_BT: torch.Tensor,
     level: Literal["token", "sequence", "product"],
 ) -> torch.Tensor:
-    """log ρ at every place of a row, [B, T]: `token` each token's own; `sequence` their mean over the completion (GSPO, Zheng et al. 2025,
-    equation 7); `product` their sum, the ratio of the whole completion (RLOO, Ahmadian et al. 2024)."""
+    """Return log ρ at every place of a row, [B, T].
+
+    `token`: each token's own. `sequence`: their mean over the completion (GSPO, Zheng et al. 2025,
+    equation 7). `product`: their sum, the ratio of the whole completion (RLOO, Ahmadian et al. 2024).
+    """
     if level == "token":
         return log_ratio_BT
     counts_BT = targets_BT != IGNORE
-    total_B1 = torch.where(counts_BT, log_ratio_BT, 0.0).sum(1, keepdim=True)
-    return (
-        total_B1 / counts_BT.sum(1, keepdim=True).clamp(min=1) if level == "sequence" else total_B1
-    ).expand_as(log_ratio_BT)
+    level_B1 = torch.where(counts_BT, log_ratio_BT, 0.0).sum(1, keepdim=True)
+    if level == "sequence":
+        tokens_B1 = counts_BT.sum(1, keepdim=True).clamp(min=1)
+        level_B1 = level_B1 / tokens_B1
+    return level_B1.expand_as(log_ratio_BT)
 
 
 def group_advantages(
@@ -202,11 +250,16 @@ def group_advantages(
     scale: Literal["group", "batch", "none"],
     estimator: Literal["grpo", "rloo"] = "grpo",
 ) -> torch.Tensor:
-    """Reward less the mean of its group, over the standard deviation (n − 1) of the group or of the rollout: GRPO, Shao et al. 2024,
-    equation 3; `none` is Dr. GRPO's, Liu et al. 2025. `rloo`: less the mean of the others of its group (Ahmadian et al. 2024),
-    n / (n − 1) times that; under scale `batch` over the standard deviation of the rollout's advantages, as TRL has it.
+    """Return the advantage of each episode in its group, fp32 or fp64[P, G].
 
-    fp32 or fp64[P, G]. NaN is a reward that could not be had: it is left out of means and deviations, and its advantage is 0. A group
+    grpo: reward less the mean of its group, over the standard deviation (n − 1) of the group or of the
+    rollout (Shao et al. 2024, equation 3). With scale `none` it is Dr. GRPO's (Liu et al. 2025).
+
+    rloo: reward less the mean of the others of its group (Ahmadian et al. 2024), which is n / (n − 1)
+    times grpo's. With scale `batch` it is divided by the standard deviation of the rollout's advantages,
+    as in TRL.
+
+    NaN is an unknown reward. It is left out of means and deviations, and its advantage is 0. A group
     whose rewards are all alike, or of which one is left, has advantages 0.
     """
     known_PG = ~rewards_PG.isnan()
@@ -219,30 +272,40 @@ def group_advantages(
     if scale == "group":
         return centred_PG / (_deviation(centred_PG, known_PG) + STD_EPSILON)
     spread_PG = rewards_PG if estimator == "grpo" else centred_PG
-    flat_1N, known_1N = spread_PG.reshape(1, -1), known_PG.reshape(1, -1)
-    return centred_PG / (_deviation(_centred(flat_1N, known_1N), known_1N) + STD_EPSILON)
+    known_1N = known_PG.reshape(1, -1)
+    spread_1N = _centred(spread_PG.reshape(1, -1), known_1N)
+    return centred_PG / (_deviation(spread_1N, known_1N) + STD_EPSILON)
 
 
 def _centred(rows: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """What is known of each row less its mean, 0 elsewhere. Of numbers that are all alike it is 0 to the last bit: distances from the
-    lowest are averaged, since a mean of large numbers is rounded, and a deviation of nothing but rounding would make ones of it."""
-    above = torch.where(
-        known, rows - torch.where(known, rows, torch.inf).amin(1, keepdim=True), 0.0
-    )
-    return torch.where(
-        known, above - above.sum(1, keepdim=True) / known.sum(1, keepdim=True).clamp(min=1), 0.0
-    )
+    """Return the known values of each row less their mean; 0 elsewhere.
+
+    Values that are all alike become exactly 0. For that the distances from the lowest are averaged: a
+    mean of large numbers is rounded, and dividing by a deviation of nothing but rounding would turn it
+    into ones.
+    """
+    lowest = torch.where(known, rows, torch.inf).amin(1, keepdim=True)
+    above = torch.where(known, rows - lowest, 0.0)
+    count = known.sum(1, keepdim=True).clamp(min=1)
+    mean = above.sum(1, keepdim=True) / count
+    return torch.where(known, above - mean, 0.0)
 
 
 def _deviation(centred: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Standard deviation of each row, of numbers that have the mean 0 already, [rows, 1]."""
-    return (
-        centred.square().sum(1, keepdim=True) / (known.sum(1, keepdim=True) - 1).clamp(min=1)
-    ).sqrt()
+    """Return the standard deviation (n − 1) of each row, [rows, 1].
+
+    The rows have the mean 0 already.
+    """
+    degrees = (known.sum(1, keepdim=True) - 1).clamp(min=1)
+    variance = centred.square().sum(1, keepdim=True) / degrees
+    return variance.sqrt()
 
 
 def differs(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """bool[P]: groups with something to learn from, two rewards that differ (DAPO's dynamic sampling, Yu et al. 2025)."""
+    """Return which groups have two rewards that differ, bool[P]: only these teach anything.
+
+    DAPO's dynamic sampling, Yu et al. 2025.
+    """
     high = rewards_PG.nan_to_num(nan=-torch.inf).amax(1)
     low = rewards_PG.nan_to_num(nan=torch.inf).amin(1)
     return high > low
@@ -255,36 +318,49 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation over the tokens of completions (Schulman et al. 2016, equations 11 and 16), and the returns that the
-    value is fitted to, advantage + value.
+    """Return generalised advantages of tokens, and the returns that the value is fitted to.
 
-    δ_t = r_t + γ V_{t+1} − V_t;  A_t = δ_t + γ λ A_{t+1}. `values_NM`: of the state before each token. After the last token of a completion
-    V and A are 0, also where it was cut for its length. `mask_NM`: bool, the tokens there are, from the left; both results are 0 elsewhere.
+    Schulman et al. 2016, equations 11 and 16: δ_t = r_t + γ V_{t+1} − V_t;  A_t = δ_t + γ λ A_{t+1}. A
+    return is advantage + value.
+
+    `values_NM`: V of the state before each token. After the last token of a completion V and A are 0,
+    also if it was cut for its length. `mask_NM` bool: the tokens there are, from the left. Both results
+    are 0 elsewhere.
     """
     advantages_NM = torch.zeros_like(values_NM)
-    next_N, value_N = torch.zeros_like(values_NM[:, 0]), torch.zeros_like(values_NM[:, 0])
+    next_advantage_N = torch.zeros_like(values_NM[:, 0])
+    next_value_N = torch.zeros_like(values_NM[:, 0])
     for t in reversed(range(values_NM.shape[1])):
-        delta_N = rewards_NM[:, t] + gamma * value_N - values_NM[:, t]
-        next_N = torch.where(mask_NM[:, t], delta_N + gamma * lam * next_N, 0.0)
-        value_N = torch.where(mask_NM[:, t], values_NM[:, t], 0.0)
-        advantages_NM[:, t] = next_N
-    return advantages_NM, torch.where(mask_NM, advantages_NM + values_NM, 0.0)
+        mask_N = mask_NM[:, t]
+        delta_N = rewards_NM[:, t] + gamma * next_value_N - values_NM[:, t]
+        advantage_N = torch.where(mask_N, delta_N + gamma * lam * next_advantage_N, 0.0)
+        advantages_NM[:, t] = advantage_N
+        next_advantage_N = advantage_N
+        next_value_N = torch.where(mask_N, values_NM[:, t], 0.0)
+    returns_NM = torch.where(mask_NM, advantages_NM + values_NM, 0.0)
+    return advantages_NM, returns_NM
 
 
 def whiten(values_NM: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
-    """`values_NM` with mean 0 and variance (n − 1) 1 over the places of `mask_NM`, 0 elsewhere. Where all are alike,
-    or there is one, they become 0."""
+    """Return `values_NM` with mean 0 and variance (n − 1) 1 over the places of `mask_NM`, 0 elsewhere.
+
+    If all values are alike, or there is one, they become 0.
+    """
     centred_1N = _centred(values_NM.reshape(1, -1), mask_NM.reshape(1, -1))
     variance = centred_1N.square().sum() / (mask_NM.sum() - 1).clamp(min=1)
     return (centred_1N * torch.rsqrt(variance + VARIANCE_EPSILON)).view_as(values_NM)
 
 
 def at_last(scores_N: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
-    """Each episode's score at its last token, 0 elsewhere: fp32[N, M]. An episode without tokens has no place for it."""
+    """Return each episode's score at its last token, 0 elsewhere: fp32[N, M].
+
+    An episode without tokens has no place for its score.
+    """
     lengths_N = mask_NM.sum(1)
-    places_N = (lengths_N - 1).clamp(min=0)
-    spread = torch.zeros(mask_NM.shape, dtype=scores_N.dtype, device=scores_N.device)
-    return spread.scatter_(1, places_N[:, None], torch.where(lengths_N > 0, scores_N, 0.0)[:, None])
+    last_N1 = (lengths_N - 1).clamp(min=0)[:, None]
+    scores_N1 = torch.where(lengths_N > 0, scores_N, 0.0)[:, None]
+    scores_NM = torch.zeros(mask_NM.shape, dtype=scores_N.dtype, device=scores_N.device)
+    return scores_NM.scatter_(1, last_N1, scores_N1)
 
 
 def credit_groups(
@@ -294,7 +370,7 @@ def credit_groups(
     scale: Literal["group", "batch", "none"],
     estimator: Literal["grpo", "rloo"],
 ) -> Episodes:
-    """With the advantage that an episode has in its group of `size` at every token of its completion."""
+    """Return the episodes with advantages, which compare each with its group of `size`."""
     advantages_N = group_advantages(rewards_N.reshape(-1, size), scale, estimator).reshape(-1)
     return replace(episodes, advantages_NM=advantages_N[:, None] * episodes.mask_NM)
 
@@ -307,12 +383,16 @@ def credit_tokens(
     lam: float,
     whitened: bool,
 ) -> Episodes:
-    """With advantages and returns of the reward at the last token less `cost_NM` at each, and the tokens' weights."""
-    mask_NM, counts_N = episodes.mask_NM, ~rewards_N.isnan()
+    """Return the episodes with advantages, returns and weights of tokens.
+
+    A token's reward is −`cost_NM`, and at the last token also the episode's reward. An episode whose
+    reward is NaN is not learned from.
+    """
+    mask_NM = episodes.mask_NM
+    is_known_N = ~rewards_N.isnan()
     token_rewards_NM = at_last(rewards_N.nan_to_num(), mask_NM) - cost_NM
     advantages_NM, returns_NM = gae(token_rewards_NM, episodes.values_NM, mask_NM, gamma, lam)
     if whitened:
-        advantages_NM = whiten(advantages_NM, mask_NM & counts_N[:, None])
-    return replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM).weighted(
-        "token", 1, counts_N
-    )
+        advantages_NM = whiten(advantages_NM, mask_NM & is_known_N[:, None])
+    episodes = replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM)
+    return episodes.weighted("token", 1, is_known_N)

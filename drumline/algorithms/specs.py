@@ -1,4 +1,4 @@
-"""Specs to derive from: what algorithms that learn from text, pairs or prompts answer alike. No torch at the top."""
+"""Specs to derive from, for algorithms that learn from text, pairs or prompts. No torch at the top."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ class TextSpec(ChunkedSpec):
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.batches import collate, learned_segment
 
-        if plan.config.packs:  # two documents: attention is given a mask
-            return collate(
-                [[learned_segment(length - length // 2), learned_segment(length // 2)]] * rows,
-                0,
-                length,
-            )
-        return collate([[learned_segment(length)]] * rows, 0, length)
+        row = [learned_segment(length)]
+        if plan.config.packs:
+            # Two documents, so that attention is given a mask.
+            half = length // 2
+            row = [learned_segment(length - half), learned_segment(half)]
+        return collate([row] * rows, 0, length)
 
 
 def random_pair(random_text: Callable[[int], str], length: int) -> dict[str, Any]:
-    """A row with two answers of random words, see `AlgorithmSpec.random_row`."""
+    """Return a row with two answers of random words; see `AlgorithmSpec.random_row`."""
     return {
         "prompt": random_text(1),
         "chosen": random_text(length),
@@ -109,7 +108,10 @@ class JudgedSpec(ChunkedSpec):
         return JUDGED_FORMS
 
     def cache_parts(self) -> dict[str, Any]:
-        """What the samples have besides their tokens: caches made before have no `prompt`."""
+        """Return what the samples have besides their tokens.
+
+        Caches of older versions have no `prompt`.
+        """
         return {"meta": ["good", "prompt"]}
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
@@ -118,7 +120,7 @@ class JudgedSpec(ChunkedSpec):
         return JudgedRows(tokenizer, data)
 
     def check_rows(self, train: Any) -> None:
-        """Raises DataError if all answers have the same label."""
+        """Raise DataError if all answers have the same label."""
         from drumline.data.judged import require_both_labels
 
         require_both_labels(train)

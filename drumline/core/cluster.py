@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any
 
@@ -13,9 +14,14 @@ from drumline.hardware.cluster import DeviceSpec, Link
 
 # `4x4090`: devices of one host; `2x8xh100-80g`: hosts, devices of each; `h100`: one.
 SHORT = re.compile(r"^(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(\S.*)$", re.IGNORECASE)
-MOST_NODES = 2**15  # the largest clusters there are have some 25,000
-MOST_GPUS = 16  # per host, for devices of the catalog: DGX-2, and boards of eight in pairs
-MOST_OWN = 72  # per host, for devices of `devices`: NVIDIA's GB200 NVL72
+# The largest clusters that exist have some 25,000 hosts.
+MOST_NODES = 2**15
+# Devices of a host, of those in the catalog: DGX-2, and boards of eight in pairs.
+MOST_GPUS = 16
+# Devices of a host, of those in `devices`: NVIDIA's GB200 NVL72.
+MOST_OWN = 72
+# Devices of a usual host, which a refusal proposes.
+USUAL_GPUS = 8
 
 
 class DeviceConfig(Section):
@@ -37,27 +43,25 @@ class DeviceConfig(Section):
     )
 
     def spec(self, name: str) -> DeviceSpec:
-        """The device for the planner; its default link to other devices is the one to its host."""
+        """Return the device for the planner.
+
+        Its default link to other devices is the one to its host.
+        """
         tflops = {
             "bf16": self.bf16_tflops,
             "fp16": self.fp16_tflops or self.bf16_tflops,
             "fp32": self.fp32_tflops,
         }
         flops = {precision: rate * catalog.TERA for precision, rate in tflops.items() if rate}
-        memory, bandwidth, link = (
-            int(self.memory_gb * catalog.GIGA),
-            self.bandwidth_gb_s * catalog.GIGA,
-            self.host_link,
-        )
         return DeviceSpec(
             name,
             "cuda",
-            memory,
-            bandwidth,
+            int(self.memory_gb * catalog.GIGA),
+            self.bandwidth_gb_s * catalog.GIGA,
             flops,
             source="cluster.devices",
-            intra=link,
-            host_link=link,
+            intra=self.host_link,
+            host_link=self.host_link,
         )
 
 
@@ -72,13 +76,15 @@ class LinkConfig(Section):
     )
 
     def link(self, name: str) -> Link:
-        """The link for the planner, with full efficiency."""
+        """Return the link for the planner, with full efficiency."""
         return Link(name, self.gb_s * catalog.GIGA, self.latency_us * 1e-6, source="cluster.links")
 
 
 def _as_text(value: Any) -> Any:
-    """YAML reads `device: 4090` as a number."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    """Return a device's name as text. YAML reads `device: 4090` as a number."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value
 
 
 NUMBER = Short(_as_text, {"type": "integer", "examples": [4090]})
@@ -164,13 +170,11 @@ class ClusterConfig(Section):
     @field_validator("device")
     @classmethod
     def _known(cls, device: str | None, info: ValidationInfo) -> str | None:
+        """Refuse a device that is neither in the catalog nor in `devices`."""
         own = info.data.get("devices", {})
-        if (
-            device is None
-            or device in own
-            or catalog.plain(device) == catalog.CPU
-            or catalog.device(device) is not None
-        ):
+        if device is None or device in own or catalog.plain(device) == catalog.CPU:
+            return device
+        if catalog.device(device) is not None:
             return device
         if re.search(r"[+,;]", device):
             raise ValueError(
@@ -194,49 +198,74 @@ class ClusterConfig(Section):
         spec = self.spec()
         most = MOST_OWN if self.device in self.devices else MOST_GPUS
         if spec is not None and self.per_node is not None and self.per_node > most:
-            nodes = -(-self.per_node * self.nodes // 8)
+            nodes = math.ceil(self.per_node * self.nodes / USUAL_GPUS)
             raise ValueError(
-                f"no host holds {self.per_node} GPUs — for as many, nodes: {nodes} and per_node: 8"
+                f"no host holds {self.per_node} GPUs — for as many, nodes: {nodes} and per_node: {USUAL_GPUS}"
             )
-        link = (
-            catalog.link(self.intra)
-            if self.intra is not None and self.intra not in self.links
-            else None
-        )
-        if self.device is None or link is None or self.device in self.devices:
-            return self
-        name, usual = (spec.name, spec.intra) if spec is not None else (catalog.CPU, "loopback")
-        special = link.name.startswith("nvlink") or link.name == "infinity-fabric"
-        if special and link.name != usual:
+        is_in_catalog = self.device is not None and self.device not in self.devices
+        if is_in_catalog and self.intra is not None and self.intra not in self.links:
+            self._check_intra(catalog.link(self.intra), spec)
+        return self
+
+    def _check_intra(self, link: Link | None, spec: DeviceSpec | None) -> None:
+        """Raise ValueError for a link that only hosts of other devices have.
+
+        `spec` is None for a CPU.
+        """
+        name = catalog.CPU
+        usual = "loopback"
+        if spec is not None:
+            name = spec.name
+            usual = spec.intra
+        if link is None or link.name == usual:
+            return
+        if link.name.startswith("nvlink") or link.name == "infinity-fabric":
             raise ValueError(
                 f"{name} has no {link.name} — its usual link is {usual}; leave intra out, or describe one under links"
             )
-        return self
 
     def spec(self) -> DeviceSpec | None:
-        """The device that is set. None if none is set, and for a CPU, whose rates depend on the machine."""
+        """Return the device that is set.
+
+        None if none is set, and for a CPU, whose rates depend on the machine.
+        """
         if self.device is None:
             return None
         own = self.devices.get(self.device)
-        return own.spec(self.device) if own is not None else catalog.device(self.device)
+        if own is not None:
+            return own.spec(self.device)
+        return catalog.device(self.device)
 
     def link(self, name: str) -> Link:
-        """A link of `links` or of the catalog. Names were checked when the config was read."""
+        """Return a link of `links` or of the catalog.
+
+        Names were checked when the config was read.
+        """
         own = self.links.get(name)
-        found = own.link(name) if own is not None else catalog.link(name)
-        assert found is not None
-        return found
+        if own is not None:
+            return own.link(name)
+        link = catalog.link(name)
+        assert link is not None
+        return link
 
 
 def cluster_from_string(value: Any) -> Any:
-    """`cluster: 2x8xh100-80g` is short for `cluster: {nodes: 2, per_node: 8, device: h100-80g}`."""
+    """Return the section that a text is short for; another value is returned as it is.
+
+    `cluster: 2x8xh100-80g` is short for `cluster: {nodes: 2, per_node: 8, device: h100-80g}`.
+    """
     text = _as_text(value)
-    if not isinstance(text, str) or (short := SHORT.match(text.strip())) is None:
+    if not isinstance(text, str):
         return value
-    first, second, device = short.groups()
-    if second is not None:
-        return {"nodes": int(first), "per_node": int(second), "device": device}
-    return {"device": device} if first is None else {"per_node": int(first), "device": device}
+    parts = SHORT.match(text.strip())
+    if parts is None:
+        return value
+    first, second, device = parts.groups()
+    if first is None:
+        return {"device": device}
+    if second is None:
+        return {"per_node": int(first), "device": device}
+    return {"nodes": int(first), "per_node": int(second), "device": device}
 
 
 CLUSTER_ALONE = Short(
@@ -245,18 +274,18 @@ CLUSTER_ALONE = Short(
 
 
 def _no_link(name: str, own: list[str]) -> str:
-    return _unknown(
-        "link", name, [*own, *catalog.LINKS], ", and networks by their rate: 100Gb, 8x400Gb"
-    )
+    """Return the message for an unknown link."""
+    networks = ", and networks by their rate: 100Gb, 8x400Gb"
+    return _unknown("link", name, [*own, *catalog.LINKS], networks)
 
 
 def _unknown(what: str, name: str, known: list[str], besides: str = "") -> str:
-    meant = catalog.nearest(name, known)
-    fix = (
-        f"did you mean {' or '.join(meant)}?"
-        if meant
-        else f"there are {', '.join(known)}{besides}."
-    )
+    """Return the message for a name that is neither in the catalog nor in the section."""
+    similar = catalog.nearest(name, known)
+    if similar:
+        fix = f"did you mean {' or '.join(similar)}?"
+    else:
+        fix = f"there are {', '.join(known)}{besides}."
     return (
         f"no {what} {name!r} in the catalog — {fix} Others can be described under cluster.{what}s"
     )

@@ -1,6 +1,9 @@
-"""The typed Config: keys of the YAML, their defaults and their meaning. No torch here. Every class refuses unknown keys. A union (strategy,
-algorithm, data source) is discriminated by `kind`, and a bare string is short for `{kind: string}`. Descriptions go into `drumline schema`
-and from there into the user's editor."""
+"""The typed Config: the keys of the YAML, their defaults and their meaning. No torch here.
+
+Every class refuses unknown keys. A union (strategy, algorithm, data source) is discriminated by `kind`,
+and a bare string is short for `{kind: string}`. Descriptions go into `drumline schema`, and from there
+into the user's editor.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from drumline.core.algorithm import Algorithm, AlgorithmSpec
 from drumline.core.cluster import CLUSTER_ALONE, ClusterConfig
-from drumline.core.data import DATA_ALONE, DataConfig
+from drumline.core.data import DATA_ALONE, DataConfig, Source
 from drumline.core.launcher import Launcher, LauncherSpec
 from drumline.core.model import Head, Model, ModelConfig
 from drumline.core.optimizer import OptimizerConfig
@@ -39,7 +42,10 @@ class NoAdapter(Section):
 
     @property
     def switches(self) -> bool:
-        """Whether the model without it is the one that training starts from: a reference then costs nothing."""
+        """Whether the model without the adapter is the one that training starts from.
+
+        A reference model then costs nothing.
+        """
         return False
 
 
@@ -95,7 +101,7 @@ class LoRAConfig(LoRAFactors):
             raise ValueError(
                 "dora sets the length of a whole row, to which the products of `more` would be added: take one of them out"
             )
-        if len({*self.trainable_tokens}) < len(self.trainable_tokens):
+        if len(set(self.trainable_tokens)) < len(self.trainable_tokens):
             raise ValueError("a token stands twice in trainable_tokens")
         if {"default", "weight"} & self.more.keys():
             raise ValueError(
@@ -161,12 +167,18 @@ class ScheduleConfig(Section):
     )
 
     def rate(self, step: int, steps: int, warmup: int) -> float:
-        """The learning rate of step `step` (counted from 0) of `steps`, as a fraction of the peak. Warm-up rises linearly, from 0 or from
-        one step above it, and reaches the peak at step `warmup`. Then: constant; linear to `min_ratio`; cosine to `min_ratio` (Loshchilov &
-        Hutter 2017, one half period); wsd: constant, and linear to `min_ratio` over the last `decay_ratio` of all steps (Hu et al. 2024).
-        The last step still trains: it gets the rate just above the end of the course."""
+        """Return the learning rate of step `step` (counted from 0) of `steps`, as a fraction of the peak.
+
+        Warm-up rises linearly, from 0 or from one step above it, and reaches the peak at step `warmup`.
+        Then the rate is constant; or falls linearly to `min_ratio`; or as a cosine to `min_ratio`
+        (Loshchilov & Hutter 2017, one half period); or is constant and falls linearly to `min_ratio` over
+        the last `decay_ratio` of all steps (wsd, Hu et al. 2024). The last step still trains: it gets the
+        rate just above the end of the course.
+        """
         if step < warmup:
-            return step / warmup if self.warmup_from_zero else (step + 1) / (warmup + 1)
+            if self.warmup_from_zero:
+                return step / warmup
+            return (step + 1) / (warmup + 1)
         if self.kind == "constant":
             return 1.0
         done = (step - warmup) / max(1, steps - warmup)
@@ -174,7 +186,8 @@ class ScheduleConfig(Section):
         if self.kind == "cosine":
             left = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
         elif self.kind == "wsd":
-            left = min(1.0, (steps - step) / max(1.0, self.decay_ratio * steps))
+            decay_steps = max(1.0, self.decay_ratio * steps)
+            left = min(1.0, (steps - step) / decay_steps)
         return self.min_ratio + (1.0 - self.min_ratio) * max(0.0, left)
 
 
@@ -236,8 +249,10 @@ class MemoryConfig(Section):
 
 
 def _open(enabled: Any) -> Any:
-    """`auto` leaves it to the planner."""
-    return None if enabled == "auto" else enabled
+    """Return null for `auto`, which leaves it to the planner."""
+    if enabled == "auto":
+        return None
+    return enabled
 
 
 class CompileConfig(Section):
@@ -260,9 +275,10 @@ class CompileConfig(Section):
 
 
 def _compile_section(value: Any) -> Any:
-    """`compile: auto` is short for `compile: {enabled: auto}`, and so are true and false."""
-    is_short = value == "auto" or isinstance(value, bool)
-    return {"enabled": value} if is_short else value
+    """Return the section that `compile: auto`, `compile: true` or `compile: false` is short for."""
+    if value == "auto" or isinstance(value, bool):
+        return {"enabled": value}
+    return value
 
 
 COMPILE_ALONE = Short(_compile_section, {"enum": ["auto", True, False]})
@@ -322,17 +338,21 @@ class CheckpointConfig(Section):
 
     @property
     def memory_copies(self) -> int:
-        """Checkpoints that lie in the memory of hosts at once: the newest one, and the one that is being written."""
-        return 0 if self.in_memory_every is None else 2
+        """Checkpoints in the memory of hosts at the same time: the newest, and the one being written."""
+        if self.in_memory_every is None:
+            return 0
+        return 2
 
     @property
     def steps(self) -> int | None:
-        """`every` of a plan, in which auto and epochs have become a number."""
-        return self.every if isinstance(self.every, int) else None
+        """`every` of a plan, where auto and epochs have been resolved to a number; None if it is not set."""
+        if isinstance(self.every, int):
+            return self.every
+        return None
 
     @property
     def apart(self) -> bool:
-        """Whether hosts may have run folders of their own: what one of them loses lies elsewhere, too."""
+        """Whether hosts may have separate run folders, because a copy of what one loses is elsewhere."""
         return self.url is not None or self.replicas > 0
 
 
@@ -364,87 +384,98 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _best_by(cls, values: Any, info: ValidationInfo) -> Any:
-        """The algorithm names the metric that decides which checkpoint is best, unless the config does."""
+        """Fill in the algorithm's own metric for the best checkpoint, unless the config names another."""
         algorithm = values.get("algorithm") if isinstance(values, dict) else None
         kind = algorithm.get("kind") if isinstance(algorithm, dict) else algorithm
-        spec = find(AlgorithmSpec, kind, **(info.context or {})) if isinstance(kind, str) else None
-        if spec is None or not spec.best_by or not isinstance(values.get("eval", {}), dict):
+        if not isinstance(kind, str):
             return values
+        spec = find(AlgorithmSpec, kind, **(info.context or {}))
         given = values.get("eval", {})
-        best = (
-            spec.best_by
-            if given.get("metric", spec.best_by.get("metric")) == spec.best_by.get("metric")
-            else {}
-        )
-        return {**values, "eval": {**best, **given}}
+        if spec is None or not spec.best_by or not isinstance(given, dict):
+            return values
+        own_metric = spec.best_by.get("metric")
+        if given.get("metric", own_metric) != own_metric:
+            return values
+        return {**values, "eval": {**spec.best_by, **given}}
 
     @model_validator(mode="after")
     def _plain_together(self) -> Config:
+        """Raise ValueError for sections that contradict each other."""
+        self._check_plain()
+        if self.algorithm.rollout is not None and self.data.ordered:
+            raise ValueError(
+                f"data.{self.data.ordered} orders samples, and prompts are dealt by algorithm.curriculum: use its weights"
+            )
+        if self.data.stream:
+            self._check_stream()
+        return self
+
+    def _check_plain(self) -> None:
+        """Raise ValueError for what does not go with a module of the user's own."""
         if self.algorithm.plain != self.plain:
             one, other = ("model", "algorithm") if self.plain else ("algorithm", "model")
             raise ValueError(
                 f"{one}.kind is python, and {other}.kind is not: a module of your own needs an objective of your own, and the other way"
                 " round. For a Hugging Face model derive the objective from drumline.core.algorithm.AlgorithmSpec: algorithm mine.py:Name"
             )
-        if self.plain and (self.adapter.kind != "none" or self.data.holdout):
-            raise ValueError(
-                f"model.kind python has no {'data.holdout: give data.eval' if self.data.holdout else 'adapter'}"
-            )
-        if self.plain and (key := self.data.chosen or self.data.ordered):
+        if not self.plain:
+            return
+        if self.data.holdout:
+            raise ValueError("model.kind python has no data.holdout: give data.eval")
+        if self.adapter.kind != "none":
+            raise ValueError("model.kind python has no adapter")
+        key = self.data.chosen or self.data.ordered
+        if key:
             raise ValueError(
                 f"data.{key} is of rows with columns, and model.kind python takes samples as they are: leave it out"
             )
-        if self.plain:
-            self._require_unmapped()
-        if self.algorithm.rollout is not None and (key := self.data.ordered):
-            raise ValueError(
-                f"data.{key} orders samples, and prompts are dealt by algorithm.curriculum: use its weights"
-            )
-        counted = [
-            key
-            for key, section in (("checkpoint", self.checkpoint), ("eval", self.eval))
-            if passes(section.every)
-        ]
-        if self.data.stream and counted:
-            raise ValueError(f"data.stream has no epochs: give {counted[0]}.every in steps")
-        if self.data.stream and self.run.steps is None:
+        self._require_unmapped("train", self.data.train)
+        self._require_unmapped("eval", self.data.eval)
+
+    def _check_stream(self) -> None:
+        """Raise ValueError for what needs all rows, or their number, in a stream."""
+        for key, every in (("checkpoint", self.checkpoint.every), ("eval", self.eval.every)):
+            if passes(every):
+                raise ValueError(f"data.stream has no epochs: give {key}.every in steps")
+        if self.run.steps is None:
             raise ValueError(
                 "data.stream reads rows as it goes, and does not know where they end: set run.steps"
             )
-        if self.data.stream and (
-            self.head not in ("lm", "score") or self.algorithm.reference_of(self) == "precomputed"
-        ):
-            kind = (
-                "its labels"
-                if self.head not in ("lm", "score")
-                else "algorithm.reference: precomputed (live or adapter does not)"
-            )
+        needs_all = None
+        if self.head not in ("lm", "score"):
+            needs_all = "its labels"
+        elif self.algorithm.reference_of(self) == "precomputed":
+            needs_all = "algorithm.reference: precomputed (live or adapter does not)"
+        if needs_all is not None:
             raise ValueError(
-                f"data.stream has a block of rows at a time, and {kind} need all of them"
+                f"data.stream has a block of rows at a time, and {needs_all} need all of them"
             )
-        return self
 
-    def _require_unmapped(self) -> None:
-        """Raises ValueError for a source whose keys rename columns, which a module of one's own gets as they are."""
-        for role, sources in (("train", self.data.train), ("eval", self.data.eval)):
-            for number, source in enumerate(sources):
-                for key in ("columns", "format"):
-                    if getattr(source, key) != type(source).model_fields[key].get_default(
-                        call_default_factory=True
-                    ):
-                        raise ValueError(
-                            f"data.{role}[{number}].{key} is for models of text, and model.kind python takes rows as they are:"
-                            " leave it out"
-                        )
+    def _require_unmapped(self, role: str, sources: list[Source]) -> None:
+        """Raise ValueError for a source that renames columns, which no module of the user's own reads."""
+        for index, source in enumerate(sources):
+            for key in ("columns", "format"):
+                field = type(source).model_fields[key]
+                if getattr(source, key) != field.get_default(call_default_factory=True):
+                    raise ValueError(
+                        f"data.{role}[{index}].{key} is for models of text, and model.kind python takes rows as they are:"
+                        " leave it out"
+                    )
 
     @property
     def plain(self) -> bool:
-        """Whether any module is trained, on samples as they are: no tokens, and no files of a model."""
+        """Whether a module of the user's own is trained, on samples as they are.
+
+        There are no tokens then, and no files of a model.
+        """
         return self.model.builder is not None
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed into sequences. Pairs, prompts and rows with a class never are."""
+        """Whether rows are packed into sequences.
+
+        Pairs, prompts and rows with a class never are.
+        """
         return self.data.packing and self.algorithm.packs
 
     @property
@@ -454,5 +485,5 @@ class Config(Section):
 
     @property
     def images_alone(self) -> bool:
-        """Whether rows are images without text: no tokenizer, no length."""
+        """Whether rows are images without text, which have no tokenizer and no length."""
         return self.head == "image"

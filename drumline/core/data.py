@@ -31,14 +31,19 @@ JUDGED_FORMS: Forms = (("prompt", "completion", "label"),)
 PROMPT_FORMS: Forms = (("prompt",), ("messages",))
 KINDS_OF_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".xlsx", ".txt")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-SAVED = ("dataset_dict.json", "state.json")  # a file of what save_to_disk writes
+# Files of which `datasets`' save_to_disk writes one.
+SAVED = ("dataset_dict.json", "state.json")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# A key that only one kind of source has → that kind.
+KIND_OF_KEY = {"id": "hub", "query": "sql", "tasks": "tasks"}
 
 
 def kind_of_file(path: str) -> str:
-    """`.jsonl` of rows.jsonl.gz: the last ending, without that of a compression."""
+    """Return a file's ending without that of a compression: `.jsonl` of rows.jsonl.gz."""
     name = Path(path).name.lower()
-    return Path(name.removesuffix(Path(name).suffix) if name.endswith(COMPRESSED) else name).suffix
+    if name.endswith(COMPRESSED):
+        name = name.removesuffix(Path(name).suffix)
+    return Path(name).suffix
 
 
 class Columns(Section):
@@ -86,41 +91,25 @@ class SourceSpec(Spec, Mixed):
 
     @classmethod
     def long(cls, value: Any, base_dir: Path | None) -> Any:
-        """A source in full. A text is a file, folder, glob or URL; OWNER/NAME of the hub where no such path exists, or hub:OWNER/NAME,
-        modelscope:OWNER/NAME, tasks:NAME,NAME, digits. Of a section without kind, `path` is such a text."""
-        if isinstance(value, Mapping) and "kind" not in value:
-            named = {"id": "hub", "query": "sql", "tasks": "tasks"}
-            kind = next((kind for key, kind in named.items() if key in value), None)
-            path = value.get("path")
-            found = (
-                {"kind": kind}
-                if kind
-                else cls.long(path, base_dir)
-                if isinstance(path, str)
-                else {"kind": "file"}
-                if path
-                else {}
-            )
-            return {**value, **found}
-        if not isinstance(value, str):
+        """Return a source in full; another value is returned as it is.
+
+        A text is a file, folder, glob or URL; OWNER/NAME of the hub if no such path exists; or
+        hub:OWNER/NAME, modelscope:OWNER/NAME, tasks:NAME,NAME, digits. In a section without kind, `path`
+        is such a text.
+        """
+        if isinstance(value, str):
+            return _source_of_text(value, base_dir)
+        if not isinstance(value, Mapping) or "kind" in value:
             return value
-        start, _, name = value.partition(":")
-        place = None if is_url(value) or "\0" in value else (base_dir or Path()) / expanded(value)
-        if start == "tasks" and name:
-            return {
-                "kind": "tasks",
-                "tasks": {each.strip(): {} for each in name.split(",") if each.strip()},
-            }
-        if start in ("hub", "modelscope") and name:
-            return {"kind": "hub", "id": name if start == "hub" else value}
-        if value == "digits":
-            return {"kind": "digits"}
-        if place is not None and any(os.path.isfile(place / each) for each in SAVED):  # noqa: PTH113 - it never raises
-            return {"kind": "saved", "path": value}
-        is_hub_id = _HUB_ID.fullmatch(value) and kind_of_file(value) not in KINDS_OF_FILES
-        if is_hub_id and place is not None and not os.path.exists(place):  # noqa: PTH110 - as above
-            return {"kind": "hub", "id": value}
-        return {"kind": "file", "path": value}
+        for key, kind in KIND_OF_KEY.items():
+            if key in value:
+                return {**value, "kind": kind}
+        path = value.get("path")
+        if isinstance(path, str):
+            return {**value, **_source_of_text(path, base_dir)}
+        if path:
+            return {**value, "kind": "file"}
+        return {**value}
 
     columns: Columns = Field(
         default_factory=Columns,
@@ -157,13 +146,15 @@ class SourceSpec(Spec, Mixed):
 
     @property
     def label(self) -> str:
-        """Its name in messages and metrics."""
+        """The source's name in messages and metrics."""
         return self.kind
 
     def rows(self, base_dir: Path) -> Iterator[Any]:
-        """Rows as dictionaries of columns, always in one order. Paths are relative to the YAML's folder, `base_dir`. Raises DataError.
+        """Yield rows as dictionaries of columns, always in the same order. Raises DataError.
 
-        Rows of the built-in kinds are read by `data.sources`, which a kind of your own does not need."""
+        Paths are relative to the YAML's folder, `base_dir`. Rows of the built-in kinds are read by
+        `data.sources`, which a kind of your own does not need.
+        """
         raise ConfigError(
             f"{type(self).__name__} gives no rows",
             where=self.label,
@@ -176,30 +167,64 @@ class SourceSpec(Spec, Mixed):
         return type(self).rows is SourceSpec.rows
 
     def content(self, base_dir: Path) -> str:
-        """A text that identifies these rows for the token cache: by default a hash of all that `limit` may take."""
-        found = hashlib.sha256()
-        for row in islice(self.rows(base_dir), None if self.where else self.limit):
-            found.update(json.dumps(row, sort_keys=True, default=content_of).encode())
-        return found.hexdigest()
+        """Return a text that identifies these rows for the token cache.
+
+        By default it is a hash of all rows that may be read. With a condition `limit` counts the rows
+        that meet it, so all rows may be read.
+        """
+        most = None if self.where else self.limit
+        digest = hashlib.sha256()
+        for row in islice(self.rows(base_dir), most):
+            digest.update(json.dumps(row, sort_keys=True, default=content_of).encode())
+        return digest.hexdigest()
 
     def code(self, base_dir: Path) -> str:
-        """A text that identifies the rows of a stream, which may be without end: by default a hash of the file that they are written in."""
-        return _text_of(type(self))
+        """Return a text that identifies the rows of a stream, which may be endless.
+
+        By default it is a hash of the file that defines them.
+        """
+        return _hash_of_file(type(self))
 
 
-def _text_of(thing: Any) -> str:
-    """A hash of the file that a class or function is written in, else its name."""
+def _source_of_text(text: str, base_dir: Path | None) -> dict[str, Any]:
+    """Return the source that a text stands for; see `SourceSpec.long`."""
+    prefix, _, name = text.partition(":")
+    if prefix == "tasks" and name:
+        tasks = [task.strip() for task in name.split(",")]
+        return {"kind": "tasks", "tasks": {task: {} for task in tasks if task}}
+    if prefix == "hub" and name:
+        return {"kind": "hub", "id": name}
+    if prefix == "modelscope" and name:
+        return {"kind": "hub", "id": text}
+    if text == "digits":
+        return {"kind": "digits"}
+    if is_url(text) or "\0" in text:
+        return {"kind": "file", "path": text}
+    path = (base_dir or Path()) / expanded(text)
+    # `os.path` does not raise for paths that cannot be.
+    if any(os.path.isfile(path / name) for name in SAVED):  # noqa: PTH113
+        return {"kind": "saved", "path": text}
+    is_hub_id = _HUB_ID.fullmatch(text) and kind_of_file(text) not in KINDS_OF_FILES
+    if is_hub_id and not os.path.exists(path):  # noqa: PTH110
+        return {"kind": "hub", "id": text}
+    return {"kind": "file", "path": text}
+
+
+def _hash_of_file(definition: Any) -> str:
+    """Return a hash of the file that a class or function is defined in, else of its name."""
     try:
-        text = inspect.getsource(inspect.getmodule(thing) or thing)
+        text = inspect.getsource(inspect.getmodule(definition) or definition)
     except (OSError, TypeError):  # it is not written in Python
-        text = str(getattr(thing, "__qualname__", ""))
+        text = str(getattr(definition, "__qualname__", ""))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _without_secret(path: str) -> str:
+    """Return the path. Raises ValueError if it is empty or holds a password."""
     if not path.strip():
         raise ValueError("it is empty: name a file, a folder or a URL")
-    if mistake := secret_mistake(path):
+    mistake = secret_mistake(path)
+    if mistake:
         raise ValueError(mistake)
     return path
 
@@ -322,77 +347,100 @@ class PythonSource(SourceSpec):
         return self.path
 
     def rows(self, base_dir: Path) -> Any:
-        """Whatever the function returns."""
-        return imported(
-            lambda: self._function(base_dir)(**self.options),
-            self.path,
-            "data source",
-            doing="calling",
-        )
+        """Return whatever the function returns."""
+
+        def call() -> Any:
+            return self._function(base_dir)(**self.options)
+
+        return imported(call, self.path, "data source", doing="calling")
 
     def code(self, base_dir: Path) -> str:
-        return _text_of(self._function(base_dir))
+        return _hash_of_file(self._function(base_dir))
 
     def _function(self, base_dir: Path) -> Any:
         return find_object(self.path, base_dir, "data source", "function")
 
 
 Source = Annotated[SourceSpec, Registered(SourceSpec)]
-_ONE = Short(
-    lambda value: [value] if isinstance(value, str | Mapping) else value,
-    {"type": ["string", "object"]},
-)
-Sources = Annotated[list[Source], _ONE]
+
+
+def _as_list(value: Any) -> Any:
+    """Return one source as a list of sources."""
+    if isinstance(value, str | Mapping):
+        return [value]
+    return value
+
+
+def _as_section(value: Any) -> Any:
+    """Return sources alone as the section `data`."""
+    if isinstance(value, str | list):
+        return {"train": value}
+    return value
+
+
+Sources = Annotated[list[Source], Short(_as_list, {"type": ["string", "object"]})]
 # `data: rows.jsonl` is short for `data: {train: [rows.jsonl]}`.
 DATA_ALONE = Short(
-    lambda value: {"train": value} if isinstance(value, str | list) else value,
+    _as_section,
     {"type": ["string", "array"], "items": {"type": ["string", "object"]}},
 )
 
 
-def _by_set(value: Any, base_dir: Path | None = None) -> Any:
-    """Sources as a list. Of {NAME: sources} each has the name of its evaluation set; a section that is one source has one of its keys."""
-    if not isinstance(value, Mapping) or value.keys() & {"kind", "path", "id", "query", "tasks"}:
-        return _ONE.long(value)
-    found = list[Any]()
+def _sources_of_sets(value: Any, base_dir: Path | None = None) -> Any:
+    """Return the sources of `data.eval` as one list.
+
+    Of {NAME: sources} each source gets the name of its evaluation set. A section that is itself one
+    source has one of a source's keys.
+    """
+    is_one_source = isinstance(value, Mapping) and value.keys() & {"kind", "path", *KIND_OF_KEY}
+    if not isinstance(value, Mapping) or is_one_source:
+        return _as_list(value)
+    named_sources = list[Any]()
     for name, sources in value.items():
-        sources = _ONE.long(sources)
+        sources = _as_list(sources)
         if not isinstance(sources, list) or not sources:
             raise ValueError(
                 f"{name} has no sources: write a path, a list, or sets by name: {{easy: easy.jsonl, hard: [a.jsonl, b.jsonl]}}"
             )
-        full = [SourceSpec.long(each, base_dir) for each in sources]
-        found += [{**each, "set": name} if isinstance(each, Mapping) else each for each in full]
-    return found
+        for source in sources:
+            source = SourceSpec.long(source, base_dir)
+            if isinstance(source, Mapping):
+                source = {**source, "set": name}
+            named_sources.append(source)
+    return named_sources
 
 
-SETS = Short(_by_set, {"type": ["string", "object"]})
-RESERVED = ("reward", "tasks")  # metrics have these before a slash
+SETS = Short(_sources_of_sets, {"type": ["string", "object"]})
+# Metrics have these before a slash, so no evaluation set may.
+RESERVED = ("reward", "tasks")
 
 
 def is_own(values: Mapping[Any, Any]) -> bool:
-    """Whether a YAML is Drumline's own, by `data.train` in its form; else it may be another tool's."""
-    train = values["data"].get("train") if isinstance(values.get("data"), dict) else None
-    return isinstance(train, list) and any(isinstance(source, dict) for source in train)
+    """Return whether a YAML is Drumline's own, and not another tool's, by its `data.train`."""
+    data = values.get("data")
+    train = data.get("train") if isinstance(data, dict) else None
+    if not isinstance(train, list):
+        return False
+    return any(isinstance(source, dict) for source in train)
 
 
 def in_full(data: Any, base_dir: Path) -> Any:
-    """The section `data` of a YAML with its sources in full, so that overrides find their keys."""
+    """Return the section `data` with its sources in full, so that overrides find their keys."""
     data = DATA_ALONE.long(data)
     if not isinstance(data, dict):
         return data
-    found = {"train": _ONE.long(data["train"])} if "train" in data else {}
-    with suppress(ValueError):  # the check of the section says it
-        found |= {"eval": _by_set(data["eval"], base_dir)} if "eval" in data else {}
-    return {
-        **data,
-        **{
-            key: [SourceSpec.long(each, base_dir) for each in value]
-            if isinstance(value, list)
-            else value
-            for key, value in found.items()
-        },
-    }
+    sources_of = {}
+    if "train" in data:
+        sources_of["train"] = _as_list(data["train"])
+    if "eval" in data:
+        with suppress(ValueError):  # the check of the section reports it
+            sources_of["eval"] = _sources_of_sets(data["eval"], base_dir)
+    full = dict(data)
+    for key, sources in sources_of.items():
+        if isinstance(sources, list):
+            sources = [SourceSpec.long(source, base_dir) for source in sources]
+        full[key] = sources
+    return full
 
 
 class DataConfig(Section):
@@ -480,108 +528,114 @@ class DataConfig(Section):
     def _sets_of_eval(self) -> DataConfig:
         if any(source.set for source in self.train):
             raise ValueError("`set` names an evaluation set: it is for sources of data.eval")
-        if taken := {source.set for source in self.eval} & {*RESERVED}:
+        reserved = {source.set for source in self.eval} & set(RESERVED)
+        if reserved:
             raise ValueError(
-                f"no evaluation set is called {taken.pop()}: metrics of another kind begin so"
+                f"no evaluation set is called {reserved.pop()}: metrics of another kind begin so"
             )
         return self
 
     @property
     def eval_sets(self) -> dict[str, list[Source]]:
-        """Name → sources of each evaluation set, in order; the name is empty for those without one."""
-        found: dict[str, list[Source]] = {}
+        """Name → sources of each evaluation set, in order.
+
+        The name is empty for sources without one.
+        """
+        sets: dict[str, list[Source]] = {}
         for source in self.eval:
-            found.setdefault(source.set or "", []).append(source)
-        return found
+            sets.setdefault(source.set or "", []).append(source)
+        return sets
 
     @property
     def mixed(self) -> bool:
-        """Whether an epoch has another number of samples of some source than the source has; then no pack holds rows of two sources."""
-        return self.stream is None and (
-            self.temperature is not None or any(source.mixes for source in self.train)
-        )
+        """Whether an epoch has another number of samples of some source than the source has.
+
+        Then no pack holds rows of two sources.
+        """
+        if self.stream is not None:
+            return False
+        return self.temperature is not None or any(source.mixes for source in self.train)
 
     @property
     def ordered(self) -> str:
-        """A key that says which samples come when; empty without one."""
-        mixes = (
-            f"train[{at}].{key}"
-            for at, each in enumerate(self.train)
-            for key in Mixed.model_fields
-            if getattr(each, key) is not None
-        )
-        return next(
-            (
-                key
-                for key in ("temperature", "curriculum", "stream")
-                if getattr(self, key, None) is not None
-            ),
-            next(mixes, ""),
-        )
+        """The first key that determines which samples come when; empty if none is set."""
+        for key in ("temperature", "curriculum", "stream"):
+            if getattr(self, key) is not None:
+                return key
+        for index, source in enumerate(self.train):
+            for key in Mixed.model_fields:
+                if getattr(source, key) is not None:
+                    return f"train[{index}].{key}"
+        return ""
 
     @property
     def chosen(self) -> str:
-        """A key that leaves rows out; empty without one."""
-        own = (
-            f"{role}[{at}].where"
-            for role in ("train", "eval")
-            for at, each in enumerate(getattr(self, role))
-            if each.where is not None
-        )
-        return next(
-            (
-                key
-                for key in ("where", "duplicates", "decontaminate")
-                if getattr(self, key) is not None
-            ),
-            next(own, ""),
-        )
+        """The first key that leaves rows out; empty if none is set."""
+        for key in ("where", "duplicates", "decontaminate"):
+            if getattr(self, key) is not None:
+                return key
+        for role, index, source in self._all_sources():
+            if source.where is not None:
+                return f"{role}[{index}].where"
+        return ""
+
+    def _all_sources(self) -> Iterator[tuple[str, int, Source]]:
+        """Yield (train or eval, index, source) of each source."""
+        for index, source in enumerate(self.train):
+            yield "train", index, source
+        for index, source in enumerate(self.eval):
+            yield "eval", index, source
 
     @model_validator(mode="after")
     def _agrees(self) -> DataConfig:
-        for role, sources in (("train", self.train), ("eval", self.eval)):
-            for place, source in enumerate(sources):
-                name = f"{role}[{place}]"
-                if role == "eval" and source.mixes:
-                    raise ValueError(
-                        f"{name}: weight, repeats and cap are of training rows; held-out rows are gone through once"
-                    )
-                if source.repeats is not None and source.weight is not None:
-                    raise ValueError(
-                        f"{name}: weight and repeats both say how much an epoch has of it; keep one"
-                    )
-        for name in ("holdout", "duplicates", "temperature"):
-            if self.stream and getattr(self, name):
-                raise ValueError(
-                    f"{name} needs all rows at once, and a stream has a block of them; leave one of the two out"
-                )
-        if self.stream and (
-            key := next(
-                (key for key in ("repeats", "cap") for each in self.train if getattr(each, key)),
-                None,
-            )
-        ):
-            raise ValueError(f"{key} is a part of an epoch, and a stream has none; use weight")
-        by_weight = [source.weight is not None for source in self.train if source.repeats is None]
-        if any(by_weight) and not all(by_weight):
-            at = next(
-                place
-                for place, source in enumerate(self.train)
-                if source.weight is None and source.repeats is None
-            )
-            raise ValueError(
-                f"train[{at}] has no weight, and others have: give it one, or `repeats`"
-            )
-        if by_weight and all(source.weight == 0 for source in self.train):
-            raise ValueError(
-                "the weights of train sum to nothing; give one source a weight above 0"
-            )
-        if any(by_weight) and self.temperature is not None:
-            raise ValueError(
-                "temperature makes weights of sizes, and weights are set: keep one of them"
-            )
+        """Raise ValueError for keys that contradict each other."""
+        self._check_sources()
+        self._check_stream()
+        self._check_weights()
         if self.decontaminate and not self.eval:
             raise ValueError(
                 "decontaminate compares rows with those of `eval`, and there are none; with holdout use duplicates: near"
             )
         return self
+
+    def _check_sources(self) -> None:
+        for role, index, source in self._all_sources():
+            name = f"{role}[{index}]"
+            if role == "eval" and source.mixes:
+                raise ValueError(
+                    f"{name}: weight, repeats and cap are of training rows; held-out rows are gone through once"
+                )
+            if source.repeats is not None and source.weight is not None:
+                raise ValueError(
+                    f"{name}: weight and repeats both say how much an epoch has of it; keep one"
+                )
+
+    def _check_stream(self) -> None:
+        if not self.stream:
+            return
+        for name in ("holdout", "duplicates", "temperature"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name} needs all rows at once, and a stream has a block of them; leave one of the two out"
+                )
+        for key in ("repeats", "cap"):
+            if any(getattr(source, key) for source in self.train):
+                raise ValueError(f"{key} is a part of an epoch, and a stream has none; use weight")
+
+    def _check_weights(self) -> None:
+        unrepeated = [source for source in self.train if source.repeats is None]
+        has_weights = any(source.weight is not None for source in unrepeated)
+        if has_weights:
+            for index, source in enumerate(self.train):
+                if source.weight is None and source.repeats is None:
+                    raise ValueError(
+                        f"train[{index}] has no weight, and others have: give it one, or `repeats`"
+                    )
+        if unrepeated and all(source.weight == 0 for source in self.train):
+            raise ValueError(
+                "the weights of train sum to nothing; give one source a weight above 0"
+            )
+        if has_weights and self.temperature is not None:
+            raise ValueError(
+                "temperature makes weights of sizes, and weights are set: keep one of them"
+            )

@@ -1,4 +1,4 @@
-"""A Plan as text: the one line above the progress display, and the whole of it for --dry-run."""
+"""A plan as text: one line above the progress display, and all of it for --dry-run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.config import LoRAConfig
-from drumline.core.plan import Layout, Plan
+from drumline.core.plan import Layout, PipelinePlan, Plan
 
 EXPORT_FAILED = "the run is finished and its weights are saved, but the export failed"
 
 
 def size(bytes_: float) -> str:
-    """Bytes in the largest binary unit that keeps them above one: 2.01 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(bytes_) < 1024:
-            return f"{bytes_:.0f} {unit}" if unit == "B" else f"{bytes_:.2f} {unit}"
+    """Return bytes in the largest binary unit that keeps them above one: 2.01 GiB."""
+    if abs(bytes_) < 1024:
+        return f"{bytes_:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         bytes_ /= 1024
-    return f"{bytes_:.2f} TiB"
+        if abs(bytes_) < 1024:
+            return f"{bytes_:.2f} {unit}"
+    return f"{bytes_ / 1024:.2f} TiB"
 
 
 def count(number: float) -> str:
-    """A count the way models are named: 134.5M, 8.03B."""
+    """Return a count as models are named: 134.5M, 8.03B."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= scale:
             return f"{number / scale:.4g}{unit}"
@@ -31,7 +33,7 @@ def count(number: float) -> str:
 
 
 def strategy_name(plan: Plan) -> str:
-    """What the plan runs, mixes written out: `ddp`, `fsdp2 × tp 2`."""
+    """Return the name of what the plan runs, with all parts of a mix: `ddp`, `fsdp2 × tp 2`."""
     return plan.config.strategy.title(plan.data_parallel, plan.mesh)
 
 
@@ -48,105 +50,115 @@ def way_to_export(plan: Plan) -> str:
 
 
 def plan_line(plan: Plan) -> str:
-    predicted, world = plan.predicted, plan.mesh.world_size
-    model = plan.config.model.id or plan.config.model.config.get("model_type", "model")
-    model = model.removeprefix("package:").rstrip("/").split("/")[-1]
-    if predicted.parameters:
-        frozen = predicted.trainable not in (None, predicted.parameters)
-        model += (
-            f" {count(predicted.parameters)}"
-            + f", {count(predicted.trainable or 0)} of them learn" * frozen
-        )
+    """Return the plan in one line, for above the progress display."""
+    config = plan.config
+    devices = plan.mesh.world_size * plan.devices_per_rank
+    steps = "?" if plan.steps is None else plan.steps
     parts = [
-        model,
-        f"{plan.config.algorithm.kind} {strategy_name(plan)} on {world * plan.devices_per_rank} × {plan.device}",
+        _named_model(plan),
+        f"{config.algorithm.kind} {strategy_name(plan)} on {devices} × {plan.device}",
         plan.precision,
         plan.batch.rule(plan.mesh.data_ranks),
-        f"{plan.steps if plan.steps is not None else '?'} steps",
-        f"lr {plan.lr:g} {plan.config.schedule.kind}",
+        f"{steps} steps",
+        f"lr {plan.lr:g} {config.schedule.kind}",
     ]
-    if estimate := predicted.estimate:
-        parts.append(
-            f"{size(estimate.memory.reserved)} of {size(estimate.limit)} a rank at its peak"
-        )
+    estimate = plan.predicted.estimate
+    if estimate:
+        peak = size(estimate.memory.reserved)
+        parts.append(f"{peak} of {size(estimate.limit)} a rank at its peak")
     return " · ".join(parts)
 
 
+def _named_model(plan: Plan) -> str:
+    """Return the model's name and number of parameters."""
+    model = plan.config.model
+    full_name = model.id or model.config.get("model_type", "model")
+    name = full_name.removeprefix("package:").rstrip("/").split("/")[-1]
+    predicted = plan.predicted
+    if not predicted.parameters:
+        return name
+    name += f" {count(predicted.parameters)}"
+    if predicted.trainable not in (None, predicted.parameters):
+        name += f", {count(predicted.trainable or 0)} of them learn"
+    return name
+
+
 def explain(plan: Plan) -> str:
-    """The whole plan: its numbers, and why they were chosen where the user left it open."""
-    data, mesh, pipeline, moves = (
-        plan.data,
-        plan.mesh,
-        list[tuple[str, str]](),
-        plan.config.memory.activation_offload,
-    )
-    if plan.pipeline:
-        stages = [
-            f"stage {index} on rank {index % mesh.pp}: layers {a}–{b - 1}"
-            for index, (a, b) in enumerate(plan.pipeline.layers)
-        ]
-        pipeline = [
-            (
-                "pipeline",
-                "; ".join(
-                    [plan.pipeline.schedule, *(stages or ["stages known once the model is"])]
-                ),
-            )
-        ]
-    data_line = "not prepared yet: `drumline prepare` or `drumline train` does it"
-    if data:
-        tokens = f" ({count(data.train_tokens)} tokens)" if data.train_tokens else ""
-        data_line = f"{data.train_samples} training samples{tokens}, {data.eval_samples} held out"
-        if data.epoch_samples:
-            data_line += f"; {data.epoch_samples} an epoch"
+    """Return the whole plan: its numbers, and why they were chosen if the user left it open."""
+    config = plan.config
+    steps = "known once the data is prepared" if plan.steps is None else plan.steps
+    memory = f"activation checkpointing {checkpointing(plan)}, offload {plan.offload}"
+    if config.memory.activation_offload:
+        memory += " and activations"
     rows = [
         ("run folder", plan.run_dir),
         ("model", _model(plan)),
-        (
-            "mesh",
-            " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items())
-            + f" = {mesh.world_size} ranks",
-        ),
+        ("mesh", _mesh(plan)),
         (
             "engine",
             f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}",
         ),
-        (
-            "memory",
-            f"activation checkpointing {checkpointing(plan)}, offload {plan.offload}{' and activations' * moves}",
-        ),
-        ("batch", plan.batch.rule(mesh.data_ranks)),
-        *pipeline,
-        (
-            "steps",
-            f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {_warm_up(plan)} of them warm-up",
-        ),
-        ("learning rate", f"{plan.lr:g}, {plan.config.schedule.kind}"),
-        ("data", data_line),
+        ("memory", memory),
+        ("batch", plan.batch.rule(plan.mesh.data_ranks)),
     ]
+    if plan.pipeline:
+        rows.append(("pipeline", _stages(plan.pipeline, plan.mesh.pp)))
     rows += [
-        ("mixture", line.removeprefix("data.train: ")) for line in (data.mixture if data else ())
+        ("steps", f"{steps}, {_warm_up(plan)} of them warm-up"),
+        ("learning rate", f"{plan.lr:g}, {config.schedule.kind}"),
+        ("data", _data(plan)),
     ]
+    if plan.data:
+        rows += [("mixture", line.removeprefix("data.train: ")) for line in plan.data.mixture]
     if plan.deepspeed:
         rows.append(("DeepSpeed", json.dumps(plan.deepspeed)))
+    rows += _predicted(plan)
+    rows += [("because", line) for line in plan.why]
+    return "\n".join(f"{name:<14} {value}" for name, value in rows)
+
+
+def _mesh(plan: Plan) -> str:
+    """Return the degree of each dimension: `pp 1 × replicate 2 × … = 2 ranks`."""
+    degrees = [f"{name} {degree}" for name, degree in plan.mesh.model_dump().items()]
+    return f"{' × '.join(degrees)} = {plan.mesh.world_size} ranks"
+
+
+def _stages(pipeline: PipelinePlan, ranks: int) -> str:
+    """Return the schedule of a pipeline, and the layers of each of its stages."""
+    parts: list[str] = [pipeline.schedule]
+    for index, (first, end) in enumerate(pipeline.layers):
+        parts.append(f"stage {index} on rank {index % ranks}: layers {first}–{end - 1}")
+    if not pipeline.layers:
+        parts.append("stages known once the model is")
+    return "; ".join(parts)
+
+
+def _data(plan: Plan) -> str:
+    """Return the number of samples, if the data is prepared."""
+    data = plan.data
+    if not data:
+        return "not prepared yet: `drumline prepare` or `drumline train` does it"
+    tokens = f" ({count(data.train_tokens)} tokens)" if data.train_tokens else ""
+    line = f"{data.train_samples} training samples{tokens}, {data.eval_samples} held out"
+    if data.epoch_samples:
+        line += f"; {data.epoch_samples} an epoch"
+    return line
+
+
+def _predicted(plan: Plan) -> list[tuple[str, str]]:
+    """Return the rows of what is predicted of a rank."""
     predicted = plan.predicted
-    rows += [("adapter", line) for line in predicted.unadapted]
-    if estimate := predicted.estimate:
+    rows = [("adapter", line) for line in predicted.unadapted]
+    estimate = predicted.estimate
+    if estimate:
         memory = estimate.memory
-        rows.append(
-            (
-                "state a rank",
-                f"{size(memory.parameters + memory.gradients + memory.optimizer)} of weights, gradients and moments",
-            )
-        )
-        rows.append(
-            ("peak a rank", f"{size(memory.reserved)} of {size(estimate.limit)}, in {memory.phase}")
-        )
+        state = size(memory.parameters + memory.gradients + memory.optimizer)
+        peak = f"{size(memory.reserved)} of {size(estimate.limit)}, in {memory.phase}"
+        rows.append(("state a rank", f"{state} of weights, gradients and moments"))
+        rows.append(("peak a rank", peak))
     if predicted.flops_per_token:
         rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
-    return "\n".join(
-        f"{name:<14} {value}" for name, value in (*rows, *(("because", line) for line in plan.why))
-    )
+    return rows
 
 
 def _model(plan: Plan) -> str:
@@ -158,31 +170,38 @@ def _model(plan: Plan) -> str:
 
 
 def _warm_up(plan: Plan) -> str:
-    """Steps of warm-up; their share where it is known alone."""
+    """Return the steps of warm-up, or their share as long as the number of steps is unknown."""
     schedule = plan.config.schedule
-    share = schedule.warmup_ratio if plan.steps is None and schedule.warmup_steps is None else 0.0
-    return f"{100 * share:g}%" if share else str(plan.warmup_steps)
+    is_share = plan.steps is None and schedule.warmup_steps is None
+    if is_share and schedule.warmup_ratio:
+        return f"{100 * schedule.warmup_ratio:g}%"
+    return str(plan.warmup_steps)
 
 
 def checkpointing(layout: Layout) -> str:
-    """The kind of activation checkpointing, and of how many blocks, where not of all."""
-    number = layout.config.memory.checkpointed_blocks
-    return layout.activation_checkpointing + (f" of {number} blocks" if number else "")
+    """Return the kind of activation checkpointing, and the number of blocks if it is not of all."""
+    blocks = layout.config.memory.checkpointed_blocks
+    if blocks:
+        return f"{layout.activation_checkpointing} of {blocks} blocks"
+    return layout.activation_checkpointing
 
 
 def flow(value: Any) -> str:
-    """A value as YAML writes it on one line: `fsdp2`, `{kind: fsdp2, tp: 2}`."""
+    """Return a value as YAML writes it on one line: `fsdp2`, `{kind: fsdp2, tp: 2}`."""
     if isinstance(value, dict):
         if set(value) == {"kind"}:
             return str(value["kind"])
-        return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
+        pairs = [f"{key}: {flow(inner)}" for key, inner in value.items()]
+        return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()
-    return "null" if value is None else str(value)
+    if value is None:
+        return "null"
+    return str(value)
 
 
 def default_run_dir(config_path: Path) -> str:
-    """runs/<name of the YAML>, below the current folder."""
+    """Return runs/<name of the YAML>, below the current folder."""
     return str(Path("runs") / config_path.stem)

@@ -1,4 +1,7 @@
-"""The mesh of a run: over how many ranks each dimension spreads the model, and the place of a rank in it. Pure."""
+"""The mesh of a run: how many ranks each dimension has, and where a rank stands in it.
+
+This module computes only; it reads nothing and runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from drumline.core.estimate import Frozen
 from drumline.errors import PlanError
 
 Dimension = Literal["pp", "replicate", "shard", "ep", "cp", "tp"]
-# Descriptions of process groups whose collectives have a limit of seconds of their own.
+# Descriptions of process groups whose collectives have their own limit of seconds.
 GROUP_OF_SAVES = "saves"
 GROUP_BESIDE_STEPS = "beside steps"
 GROUPS_APART = (GROUP_OF_SAVES, GROUP_BESIDE_STEPS)
@@ -18,8 +21,11 @@ DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "ep", "cp", "tp
 
 
 class Mesh(Frozen):
-    """The degree of each dimension, outermost first. Their product is the world size. A rank's number is its place in row-major order:
-    tensor-parallel peers are neighbours, pipeline stages furthest apart. `ep`: data ranks, each with some of a mixture's experts."""
+    """The degree of each dimension, outermost first. Their product is the world size.
+
+    A rank's number is its place in row-major order: tensor-parallel peers are neighbours, pipeline stages
+    furthest apart. `ep`: data ranks that each hold some of a mixture's experts.
+    """
 
     pp: int = 1
     replicate: int = 1
@@ -34,55 +40,77 @@ class Mesh(Frozen):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that see different samples."""
         return self.replicate * self.shard * self.ep
 
     def place(self, rank: int) -> dict[Dimension, int]:
-        """Where a rank stands in each dimension."""
-        at: dict[Dimension, int] = {}
+        """Return where a rank stands in each dimension."""
+        coordinates: dict[Dimension, int] = {}
         for name in reversed(DIMENSIONS):
-            rank, at[name] = divmod(rank, getattr(self, name))
-        return at
+            rank, coordinates[name] = divmod(rank, getattr(self, name))
+        return coordinates
 
     def data_rank(self, rank: int) -> int:
-        """Which samples a rank sees: 0 … data_ranks − 1. Ranks that share them differ in pp, cp or tp."""
-        at = self.place(rank)
-        return (at["replicate"] * self.shard + at["shard"]) * self.ep + at["ep"]
+        """Return which samples a rank sees: 0 … data_ranks − 1.
+
+        Ranks that share samples differ in pp, cp or tp.
+        """
+        place = self.place(rank)
+        replica_and_shard = place["replicate"] * self.shard + place["shard"]
+        return replica_and_shard * self.ep + place["ep"]
 
     def counts(self, rank: int) -> bool:
-        """True for the one of the ranks that share samples whose sums go into a sum over all ranks."""
-        at = self.place(rank)
-        return at["pp"] == self.pp - 1 and at["cp"] == at["tp"] == 0  # the last stage has the loss
+        """Return whether a rank's sums go into a sum over all ranks.
+
+        Of the ranks that share samples exactly one's do. It is in the last stage, which has the loss.
+        """
+        place = self.place(rank)
+        is_last_stage = place["pp"] == self.pp - 1
+        return is_last_stage and place["cp"] == 0 and place["tp"] == 0
 
     def stream(self, rank: int) -> tuple[int, ...]:
-        """What a rank's random numbers hang on. Tensor-parallel peers draw alike: what they hold whole must stay equal."""
-        at = self.place(rank)
-        apart = (at["pp"], at["cp"]) if self.pp * self.cp > 1 else ()
-        return (self.data_rank(rank), *apart)
+        """Return what a rank's random numbers depend on.
+
+        Tensor-parallel peers draw the same: what each of them holds whole must stay equal.
+        """
+        if self.pp * self.cp == 1:
+            return (self.data_rank(rank),)
+        place = self.place(rank)
+        return (self.data_rank(rank), place["pp"], place["cp"])
 
 
 def divisors(number: int) -> list[int]:
-    """The smallest first, in √number steps: a global batch may have millions of samples."""
+    """Return all divisors, the smallest first.
+
+    It takes √number steps, because a global batch may have millions of samples.
+    """
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
+    large = [number // n for n in reversed(small) if n * n != number]
+    return small + large
 
 
 def divide(world: int, by: int, what: str, where: str) -> int:
-    """`world` / `by`. Raises PlanError where that is no whole number. `what`: the divisor in words, `where`: its key."""
+    """Return `world` / `by`. Raises PlanError if that is no whole number.
+
+    `what`: the divisor in words. `where`: its key.
+    """
     quotient, rest = divmod(world, by)
     if rest or not quotient:
+        processes = "process" if world == 1 else "processes"
         fix = f"one of {', '.join(map(str, divisors(world)))}"
-        raise PlanError(
-            f"{world} process{'es' * (world != 1)} do not divide into {what}", where=where, fix=fix
-        )
+        raise PlanError(f"{world} {processes} do not divide into {what}", where=where, fix=fix)
     return quotient
 
 
 def share(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Name → rank that takes it whole: the largest first, to the least loaded. Every rank comes to the same answer by itself."""
-    load = [0] * ranks
-    owner = {}
+    """Return name → rank that takes it whole: the largest first, each to the least loaded rank.
+
+    Every rank computes the same.
+    """
+    loads = [0] * ranks
+    owners = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owner[name] = load.index(min(load))
-        load[owner[name]] += sizes[name]
-    return owner
+        owner = loads.index(min(loads))
+        owners[name] = owner
+        loads[owner] += sizes[name]
+    return owners

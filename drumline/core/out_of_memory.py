@@ -1,4 +1,7 @@
-"""Out of memory: what a rank knew at that moment, and which category the plan predicted too low. Pure."""
+"""Out of memory: what a rank held at that moment, and which category the plan predicted too low.
+
+This module computes only; it reads nothing and runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,30 +26,32 @@ GROWS = {
     "the optimizer's step": "buffers",
     "saving": "buffers",
 }
-# Parts of messages that mean it where torch has no class of its own: CPU allocators, C++, cuBLAS, cuDNN, the kernel.
+# Parts of messages that mean out of memory, of what has no class of its own in torch: CPU allocators,
+# C++, cuBLAS, cuDNN, the kernel.
 MESSAGES = (
     "out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED", "could not allocate", "Unable to allocate", "Storage size calculation overflowed",
 )  # fmt: skip
-NOISE = 0.02  # a state that differs by less is as planned
+# A state that differs from the plan by a smaller part is as planned.
+NOISE = 0.02
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, by an error or by what it came from."""
+    """Return whether an error means that memory ran out, or was caused by one that does."""
     while error is not None:
         names = {cls.__name__ for cls in type(error).__mro__}
         if names & {"MemoryError", "OutOfMemoryError"}:  # the second is torch's
             return True
-        if isinstance(error, RuntimeError | OSError) and any(
-            text in str(error) for text in MESSAGES
-        ):
-            return True
+        if isinstance(error, RuntimeError | OSError):
+            message = str(error)
+            if any(text in message for text in MESSAGES):
+                return True
         error = error.__cause__
     return False
 
 
 def memory_fault(error: BaseException) -> EnvironmentFault:
-    """Return the one line of an allocation that failed in this process."""
+    """Return the one-line error for an allocation that failed in this process."""
     what = f"this machine has too little memory: {first_line(error)}"
     fix = "choose a smaller model or batch, or check the sizes in model.config"
     return EnvironmentFault(what, fix=fix)
@@ -54,7 +59,7 @@ def memory_fault(error: BaseException) -> EnvironmentFault:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Around a command's work: an allocation that fails becomes an EnvironmentFault. Also a decorator."""
+    """Turn an allocation that fails inside the block into an EnvironmentFault. Also a decorator."""
     try:
         yield
     except DrumlineError:
@@ -66,7 +71,7 @@ def memory_errors() -> Iterator[None]:
 
 
 class Exhausted(Frozen):
-    """One rank at the moment when memory ran out. Bytes; None where they are unknown."""
+    """One rank at the moment when memory ran out. Numbers are bytes; None if they are unknown."""
 
     rank: int
     during: str = Field(description="Where in a step: loading, forward, the loss, backward, …")
@@ -92,78 +97,101 @@ class Exhausted(Frozen):
     @property
     def needed(self) -> int | None:
         """Bytes that were needed at least."""
-        return None if self.allocated is None else self.allocated + (self.requested or 0)
+        if self.allocated is None:
+            return None
+        return self.allocated + (self.requested or 0)
 
     def describe(self) -> str:
-        """`ran out of memory in backward: 3.10 GiB in use, 512 MiB more requested, room for 3.40 GiB`."""
+        """Return what happened, in words.
+
+        `ran out of memory in backward: 3.10 GiB in use, 512 MiB more requested, room for 3.40 GiB`.
+        """
         if self.killed:
             return "was killed by the kernel: the host was out of memory"
-        known = [
-            "" if self.allocated is None else f"{size(self.allocated)} in use",
-            "" if self.requested is None else f"{size(self.requested)} more requested",
-            "" if self.room is None else f"room for {size(self.room)}",
-        ]
-        return f"ran out of memory in {self.during}" + (
-            f": {', '.join(k for k in known if k)}" if any(known) else ""
-        )
+        known = []
+        if self.allocated is not None:
+            known.append(f"{size(self.allocated)} in use")
+        if self.requested is not None:
+            known.append(f"{size(self.requested)} more requested")
+        if self.room is not None:
+            known.append(f"room for {size(self.room)}")
+        what = f"ran out of memory in {self.during}"
+        if known:
+            what += f": {', '.join(known)}"
+        return what
 
 
 class Misestimate(NamedTuple):
-    """The category that the plan predicted furthest too low, bytes. `found` is a lower bound."""
+    """The category that the plan predicted furthest too low, in bytes. `found` is a lower bound."""
 
     category: str
     planned: int
     found: int
 
+    @property
+    def excess(self) -> int:
+        return self.found - self.planned
+
 
 def misestimate(out: Exhausted, planned: Memory) -> Misestimate | None:
-    """None if nothing contradicts the plan, for example because its prediction does not fit either."""
-    sizes, stats = planned.model_dump(), out.memory_stats
-    found = [
-        Misestimate(name, sizes[name], stats[name])
-        for name in STATES
-        if stats.get(name, 0) > sizes[name] * (1 + NOISE)
-    ]
+    """Return what the plan predicted furthest too low.
+
+    None if nothing contradicts the plan, for example because its prediction does not fit either.
+    """
+    sizes = planned.model_dump()
+    measured = out.memory_stats
+    candidates = []
+    for name in STATES:
+        if measured.get(name, 0) > sizes[name] * (1 + NOISE):
+            candidates.append(Misestimate(name, sizes[name], measured[name]))
     if out.needed is not None and out.needed > planned.peak:
-        states = sum(stats.values()) if stats else sum(sizes[name] for name in STATES)
-        rest, category = (
-            planned.activations + planned.logits + planned.buffers,
-            GROWS.get(out.during, "activations"),
-        )
-        over = out.needed - states - rest
-        if over > NOISE * planned.peak:
-            found.append(Misestimate(category, sizes[category], sizes[category] + over))
-    return max(found, key=lambda w: w.found - w.planned, default=None)
+        if measured:
+            states = sum(measured.values())
+        else:
+            states = sum(sizes[name] for name in STATES)
+        rest = planned.activations + planned.logits + planned.buffers
+        excess = out.needed - states - rest
+        if excess > NOISE * planned.peak:
+            category = GROWS.get(out.during, "activations")
+            candidates.append(Misestimate(category, sizes[category], sizes[category] + excess))
+    return max(candidates, key=lambda candidate: candidate.excess, default=None)
 
 
 def verdict(out: Exhausted, planned: Memory) -> str:
-    """What the plan predicted, and the category that took more, or most."""
+    """Return what the plan predicted, and the category that took more, or most."""
     predicted = f"the plan predicted {size(planned.peak)}"
-    if off := misestimate(out, planned):
-        more = size(off.found - off.planned)
-        return f"{predicted}: {off.category} took at least {more} more (planned {size(off.planned)}, found {size(off.found)})"
-    name = max(
-        (*STATES, "activations", "logits", "buffers"), key=lambda each: getattr(planned, each)
-    )
-    mostly = f"most of it {name}, {size(getattr(planned, name))}"
+    worst = misestimate(out, planned)
+    if worst is not None:
+        return (
+            f"{predicted}: {worst.category} took at least {size(worst.excess)} more"
+            f" (planned {size(worst.planned)}, found {size(worst.found)})"
+        )
+    categories = (*STATES, "activations", "logits", "buffers")
+    largest = max(categories, key=lambda name: getattr(planned, name))
+    mostly = f"most of it {largest}, {size(getattr(planned, largest))}"
     if out.room is not None and planned.peak + planned.overhead > out.room:
         return f"{predicted}, more than there is room for; {mostly}"
     return f"{predicted}, {mostly}"
 
 
 def correction(out: Exhausted, planned: Memory) -> float:
-    """The factor from predicted to needed bytes; 1 where the prediction was enough."""
+    """Return the factor from predicted to needed bytes; 1 if the prediction was enough."""
     if out.needed is None or not planned.peak:
         return 1.0
-    fragmented = (
-        0.0
-        if out.reserved is None
-        else (out.reserved + (out.requested or 0)) / max(1, planned.reserved - planned.overhead)
-    )
-    return max(1.0, out.needed / planned.peak, fragmented)
+    factor = max(1.0, out.needed / planned.peak)
+    if out.reserved is None:
+        return factor
+    needed_with_reserve = out.reserved + (out.requested or 0)
+    planned_with_reserve = max(1, planned.reserved - planned.overhead)
+    return max(factor, needed_with_reserve / planned_with_reserve)
 
 
 def limit(out: Exhausted, planned: Memory, assumed: int) -> int:
-    """Bytes of a device that plans must fit into from now on: `assumed` so far, over `correction`, since predictions are too low by it."""
-    there = assumed if out.room is None else min(assumed, out.room + planned.overhead)
-    return math.floor(there / correction(out, planned))
+    """Return the bytes of a device that plans must fit into from now on.
+
+    It is the room that there is, `assumed` so far, over `correction`, by which predictions are too low.
+    """
+    room = assumed
+    if out.room is not None:
+        room = min(assumed, out.room + planned.overhead)
+    return math.floor(room / correction(out, planned))

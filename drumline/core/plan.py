@@ -1,4 +1,4 @@
-"""The Plan: what will happen, every number resolved. Ranks read `plan.json` and nothing else. No torch here."""
+"""The Plan: what will happen, with every number resolved. Ranks read only `plan.json`. No torch here."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ from drumline.core.strategy import DataParallel, Engine, Precision, Schedule, St
 from drumline.errors import CheckpointError
 from drumline.foreign import read_object
 
+# Of a trainable weight: itself and AdamW's two moments, in fp32.
+CHECKPOINT_BYTES_PER_WEIGHT = 3 * 4
+
 
 class BatchPlan(Frozen):
-    """global_samples = micro_batch × accumulation × data_ranks, all in samples (packs, where packing is on; pairs)."""
+    """The sizes of batches: global_samples = micro_batch × accumulation × data_ranks.
+
+    All are in samples: packs, if packing is on, or pairs.
+    """
 
     global_samples: int
     micro_batch: int
@@ -31,13 +37,16 @@ class BatchPlan(Frozen):
     )
 
     def rule(self, data_ranks: int) -> str:
-        """The product rule with its numbers, for the plan line."""
-        ranks = f"{data_ranks} data rank{'s' * (data_ranks > 1)}"
-        return f"{self.global_samples} samples = {self.micro_batch} micro-batch × {self.accumulation} accumulation × {ranks}"
+        """Return the product rule with its numbers, for the plan line."""
+        ranks = "data ranks" if data_ranks > 1 else "data rank"
+        return (
+            f"{self.global_samples} samples = {self.micro_batch} micro-batch"
+            f" × {self.accumulation} accumulation × {data_ranks} {ranks}"
+        )
 
 
 class DataIdentity(Frozen):
-    """Identifies the data of a run, for a resume: a position counts samples of these rows, in their order."""
+    """Identifies the data of a run, for a resume: a position counts samples of these rows in their order."""
 
     cache: str = Field(
         description="Folder of the token cache, whose name is a hash of all that it was made from."
@@ -51,8 +60,12 @@ class DataIdentity(Frozen):
 
 
 def _by_name(value: Any) -> Any:
-    """Older plans have one evaluation set, or null."""
-    return {"": value} if isinstance(value, str) else {} if value is None else value
+    """Return evaluation sets by name. Older plans have one set, or null."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"": value}
+    return value
 
 
 # Outcomes of a row that is not trained on: keys of `SourcePlan`, and of what a preparation counts.
@@ -60,7 +73,7 @@ LEFT_OUT = ("filtered", "ties", "duplicates", "contaminated", "too_long", "unlea
 
 
 class SourcePlan(Frozen):
-    """What became of the rows of a source."""
+    """What became of the rows of one source."""
 
     name: str
     read: int = Field(0, description="Rows read.")
@@ -119,38 +132,49 @@ class DataPlan(Frozen):
     @property
     def epoch(self) -> int:
         """Samples of an epoch; 0 in a stream, which has none."""
-        return 0 if self.stream else self.epoch_samples or self.train_samples
+        if self.stream:
+            return 0
+        return self.epoch_samples or self.train_samples
 
     @property
     def tokens_per_sample(self) -> float:
-        """Mean over an epoch."""
+        """Mean number of tokens of a sample over an epoch."""
         if not self.epoch_samples:
             return self.train_tokens / self.train_samples
-        return (
-            sum(
-                each.per_epoch * each.tokens / each.samples for each in self.sources if each.samples
-            )
-            / self.epoch
-        )
+        tokens: float = 0
+        for source in self.sources:
+            if source.samples:
+                tokens += source.per_epoch * source.tokens / source.samples
+        return tokens / self.epoch
 
     @property
     def mixture(self) -> tuple[str, ...]:
-        """A line for each source that an epoch does not have once."""
-        return tuple(
-            f"data.train: an epoch has {each.per_epoch:,} samples of {each.name}, × {each.per_epoch / max(1, each.samples):.3g} of its"
-            f" {each.samples:,} ({each.per_epoch / self.epoch:.1%} of it)"
-            for each in (self.sources if self.epoch_samples else ())
-            if each.samples is not None
-        )
+        """A line for each source of a mixture, with its part of an epoch; none if nothing is mixed."""
+        if not self.epoch_samples:
+            return ()
+        lines = []
+        for source in self.sources:
+            if source.samples is None:
+                continue
+            times = source.per_epoch / max(1, source.samples)
+            part = source.per_epoch / self.epoch
+            lines.append(
+                f"data.train: an epoch has {source.per_epoch:,} samples of {source.name},"
+                f" × {times:.3g} of its {source.samples:,} ({part:.1%} of it)"
+            )
+        return tuple(lines)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user is to know of the rows."""
+        """Lines about the rows that the user should read."""
         return self.formats + self.left_out + self.mixture
 
 
 class PipelinePlan(Frozen):
-    """How a pipeline runs; `model_parallel` is one micro-batch at a time through stages in turn."""
+    """How a pipeline runs.
+
+    `model_parallel` runs one micro-batch at a time through the stages in turn.
+    """
 
     schedule: Schedule
     stages_per_rank: int = 1
@@ -161,7 +185,7 @@ class PipelinePlan(Frozen):
 
 
 class RolePlan(Frozen):
-    """A model besides the policy: the reference, the value or the reward model of an algorithm, spread like it."""
+    """A model besides the policy, spread like it: an algorithm's reference, value or reward model."""
 
     model: ModelConfig
     model_path: str | None
@@ -178,15 +202,23 @@ class RolePlan(Frozen):
 
 
 def _explicit_stream_parts(values: dict[str, Any]) -> int:
-    """Return the parts of the stream of a plan that does not have them: an older version's, where nothing was left open."""
-    is_cut = "config" in values and getattr(values["config"].strategy, "sequence_parallel", False)
-    return values["mesh"].tp if is_cut and "mesh" in values else 1
+    """Return the parts of the stream of a plan that does not have them.
+
+    Such a plan is an older version's, in which nothing was left open.
+    """
+    if "config" not in values or "mesh" not in values:
+        return 1
+    is_cut = getattr(values["config"].strategy, "sequence_parallel", False)
+    return values["mesh"].tp if is_cut else 1
 
 
 class Layout(Frozen):
-    """How a run is spread over its devices: what the planner's arithmetic is a function of. A search makes thousands; a Plan is one of
-    them. `config.strategy` is what runs (auto in none that is estimated); what the user left open in `config` is resolved in the other
-    fields. `data` None: rows are taken to be as long as they may be."""
+    """How a run is spread over its devices: what the planner's arithmetic is a function of.
+
+    A search makes thousands of layouts; a Plan is one of them. `config.strategy` is what runs (`auto` is
+    in none that is estimated). What the user left open in `config` is resolved in the other fields. If
+    `data` is None, rows are taken to be as long as they may be.
+    """
 
     config: Config
     mesh: Mesh
@@ -221,21 +253,23 @@ class Layout(Frozen):
     @property
     def place(self) -> str:
         """torch's name for the kind of device that ranks compute on."""
-        return "mps" if self.config.run.device == "mps" else self.device
+        if self.config.run.device == "mps":
+            return "mps"
+        return self.device
 
     @property
     def pure(self) -> bool:
-        """Whether trainable weights, gradients and moments lie in bf16."""
+        """Whether trainable weights, gradients and moments are in bf16."""
         return self.precision == "bf16" and self.config.precision.master == "bf16"
 
     @property
     def fp8(self) -> bool:
-        """Whether linear layers of blocks multiply in fp8; `precision` is then that of all else."""
+        """Whether linear layers of blocks multiply in fp8; `precision` is then that of everything else."""
         return self.config.precision.kind == "fp8"
 
     @property
     def length(self) -> int:
-        """Tokens that a row of a micro-batch is wide."""
+        """Width of a row of a micro-batch in tokens."""
         return self.config.data.max_length
 
     @property
@@ -245,7 +279,10 @@ class Layout(Frozen):
 
     @property
     def tokens_per_row(self) -> float:
-        """Real tokens of a row, mean over the data, else all that fit. A prompt has an answer of full length, an image counts as one."""
+        """Real tokens of a row: the mean over the data, or all that fit if it is unknown.
+
+        A prompt has an answer of full length. An image counts as one token.
+        """
         config, data = self.config, self.data
         if config.images_alone:
             return 1.0
@@ -261,49 +298,54 @@ class Layout(Frozen):
 
     @property
     def positions(self) -> float:
-        """Tokens of a row that are computed: all of its width where that is fixed; elsewhere rows of like length share a batch, and what
-        little padding that takes is left out. An image counts as one."""
+        """Tokens of a row that are computed.
+
+        If the width of rows is fixed, it is all of it. Else rows of similar length share a batch, and
+        the little padding that this takes is neglected. An image counts as one.
+        """
         if self.config.images_alone:
             return 1.0
-        fixed = self.config.compile.enabled or self.config.packs or self.mesh.pp * self.mesh.cp > 1
-        return float(self.length) if fixed else self.tokens_per_row
+        is_cut = self.mesh.pp * self.mesh.cp > 1
+        has_fixed_width = self.config.compile.enabled or self.config.packs or is_cut
+        return float(self.length) if has_fixed_width else self.tokens_per_row
 
     def trainable(self, facts: ModelFacts) -> list[tuple[Head, ModelFacts]]:
-        """Head and sizes of each model that is trained, the policy (`facts`) first."""
-        roles = [
-            (role.head, facts.roles[name])
-            for name, role in self.roles.items()
-            if role.trainable and name in facts.roles
-        ]
-        return [(self.config.head, facts), *roles]
+        """Return head and sizes of each model that is trained, the policy (`facts`) first."""
+        models: list[tuple[Head, ModelFacts]] = [(self.config.head, facts)]
+        for name, role in self.roles.items():
+            if role.trainable and name in facts.roles:
+                models.append((role.head, facts.roles[name]))
+        return models
 
     def of_role(self, name: str) -> Self:
-        """The layout of one of `roles` by itself: spread like the policy, without adapter. A frozen one under DeepSpeed runs on the native
-        engine, whole, or under ZeRO 3 by FSDP2: nothing is to be reduced or stepped."""
-        role, config, strategy = self.roles[name], self.config, self.strategy
-        update: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
-        values: dict[str, Any] = {
-            "roles": {},
-            "pipeline": self.pipeline and self.pipeline.model_copy(update={"layers": role.layers}),
-        }
+        """Return the layout of one of `roles` by itself: spread like the policy, without adapter.
+
+        A frozen one under DeepSpeed runs on the native engine, because nothing is reduced or stepped:
+        whole, or under ZeRO 3 by FSDP2.
+        """
+        role = self.roles[name]
+        sections: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
+        fields: dict[str, Any] = {"roles": {}, "pipeline": None}
+        if self.pipeline is not None:
+            fields["pipeline"] = self.pipeline.model_copy(update={"layers": role.layers})
         if not role.trainable:
-            update["memory"] = MemoryConfig()
-            frozen, how = strategy.frozen(), self.data_parallel
-            if frozen is not strategy:
-                update["strategy"], values["engine"], how = (
-                    frozen,
-                    "native",
-                    frozen.data_parallel(Mesh()),
-                )
-            values |= {
-                "activation_checkpointing": "none",
-                "data_parallel": how if how in ("dp", "fsdp2") else "none",
-            }
-        return self.model_copy(update={**values, "config": config.model_copy(update=update)})
+            sections["memory"] = MemoryConfig()
+            frozen = self.strategy.frozen()
+            data_parallel = self.data_parallel
+            if frozen is not self.strategy:
+                sections["strategy"] = frozen
+                fields["engine"] = "native"
+                data_parallel = frozen.data_parallel(Mesh())
+            if data_parallel not in ("dp", "fsdp2"):
+                data_parallel = "none"
+            fields["data_parallel"] = data_parallel
+            fields["activation_checkpointing"] = "none"
+        fields["config"] = self.config.model_copy(update=sections)
+        return self.model_copy(update=fields)
 
 
 class Predicted(Frozen):
-    """What the planner expects; null where it does not know yet."""
+    """What the planner expects; null if it does not know yet."""
 
     parameters: int | None = None
     trainable: int | None = Field(
@@ -324,7 +366,7 @@ class Predicted(Frozen):
     )
 
     def mfu(self, tokens_per_s: float, devices: int = 1) -> float | None:
-        """Return the share of the devices' datasheet rate that model FLOPs take; None where either is unknown.
+        """Return the share of the devices' datasheet rate that model FLOPs take; None if either is unknown.
 
         `tokens_per_s`: of all `devices` together.
         """
@@ -376,60 +418,79 @@ class Plan(Layout):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The classes in order, where rows have one."""
-        return self.data.labels if self.data else ()
+        """The classes in order, if rows have one."""
+        if self.data is None:
+            return ()
+        return self.data.labels
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About what a checkpoint takes: in fp32 a trainable weight, and AdamW's two moments of it; 0 where the model is not known."""
-        return 12 * (self.predicted.trainable or 0)
+        """About the size of a checkpoint: trainable weights, and AdamW's two moments of them, in fp32.
+
+        0 if the model is not known.
+        """
+        trainable = self.predicted.trainable or 0
+        return CHECKPOINT_BYTES_PER_WEIGHT * trainable
 
     def measured_only(self) -> Self:
-        """The plan of a few steps that nothing is saved of, so that no space is required, and nothing is evaluated in."""
-        data = (
-            None
-            if self.data is None
-            else self.data.model_copy(update={"eval_caches": {}, "eval_samples": 0})
-        )
+        """Return the plan of a short measurement run, which saves and evaluates nothing."""
+        data = self.data
+        if data is not None:
+            data = data.model_copy(update={"eval_caches": {}, "eval_samples": 0})
         return self.model_copy(update={"saves": False, "data": data})
 
     def save(self, path: Path) -> None:
-        # User options are in it.
+        """Write the plan. The file is private, because user options are in it."""
         write_whole(path, self.model_dump_json(indent=2) + "\n", private=True)
 
     def of_role(self, name: str) -> Self:
-        """The plan of one of `roles` by itself."""
-        role, own = self.roles[name], super().of_role(name)
-        offload = getattr(own.strategy, "offload", self.offload)
-        deepspeed = self.deepspeed if role.trainable else None
-        if deepspeed is not None:
-            zero = dict(deepspeed["zero_optimization"])
-            for part in (
-                "offload_param",
-                "offload_optimizer",
-            ):  # two engines would write the same files on NVMe
-                if folder := zero.get(part, {}).get("nvme_path"):
-                    zero[part] = {**zero[part], "nvme_path": str(Path(folder) / name)}
-            deepspeed = {**deepspeed, "zero_optimization": zero}
-        return own.model_copy(
-            update={"offload": offload, "deepspeed": deepspeed, "model_path": role.model_path}
+        """Return the plan of one of `roles` by itself."""
+        role = self.roles[name]
+        layout = super().of_role(name)
+        deepspeed = None
+        if role.trainable and self.deepspeed is not None:
+            deepspeed = _with_own_nvme_folders(self.deepspeed, name)
+        return layout.model_copy(
+            update={
+                "offload": getattr(layout.strategy, "offload", self.offload),
+                "deepspeed": deepspeed,
+                "model_path": role.model_path,
+            }
         )
 
     @classmethod
     def load(cls, path: Path, trusted: bool = True) -> Plan:
-        """Not `trusted`: one that names a strategy of the user's own is refused (ConfigError).
+        """Read a plan from its file.
 
-        Raises CheckpointError for a file that is not there, and for what this version cannot read."""
+        If it is not `trusted` and names a strategy of the user's own, it is refused with ConfigError.
+        Raises CheckpointError for a file that is not there, and for what this version cannot read.
+        """
         try:
             return cls.of(read_object(path, CheckpointError, "name a run folder"), trusted)
         except ValidationError as error:
-            first, fix = first_mistake(error), "use the version that wrote it, or train again"
-            what = f"{path.name} is not one of this version: {first.where}: {first.what}"
-            raise CheckpointError(what, where=str(path.parent), fix=fix) from None
+            first = first_mistake(error)
+            raise CheckpointError(
+                f"{path.name} is not one of this version: {first.where}: {first.what}",
+                where=str(path.parent),
+                fix="use the version that wrote it, or train again",
+            ) from None
 
     @classmethod
     def of(cls, values: Any, trusted: bool = True) -> Plan:
-        """The plan that is `values` as JSON. Own kinds are found from the folder of the YAML, wherever this process is."""
+        """Return the plan that is `values` as JSON.
+
+        Kinds of the user's own are found from the folder of the YAML, wherever this process is.
+        """
         base_dir = values.get("base_dir") if isinstance(values, dict) else None
         folder = Path(base_dir) if isinstance(base_dir, str) else None
         return cls.model_validate(values, context={"trusted": trusted, "base_dir": folder})
+
+
+def _with_own_nvme_folders(deepspeed: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return DeepSpeed's config with separate folders on NVMe: engines must not share files."""
+    zero = dict(deepspeed["zero_optimization"])
+    for part in ("offload_param", "offload_optimizer"):
+        folder = zero.get(part, {}).get("nvme_path")
+        if folder:
+            zero[part] = {**zero[part], "nvme_path": str(Path(folder) / name)}
+    return {**deepspeed, "zero_optimization": zero}

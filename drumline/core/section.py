@@ -1,4 +1,4 @@
-"""What every part of the config has in common."""
+"""What all parts of the config have in common: their base class, types of numbers, and short forms."""
 
 from __future__ import annotations
 
@@ -22,21 +22,27 @@ from pydantic_core import CoreSchema, core_schema
 from drumline.foreign import path_mistake
 
 # Limits of what a person may mean: more is a slip of the keyboard, and would end in an overflow, or never.
-MOST_SAMPLES = 10**9  # rows, tokens, samples of a step
+# Rows, tokens, samples of a step.
+MOST_SAMPLES = 10**9
 MOST_STEPS = 10**12
 MOST_RANKS = 2**20
-MOST_SECONDS = 10**7  # four months
+# Four months.
+MOST_SECONDS = 10**7
 MOST_SEED = 2**63 - 1
-MOST_WEIGHT = 10**6  # of a term of a loss or reward
+# Weight of a term of a loss or reward.
+MOST_WEIGHT = 10**6
 
 
 def _possible(path: str) -> str:
-    if mistake := path_mistake(path):
+    """Return the path. Raises ValueError if no file can have it."""
+    mistake = path_mistake(path)
+    if mistake:
         raise ValueError(mistake)
     return path
 
 
-PathText = Annotated[str, AfterValidator(_possible)]  # a path, or an id of a hub
+# A path, or an id of a hub.
+PathText = Annotated[str, AfterValidator(_possible)]
 Count = Annotated[int, Field(gt=0, le=MOST_SAMPLES)]
 Amount = Annotated[int, Field(ge=0, le=MOST_SAMPLES)]
 Part = Annotated[float, Field(gt=0, lt=1)]
@@ -49,13 +55,17 @@ Above0 = Annotated[float, Field(gt=0, le=MOST_WEIGHT)]
 
 
 def passes(every: int | str | None) -> float | None:
-    """The passes over the data of `N epochs`; None for anything else."""
-    found = re.fullmatch(r"(\d*\.?\d+) *epochs?", str(every))
-    return float(found[1]) if found else None
+    """Return the passes over the data of `N epochs`; None for anything else."""
+    match = re.fullmatch(r"(\d*\.?\d+) *epochs?", str(every))
+    if match is None:
+        return None
+    return float(match[1])
 
 
 def _epochs(every: str) -> str:
-    if not 0 < (passes(every) or 0) <= MOST_SAMPLES:
+    """Return the text. Raises ValueError if it is no number of epochs."""
+    epochs = passes(every)
+    if epochs is None or not 0 < epochs <= MOST_SAMPLES:
         raise ValueError(
             f"{every!r} given, a number of steps or of epochs is wanted: 200, or `0.5 epochs`"
         )
@@ -74,20 +84,23 @@ class Section(BaseModel):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """The schema, with null among the values of each key that null leaves at its default."""
-        made = handler(schema)
-        properties = handler.resolve_ref_schema(made).get("properties", {})
+        """Return the schema, with null among the values of each key that null leaves at its default."""
+        json_schema = handler(schema)
+        properties = handler.resolve_ref_schema(json_schema).get("properties", {})
         for name, info in cls.model_fields.items():
             if name in properties and null_means_default(info):
                 properties[name] = _or_null(properties[name])
-        return made
+        return json_schema
 
 
 @dataclass(frozen=True)
 class RefusesNull:
-    """Metadata of a key whose default does something that null may be meant to turn off."""
+    """Metadata of a key whose default does something that null may be meant to turn off.
 
-    fix: str  # what to write for either
+    `fix`: what to write for either.
+    """
+
+    fix: str
 
 
 def null_means_default(field: FieldInfo) -> bool:
@@ -123,18 +136,24 @@ def _admits_null(annotation: Any) -> bool:
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a key, to which null is added."""
+    """Return the schema of a key, with null added to its values."""
     about: dict[str, Any] = {
         key: schema[key] for key in ("description", "title", "default") if key in schema
     }
     values = {key: value for key, value in schema.items() if key not in about}
-    choices = values["anyOf"] if list(values) == ["anyOf"] else [values]
+    choices = [values]
+    if list(values) == ["anyOf"]:
+        choices = values["anyOf"]
     return {"anyOf": [*choices, {"type": "null"}], **about}
 
 
 @dataclass(frozen=True)
 class Short:
-    """A short way to write a section: what turns it into the long one, and its JSON schema; None: one of the section's kinds, as text."""
+    """A short way to write a section.
+
+    `long`: turns the short form into the section. `short_schema`: the JSON schema of the short form;
+    None: one of the section's kinds, as text.
+    """
 
     long: Callable[[Any], Any]
     short_schema: dict[str, Any] | None = field(default=None, hash=False)
@@ -148,32 +167,34 @@ class Short:
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         full = handler(schema)
-        return {
-            "anyOf": [
-                self.short_schema or {"enum": sorted(kinds_without_keys(full, handler))},
-                full,
-            ]
-        }
+        short = self.short_schema or {"enum": sorted(kinds_without_keys(full, handler))}
+        return {"anyOf": [short, full]}
 
 
 def kinds_without_keys(full: dict[str, Any], handler: GetJsonSchemaHandler) -> list[str]:
-    """The kinds that need no further key."""
+    """Return the kinds of a section that need no further key. `full`: its JSON schema."""
+    kinds: list[str] = []
     if "discriminator" in full:
-        return [
-            kind
-            for each in full["discriminator"]["mapping"].values()
-            for kind in kinds_without_keys({"$ref": each}, handler)
-        ]
+        for reference in full["discriminator"]["mapping"].values():
+            kinds += kinds_without_keys({"$ref": reference}, handler)
+        return kinds
     section = handler.resolve_ref_schema(full)
-    if set(section.get("required", ())) - {"kind"}:
+    required = set(section.get("required", ()))
+    if required - {"kind"}:
         return []
     kind = section["properties"]["kind"]
-    found: list[str] = []
-    for choice in kind.get("anyOf", [kind]):  # null is one where it means the default
+    # null is among the choices where it means the default.
+    for choice in kind.get("anyOf", [kind]):
         if choice.get("type") != "null":
-            found += choice.get("enum", [choice.get("const")])
-    return found
+            kinds += choice.get("enum", [choice.get("const")])
+    return kinds
 
 
-# `strategy: ddp` is short for `strategy: {kind: ddp}`.
-KIND_ALONE = Short(lambda value: {"kind": value} if isinstance(value, str) else value)
+def _as_kind(value: Any) -> Any:
+    """Return the section that a kind is short for: `ddp` means `{kind: ddp}`."""
+    if isinstance(value, str):
+        return {"kind": value}
+    return value
+
+
+KIND_ALONE = Short(_as_kind)

@@ -1,4 +1,4 @@
-"""YAML read safely, with the line of every key: so that an error can say where."""
+"""Reads YAML safely, and notes the line of every key, so that an error can say where."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ Place = tuple[str, ...]
 
 # A config of a hundred lines holds a few hundred values; aliases of aliases can unfold to billions.
 MOST_VALUES = 100_000
+# Characters of a number that is converted to see whether it is too large; 64 bits take at most 66.
+MOST_DIGITS = 80
 
 
 class NumberTooLarge(ConfigError):
-    """A whole number does not fit 64 bits. `place` is where it stands."""
+    """A whole number does not fit into 64 bits. `place` is where it stands."""
 
     def __init__(self, where: str, place: Place) -> None:
         what = "not readable as YAML: a whole number of more than 64 bits"
@@ -27,56 +29,70 @@ class NumberTooLarge(ConfigError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Only what JSON has, too. `1e-5` is a number and `2026-01-31` is text, as in YAML 1.2; `yes` and `no` stay booleans, as in 1.1."""
+    """Reads only what JSON has, too.
+
+    `1e-5` is a number and `2026-01-31` is text, as in YAML 1.2. `yes` and `no` stay booleans, as in 1.1.
+    """
 
 
-_PLAIN = ("bool", "null", "merge", "int", "float", "str", "seq", "map")
-_Loader.yaml_constructors = {
-    tag: make
-    for tag, make in yaml.SafeLoader.yaml_constructors.items()
-    if tag is None or tag.rpartition(":")[2] in _PLAIN
-}
-_Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, pattern)
-        for tag, pattern in pairs
-        if tag.rpartition(":")[2] in ("bool", "null", "merge")
-    ]
-    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+class _Dumper(yaml.SafeDumper):
+    """Puts a text in quotes if either version of YAML would read it as something else.
+
+    A text of several lines is written as a block.
+    """
+
+    def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
+        if re.search("[\x85\u2028\u2029]", value):
+            style = '"'
+        elif re.match(r"\S.*\n", value):
+            style = "|"
+        return super().represent_scalar(tag, value, style)
+
+
+# Types that a value may have, and those of them that plain text is tried as by YAML 1.1's patterns.
+_TYPES = ("bool", "null", "merge", "int", "float", "str", "seq", "map")
+_INHERITED_PATTERNS = ("bool", "null", "merge")
 _INT = re.compile(r"^(?:[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+|0o[0-7]+)$")
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
 )
 
 
-class _Dumper(yaml.SafeDumper):
-    """Puts in quotes whatever text either version of YAML would read as something else, and lines of a text on lines of their own."""
-
-    def represent_scalar(self, tag: str, value: str, style: str | None = None) -> yaml.ScalarNode:
-        either = (
-            '"'
-            if re.search("[\x85\u2028\u2029]", value)
-            else "|"
-            if re.match(r"\S.*\n", value)
-            else style
-        )
-        return super().represent_scalar(tag, value, either)
+def _type_of(tag: str) -> str:
+    """Return the last part of a tag: `int` of tag:yaml.org,2002:int."""
+    return tag.rpartition(":")[2]
 
 
-for _either in (_Loader, _Dumper):
-    _either.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
-    _either.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+def _set_up_types() -> None:
+    """Limit the loader to the types of JSON, and set YAML 1.2's patterns of numbers."""
+    _Loader.yaml_constructors = {
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or _type_of(tag) in _TYPES
+    }
+    _Loader.yaml_implicit_resolvers = {}
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
+        kept = [each for each in resolvers if _type_of(each[0]) in _INHERITED_PATTERNS]
+        _Loader.yaml_implicit_resolvers[first] = kept
+    for target in (_Loader, _Dumper):
+        target.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+        target.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+_set_up_types()
 
 
 def write_yaml(values: dict[str, Any]) -> str:
-    """YAML that `read_yaml` reads back as it was, keys in their own order."""
+    """Return YAML that `read_yaml` reads back as it was, with keys in their own order."""
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
 def read_yaml(text: str, name: str) -> tuple[Any, dict[Place, int]]:
-    """The value of a YAML text, and the line (from 1) of each key and list item by its place. What an alias repeats is a copy. Raises
-    ConfigError with file and line for text that is no YAML, and for a key that stands twice."""
+    """Return the value of a YAML text, and the line (from 1) of each key and list item by its place.
+
+    What an alias repeats is a copy. `name`: the file, for errors.
+    Raises ConfigError with file and line for text that is no YAML, and for a key that stands twice.
+    """
     lines: dict[Place, int] = {}
     try:
         loader = _Loader(text)
@@ -87,31 +103,28 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Place, int]]:
         return _unshared(loader.construct_document(node)), lines
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
-        raise _unreadable(
-            f"character {chr(error.character)!r} may not stand in it", f"{name}:{line}", "remove it"
-        ) from None
+        what = f"character {chr(error.character)!r} may not stand in it"
+        raise _unreadable(what, f"{name}:{line}", "remove it") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{name}:{mark.line + 1}" if mark else name
-        problem = getattr(error, "problem", None) or str(error)
-        if "'\\t'" in problem:
-            raise _unreadable(
-                "a tab where spaces are wanted", where, "indent with spaces"
-            ) from None
-        raise _unreadable(problem, where, "mend that line or the one before") from None
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:  # `!!int x`: a tag that its value does not fit
-        raise _unreadable(
-            f"a tag that does not fit its value ({error})", name, "leave tags out"
-        ) from None
+        raise _syntax_mistake(error, name) from None
+    # `!!int x`: a tag that its value does not fit.
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        what = f"a tag that does not fit its value ({error})"
+        raise _unreadable(what, name, "leave tags out") from None
     except RecursionError:
         raise _unreadable(
             "nested too deeply", name, "look for brackets that are not closed"
         ) from None
+
+
+def _syntax_mistake(error: yaml.YAMLError, name: str) -> ConfigError:
+    """Return the error for a text that is no YAML."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"{name}:{mark.line + 1}" if mark else name
+    problem = getattr(error, "problem", None) or str(error)
+    if "'\\t'" in problem:
+        return _unreadable("a tab where spaces are wanted", where, "indent with spaces")
+    return _unreadable(problem, where, "mend that line or the one before")
 
 
 def _unreadable(problem: str, where: str, fix: str) -> ConfigError:
@@ -119,67 +132,90 @@ def _unreadable(problem: str, where: str, fix: str) -> ConfigError:
 
 
 def _unshared(value: Any) -> Any:
+    """Return a copy in which no dictionary or list stands at two places."""
     if isinstance(value, dict):
         return {key: _unshared(inner) for key, inner in value.items()}
-    return [_unshared(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_unshared(inner) for inner in value]
+    return value
 
 
 class _Walk:
-    """Goes through a tree of YAML nodes once. What an alias repeats is counted, not walked again."""
+    """Goes once through a tree of YAML nodes.
+
+    What an alias repeats is counted, not walked again.
+    """
 
     def __init__(self, lines: dict[Place, int], name: str) -> None:
-        self.lines, self.name = lines, name
-        self.sizes: dict[int, int | None] = {}  # by id of the node; None while inside of it
+        self.lines = lines
+        self.name = name
+        # id of a node → how many values it unfolds to; None while the walk is inside of it.
+        self.sizes: dict[int, int | None] = {}
 
     def visit(self, node: yaml.Node, place: Place) -> int:
         """Note the lines below a node. Returns how many values it unfolds to."""
         if id(node) in self.sizes:
             known = self.sizes[id(node)]
             if known is None:
-                raise self._refuse(node, "an alias that holds itself", "write the values out")
+                raise self._mistake(node, "an alias that holds itself", "write the values out")
             return known
         self.sizes[id(node)] = None
-        size = 1
         if len(place) > MOST_DEPTH:
-            raise self._refuse(node, "nested too deeply", "look for brackets that are not closed")
+            raise self._mistake(node, "nested too deeply", "look for brackets that are not closed")
+        size = 1
         if isinstance(node, yaml.ScalarNode):
-            self._scalar(node, place)
-        if isinstance(node, yaml.MappingNode):
-            size += sum(self._pair(key, value, place) for key, value in node.value)
+            self._check_scalar(node, place)
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                size += self._visit_pair(key, value, place)
         elif isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
-                self.lines[(*place, str(index))] = item.start_mark.line + 1
-                size += self.visit(item, (*place, str(index)))
+                item_place = (*place, str(index))
+                self.lines[item_place] = item.start_mark.line + 1
+                size += self.visit(item, item_place)
         if size > MOST_VALUES:
-            raise self._refuse(
-                node,
-                f"aliases that unfold to more than {MOST_VALUES} values",
-                "write the values out",
-            )
+            what = f"aliases that unfold to more than {MOST_VALUES} values"
+            raise self._mistake(node, what, "write the values out")
         self.sizes[id(node)] = size
         return size
 
-    def _pair(self, key: yaml.Node, value: yaml.Node, place: Place) -> int:
+    def _visit_pair(self, key: yaml.Node, value: yaml.Node, place: Place) -> int:
+        """Note the line of a key and those below its value.
+
+        Returns how many values the value unfolds to.
+        """
         if not isinstance(key, yaml.ScalarNode):
-            raise self._refuse(key, "a key that is a list or a mapping", "write `key: value`")
-        self._scalar(key, place)
-        here, line = (*place, str(key.value)), key.start_mark.line + 1
-        if here in self.lines:
-            what = f"key {key.value!r} stands twice, on lines {self.lines[here]} and {line}"
+            raise self._mistake(key, "a key that is a list or a mapping", "write `key: value`")
+        self._check_scalar(key, place)
+        key_place = (*place, str(key.value))
+        line = key.start_mark.line + 1
+        if key_place in self.lines:
+            what = f"key {key.value!r} stands twice, on lines {self.lines[key_place]} and {line}"
             raise ConfigError(what, where=f"{self.name}:{line}", fix="keep one of them")
-        self.lines[here] = line
-        return self.visit(value, here)
+        self.lines[key_place] = line
+        return self.visit(value, key_place)
 
-    def _scalar(self, node: yaml.ScalarNode, place: Place) -> None:
-        """Join the halves of a character that JSON escapes as two, and refuse what is no text, and numbers of more than 64 bits."""
-        whole = node.tag.endswith(":int") and _INT.match(node.value)
-        if whole and (
-            len(node.value) > 80 or abs(int(node.value.replace("_", ""), 0)) >= MOST_WHOLE
-        ):
+    def _check_scalar(self, node: yaml.ScalarNode, place: Place) -> None:
+        """Refuse what is no text, and whole numbers of more than 64 bits.
+
+        JSON escapes some characters as two halves, which are joined here.
+        """
+        if node.tag.endswith(":int") and _INT.match(node.value) and _is_too_large(node.value):
             raise NumberTooLarge(f"{self.name}:{node.start_mark.line + 1}", place)
-        node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-        if mistake := "holds a NUL character" if "\0" in node.value else text_mistake(node.value):
-            raise self._refuse(node, mistake, "take it out")
+        halves = node.value.encode("utf-16", "surrogatepass")
+        node.value = halves.decode("utf-16", "surrogatepass")
+        mistake = text_mistake(node.value)
+        if "\0" in node.value:
+            mistake = "holds a NUL character"
+        if mistake:
+            raise self._mistake(node, mistake, "take it out")
 
-    def _refuse(self, node: yaml.Node, problem: str, fix: str) -> ConfigError:
+    def _mistake(self, node: yaml.Node, problem: str, fix: str) -> ConfigError:
         return _unreadable(problem, f"{self.name}:{node.start_mark.line + 1}", fix)
+
+
+def _is_too_large(digits: str) -> bool:
+    """Return whether a whole number has more than 64 bits."""
+    if len(digits) > MOST_DIGITS:
+        return True
+    return abs(int(digits.replace("_", ""), 0)) >= MOST_WHOLE

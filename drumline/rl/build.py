@@ -1,4 +1,4 @@
-"""From a config to what samples."""
+"""Builds the generator of completions that a config names."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
-from drumline.core import rollouts as c
+from drumline.core import rollouts as configs
 from drumline.rl.continuous import ContinuousGenerator
 from drumline.rl.generate import Endings, Generator, HFGenerator, InferenceCopy, Sampler, Weights
 from drumline.rl.vllm import VLLMEngine, VLLMServer, WeightFolder
 
+Refresh = Callable[[Weights], None]
+
 
 def generator(
-    config: c.Generator,
+    config: configs.Generator,
     tokenizer: Any,
     seed: int,
     unsharded: Any | None,
@@ -25,51 +27,72 @@ def generator(
     model_path: str | None = None,
     run_dir: Path = Path(),
     rows: int | None = None,
-) -> tuple[Generator, Callable[[Weights], None] | None]:
-    """What samples, and what hands it the trained weights (`Engine.whole_weights`, before each rollout); None: it has them already.
+) -> tuple[Generator, Refresh | None]:
+    """Return a generator, and what hands it the trained weights before each rollout.
 
-    `unsharded`: the trainable model, if this rank's device has all of it (one process, DDP); None: it is sharded, and a copy
-    made by `build`, in the type that it shall compute in, is sampled from. `autocast`: the type that the trainable model computes in, where
-    that is not its weights'; continuous batching, whose thread has no autocast, then takes a copy too. vLLM starts from the folder or
-    hub id `model_path`, and reads new weights in a folder of `run_dir`. `rows`: of an embedding that is
-    larger than that in its files.
+    The latter takes `Engine.whole_weights`; it is None if the generator has the weights already.
+
+    `unsharded`: the trainable model, if it is whole on this rank's device (one process, DDP). If it is
+    None, the generator samples from a copy.
+    `build`: makes that copy, in the type that it computes in.
+    `autocast`: the type that the trainable model computes in, if that is not the type of its weights.
+    The thread of continuous batching has no autocast, so it takes a copy then.
+    `model_path`: the folder or hub id that vLLM starts from.
+    `run_dir`: vLLM's server reads new weights in a folder of it.
+    `rows`: rows of an embedding that is larger than the one in the model's files.
     """
-    if isinstance(config, c.VLLMGenerator):
+    if isinstance(config, configs.VLLMGenerator):
         dtype = autocast or torch.float32
-        if config.url is None:
-            assert model_path is not None, "a rule refuses it"
-            name = str(dtype).removeprefix("torch.")
-            engine = VLLMEngine(config, tokenizer, seed, model_path, name, rows)
-            return engine, engine.refresh
-        server = VLLMServer(config, tokenizer, seed)
-        folder = Path(config.folder) if config.folder is not None else run_dir / "rollout-weights"
-        return server, None if config.weights == "none" else WeightFolder(
-            server.server, folder.absolute(), dtype
-        ).refresh
-    of_kind = ContinuousGenerator if isinstance(config, c.ContinuousGenerator) else HFGenerator
-    if unsharded is not None and (of_kind is HFGenerator or autocast is None):
-        return of_kind(config, unsharded, tokenizer, seed, autocast), None
+        if config.url is not None:
+            return _vllm_server(config, tokenizer, seed, dtype, run_dir)
+        assert model_path is not None, "a rule refuses it"
+        dtype_name = str(dtype).removeprefix("torch.")
+        engine = VLLMEngine(config, tokenizer, seed, model_path, dtype_name, rows)
+        return engine, engine.refresh
+    if isinstance(config, configs.ContinuousGenerator):
+        generator_type: type[HFGenerator] = ContinuousGenerator
+        uses_autocast = False
+    else:
+        generator_type = HFGenerator
+        uses_autocast = True
+    if unsharded is not None and (uses_autocast or autocast is None):
+        return generator_type(config, unsharded, tokenizer, seed, autocast), None
     whole = InferenceCopy(build)
-    return of_kind(config, whole.model, tokenizer, seed), whole.refresh
+    return generator_type(config, whole.model, tokenizer, seed), whole.refresh
+
+
+def _vllm_server(
+    config: configs.VLLMGenerator, tokenizer: Any, seed: int, dtype: torch.dtype, run_dir: Path
+) -> tuple[Generator, Refresh | None]:
+    server = VLLMServer(config, tokenizer, seed)
+    if config.weights == "none":
+        return server, None
+    folder = run_dir / "rollout-weights"
+    if config.folder is not None:
+        folder = Path(config.folder)
+    return server, WeightFolder(server.server, folder.absolute(), dtype).refresh
 
 
 def greedy(sampling: Any) -> Generator:
-    """A generator of the same model (engine, server) that takes the likeliest token each time."""
+    """Return a generator of the same model that takes the likeliest token each time."""
     return _with_options(sampling, top_k=1)
 
 
 def probing(sampling: Any, new_tokens: int) -> Generator:
-    """A generator of the same model that samples at most `new_tokens` from the whole distribution, at the run's temperature."""
+    """Return a generator of the same model that samples at most `new_tokens` from the whole distribution.
+
+    The temperature is the run's.
+    """
     return _with_options(sampling, top_k=0, top_p=1.0, stop=(), max_new_tokens=new_tokens)
 
 
 def _with_options(sampling: Any, **options: Any) -> Any:
-    """A copy of a generator, of the same model, with other options of its config."""
-    made = copy.copy(sampling)
-    made.config = sampling.config.model_copy(update=options)
+    """Return a copy of a generator, of the same model, with other options of its config."""
+    copied = copy.copy(sampling)
+    config = sampling.config.model_copy(update=options)
+    copied.config = config
     if isinstance(sampling, HFGenerator):
-        made.sampler = Sampler(made.config.temperature, made.config.top_k, made.config.top_p)
-        made.endings = Endings(
-            sampling.endings.token_ids, made.config.stop, sampling.endings.tokenizer
-        )
-    return made
+        endings = sampling.endings
+        copied.sampler = Sampler(config.temperature, config.top_k, config.top_p)
+        copied.endings = Endings(endings.token_ids, config.stop, endings.tokenizer)
+    return copied

@@ -1,16 +1,20 @@
-"""transformers' continuous batching behind the seam: a finished sequence makes room for the next, and equal prompts share their cache.
+"""A generator that uses transformers' continuous batching.
 
-Its own processors sample from one generator for all requests, in the order that they happen to run. Ours takes the place of their list
-(`ContinuousBatchingManager.logit_processor`, before the manager starts), gets the requests of each step before it, and adds the noise
-of each. It is Python that runs at every step, so CUDA graphs and batches in flight side by side are switched off.
+A finished sequence makes room for the next, and equal prompts share their cache.
+
+transformers' own processors sample from one generator for all requests, in the order in which they
+happen to run. `RequestNoise` replaces their list (`ContinuousBatchingManager.logit_processor`, before
+the manager starts). It is told the requests of each step before the step, and adds the noise of each.
+It is Python that runs at every step, so CUDA graphs and concurrent batches are switched off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
@@ -31,34 +35,59 @@ from drumline.rl.generate import (
 )
 from drumline.vendor.transformers import ContinuousBatchingLogitsProcessorList
 
-PAGE = 32  # tokens of a piece of the cache: short completions would leave most of transformers' 256 empty
-PREFILL = 1024  # prompt tokens of one step at most
+# Tokens of a page of the cache. Short completions would leave most of transformers' 256 empty.
+PAGE = 32
+# Prompt tokens of one step at most.
+PREFILL = 1024
+
+
+class Row(NamedTuple):
+    """A row of a step's scores: a request, and which of its tokens is sampled."""
+
+    request: str
+    position: int
+
+
+class Sampled(NamedTuple):
+    """What was sampled for a request. `ended`: by an end token or a stop text."""
+
+    tokens: list[int]
+    ended: bool
 
 
 class RequestNoise(ContinuousBatchingLogitsProcessorList):
-    """Scores for continuous batching: a Sampler that knows each row's request. `log_probs`: by request, of each token so far."""
+    """A Sampler for continuous batching, which knows the request of each row.
+
+    `seeds`: request → its seed. `prompt_lengths`: request → tokens of its prompt.
+    `log_probs`: request → log-prob of each token so far.
+    """
 
     def __init__(
         self, sampler: Sampler, seeds: dict[str, int], prompt_lengths: dict[str, int]
     ) -> None:
         super().__init__(LogitsProcessorList())
         self.do_processing = True
-        self.sampler, self.seeds, self.prompt_lengths = sampler, seeds, prompt_lengths
+        self.sampler = sampler
+        self.seeds = seeds
+        self.prompt_lengths = prompt_lengths
         self.log_probs: dict[str, list[torch.Tensor]] = {name: [] for name in seeds}
-        self.rows: list[tuple[str, int]] = []
+        self.rows: list[Row] = []
 
     def prepare_tensor_args(
         self, requests_in_batch: list[Any], arg_storage: torch.Tensor
     ) -> torch.Tensor:
-        """Before a step: its requests, in the order of the rows. One that lost its cache comes again with its tokens as a prompt."""
-        states = [request.state for request in requests_in_batch if request.has_new_token]
-        self.rows = [
-            (
-                s.request_id,
-                len(s.initial_tokens) + len(s.generated_tokens) - self.prompt_lengths[s.request_id],
-            )
-            for s in states
-        ]
+        """Note the requests of the next step, in the order of its rows.
+
+        A request that lost its cache comes again, with the tokens so far as part of its prompt.
+        """
+        self.rows = []
+        for request in requests_in_batch:
+            if not request.has_new_token:
+                continue
+            state = request.state
+            tokens = len(state.initial_tokens) + len(state.generated_tokens)
+            position = tokens - self.prompt_lengths[state.request_id]
+            self.rows.append(Row(state.request_id, position))
         return arg_storage
 
     def __call__(
@@ -67,63 +96,66 @@ class RequestNoise(ContinuousBatchingLogitsProcessorList):
         rows = len(self.rows)  # further rows belong to prompts that are not read to their end yet
         if not rows:
             return scores
-        seeds_B = copied_to(
-            scores.device, torch.tensor([self.seeds[name] for name, _ in self.rows])
-        )
-        positions = torch.tensor([position for _, position in self.rows])
-        positions_B = copied_to(scores.device, positions)
+        seeds = [self.seeds[row.request] for row in self.rows]
+        positions = [row.position for row in self.rows]
+        seeds_B = copied_to(scores.device, torch.tensor(seeds))
+        positions_B = copied_to(scores.device, torch.tensor(positions))
         noisy_BV, log_probs_B = self.sampler.choose(scores[:rows], seeds_B, positions_B)
-        for (name, position), log_prob in zip(self.rows, log_probs_B, strict=True):
-            assert len(self.log_probs[name]) == position, "each token is sampled once"
-            self.log_probs[name].append(log_prob)
+        for row, log_prob in zip(self.rows, log_probs_B, strict=True):
+            log_probs = self.log_probs[row.request]
+            assert len(log_probs) == row.position, "each token is sampled once"
+            log_probs.append(log_prob)
         return torch.cat([noisy_BV, scores[rows:]])
 
 
 class ContinuousGenerator(HFGenerator):
-    """`generate` by continuous batching, at most `config.batch` sequences in a step. `model`: in the type that it computes in (its thread
-    knows no autocast)."""
+    """`generate` by continuous batching, with at most `config.batch` sequences in a step.
+
+    `model` is in the type that it computes in, because its thread knows no autocast.
+    """
 
     @torch.no_grad()
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
-        """Raises DataError for an empty prompt, PlanError for one that leaves too few positions, DrumlineError where generation fails."""
+        """Return a completion for each request.
+
+        Raises DataError for an empty prompt, PlanError for one that leaves too few positions, and
+        DrumlineError if generation fails.
+        """
         require_room(requests, self.config.max_new_tokens, positions(self.model))
         if not requests:
             return []
-        names = [f"{index}" for index in range(len(requests))]
-        noise = RequestNoise(
-            self.sampler,
-            {
-                name: request_seed(self.seed, step, r.key)
-                for name, r in zip(names, requests, strict=True)
-            },
-            {name: len(r.tokens) for name, r in zip(names, requests, strict=True)},
-        )
+        by_name = {f"{index}": request for index, request in enumerate(requests)}
+        seeds = {}
+        prompt_lengths = {}
+        for name, request in by_name.items():
+            seeds[name] = request_seed(self.seed, step, request.key)
+            prompt_lengths[name] = len(request.tokens)
+        noise = RequestNoise(self.sampler, seeds, prompt_lengths)
+        longest_first = sorted(by_name, key=lambda name: -prompt_lengths[name])
+        has_stop_texts = bool(self.config.stop)
         with (
             generating(self.model),
             as_before(self.model),
             self._manager(requests, noise) as manager,
         ):
-            for name, request in sorted(
-                zip(names, requests, strict=True), key=lambda pair: -len(pair[1].tokens)
-            ):
-                manager.add_request(
-                    request.tokens, request_id=name, streaming=bool(self.config.stop)
-                )
-            done = self._collect(manager, set(names))
+            for name in longest_first:
+                tokens = by_name[name].tokens
+                manager.add_request(tokens, request_id=name, streaming=has_stop_texts)
+            sampled = self._collect(manager, set(by_name))
         completions = []
-        for name in names:
-            tokens, ended = done[name]
-            completions.append(
-                Completion(
-                    tokens, torch.stack(noise.log_probs[name])[: len(tokens)].tolist(), ended
-                )
-            )
+        for name in by_name:
+            tokens, ended = sampled[name]
+            log_probs = torch.stack(noise.log_probs[name])[: len(tokens)].tolist()
+            completions.append(Completion(tokens, log_probs, ended))
         return completions
 
-    def _collect(self, manager: Any, open_: set[str]) -> dict[str, tuple[list[int], bool]]:
-        """(tokens, ended) of each request. A stop text is looked for token by token, and its request taken back."""
-        done: dict[str, tuple[list[int], bool]] = {}
-        while open_:
+    def _collect(self, manager: Any, pending: set[str]) -> dict[str, Sampled]:
+        """Wait for all `pending` requests and return what was sampled for each.
+
+        Stop texts are looked for after each token; a request that has reached one is cancelled.
+        """
+        done: dict[str, Sampled] = {}
+        while pending:
             result = manager.get_result(timeout=1)
             if result is None:
                 if not manager.is_running():
@@ -133,7 +165,8 @@ class ContinuousGenerator(HFGenerator):
                         fix="use kind: hf",
                     )
                 continue
-            if result.request_id not in open_:
+            name = result.request_id
+            if name not in pending:
                 continue
             if result.error is not None:
                 raise DrumlineError(
@@ -141,43 +174,27 @@ class ContinuousGenerator(HFGenerator):
                 )
             tokens = list(result.generated_tokens)
             ended = self.endings.after(tokens)
-            if ended or result.is_finished():
-                done[result.request_id] = tokens, ended
-                open_.discard(result.request_id)
-                if not result.is_finished():
-                    manager.cancel_request(result.request_id)
+            is_finished = result.is_finished()
+            if not ended and not is_finished:
+                continue
+            done[name] = Sampled(tokens, ended)
+            pending.discard(name)
+            if not is_finished:
+                manager.cancel_request(name)
         return done
 
     @contextlib.contextmanager
     def _manager(self, requests: list[Request], noise: RequestNoise) -> Iterator[Any]:
-        new, longest = self.config.max_new_tokens, max(len(r.tokens) for r in requests)
-        pages = self.config.batch * (-(-(longest + new) // PAGE) + 1)
-        options: dict[str, Any] = {
-            "num_blocks": pages + pages // 4,  # it starts no request when less than 15% are free
-            "max_batch_tokens": max(
-                self.config.batch, min(PREFILL, sum(len(r.tokens) for r in requests))
-            ),
-            "max_requests_per_batch": self.config.batch,
-            "max_blocks_per_request": 0,  # the kernel that this would choose requires other pages
-            "use_async_batching": False,
-            "use_cuda_graph": False,
-            "auto_switch_to_flash": False,  # `model.attention` decides what attends
-            "page_size": PAGE,
-            "block_size": PAGE,  # its name before transformers 5.18
-        }
-        known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-        if "page_size" in known:
-            known -= {"block_size"}
+        """Run transformers' manager of continuous batching inside the block."""
+        generation_config = GenerationConfig(
+            max_new_tokens=self.config.max_new_tokens,
+            do_sample=False,
+            eos_token_id=sorted(self.endings.token_ids) or -1,
+            num_return_sequences=1,
+        )
         manager = self.model.init_continuous_batching(
-            generation_config=GenerationConfig(
-                max_new_tokens=new,
-                do_sample=False,
-                eos_token_id=sorted(self.endings.token_ids) or -1,
-                num_return_sequences=1,
-            ),
-            continuous_batching_config=ContinuousBatchingConfig(
-                **{key: value for key, value in options.items() if key in known}
-            ),
+            generation_config=generation_config,
+            continuous_batching_config=self._batching_config(requests),
         )
         manager.logit_processor = noise
         manager.start()
@@ -186,3 +203,27 @@ class ContinuousGenerator(HFGenerator):
         finally:
             manager.stop(block=True, hard_stop=True)
             manager.destroy()
+
+    def _batching_config(self, requests: list[Request]) -> ContinuousBatchingConfig:
+        """Return transformers' options, with a cache for `config.batch` of the longest sequences."""
+        batch = self.config.batch
+        prompt_lengths = [len(request.tokens) for request in requests]
+        longest_sequence = max(prompt_lengths) + self.config.max_new_tokens
+        pages = batch * (math.ceil(longest_sequence / PAGE) + 1)
+        options: dict[str, Any] = {
+            "num_blocks": pages + pages // 4,  # it starts no request when less than 15% are free
+            "max_batch_tokens": max(batch, min(PREFILL, sum(prompt_lengths))),
+            "max_requests_per_batch": batch,
+            "max_blocks_per_request": 0,  # the kernel that this would choose requires other pages
+            "use_async_batching": False,
+            "use_cuda_graph": False,
+            "auto_switch_to_flash": False,  # `model.attention` decides what attends
+        }
+        # The name of an option depends on transformers' version, and older ones lack some of them.
+        known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+        if "page_size" in known:
+            options["page_size"] = PAGE
+        else:
+            options["block_size"] = PAGE  # before transformers 5.18
+        supported = {key: value for key, value in options.items() if key in known}
+        return ContinuousBatchingConfig(**supported)

@@ -1,12 +1,18 @@
-"""The seam of rollouts: one verb, `generate`. Here transformers' own `generate` is behind it; `continuous` and `vllm` are others.
-Requests are dealt over all ranks, and their completions come back to all ranks.
+"""What a generator of completions is, and the one that uses transformers' own `generate`.
 
-Random numbers are a function of what is sampled, not of when or where: (seed, step, key, position of the token). A token is the argmax of
-its logits plus Gumbel noise, which is an exact sample of softmax(logits) (Gumbel 1954; Maddison, Tarlow & Minka 2014). The noise of a
-vocabulary entry is SplitMix64 (Steele, Lea & Flood 2014) counted from a seed of its own, so it depends on no batch, no order, no world size
-and no library's generator. What is left is rounding: a model's logits may differ in their last bits with the batch they are computed in,
-and a near tie may then fall the other way. Measured on a tiny model, batches of 64 and of 7: in none of 23 thousand tokens in fp32, in one
-of 450 in bf16 (the completion goes another way from there on, just as likely).
+`continuous` and `vllm` hold the other generators. Requests are divided over all ranks, and all ranks
+get all completions back.
+
+Random numbers are a function of what is sampled, not of when or where: of (seed, step, key, position
+of the token). A token is the argmax of its logits plus Gumbel noise, which is an exact sample of
+softmax(logits) (Gumbel 1954; Maddison, Tarlow & Minka 2014). The noise of a vocabulary entry is
+SplitMix64 (Steele, Lea & Flood 2014), counted from a seed of its own. So it depends on no batch, no
+order, no world size and no library's generator.
+
+Rounding remains. The last bits of a model's logits may depend on the batch they are computed in, and
+a near tie may then fall the other way; the completion differs from there on, and is just as likely.
+Measured on a tiny model with batches of 64 and of 7: in none of 23 thousand tokens in fp32, in one of
+450 in bf16.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from drumline.core import rollouts as c
+from drumline.core import rollouts as configs
 from drumline.core.attention import known_padding
 from drumline.core.heartbeat import alive
 from drumline.core.threads import on_this_gpu
@@ -47,13 +53,22 @@ WHERE = "algorithm.generator"
 Weights = Iterator[tuple[str, torch.Tensor]]
 # Torch has no arithmetic on uint64; int64 wraps to the same bits.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-_BITS = 52  # of a uniform number: with a half added it is exact in fp64, and neither 0 nor 1
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
+# Bits of a uniform number. With a half added it is exact in fp64, and neither 0 nor 1.
+_BITS = 52
+# Tokens that are decoded beyond the length of a stop text, for two reasons: the text may begin with a
+# cut letter, and some decoders drop a leading space.
+SPARE_TAIL_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to complete. `tokens`: its ids. `key`: what fixes its random numbers, beside seed and step: (prompt id, sample index)."""
+    """A prompt to complete.
+
+    `tokens`: its ids. `key`: what fixes its random numbers, besides seed and step; usually
+    (prompt id, sample index).
+    """
 
     tokens: list[int]
     key: tuple[int, ...]
@@ -61,8 +76,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled. `tokens`: ids, with the one that ended it. `log_probs`: of each, log softmax(logits / temperature) in fp32, before
-    top-k and top-p. `ended`: by an end token or a stop text; False: cut at max_new_tokens."""
+    """What was sampled for a request.
+
+    `tokens`: ids, including the one that ended it.
+    `log_probs`: of each token, log softmax(logits / temperature) in fp32, before top-k and top-p.
+    `ended`: whether an end token or a stop text ended it; False if it was cut at max_new_tokens.
+    """
 
     tokens: list[int]
     log_probs: list[float]
@@ -70,14 +89,17 @@ class Completion:
 
 
 def request_seed(seed: int, step: int, key: tuple[int, ...]) -> int:
-    """The 63-bit word that a request's random numbers are made of."""
+    """Return the 63-bit word that a request's random numbers are made of."""
     return derive(seed, "rollout", step, *key)
 
 
 def gumbel(seeds_B: torch.Tensor, positions_B: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Standard Gumbel noise fp32[B, vocab] for the tokens at `positions_B` of the requests with words `seeds_B` (both int64[B]).
+    """Return standard Gumbel noise fp32[B, vocab] for one token of each of B requests.
 
-    Integers and fp64, rounded at the end: the same on CPU and GPU, but for about one number in 10⁸ whose logarithms round apart.
+    `seeds_B` int64: the requests' words from `request_seed`. `positions_B` int64: which token of each.
+
+    Computed in integers and fp64 and rounded at the end. CPU and GPU agree but for about one number in
+    10⁸, whose logarithms are rounded differently.
     """
     starts_B = _mix(seeds_B + (positions_B + 1) * _GOLDEN)
     counts_V = torch.arange(1, vocab + 1, device=seeds_B.device) * _GOLDEN
@@ -87,76 +109,90 @@ def gumbel(seeds_B: torch.Tensor, positions_B: torch.Tensor, vocab: int) -> torc
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's output function, in place on int64."""
+    """Return SplitMix64's output function of int64 `bits`, which are overwritten."""
     bits = bits.bitwise_xor_(_shift(bits, 30)).mul_(_FIRST)
     bits = bits.bitwise_xor_(_shift(bits, 27)).mul_(_SECOND)
     return bits.bitwise_xor_(_shift(bits, 31))
 
 
 def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, zeros coming in: int64's own shift copies the sign."""
-    return (bits >> by).bitwise_and_(2 ** (64 - by) - 1)
+    """Return int64 `bits` shifted right, filled with zeros; int64's own shift copies the sign."""
+    kept_bits = 2 ** (64 - by) - 1
+    return (bits >> by).bitwise_and_(kept_bits)
 
 
 class Sampler:
-    """Temperature, then top-k, then top-p (as transformers and vLLM order them), then the noise. `top_k` 1 is greedy decoding: without
-    noise, so of equal logits the first is taken."""
+    """Chooses tokens from logits: temperature, then top-k, then top-p, then noise.
+
+    The order is that of transformers and vLLM. `top_k` 1 is greedy decoding without noise, so the
+    first of equal logits is taken.
+    """
 
     def __init__(self, temperature: float, top_k: int = 0, top_p: float = 1.0) -> None:
         self.temperature = temperature
         self.greedy = top_k == 1
-        self.warpers: list[Any] = [TopKLogitsWarper(top_k)] if top_k else []
-        self.warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+        self.warpers: list[Any] = []
+        if top_k:
+            self.warpers.append(TopKLogitsWarper(top_k))
+        if top_p < 1:
+            self.warpers.append(TopPLogitsWarper(top_p))
 
     def choose(
         self, logits_BV: torch.Tensor, seeds_B: torch.Tensor, positions_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores fp32[B, V] whose argmax is the sample, log-probs fp32[B] of those samples)."""
+        """Return (scores fp32[B, V] whose argmax is the sample, log-probs fp32[B] of the samples)."""
         alive()  # a token is a sign of life
         scores_BV = logits_BV.float() / self.temperature
         kept_BV = scores_BV
         for warper in self.warpers:
             kept_BV = warper(None, kept_BV)
-        noisy_BV = (
-            scores_BV if self.greedy else kept_BV + gumbel(seeds_B, positions_B, scores_BV.shape[1])
-        )
+        if self.greedy:
+            noisy_BV = scores_BV
+        else:
+            noisy_BV = kept_BV + gumbel(seeds_B, positions_B, scores_BV.shape[1])
         chosen_B1 = noisy_BV.argmax(-1, keepdim=True)
-        log_probs_B = (
-            scores_BV.gather(1, chosen_B1) - scores_BV.logsumexp(-1, keepdim=True)
-        ).squeeze(1)
-        return noisy_BV, log_probs_B
+        log_probs_B1 = scores_BV.gather(1, chosen_B1) - scores_BV.logsumexp(-1, keepdim=True)
+        return noisy_BV, log_probs_B1.squeeze(1)
 
 
 class NoisyLogits(LogitsProcessor):
-    """A Sampler for one call of `generate`, which decodes greedily what this returns. `log_probs`: fp32[B] of each step so far."""
+    """A Sampler for one call of `generate`, which then decodes greedily.
+
+    `log_probs`: fp32[B] of each step so far.
+    """
 
     supports_continuous_batching = False
 
     def __init__(self, sampler: Sampler, seeds_B: torch.Tensor, prompt_width: int) -> None:
-        self.sampler, self.seeds_B, self.prompt_width = sampler, seeds_B, prompt_width
+        self.sampler = sampler
+        self.seeds_B = seeds_B
+        self.prompt_width = prompt_width
         self.log_probs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         position = input_ids.shape[1] - self.prompt_width
-        noisy_BV, log_probs_B = self.sampler.choose(
-            scores, self.seeds_B, torch.full_like(self.seeds_B, position)
-        )
+        positions_B = torch.full_like(self.seeds_B, position)
+        noisy_BV, log_probs_B = self.sampler.choose(scores, self.seeds_B, positions_B)
         self.log_probs.append(log_probs_B)
         return noisy_BV
 
 
 class Endings:
-    """What ends a completion: any of `token_ids`, or a text of `stop` in what was generated (it may begin and end within a token)."""
+    """What ends a completion: one of `token_ids`, or a text of `stop` in what was generated.
+
+    A stop text may begin and end within a token.
+    """
 
     def __init__(self, token_ids: frozenset[int], stop: tuple[str, ...], tokenizer: Any) -> None:
         self.token_ids = token_ids
         self.stop = stop
         self.tokenizer = tokenizer
-        # A token holds a byte at least; the rest covers one cut letter at the start, and decoders that drop a leading space.
-        self.tail = max((len(text.encode()) for text in stop), default=0) + 8
+        # Each token holds at least one byte, so so many tokens hold the longest stop text.
+        longest_stop = max((len(text.encode()) for text in stop), default=0)
+        self.tail = longest_stop + SPARE_TAIL_TOKENS
 
     def after(self, tokens: list[int]) -> bool:
-        """Whether the last of `tokens`, what was generated so far, is the end."""
+        """Return whether the last of `tokens`, which were generated so far, is the end."""
         if tokens[-1] in self.token_ids:
             return True
         if not self.stop:
@@ -168,16 +204,19 @@ class Endings:
 
 
 class AtEndings(StoppingCriteria):
-    """Endings for one call of `generate`. `lengths`: tokens of each row's completion, None while it goes on.
+    """Endings for one call of `generate`.
 
-    `is_late`: tokens are read one late: while the host looks at a token a GPU computes the next, which is dropped where the token was
-    the end of the last row. `generate` asks the host (`goes_on`) and not the tensor that this returns, for which it would wait.
+    `lengths`: tokens of each row's completion, None while it goes on.
+
+    `is_late`: a token is read one step late. While the host looks at it the GPU computes the next one,
+    which is dropped if the token ended the last row. `generate` calls `goes_on` on the host in place of
+    reading the tensor that this returns, because it would have to wait for that.
     """
 
     def __init__(
         self, endings: Endings, rows: int, prompt_width: int, most: int, is_late: bool
     ) -> None:
-        """`most`: tokens that a completion may have."""
+        """`most`: tokens that a completion may have at most."""
         self.endings = endings
         self.prompt_width = prompt_width
         self.most = most
@@ -199,11 +238,14 @@ class AtEndings(StoppingCriteria):
         return self.have_ended.to(input_ids.device, non_blocking=True)
 
     def goes_on(self, *_: Any, **__: Any) -> bool:
-        """Whether another token is needed; in the place of transformers' own question to the device."""
+        """Return whether another token is needed.
+
+        Replaces transformers' own question to the device.
+        """
         return self.made < self.most and None in self.lengths
 
     def read_all(self) -> None:
-        """Read the tokens that are still on their way."""
+        """Read the tokens whose copies to the host are still under way."""
         while self.on_their_way:
             self._read()
 
@@ -220,56 +262,78 @@ class AtEndings(StoppingCriteria):
 
 
 class Generator(Protocol):
-    """Samples completions. What is sampled depends on (run seed, `step`, request) alone: not on the other requests, nor on the ranks."""
+    """Samples completions.
+
+    What is sampled depends on (seed of the run, `step`, request) alone: not on the other requests, and
+    not on the ranks.
+    """
 
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
-        """One completion a request, in the order of the requests. No collective: ranks may have any number of requests."""
+        """Return one completion for each request, in their order.
+
+        Not collective: ranks may have any number of requests.
+        """
 
 
 class HFGenerator:
-    """transformers' `generate` with a KV cache, `config.batch` prompts of like length at once, padded on the left. A prompt that is
-    completed several times is read once.
+    """transformers' `generate` with a KV cache.
 
-    `model`: a causal LM that lies whole on one device: the trainable one, or a copy. It is put into eval mode while it
-    generates, and left as it was. `autocast`: the type that it computes in, where that is not its weights' (a trainable model under bf16).
+    It takes `config.batch` prompts of similar length at once, padded on the left. A prompt that is
+    completed several times is computed once.
+
+    `model`: a causal LM that is whole on one device, the trainable one or a copy. It is in eval mode
+    while it generates, and restored afterwards.
+    `autocast`: the type it computes in, if that is not the type of its weights (a trainable model under
+    bf16).
     """
 
     def __init__(
         self,
-        config: c.HFGenerator | c.ContinuousGenerator,
+        config: configs.HFGenerator | configs.ContinuousGenerator,
         model: Any,
         tokenizer: Any,
         seed: int,
         autocast: torch.dtype | None = None,
     ) -> None:
-        self.config, self.model, self.seed, self.autocast = config, model, seed, autocast
+        self.config = config
+        self.model = model
+        self.seed = seed
+        self.autocast = autocast
         self.endings = Endings(end_tokens(model, tokenizer), config.stop, tokenizer)
         self.sampler = Sampler(config.temperature, config.top_k, config.top_p)
-        self.pad = (
-            tokenizer.pad_token_id
-            if tokenizer.pad_token_id is not None
-            else tokenizer.eos_token_id or 0
-        )
+        self.pad = tokenizer.pad_token_id
+        if self.pad is None:
+            self.pad = tokenizer.eos_token_id or 0
 
     @torch.no_grad()
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
-        """Raises DataError for an empty prompt, PlanError for one that leaves too few positions."""
+        """Return a completion for each request.
+
+        Raises DataError for an empty prompt, PlanError for one that leaves too few positions.
+        """
         require_room(requests, self.config.max_new_tokens, positions(self.model))
-        # What does not fit in memory fails at once.
-        longest_first = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))
-        done: dict[int, Completion] = {}
+        # The longest come first, so that a batch which does not fit in memory fails at once.
+        longest_first = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
+        completions: dict[int, Completion] = {}
         with generating(self.model):
             for start in range(0, len(requests), self.config.batch):
-                chosen = longest_first[start : start + self.config.batch]
-                done |= zip(chosen, self._batch([requests[i] for i in chosen], step), strict=True)
-        return [done[i] for i in range(len(requests))]
+                indices = longest_first[start : start + self.config.batch]
+                batch = [requests[index] for index in indices]
+                completions |= zip(indices, self._batch(batch, step), strict=True)
+        return [completions[index] for index in range(len(requests))]
 
     def _batch(self, requests: list[Request], step: int) -> list[Completion]:
+        """Return a completion for each of the requests, which are computed as one batch."""
         device = self.model.device
         width = max(len(request.tokens) for request in requests)
-        ids = [[self.pad] * (width - len(r.tokens)) + r.tokens for r in requests]
-        mask = [[0] * (width - len(r.tokens)) + [1] * len(r.tokens) for r in requests]
-        seeds = [request_seed(self.seed, step, r.key) for r in requests]
+        is_padded = any(len(request.tokens) < width for request in requests)
+        ids = []
+        mask = []
+        for request in requests:
+            padding = width - len(request.tokens)
+            ids.append([self.pad] * padding + request.tokens)
+            mask.append([0] * padding + [1] * len(request.tokens))
+        seeds = [request_seed(self.seed, step, request.key) for request in requests]
         ids_BT = copied_to(device, torch.tensor(ids))
         mask_BT = copied_to(device, torch.tensor(mask))
         seeds_B = copied_to(device, torch.tensor(seeds))
@@ -277,7 +341,12 @@ class HFGenerator:
         most = self.config.max_new_tokens
         is_late = device.type == "cuda"
         ends = AtEndings(self.endings, len(requests), width, most, is_late)
-        is_padded = any(len(request.tokens) < width for request in requests)
+        generation_config = GenerationConfig(
+            max_new_tokens=most,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=self.pad,
+        )
         with (
             torch.autocast(device.type, self.autocast, enabled=self.autocast is not None),
             ask_the_host(self.model, ends.goes_on),
@@ -287,43 +356,49 @@ class HFGenerator:
                 ids_BT,
                 attention_mask=mask_BT,
                 **self._prefix(requests, ids_BT, mask_BT),
-                generation_config=GenerationConfig(
-                    max_new_tokens=self.config.max_new_tokens,
-                    do_sample=False,
-                    use_cache=True,
-                    pad_token_id=self.pad,
-                ),
+                generation_config=generation_config,
                 logits_processor=[noise],
                 stopping_criteria=[ends],
                 synced_gpus=False,  # each rank has a whole model and its own number of tokens
             )
         ends.read_all()
         log_probs = torch.stack(noise.log_probs, 1).tolist()
-        lengths = [length or out_BT.shape[1] - width for length in ends.lengths]
-        return [
-            Completion(tokens[:length], row[:length], ended is not None)
-            for tokens, row, length, ended in zip(
-                out_BT[:, width:].tolist(), log_probs, lengths, ends.lengths, strict=True
+        tokens = out_BT[:, width:].tolist()
+        completions = []
+        for row, length in enumerate(ends.lengths):
+            kept = length or out_BT.shape[1] - width
+            completions.append(
+                Completion(tokens[row][:kept], log_probs[row][:kept], length is not None)
             )
-        ]
+        return completions
 
     def _prefix(
         self, requests: list[Request], ids_BT: torch.Tensor, mask_BT: torch.Tensor
     ) -> dict[str, Any]:
-        """What `generate` need not compute: keys and values of the prompts but for their last tokens, once for all requests of a prompt.
-        Nothing, where none is there twice, or a layer keeps anything else."""
-        rows: dict[tuple[int, ...], int] = {}
-        place_B = [rows.setdefault(tuple(request.tokens), len(rows)) for request in requests]
+        """Return what `generate` need not compute again: the KV cache of prompts that come several times.
+
+        Each distinct prompt is computed once, all but its last token, and its cache is repeated for
+        its requests. Returns nothing if no prompt is repeated, or if a layer keeps anything but keys
+        and values.
+        """
+        number_of: dict[tuple[int, ...], int] = {}
+        first_rows: list[int] = []  # of each distinct prompt
+        prompt_B: list[int] = []
+        for row, request in enumerate(requests):
+            tokens = tuple(request.tokens)
+            if tokens not in number_of:
+                number_of[tokens] = len(number_of)
+                first_rows.append(row)
+            prompt_B.append(number_of[tokens])
+        is_repeated = len(number_of) < len(requests)
+        if not is_repeated or ids_BT.shape[1] == 1:
+            return {}
         cache = DynamicCache(config=self.model.config)
-        if (
-            len(rows) == len(requests)
-            or ids_BT.shape[1] == 1
-            or {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
-        ):
+        layer_types = {type(layer) for layer in cache.layers}
+        if layer_types - {DynamicLayer, DynamicSlidingWindowLayer}:
             return {}
         decoder = self.model.get_decoder()
-        first_U = torch.tensor([place_B.index(row) for row in range(len(rows))])
-        first_U = copied_to(ids_BT.device, first_U)
+        first_U = copied_to(ids_BT.device, torch.tensor(first_rows))
         mask_UT = mask_BT[first_U, :-1]
         inputs = {
             "input_ids": ids_BT[first_U, :-1],
@@ -334,97 +409,117 @@ class HFGenerator:
         if "position_ids" in inspect.signature(decoder.forward).parameters:
             inputs["position_ids"] = (mask_UT.cumsum(1) - 1).clamp(min=0)
         decoder(**inputs)
-        cache.batch_select_indices(copied_to(ids_BT.device, torch.tensor(place_B)))
+        cache.batch_select_indices(copied_to(ids_BT.device, torch.tensor(prompt_B)))
         return {"past_key_values": cache}
 
 
 def deal(requests: list[Request], ranks: int) -> list[list[int]]:
-    """Which requests each rank takes: indices, each in exactly one list; the same on every rank that computes it.
+    """Return which requests each rank takes, as indices; each request is in exactly one list.
 
-    All requests of a prompt go together where prompts divide by ranks, so that each prompt is read once. From the longest prompt down, they
-    go to the rank with the fewest prompt tokens so far (longest processing first, Graham 1969: within 4/3 of the best balance), and of such
-    ranks to the one with the fewest requests: equal prompts are dealt round.
+    Every rank computes the same. All requests of a prompt stay together if the number of distinct
+    prompts divides by `ranks`, so that each prompt is computed once. The longest prompts are dealt
+    first, each to the rank with the fewest prompt tokens so far (longest processing time first, Graham
+    1969: within 4/3 of the best balance). Among ranks with equal tokens the one with the fewest
+    requests is next, so equal prompts go round.
     """
-    together: dict[tuple[int, ...], list[int]] = {}
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(requests):
-        together.setdefault(tuple(request.tokens), []).append(index)
-    parts = (
-        list(together.values())
-        if len(together) % ranks == 0
-        else [[index] for index in range(len(requests))]
-    )
+        by_prompt.setdefault(tuple(request.tokens), []).append(index)
+    if len(by_prompt) % ranks == 0:
+        parts = list(by_prompt.values())
+    else:
+        parts = [[index] for index in range(len(requests))]
+    parts.sort(key=lambda part: -len(requests[part[0]].tokens))
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    lightest = [(0, 0, rank) for rank in range(ranks)]
-    for part in sorted(parts, key=lambda part: -len(requests[part[0]].tokens)):
-        tokens, count, rank = lightest[0]
+    # A heap of (tokens, requests, rank): its first entry is the rank that is next.
+    loads = [(0, 0, rank) for rank in range(ranks)]
+    for part in parts:
+        tokens, count, rank = loads[0]
         shares[rank] += part
-        heapq.heapreplace(
-            lightest, (tokens + len(part) * len(requests[part[0]].tokens), count + len(part), rank)
-        )
+        tokens += len(part) * len(requests[part[0]].tokens)
+        heapq.heapreplace(loads, (tokens, count + len(part), rank))
     return shares
 
 
 def generate_together(generator: Generator, requests: list[Request], step: int) -> list[Completion]:
-    """Completions of all requests, in their order, on every rank. Collective; see Together."""
+    """Return the completions of all requests, in their order, on every rank.
+
+    Collective; see Together.
+    """
     return Together(generator, requests, step).result
 
 
 class Together:
-    """Completions of `requests`, which are the same on all ranks of the run, those that share samples too: each rank samples its share,
-    with `aside` in a thread. `result` is collective."""
+    """Completions of `requests`, which all ranks sample together.
+
+    `requests` are the same on all ranks of the run, including those that share samples. Each rank
+    samples its share; with `aside` it does so in a thread.
+    """
 
     def __init__(
         self, generator: Generator, requests: list[Request], step: int, aside: bool = False
     ) -> None:
         rank, ranks = place()
         self.shares = deal(requests, ranks)
-        self._made: Future[list[Completion]] = Future()
-        arguments = generator, [requests[i] for i in self.shares[rank]], step
-        if aside:
-            # A daemon: a run that fails does not wait for completions.
-            Thread(
-                target=on_this_gpu(self._sample),
-                args=arguments,
-                daemon=True,
-                name="drumline-rollout",
-            ).start()
-        else:
-            self._sample(*arguments)
+        self._own: Future[list[Completion]] = Future()
+        own_requests = [requests[index] for index in self.shares[rank]]
+        if not aside:
+            self._sample(generator, own_requests, step)
+            return
+        # A daemon: a run that fails does not wait for completions.
+        thread = Thread(
+            target=on_this_gpu(self._sample),
+            args=(generator, own_requests, step),
+            daemon=True,
+            name="drumline-rollout",
+        )
+        thread.start()
 
     def _sample(self, generator: Generator, requests: list[Request], step: int) -> None:
         try:
-            self._made.set_result(generator.generate(requests, step))
+            self._own.set_result(generator.generate(requests, step))
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-            self._made.set_exception(error)
+            self._own.set_exception(error)
 
     def wait(self) -> None:
-        """Until this rank's share is there, whatever came of it."""
-        wait([self._made])
+        """Wait until this rank's share is sampled, or has failed."""
+        wait([self._own])
 
     @cached_property
     def result(self) -> list[Completion]:
-        """All completions, in the order of the requests, on every rank. Raises what sampling raised."""
-        found: dict[int, Completion] = {}
-        for share, made in zip(self.shares, from_all(self._made.result()), strict=True):
-            found |= zip(share, made, strict=True)
-        return [found[index] for index in range(len(found))]
+        """All completions, in the order of the requests, on every rank. Collective.
+
+        Raises what sampling raised.
+        """
+        completions: dict[int, Completion] = {}
+        for indices, sampled in zip(self.shares, from_all(self._own.result()), strict=True):
+            completions |= zip(indices, sampled, strict=True)
+        return [completions[index] for index in range(len(completions))]
 
 
 def place() -> tuple[int, int]:
-    """This rank, and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    """Return this process's rank and the number of ranks."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 class InferenceCopy:
-    """A whole model to sample from, beside one that is spread over ranks: a plain Hugging Face one in the compute type, filled anew before
-    each rollout, one parameter after the other.
+    """A whole model to sample from, beside a trainable one that is sharded over ranks.
 
-    It stays allocated between rollouts: to free it would give its memory (a weight in the compute type for each of the model's) to
-    the optimizer's step, which has its own already, and cost an allocation a rollout.
+    It is a plain Hugging Face model in the compute type. Before each rollout it is filled anew, one
+    parameter after the other.
+
+    It stays allocated between rollouts. Its memory is one weight in the compute type for each of the
+    model's. Freeing it would help only the optimizer's step, which has its memory already, and would
+    cost an allocation for each rollout.
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
-        """`build`: makes the model whole on this rank's device; with an adapter, PEFT's layers are in it and it has PEFT's names."""
+        """`build` makes the whole model on this rank's device.
+
+        With an adapter it has PEFT's layers and names.
+        """
         self.model = build()
         self.model.requires_grad_(False)
         self.model.eval()
@@ -432,64 +527,82 @@ class InferenceCopy:
 
     @torch.no_grad()
     def refresh(self, weights: Weights) -> None:
-        """Take over all weights (`Engine.whole_weights`). Collective where that is. Weights that the model ties may come once.
+        """Copy all weights of `Engine.whole_weights`. Collective if that is.
 
-        Raises ModelError, after the last of them, for a name or shape that is not the copy's, and for a weight that did not come.
+        Tied weights may come once. Raises ModelError, after the last weight, for a name or shape that
+        the copy does not have, and for a weight that did not come.
         """
-        misfits, came = [], set()
-        for (
-            name,
-            tensor,
-        ) in weights:  # to the end also where one does not fit: the other ranks go on
-            mine = self.tensors.get(name)
-            if mine is None or mine.shape != tensor.shape:
-                misfits.append(
-                    f"{name} {tuple(tensor.shape)} against {'nothing' if mine is None else tuple(mine.shape)}"
-                )
+        misfits: list[str] = []
+        arrived: set[int] = set()
+        # All weights are taken even if one does not fit: the other ranks go on.
+        for name, tensor in weights:
+            own = self.tensors.get(name)
+            if own is None:
+                misfits.append(f"{name} {tuple(tensor.shape)} against nothing")
                 continue
-            mine.copy_(tensor)
-            came.add(mine.data_ptr() if mine.numel() else id(mine))
-        misfits += [
-            f"{name} did not come"
-            for name, t in self.tensors.items()
-            if t.numel() and t.data_ptr() not in came
-        ]
+            if own.shape != tensor.shape:
+                misfits.append(f"{name} {tuple(tensor.shape)} against {tuple(own.shape)}")
+                continue
+            own.copy_(tensor)
+            arrived.add(own.data_ptr())
+        for name, own in self.tensors.items():
+            if own.numel() and own.data_ptr() not in arrived:
+                misfits.append(f"{name} did not come")
         if misfits:
             what = f"the weights do not fit the copy that rollouts are sampled from: {misfits[0]} ({len(misfits)} such)"
             raise ModelError(what, where="model")
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """All ids that end a text: of the tokenizer, its chat template and the model's generation config (chat models have several)."""
+    """Return all token ids that end a text.
+
+    They are those of the tokenizer, its chat template and the model's generation config; chat models
+    have several.
+    """
+    ids = set(end_ids(tokenizer))
     of_model = getattr(model.generation_config, "eos_token_id", None)
-    ids = of_model if isinstance(of_model, list) else [of_model]
-    return frozenset(end_ids(tokenizer) | {int(i) for i in ids if i is not None})
+    if isinstance(of_model, list):
+        ids.update(int(token) for token in of_model if token is not None)
+    elif of_model is not None:
+        ids.add(int(of_model))
+    return frozenset(ids)
 
 
 def positions(model: Any) -> int | None:
-    """How many tokens a sequence may have; None: any number."""
+    """Return how many tokens a sequence may have; None if there is no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def require_room(requests: list[Request], new: int, positions: int | None) -> None:
-    """Raises DataError for an empty prompt, PlanError where a prompt and `new` tokens are more than the model's positions."""
+    """Check that every prompt can be completed by `new` tokens.
+
+    Raises DataError for an empty prompt, PlanError if a prompt and `new` tokens are more than the
+    model's `positions` (None: no limit).
+    """
     for request in requests:
-        if not request.tokens:
+        length = len(request.tokens)
+        if not length:
             raise DataError(
                 f"prompt {request.key} has no tokens",
                 where="data",
                 fix="a completion goes on from one token at least",
             )
-        if positions is not None and (room := positions - len(request.tokens)) < new:
-            what = f"a prompt of {len(request.tokens)} tokens and max_new_tokens {new} are more than the model's {positions} positions"
+        if positions is None:
+            continue
+        room = positions - length
+        if room < new:
+            what = f"a prompt of {length} tokens and max_new_tokens {new} are more than the model's {positions} positions"
             fix = f"at most {room}, or shorter prompts" if room > 0 else "shorter prompts"
             raise PlanError(what, where=f"{WHERE}.max_new_tokens", fix=fix)
 
 
 @contextlib.contextmanager
 def generating(model: Any) -> Iterator[None]:
-    """Eval mode, a KV cache, and no generation config of the model's own, which would fill in what ours leaves open (a repetition
-    penalty, for example, which the log-probs of training do not have). All as it was afterwards."""
+    """Prepare the model to generate inside the block, and restore it afterwards.
+
+    It is in eval mode, uses a KV cache, and has an empty generation config: its own would fill in what
+    ours leaves open, for example a repetition penalty, which the log-probs of training do not have.
+    """
     if not hasattr(model, "generate"):
         raise ModelError(
             f"{type(model).__name__} does not generate",
@@ -497,12 +610,15 @@ def generating(model: Any) -> Iterator[None]:
             fix="rollouts need a causal language model",
         )
     training = [module for module in model.modules() if module.training]
-    own, use_cache = model.generation_config, model.config.use_cache
+    own_config = model.generation_config
+    own_use_cache = model.config.use_cache
     model.eval()
-    model.generation_config, model.config.use_cache = GenerationConfig(), True
+    model.generation_config = GenerationConfig()
+    model.config.use_cache = True
     try:
         yield
     finally:
-        model.generation_config, model.config.use_cache = own, use_cache
+        model.generation_config = own_config
+        model.config.use_cache = own_use_cache
         for module in training:
             module.training = True

@@ -1,9 +1,10 @@
-"""The process between a rank and its rewards: `python -m drumline.rl.guard PARENT FD`. It ends what the rewards leave behind.
+"""The process between a rank and its rewards: `python -m drumline.rl.guard PARENT FD`.
 
     rank ── guard ── rewards ── whatever a reward starts
 
-It runs nothing of a user's. On Linux it is a subreaper: a daemon whose parents have ended becomes its child, so it is found and killed,
-however the rewards end and however the rank does. Elsewhere only what still has its parents is found.
+It ends what the rewards leave behind, and runs nothing of a user's. On Linux it is a subreaper: a
+daemon whose parents have ended becomes its child. So it is found and killed, however the rewards end
+and however the rank does. Elsewhere only processes that still have their parents are found.
 """
 
 from __future__ import annotations
@@ -34,21 +35,31 @@ def main() -> None:
     os.close(fd)
     try:
         pid = status = 0
-        while pid != child:  # orphans that end before are let go
+        # Orphans may end before the child does.
+        while pid != child:
             pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
     finally:
         end_family()
-    if code < 0:  # end as the rewards did; a core of this process would show nothing
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
+    if code < 0:
+        _end_by_signal(-code)
     sys.exit(code)
 
 
+def _end_by_signal(number: int) -> None:
+    """End this process by the signal that ended the rewards.
+
+    It leaves no core, which would show nothing.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 def _leave(number: int, frame: object) -> None:
-    """The parent is done with it, or dead; the kernel sends the signal again for each of its threads."""
+    """Exit after killing all descendants: the parent is done with this process, or dead."""
+    # The kernel sends the signal again for each of the parent's threads.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_family()
     os._exit(0)
@@ -56,7 +67,9 @@ def _leave(number: int, frame: object) -> None:
 
 def end_family() -> None:
     """Kill all descendants, until there are none."""
-    while family := psutil.Process().children(recursive=True):
+    this_process = psutil.Process()
+    family = this_process.children(recursive=True)
+    while family:
         for process in family:
             try:
                 process.kill()
@@ -68,6 +81,7 @@ def end_family() -> None:
         except ChildProcessError:
             return
         time.sleep(0.01)
+        family = this_process.children(recursive=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""The process in which rewards run, a child of `guard`. No torch.
+"""The process that computes rewards, a child of `guard`. It imports no torch.
 
-It gets the rewards over its socket, answers once whether they loaded, then answers one request at a time:
+It gets the rewards over its socket, answers once whether they were loaded, then answers one request
+at a time:
 
     {"token": …, "index": which reward, "prompt": str, "completion": str, "meta": {}}
     →  {"token": …, "value": float}, {"token": …, "value": null} (it does not apply),
        or {"token": …, "failure": reason}
 
-What a reward prints goes to standard error. A reward may do anything here: the other side of the socket keeps the time.
+What a reward prints goes to standard error. A reward may do anything here: the process at the other
+end of the socket watches the time.
 """
 
 from __future__ import annotations
@@ -36,49 +38,55 @@ from drumline.rl.rewards import LARGEST, Channel
 NICENESS = 10
 LONGEST_REASON = 200
 FIX = "write module:function or file.py:function, or install the package that has it"
-# The verifiers of these compare boards with ==, and a board consists of tuples, which JSON has made lists.
+# Tasks whose verifiers compare boards with ==. A board consists of tuples, which JSON has made lists.
 TUPLES = ("arc_agi", "rearc")
+# What marks a formula as LaTeX in an answer.
+LATEX_SIGNS = ("$", "\\boxed", "\\(", "\\[")
 # (prompt, completion, meta of the row) → anything; `_answer` makes a number of it.
 Scorer = Callable[[str, str, dict[str, Any]], Any]
 
 
 @redacted_streams()
 def main(fd: int) -> None:
-    """Serve until the other end of the socket is closed."""
+    """Serve requests from the socket `fd` until its other end is closed."""
     os.nice(NICENESS)
     channel = Channel(socket.socket(fileno=fd))
-    channel.end.set_inheritable(False)  # what a reward starts must not hold the socket open
+    # What a reward starts must not hold the socket open.
+    channel.end.set_inheritable(False)
     try:
-        task = channel.receive()
-        rewards: dict[int, Reward] = TypeAdapter(dict[int, Reward]).validate_python(task["rewards"])
-        base, columns = Path(task["base_dir"]), task["columns"]
-        scorers = {
-            index: scorer(reward, base, f"algorithm.rewards[{index}]", columns)
-            for index, reward in rewards.items()
-        }
+        scorers = _load_scorers(channel.receive())
     except DrumlineError as error:
-        channel.send(
-            {
-                "wrong": {
-                    "kind": type(error).__name__,
-                    "what": error.what,
-                    "where": error.where,
-                    "fix": error.fix,
-                }
-            }
-        )
+        mistake = {
+            "kind": type(error).__name__,
+            "what": error.what,
+            "where": error.where,
+            "fix": error.fix,
+        }
+        channel.send({"wrong": mistake})
         return
     channel.send({"ready": True})
     with suppress(EOFError):  # the parent closed its end
         while True:
             request = channel.receive()
-            channel.send({"token": request["token"], **_answer(scorers[request["index"]], request)})
+            answer = _answer(scorers[request["index"]], request)
+            channel.send({"token": request["token"], **answer})
+
+
+def _load_scorers(task: dict[str, Any]) -> dict[int, Scorer]:
+    """Return index → scorer of the rewards in the first message. Raises as `scorer`."""
+    rewards: dict[int, Reward] = TypeAdapter(dict[int, Reward]).validate_python(task["rewards"])
+    base_dir = Path(task["base_dir"])
+    scorers = {}
+    for index, reward in rewards.items():
+        where = f"algorithm.rewards[{index}]"
+        scorers[index] = scorer(reward, base_dir, where, task["columns"])
+    return scorers
 
 
 def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
     """Return a number within ±LARGEST, null if the reward does not apply, or why there is none.
 
-    Any type that turns into a float by itself is a number.
+    Anything that float() takes by its own method counts as a number.
     """
     try:
         returned = score(request["prompt"], request["completion"], request["meta"])
@@ -88,73 +96,93 @@ def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
             return {"failure": f"returned a {type(returned).__name__}, not a number"}
         value = float(returned)
     except BaseException as error:  # noqa: BLE001 — SystemExit and KeyboardInterrupt of a reward are failures like others
-        return {"failure": f"raised {redact(f'{class_and_line(error)}: {error}')}"[:LONGEST_REASON]}
+        reason = redact(f"{class_and_line(error)}: {error}")
+        return {"failure": f"raised {reason}"[:LONGEST_REASON]}
     if abs(value) <= LARGEST:
         return {"value": value}
-    return {
-        "failure": f"returned {value}" + (f", beyond ±{LARGEST:g}" if math.isfinite(value) else "")
-    }
+    if math.isfinite(value):
+        return {"failure": f"returned {value}, beyond ±{LARGEST:g}"}
+    return {"failure": f"returned {value}"}
 
 
 def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None = None) -> Scorer:
-    """`columns`: those that rows have, where that is known: a function that requires others is refused.
+    """Return the function that computes a reward of any kind but length and model.
 
-    Raises ConfigError for a function that cannot be found or called."""
+    `columns`: those of the rows, if known; a function that requires others is refused.
+    Raises ConfigError for a function that cannot be found or called.
+    """
     if isinstance(reward, FunctionReward):
-        return _function(reward, base_dir, where, columns)
+        return _function_scorer(reward, base_dir, where, columns)
     if isinstance(reward, TaskReward):
-        return _task(reward)
+        return _task_scorer(reward)
     if isinstance(reward, MathReward):
-        return _math(reward)
+        return _math_scorer(reward)
     assert isinstance(reward, RegexReward), reward.kind
+    return _regex_scorer(reward)
+
+
+def _regex_scorer(reward: RegexReward) -> Scorer:
     pattern = re.compile(reward.pattern)
     find = pattern.fullmatch if reward.full else pattern.search
-    return lambda prompt, completion, meta: float(find(completion) is not None)
 
-
-def _function(
-    reward: FunctionReward, base_dir: Path, where: str, columns: list[str] | None
-) -> Scorer:
-    function = find_function(reward.path, "rewards", base_dir, f"{where}.path", "a reward", FIX)
-    reward = reward.model_copy(update={"options": reveal(reward.options, f"{where}.options")})
-    takes = _takes(function, reward, where, columns)
-
-    def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
-        taken = {name: value for name, value in meta.items() if takes is None or name in takes}
-        return function(**{**taken, **reward.options, "prompt": prompt, "completion": completion})
+    def score(prompt: str, completion: str, meta: dict[str, Any]) -> float:
+        return float(find(completion) is not None)
 
     return score
 
 
-def _takes(
-    function: Callable[..., Any], reward: FunctionReward, where: str, columns: list[str] | None
+def _function_scorer(
+    reward: FunctionReward, base_dir: Path, where: str, columns: list[str] | None
+) -> Scorer:
+    function = find_function(reward.path, "rewards", base_dir, f"{where}.path", "a reward", FIX)
+    options = reveal(reward.options, f"{where}.options")
+    takes = _accepted_columns(function, reward.path, options, f"{where}.path", columns)
+
+    def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
+        given = {name: value for name, value in meta.items() if takes is None or name in takes}
+        return function(**{**given, **options, "prompt": prompt, "completion": completion})
+
+    return score
+
+
+def _accepted_columns(
+    function: Callable[..., Any],
+    path: str,
+    options: dict[str, Any],
+    where: str,
+    columns: list[str] | None,
 ) -> frozenset[str] | None:
-    """The names of the columns that may be handed over; None: all. Raises ConfigError where it cannot be called as it will be."""
-    where = f"{where}.path"
+    """Return the names of the columns that a reward's function accepts; None: all.
+
+    Raises ConfigError if it cannot be called with prompt, completion, `options` and the rows' `columns`.
+    """
     if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{reward.path} is async; a reward is a plain function", where=where)
+        raise ConfigError(f"{path} is async; a reward is a plain function", where=where)
     try:
         signature = inspect.signature(function)
     except ValueError:  # some builtins have none
         return None
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    given: dict[str, Any] = {"prompt": "", "completion": "", **reward.options}
+    parameters = signature.parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    given: dict[str, Any] = {"prompt": "", "completion": "", **options}
     try:
         signature.bind_partial(**given)
         if columns is not None:
-            signature.bind(
-                **{name: None for name in columns if takes_all or name in signature.parameters}
-                | given
-            )
+            accepted = [name for name in columns if takes_all or name in parameters]
+            signature.bind(**{**dict.fromkeys(accepted), **given})
     except TypeError as error:
-        rows = "" if columns is None else f" and the rows' columns ({', '.join(columns) or 'none'})"
+        rows = ""
+        if columns is not None:
+            rows = f" and the rows' columns ({', '.join(columns) or 'none'})"
         fix = "define it as f(prompt, completion, **columns)"
-        what = f"{reward.path}{signature} cannot be called with {', '.join(given)}{rows}: {error}"
+        what = f"{path}{signature} cannot be called with {', '.join(given)}{rows}: {error}"
         raise ConfigError(what, where=where, fix=fix) from error
-    return None if takes_all else frozenset(signature.parameters)
+    if takes_all:
+        return None
+    return frozenset(parameters)
 
 
-def _task(reward: TaskReward) -> Scorer:
+def _task_scorer(reward: TaskReward) -> Scorer:
     reasoning_gym = import_quietly("reasoning_gym")
     pattern = re.compile(reward.pattern) if reward.pattern else None
 
@@ -164,53 +192,61 @@ def _task(reward: TaskReward) -> Scorer:
 
     def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
         name, entry = meta["task"], meta["entry"]
-        answer = completion.strip()
+        answer = completion
         if pattern is not None:
-            found = [match.group(1) for match in pattern.finditer(completion)]
-            if not found or found[-1] is None:
+            matches = [match.group(1) for match in pattern.finditer(completion)]
+            if not matches or matches[-1] is None:
                 return 0.0
-            answer = found[-1].strip()
+            answer = matches[-1]
         if name in TUPLES:
-            entry = _tuples(entry)
+            entry = _with_tuples(entry)
         verifier = dataset(name, json.dumps(meta.get("options") or {}))
         try:
-            return verifier.score_answer(answer, entry)
+            return verifier.score_answer(answer.strip(), entry)
         except Exception:  # noqa: BLE001 — a strange answer makes verifiers raise anything
-            # Raises as well where the answer is not the cause.
+            # Raises as well if the answer is not the cause.
             verifier.score_answer(entry["answer"], entry)
             return 0.0
 
     return score
 
 
-def _tuples(value: Any) -> Any:
+def _with_tuples(value: Any) -> Any:
+    """Return a JSON value with tuples in place of its lists."""
     if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+        return {key: _with_tuples(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_with_tuples(item) for item in value)
+    return value
 
 
-def _math(reward: MathReward) -> Scorer:
+def _math_scorer(reward: MathReward) -> Scorer:
     from math_verify import parse, verify
 
-    # It warns of each call without its own alarm; ours is outside.
+    # It warns of each call without its own alarm. Time is limited outside of this process.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
     @lru_cache(maxsize=1024)
-    def gold(answer: str) -> Any:
-        """A bare formula is LaTeX only between dollars; without them one number of it would be taken for the whole."""
-        bare = not any(sign in answer for sign in ("$", "\\boxed", "\\(", "\\["))
-        texts = (f"${answer}$", answer) if bare else (answer, f"${answer}$")
-        parsed = next(
-            (found for text in texts if (found := parse(text, parsing_timeout=None))), None
-        )
-        if not parsed:
-            raise ValueError(f"column {reward.column!r} holds no formula: {answer[:60]!r}")
-        return parsed
+    def parse_gold(text: str) -> Any:
+        """Parse the right answer. Raises ValueError if it holds no formula.
+
+        A bare formula is LaTeX only between dollars. Without them, one number of it would be taken for
+        the whole.
+        """
+        texts = [text, f"${text}$"]
+        if not any(sign in text for sign in LATEX_SIGNS):
+            texts.reverse()
+        for candidate in texts:
+            parsed = parse(candidate, parsing_timeout=None)
+            if parsed:
+                return parsed
+        raise ValueError(f"column {reward.column!r} holds no formula: {text[:60]!r}")
 
     def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
         if meta[reward.column] is None:
             raise ValueError(f"column {reward.column!r} is empty")
-        right = gold(str(meta[reward.column]))
-        return float(verify(right, parse(completion, parsing_timeout=None), timeout_seconds=None))
+        gold = parse_gold(str(meta[reward.column]))
+        answer = parse(completion, parsing_timeout=None)
+        return float(verify(gold, answer, timeout_seconds=None))
 
     return score

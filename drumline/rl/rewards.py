@@ -1,12 +1,12 @@
-"""What an episode is worth: the rewards of the config, computed in processes of their own and summed with their weights. No torch.
+"""What an episode is worth: the config's rewards, computed in separate processes and summed. No torch.
 
 A reward that raises, hangs, crashes or returns no number costs its sample that part alone: the part
-is NaN, counts as 0 in the sum, and its reason is reported. A reward that returns None does not
-apply to the sample: the others decide. A process that was taken along is replaced. Nothing but
-arithmetic is run in the caller's process.
+is NaN, counts as 0 in the sum, and its reason is reported. A reward that returns None does not apply
+to the sample: the others decide. A process that ended with its reward is replaced. The caller's
+process runs nothing of the user's.
 
-Messages go over a pair of sockets, one line of JSON each. A reward shares its process with one end, and may write on any file descriptor
-there: what the rank reads is not trusted.
+Messages go over a pair of sockets, one line of JSON each. A reward shares its process with one end of
+them and may write on any file descriptor there, so what the rank reads is not trusted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline import errors
 from drumline.core import heartbeat
@@ -44,23 +43,37 @@ from drumline.foreign import require_package
 from drumline.hardware.detect import usable_cores
 
 MOST_WORKERS = 4
+# Kind of a reward → the package that it needs.
 PACKAGES = {"task": "reasoning_gym", "math": "math_verify"}
 # Statistics of rewards are made in fp32: their squares, summed over a rollout, stay below its 3e38.
 LARGEST = 1e15
-LONGEST_ANSWER = 2**20  # bytes; a reward's value or its reason take a few hundred
-# Importing what rewards need, on a machine that is busy training. A module that takes longer hangs.
+# Bytes of an answer. A reward's value or its reason takes a few hundred.
+LONGEST_ANSWER = 2**20
+# For importing what rewards need, on a machine that is busy training. A module that takes longer hangs.
 START_SECONDS = 120.0
-END_SECONDS = 10.0  # that the guard has to end everything; it takes some hundredths
+# For the guard to end all processes. It takes some hundredths.
+END_SECONDS = 10.0
+# For a process that is about to end by itself.
+EXIT_SECONDS = 1.0
 NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
 WHERE = "algorithm.rewards"
-# A value and None; NaN and None if the reward does not apply; NaN and the reason if it failed.
-Rewarded = tuple[float, str | None]
+
+
+class Rewarded(NamedTuple):
+    """What a reward gives for an episode. `value` is NaN if it does not apply, and if it failed."""
+
+    value: float
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
 class Item:
-    """One episode. `tokens`: length of the completion. `meta`: what came with its prompt: the other columns of the row, and for a prompt
-    of a reasoning-gym task `task` (its name), `options` (of the task) and `entry` (question, answer, metadata)."""
+    """One episode to be scored.
+
+    `tokens`: length of the completion. `meta`: the other columns of the prompt's row. A prompt of a
+    reasoning-gym task has `task` (its name), `options` (of the task) and `entry` (question, answer,
+    metadata).
+    """
 
     prompt: str
     completion: str
@@ -84,22 +97,34 @@ class Scored:
 
 
 def reward_names(configs: Sequence[Reward]) -> list[str]:
-    """What each reward is called in events: its `name`, else its function's or its kind; a second one of the same name is `name.2`."""
+    """Return what each reward is called in events.
+
+    It is its `name`, else the name of its function or its kind. A second one of the same name is
+    `name.2`.
+    """
     names: list[str] = []
     for config in configs:
-        name = config.name or (
-            config.path.rpartition(":")[2] if isinstance(config, FunctionReward) else config.kind
-        )
-        numbered = (f"{name}.{number}" for number in count(2))
-        names.append(
-            name if name not in names else next(free for free in numbered if free not in names)
-        )
+        if config.name:
+            name = config.name
+        elif isinstance(config, FunctionReward):
+            _, _, name = config.path.rpartition(":")
+        else:
+            name = config.kind
+        free_name = name
+        number = 2
+        while free_name in names:
+            free_name = f"{name}.{number}"
+            number += 1
+        names.append(free_name)
     return names
 
 
 def require(configs: Sequence[Reward]) -> None:
-    """Raises EnvironmentFault for a package that is missing (nothing is imported), ConfigError for a variable of their options that is not
-    set here; the values are redacted from now on: reasons name them."""
+    """Check that the rewards' packages and variables are there, without importing anything.
+
+    Raises EnvironmentFault for a missing package, ConfigError for a variable of their options that is
+    not set. The variables' values are redacted from now on, because reasons may show them.
+    """
     for index, config in enumerate(configs):
         where = f"algorithm.rewards[{index}]"
         if config.kind in PACKAGES:
@@ -110,60 +135,67 @@ def require(configs: Sequence[Reward]) -> None:
 def check(
     configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | None = None
 ) -> None:
-    """Raises ConfigError or EnvironmentFault for rewards that `require` lets pass and that cannot be computed, before anything is started
-    for training.
+    """Check that the rewards can be computed, before anything is started for training.
 
-    Functions are imported in a process that is ended again: an import may hang or crash. `columns`: those that rows have, where known.
+    Functions are imported in a process that is ended again, because an import may hang or crash.
+    `columns`: those of the rows, if known. `require` is called before this.
+    Raises ConfigError or EnvironmentFault.
     """
+    functions: dict[int, Reward] = {}
     for index, config in enumerate(configs):
-        where = f"algorithm.rewards[{index}]"
-        if (
-            columns is not None
-            and isinstance(config, TaskReward)
-            and not {"task", "entry"} <= set(columns)
-        ):
-            fix = "take rows of `kind: tasks`, or another reward"
-            raise ConfigError(
-                "a reward of kind task needs prompts of reasoning-gym tasks", where=where, fix=fix
-            )
-        if columns is not None and isinstance(config, MathReward) and config.column not in columns:
-            there = ", ".join(sorted(columns)) or "none"
-            raise ConfigError(
-                f"no row has a column {config.column!r}; there are: {there}",
-                where=f"{where}.column",
-            )
-    functions: dict[int, Reward] = {
-        index: config for index, config in enumerate(configs) if isinstance(config, FunctionReward)
-    }
+        if columns is not None:
+            _check_columns(config, f"algorithm.rewards[{index}]", columns)
+        if isinstance(config, FunctionReward):
+            functions[index] = config
     if functions:
-        Isolated(functions, base_dir, None if columns is None else sorted(columns)).kill()
+        sorted_columns = None if columns is None else sorted(columns)
+        Isolated(functions, base_dir, sorted_columns).kill()
+
+
+def _check_columns(config: Reward, where: str, columns: Collection[str]) -> None:
+    """Raise ConfigError if the rows lack a column that a reward reads."""
+    if isinstance(config, TaskReward) and not {"task", "entry"} <= set(columns):
+        raise ConfigError(
+            "a reward of kind task needs prompts of reasoning-gym tasks",
+            where=where,
+            fix="take rows of `kind: tasks`, or another reward",
+        )
+    if isinstance(config, MathReward) and config.column not in columns:
+        there = ", ".join(sorted(columns)) or "none"
+        what = f"no row has a column {config.column!r}; there are: {there}"
+        raise ConfigError(what, where=f"{where}.column")
 
 
 class Rewards:
-    """The rewards of a run, on one rank. Processes start at once, while the caller goes on; they end with `close`, or with the caller."""
+    """The rewards of a run, on one rank.
+
+    Processes start at once, while the caller goes on. They end with `close`, or with the caller.
+    """
 
     def __init__(
         self, configs: Sequence[Reward], base_dir: Path, workers: int | None = None
     ) -> None:
-        """`base_dir`: folder of the YAML. `workers`: processes; None: one a core that this rank may count its own, at most MOST_WORKERS."""
+        """`base_dir`: folder of the YAML.
+
+        `workers`: number of processes; None: see `_default_workers`.
+        """
         require(configs)
-        self.configs, self.names, self.base_dir = list(configs), reward_names(configs), base_dir
-        self.isolated: dict[int, Reward] = {
-            index: config
-            for index, config in enumerate(configs)
-            if not isinstance(config, LengthReward | ModelReward)
-        }
+        self.configs = list(configs)
+        self.names = reward_names(configs)
+        self.base_dir = base_dir
+        self.isolated: dict[int, Reward] = {}
+        for index, config in enumerate(configs):
+            if not isinstance(config, LengthReward | ModelReward):
+                self.isolated[index] = config
+        processes = workers or _default_workers()
         # A thread for each worker: it starts the process, sends its requests, and replaces it.
-        processes = workers or max(
-            1, min(MOST_WORKERS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        )
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix="reward")
-        self._own = threading.local()
+        self._of_thread = threading.local()
         self._workers: set[Isolated] = set()
         self._closed = False
         if self.isolated:
             for _ in range(processes):
-                # What goes wrong here goes wrong again, and is raised, in `score`.
+                # A failure here happens again in `score`, which raises it.
                 self._pool.submit(self._worker)
 
     def __enter__(self) -> Rewards:
@@ -173,6 +205,7 @@ class Rewards:
         self.close()
 
     def close(self) -> None:
+        """End all processes."""
         self._closed = True
         for worker in list(self._workers):
             worker.process.terminate()
@@ -183,79 +216,98 @@ class Rewards:
     def score(
         self, items: Sequence[Item], given: Mapping[str, Sequence[float]] | None = None
     ) -> list[Scored]:
-        """What each item is worth, in their order. `given`: the values of rewards of kind model, by reward name, each as long as `items`.
+        """Return what each item is worth, in their order.
 
-        Raises EnvironmentFault where no process can be started.
+        `given`: the values of rewards of kind model, by name of the reward, each as long as `items`.
+        Raises EnvironmentFault if no process can be started.
         """
-        by_item = [
-            {name: float(values[place]) for name, values in (given or {}).items()}
-            for place in range(len(items))
-        ]
+        given_of_items: list[dict[str, float]] = [{} for _ in items]
+        for name, values in (given or {}).items():
+            for index, given_of_item in enumerate(given_of_items):
+                given_of_item[name] = float(values[index])
         # A process that is late is killed, and another one started: these are the limits here.
-        granted = 2 * (
-            START_SECONDS + sum(config.timeout_seconds for config in self.isolated.values())
-        )
+        timeouts = sum(config.timeout_seconds for config in self.isolated.values())
+        granted = 2 * (START_SECONDS + timeouts)
         scored = []
         heartbeat.alive(granted)
-        for one in self._pool.map(self._scored, items, by_item):
+        for score in self._pool.map(self._score_item, items, given_of_items):
             heartbeat.alive(granted)
-            scored.append(one)
+            scored.append(score)
         return scored
 
-    def _scored(self, item: Item, given: Mapping[str, float]) -> Scored:
-        """All rewards of an item, in turn, the isolated ones in this thread's process."""
-        parts, failures, value = {}, {}, 0.0
-        applies = not any(map(_decides, self.configs))
-        for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
-            failure: str | None = None
-            if isinstance(config, LengthReward):
-                parts[name] = overlong(item.tokens, config.free, config.limit)
-            elif isinstance(config, ModelReward):
-                parts[name], failure = (
-                    (given[name], None)
-                    if math.isfinite(given[name])
-                    else (math.nan, f"returned {given[name]}")
-                )
-            elif self._closed:
-                raise RuntimeError("the rewards were closed while they were computed")
-            else:
-                parts[name], failure = self._worker().score(
-                    index, item.prompt, item.completion, item.meta, config.timeout_seconds
-                )
-            weighted = config.weight * parts[name]
+    def _score_item(self, item: Item, given: Mapping[str, float]) -> Scored:
+        """Compute all rewards of an item in turn, the isolated ones in this thread's process."""
+        parts = {}
+        failures = {}
+        total = 0.0
+        applies = not any(_decides(config) for config in self.configs)
+        for index, name in enumerate(self.names):
+            config = self.configs[index]
+            value, failure = self._compute(index, item, given)
+            weighted = config.weight * value
             if failure is None and abs(weighted) > LARGEST:
-                parts[name] = math.nan
+                value = math.nan
                 failure = f"with its weight it is {weighted:g}, beyond ±{LARGEST:g}"
+            parts[name] = value
             does_not_apply = failure is None and math.isnan(weighted)
             if does_not_apply:
                 continue
-            # A penalty for length, or a reward of weight 0, does not make up for all the others not applying.
+            # A penalty for length, or a reward of weight 0, does not make up for all others not applying.
             applies = applies or _decides(config)
             if failure is None:
-                value += weighted
+                total += weighted
             else:
                 failures[name] = failure
-        return Scored(value, parts, failures, applies)
+        return Scored(total, parts, failures, applies)
+
+    def _compute(self, index: int, item: Item, given: Mapping[str, float]) -> Rewarded:
+        """Return what one reward gives for an item, without its weight."""
+        config = self.configs[index]
+        if isinstance(config, LengthReward):
+            return Rewarded(overlong(item.tokens, config.free, config.limit))
+        if isinstance(config, ModelReward):
+            value = given[self.names[index]]
+            if math.isfinite(value):
+                return Rewarded(value)
+            return Rewarded(math.nan, f"returned {value}")
+        if self._closed:
+            raise RuntimeError("the rewards were closed while they were computed")
+        return self._worker().score(
+            index, item.prompt, item.completion, item.meta, config.timeout_seconds
+        )
 
     def _worker(self) -> Isolated:
-        worker: Isolated | None = getattr(self._own, "worker", None)
+        """Return this thread's process, which is started anew if it has ended."""
+        worker: Isolated | None = getattr(self._of_thread, "worker", None)
         if worker is not None and worker.alive:
             return worker
         if worker is not None:
             self._workers.discard(worker)
-        self._own.worker = worker = Isolated(self.isolated, self.base_dir)
+        worker = Isolated(self.isolated, self.base_dir)
+        self._of_thread.worker = worker
         self._workers.add(worker)
         return worker
 
 
+def _default_workers() -> int:
+    """Return one process for each core that this rank may count as its own, at most MOST_WORKERS."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own_cores = usable_cores() // local_ranks
+    return max(1, min(MOST_WORKERS, own_cores))
+
+
 def _decides(config: Reward) -> bool:
-    """Return whether a reward can say how good an answer is: not a penalty for length, and not one of weight 0."""
+    """Return whether a reward tells good answers: no penalty for length, and none of weight 0."""
     return not isinstance(config, LengthReward) and config.weight != 0
 
 
 def overlong(tokens: int, free: int, limit: int) -> float:
-    """0 up to `free` tokens, then linearly down to −1 at `limit` (DAPO, Yu et al. 2025, equation 13)."""
-    return -min(max(tokens - free, 0) / (limit - free), 1.0)
+    """Return the penalty for a completion of `tokens`.
+
+    It is 0 up to `free` tokens, then falls linearly to −1 at `limit` (DAPO, Yu et al. 2025, eq. 13).
+    """
+    excess = max(tokens - free, 0)
+    return -min(excess / (limit - free), 1.0)
 
 
 def count_reasons(reasons: Iterable[str]) -> Counter[str]:
@@ -276,37 +328,32 @@ def count_reasons(reasons: Iterable[str]) -> Counter[str]:
 
 
 class Garbled(Exception):
-    """What came is no message."""
+    """What was received is no message."""
 
 
 class Channel:
-    """One end. `longest`: bytes of a message that is read; None: any."""
+    """One end of the pair of sockets. `longest`: bytes of a message that is received; None: any."""
 
     def __init__(self, end: socket.socket, longest: int | None = None) -> None:
-        self.end, self.longest = end, longest
-        self._rest = bytearray()
+        self.end = end
+        self.longest = longest
+        self._unread = bytearray()
 
     def send(self, message: dict[str, Any], seconds: float | None = None) -> None:
-        """Raises OSError where the other end is gone, TimeoutError where it does not read."""
+        """Send a message.
+
+        Raises OSError if the other end is gone, TimeoutError if it does not read.
+        """
         self.end.settimeout(seconds)
         self.end.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float | None = None) -> dict[str, Any]:
-        """The next one. Raises TimeoutError where none comes within `seconds`, EOFError or OSError where the other end is gone, Garbled."""
-        until = None if seconds is None else time.monotonic() + seconds
-        while (size := self._rest.find(b"\n")) < 0:
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError
-            self.end.settimeout(left)
-            more = self.end.recv(2**16)
-            if not more:
-                raise EOFError
-            self._rest += more
-            if self.longest is not None and len(self._rest) > self.longest:
-                raise Garbled
-        line = bytes(self._rest[:size])
-        del self._rest[: size + 1]
+        """Return the next message.
+
+        Raises TimeoutError if none comes within `seconds`, EOFError or OSError if the other end is gone,
+        Garbled for what is no message.
+        """
+        line = self._receive_line(seconds)
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
@@ -315,9 +362,27 @@ class Channel:
             raise Garbled
         return message
 
+    def _receive_line(self, seconds: float | None) -> bytes:
+        """Return the next line. Raises as `receive`."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while b"\n" not in self._unread:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError
+            self.end.settimeout(left)
+            received = self.end.recv(2**16)
+            if not received:
+                raise EOFError
+            self._unread += received
+            if self.longest is not None and len(self._unread) > self.longest:
+                raise Garbled
+        line, _, rest = self._unread.partition(b"\n")
+        self._unread = rest
+        return bytes(line)
+
     @property
     def ended(self) -> bool:
-        """Whether the other end is closed."""
+        """Return whether the other end is closed."""
         try:
             self.end.settimeout(0)
             return self.end.recv(1, socket.MSG_PEEK) == b""
@@ -328,11 +393,12 @@ class Channel:
 
 
 class Isolated:
-    """A worker process that has built some rewards (`rewards`: place in the config's list → reward).
+    """A worker process that computes some rewards.
 
-    One thread starts it and sends its requests, and must outlive it: the kernel signals the guard when that thread ends (`guard`), and the
-    guard, in a session of its own, ends the rewards and all that they have started. Options go through the socket: a command line is
-    for all to read.
+    `rewards`: index in the config's list → reward. One thread starts the process and sends its
+    requests. It must outlive the process, because the kernel signals the guard when that thread ends
+    (`guard`). The guard, in a session of its own, ends the rewards and all processes that they have
+    started. Options go through the socket, because everybody can read a command line.
     """
 
     def __init__(
@@ -342,15 +408,16 @@ class Isolated:
         columns: list[str] | None = None,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        """`columns`: those that rows have, where a function is to be checked against them.
+        """`columns`: those of the rows, if functions are to be checked against them.
 
-        Raises ConfigError or EnvironmentFault for what the worker refuses, EnvironmentFault where it cannot be started."""
+        Raises ConfigError or EnvironmentFault for what the worker refuses, EnvironmentFault if it cannot
+        be started.
+        """
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours, LONGEST_ANSWER)
+        fd = theirs.fileno()
         try:
-            self.process = start_module(
-                "drumline.rl.guard", str(os.getpid()), str(theirs.fileno()), keeps=[theirs.fileno()]
-            )
+            self.process = start_module("drumline.rl.guard", str(os.getpid()), str(fd), keeps=[fd])
         except OSError as error:
             ours.close()
             raise EnvironmentFault(
@@ -359,18 +426,15 @@ class Isolated:
         finally:
             theirs.close()
         dumped = {index: reward.model_dump(mode="json") for index, reward in rewards.items()}
+        task = {"base_dir": str(base_dir), "columns": columns, "rewards": dumped}
         try:
-            self._start(
-                {"base_dir": str(base_dir), "columns": columns, "rewards": dumped},
-                rewards,
-                start_seconds,
-            )
+            self._start(task, rewards, start_seconds)
         except BaseException:
             self.kill()
             raise
 
     def _start(self, task: dict[str, Any], rewards: dict[int, Reward], seconds: float) -> None:
-        """Hand the options over, and wait until everything is imported."""
+        """Send the rewards' options, and wait until everything is imported."""
         try:
             self.channel.send(task, seconds)
             reply = self.channel.receive(seconds)
@@ -381,19 +445,14 @@ class Isolated:
                 where=WHERE,
                 fix="mend what hangs there",
             ) from None
-        except (EOFError, OSError, Garbled) as error:
-            how = (
-                NOT_ITS_OWN
-                if isinstance(error, Garbled)
-                else ending(exit_code(self.process, END_SECONDS))
-            )
-            fix = "look for the reason in the rank's log, or above"
-            raise EnvironmentFault(
-                f"a process for rewards {how} while it started", where=WHERE, fix=fix
-            ) from None
-        if mistake := reply.get("wrong"):
-            kind: type[DrumlineError] = getattr(errors, mistake["kind"])
-            raise kind(mistake["what"], where=mistake["where"], fix=mistake["fix"])
+        except Garbled:
+            raise _failed_start(NOT_ITS_OWN) from None
+        except (EOFError, OSError):
+            raise _failed_start(ending(exit_code(self.process, END_SECONDS))) from None
+        mistake = reply.get("wrong")
+        if mistake:
+            error_type: type[DrumlineError] = getattr(errors, mistake["kind"])
+            raise error_type(mistake["what"], where=mistake["where"], fix=mistake["fix"])
 
     @property
     def alive(self) -> bool:
@@ -402,8 +461,12 @@ class Isolated:
     def score(
         self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float
     ) -> Rewarded:
-        """One reward of one completion. A process that is late or ends is killed: `alive` is False then."""
-        # A reward that writes on the socket does not know it, so an answer can neither be made up nor taken for that of another.
+        """Return what a reward gives for a completion.
+
+        A process that is late or ends is killed: `alive` is False then.
+        """
+        # A reward that writes on the socket does not know the token. So no answer can be made up, or
+        # taken for that of another request.
         token = secrets.token_hex(8)
         request = {
             "token": token,
@@ -418,20 +481,22 @@ class Isolated:
             if reply.get("token") != token:
                 raise Garbled
             value = reply.get("value")
-            return math.nan if value is None else value, reply.get("failure")
+            if value is None:
+                value = math.nan
+            return Rewarded(value, reply.get("failure"))
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):
-            failure = ending(exit_code(self.process, 1.0))
+            failure = ending(exit_code(self.process, EXIT_SECONDS))
         except Garbled:
             failure = NOT_ITS_OWN
         self.kill()
-        return math.nan, failure
+        return Rewarded(math.nan, failure)
 
     def kill(self) -> None:
         """End the process and what its rewards have started, and wait for it."""
-        # It may be about to end by itself.
-        exit_code(self.process, 1.0 if self.channel.ended else 0.0)
+        is_about_to_end = self.channel.ended
+        exit_code(self.process, EXIT_SECONDS if is_about_to_end else 0.0)
         self.process.terminate()
         if exit_code(self.process, END_SECONDS) is None:
             self.process.kill()
@@ -439,11 +504,26 @@ class Isolated:
         self.channel.end.close()
 
 
+def _failed_start(how: str) -> EnvironmentFault:
+    """Return the error for a process that ended, or whose socket was misused, before it was ready."""
+    return EnvironmentFault(
+        f"a process for rewards {how} while it started",
+        where=WHERE,
+        fix="look for the reason in the rank's log, or above",
+    )
+
+
 def ending(code: int | None) -> str:
-    """How a process ended, by its exit code; None: it runs, although its end of the socket is closed."""
+    """Return how a process ended, by its exit code.
+
+    None: it still runs, although its end of the socket is closed.
+    """
     if code is None:
         return NOT_ITS_OWN
     if code >= 0:
         return f"ended its process (exit code {code})"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    number = -code
+    name = f"signal {number}"
+    if number in signal.valid_signals():
+        name = signal.Signals(number).name
     return f"crashed its process ({name})"

@@ -1,7 +1,11 @@
-"""The stream of a run that trains on what it samples: prompts → completions → rewards → advantages → optimizer steps' batches.
+"""The stream of a run that trains on the completions it samples itself.
 
-Every rank knows the whole of a rollout (it is small), so advantages are those of the global rollout, and what is dealt to whom changes
-nothing. A rollout depends on the weights, on (seed, step, place of the prompt) and on `state` alone: a resumed run makes it again.
+prompts → completions → rewards → advantages → batches of optimizer steps.
+
+Every rank knows the whole rollout, which is small. So advantages are computed over the global
+rollout, and it does not matter which rank trains on which episode. A rollout depends only on the
+weights, on (seed, step, position of the prompt) and on the stream's state, so a resumed run samples
+the same rollout again.
 """
 
 from __future__ import annotations
@@ -33,24 +37,31 @@ from drumline.errors import TrainingStopped
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Completion, Request, Together, place
 from drumline.rl.reading import Readers, Reading
-from drumline.rl.rewards import Item, Rewards, count_reasons
+from drumline.rl.rewards import Item, Rewards, Scored, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit, Rollout
 from drumline.telemetry.watched import Completions
 
-MOST_REASONS = 3  # of failed rewards, in the line that stops a run
-SHOWN, MOST_TEXT = 8, 4000  # episodes of a rollout in an event, and characters of each
+# Reasons of failed rewards that the message of a stopped run names.
+MOST_REASONS = 3
+# Episodes of a rollout that its event shows, and characters of each completion.
+MOST_SHOWN = 8
+MOST_TEXT = 4000
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An answer to a prompt, and what it is worth: NaN if a reward failed or none applies."""
+    """A completion of a prompt with its reward, which is NaN if a reward failed or none applies."""
 
-    prompt: int  # its number in the cache
+    prompt: int  # the prompt's number in the cache
     episode: tuple[list[int], Completion]  # tokens of the prompt, and the completion
     domain: str
     reward: float
-    applies: bool = True  # whether any reward applies to it
+    applies: bool = True  # whether any reward applies to this sample
+
+    @property
+    def completion(self) -> Completion:
+        return self.episode[1]
 
     @property
     def is_failed(self) -> bool:
@@ -59,13 +70,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Groups of samples, prompt by prompt."""
+    """The groups of samples of a rollout, one group after the other."""
 
     samples: list[Sample]
-    # Mean of each reward's values in the last draw, NaN where there was none.
+    # Mean of each reward's values in the last draw; NaN for a reward that gave none.
     parts: dict[str, float]
-    failures: dict[str, Counter[str]]  # in the last draw: reward → reason → episodes
-    sampler_gap: float | None = None  # of the sampler that drew the last of them, see SamplerCheck
+    # Failures of rewards in the last draw: reward → reason → number of episodes.
+    failures: dict[str, Counter[str]]
+    # Gap of the sampler that made the last draw; see SamplerCheck.
+    sampler_gap: float | None = None
 
     @property
     def rewards(self) -> list[float]:
@@ -74,7 +87,7 @@ class Sampled:
     @property
     def left_out(self) -> int:
         """The number of samples to which no reward applies."""
-        return sum(not sample.applies for sample in self.samples)
+        return _count_left_out(self.samples)
 
     @property
     def failed_share(self) -> float:
@@ -84,14 +97,19 @@ class Sampled:
             return 1.0
         return sum(sample.is_failed for sample in self.samples) / applies
 
-    def differ(self, size: int) -> list[bool]:
-        """Of each group of `size` whether it has something to learn from."""
-        return differs(torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)).tolist()
+    def rewards_differ(self, size: int) -> list[bool]:
+        """Return for each group of `size` whether its rewards differ; only such a group teaches."""
+        rewards_PG = torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)
+        return differs(rewards_PG).tolist()
 
 
 class Drawn:
-    """The prompts of a rollout, and their completions, when these are asked for. `sampler_gap`: of the sampler of those that are sampled
-    ahead, as it was when they were begun."""
+    """The prompts of a rollout, and their completions, which may still be being sampled.
+
+    `ids`: the prompts' numbers in the cache, each as often as it is completed.
+    `complete`: waits for the completions and returns them; called once, on the first access.
+    `sampler_gap`: the sampler's gap when sampling ahead began; None if nothing is sampled ahead.
+    """
 
     def __init__(
         self,
@@ -99,42 +117,50 @@ class Drawn:
         complete: Callable[[], list[Completion]],
         sampler_gap: float | None = None,
     ) -> None:
-        self.ids, self._complete, self.sampler_gap = ids, complete, sampler_gap
+        self.ids = ids
+        self._complete = complete
+        self.sampler_gap = sampler_gap
 
     @cached_property
     def completions(self) -> list[Completion]:
-        """Collective at the first time."""
+        """The completions, one for each of `ids`. The first access is collective."""
         return self._complete()
 
     def state(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
-        completions = [[c.tokens, c.log_probs, c.ended] for c in self.completions]
+        """Return the prompts and completions as a checkpoint holds them.
+
+        Waits for the completions.
+        """
+        completions = []
+        for completion in self.completions:
+            completions.append([completion.tokens, completion.log_probs, completion.ended])
         return {"ids": self.ids, "completions": completions, "sampler_gap": self.sampler_gap}
 
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> Drawn:
-        return cls(
-            state["ids"],
-            lambda: [Completion(*each) for each in state["completions"]],
-            state.get("sampler_gap"),
-        )
+        """Return what `state` was called on."""
+
+        def complete() -> list[Completion]:
+            return [Completion(*fields) for fields in state["completions"]]
+
+        return cls(state["ids"], complete, state.get("sampler_gap"))
 
 
 @dataclass
 class Rollouts:
-    """One rank's view of all rollouts of a run. All methods are collective."""
+    """All rollouts of a run, as one rank sees them. All methods are collective."""
 
     plan: Plan
     algorithm: RolloutSpec
     prompts: TokenCache
-    held_out: Mapping[str, TokenCache]  # by name of the evaluation set
+    held_out: Mapping[str, TokenCache]  # name of the evaluation set → its prompts
     curriculum: Curriculum
     kl: KLController
-    # (requests, step, greedy), collective.
+    # Sample completions of (requests, step, greedy). Collective.
     sample: Callable[[list[Request], int, bool], list[Completion]]
-    # (requests, step), collective: the same while training goes on.
+    # Begin to sample completions of (requests, step) while training goes on. Collective.
     begin: Callable[[list[Request], int], Together]
-    check: SamplerCheck  # which `sample` and `begin` make of the sampler
+    check: SamplerCheck  # filled by `sample` and `begin`
     rewards: Rewards
     reading: Reading
     readers: Readers
@@ -142,48 +168,68 @@ class Rollouts:
     emit: Emit
 
     def __post_init__(self) -> None:
-        self.seconds: dict[str, float] = {}  # of the rollout so far, by what they were spent on
-        self.failed = 0  # rollouts in a row, by `reward_failure`
-        self.has_rewards = False  # whether any episode of the run had a reward
-        self._trained: Callable[[], None] | None = None
+        # Seconds of the rollout so far, by what they were spent on.
+        self.seconds: dict[str, float] = {}
+        # Rollouts in a row in which too many rewards failed, see `reward_failure`.
+        self.failed = 0
+        # Whether any episode of the run has had a reward.
+        self.has_rewards = False
+        # Reports the rollout that is being trained on, once its last step is done.
+        self._report_pending: Callable[[], None] | None = None
 
     def stream(self, step: int, position: int, state: Mapping[str, Any]) -> Iterator[GlobalBatch]:
-        """Batches of the steps after `step`, to the end of the run. `position`: prompts drawn so far; `state`: a checkpointable batch's."""
-        if state:
-            self.curriculum.load(state["curriculum"])
-            self.has_rewards = state.get("has_rewards", True)  # older checkpoints do not say
-            if (
-                self.kl.target is not None and self.kl.coefficient and state["kl"]
-            ):  # what is fixed is the config's
-                self.kl.coefficient = state["kl"]
+        """Yield the batches of the steps after `step`, up to the last step of the run.
+
+        `position`: prompts drawn so far. `state`: `GlobalBatch.state` of the last batch before,
+        or empty for a new run.
+        """
         assert self.plan.steps is not None
-        drawn = Drawn.load(state["ahead"]) if state.get("ahead") else None
+        self._load_state(state)
+        drawn = None
+        if state.get("ahead"):
+            drawn = Drawn.load(state["ahead"])
         while step < self.plan.steps:
             self.seconds = {}
-            begins, following = position, step + self.algorithm.steps_in_turn
+            first_position = position
+            next_step = step + self.algorithm.steps_in_turn
             sampled, position = self._sample_groups(step, position, drawn)
-            self._check_rewards(step, sampled, position - begins)
+            prompts_drawn = position - first_position
+            self._check_rewards(step, sampled, prompts_drawn)
             drawn = None
-            if self.algorithm.lookahead and following < self.plan.steps:
+            if self.algorithm.lookahead and next_step < self.plan.steps:
                 with self._spend("generate"):
-                    drawn = self._draw(
-                        self._wanted // self.algorithm.group_size, following, position
-                    )
+                    prompts = self._wanted // self.algorithm.group_size
+                    drawn = self._draw(prompts, next_step, position)
             with self._spend("infer"):
                 episodes, metrics = self._learnable(sampled)
-            began = time.time()
-            self._trained = partial(
-                self._report_trained, began, following, sampled, position - begins, metrics
+            self._report_pending = partial(
+                self._report_trained, time.time(), next_step, sampled, prompts_drawn, metrics
             )
             yield from self._batches(episodes, sampled, step, position, drawn)
             self.report()
-            step = following
+            step = next_step
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's state of the stream. Nothing to do if it is empty."""
+        if not state:
+            return
+        self.curriculum.load(state["curriculum"])
+        # Older checkpoints lack this key.
+        self.has_rewards = state.get("has_rewards", True)
+        # A coefficient that is fixed comes from the config.
+        is_steered = self.kl.target is not None and self.kl.coefficient
+        if is_steered and state["kl"]:
+            self.kl.coefficient = state["kl"]
 
     def report(self) -> None:
-        """Report the rollout whose last step is done, once: here, or where the loop leaves. Collective."""
-        trained, self._trained = self._trained, None
-        if trained is not None:
-            trained()
+        """Report the rollout whose last step is done, if it has not been reported yet. Collective.
+
+        The stream calls this before the next rollout, and the loop when it ends.
+        """
+        report = self._report_pending
+        self._report_pending = None
+        if report is not None:
+            report()
 
     def _report_trained(
         self, began: float, step: int, sampled: Sampled, drawn: int, metrics: dict[str, float]
@@ -193,28 +239,74 @@ class Rollouts:
 
     @property
     def _wanted(self) -> int:
-        """Episodes of a rollout: whole groups, the rules refuse others."""
+        """The number of episodes of a rollout.
+
+        The rules refuse a number that is not of whole groups.
+        """
         return self.algorithm.minibatches * self.plan.batch.global_samples
 
     def _draw(self, prompts: int, step: int, position: int) -> Drawn:
-        """Prompts after `position`; their completions are those of the weights as they are now where rollouts go ahead."""
+        """Draw the next `prompts` prompts after `position` and have a group of completions sampled for each.
+
+        With lookahead, sampling begins now with the present weights. Otherwise it happens when the
+        completions are first read.
+        """
         size = self.algorithm.group_size
-        ids = self.curriculum.draw(prompts)
-        keys = [(position + place, index) for place in range(len(ids)) for index in range(size)]
-        repeated = np.repeat(ids, size).tolist()
-        requests = self._requests(self.prompts, repeated, keys)
-        if self.algorithm.lookahead:
-            begun = self.begin(requests, step)
-            return Drawn(repeated, lambda: begun.result, self.check.gap)
-        return Drawn(repeated, partial(self.sample, requests, step, False))
+        drawn_ids = self.curriculum.draw(prompts)
+        ids: list[int] = []
+        keys: list[tuple[int, int]] = []
+        for offset, prompt in enumerate(drawn_ids):
+            for index in range(size):
+                ids.append(prompt)
+                keys.append((position + offset, index))
+        requests = self._requests(self.prompts, ids, keys)
+        if not self.algorithm.lookahead:
+            return Drawn(ids, partial(self.sample, requests, step, False))
+        together = self.begin(requests, step)
+
+        def complete() -> list[Completion]:
+            return together.result
+
+        return Drawn(ids, complete, self.check.gap)
 
     def _batches(
         self, episodes: Episodes, sampled: Sampled, step: int, position: int, ahead: Drawn | None
     ) -> Iterator[GlobalBatch]:
-        """The optimizer steps of a rollout: passes over all its episodes, shuffled anew. `ahead`: the next rollout."""
-        algorithm, batch = self.algorithm, self.plan.batch
+        """Yield the batches of a rollout's optimizer steps.
+
+        They are `epochs` passes over all its episodes, each in a new random order.
+        `ahead`: the next rollout, if it is being sampled already; checkpoints hold it.
+        """
+        algorithm = self.algorithm
+        batch = self.plan.batch
         size = batch.global_samples
-        ids = np.asarray([sample.prompt for sample in sampled.samples], np.int64)
+        seed = self.plan.config.run.seed
+        prompts_N = np.asarray([sample.prompt for sample in sampled.samples], np.int64)
+        state = self._state(ahead)
+        for epoch in range(algorithm.epochs):
+            is_last_epoch = epoch == algorithm.epochs - 1
+            generator = np.random.default_rng(derive(seed, "episodes", step, epoch))
+            order_N = generator.permutation(len(episodes))
+            for number in range(algorithm.minibatches):
+                is_last_step = is_last_epoch and number == algorithm.minibatches - 1
+                picks = order_N[number * size : (number + 1) * size]
+                micro_batches, tokens = self.reading.micro_batches(
+                    episodes, picks.tolist(), batch.accumulation, batch.micro_batch
+                )
+                weight = float(episodes.weight_N[picks].double().sum())
+                global_tokens = int(episodes.lengths[picks].sum())
+                yield GlobalBatch(
+                    list(micro_batches),
+                    prompts_N[picks],
+                    position,
+                    tokens,
+                    checkpointable=is_last_step,
+                    state=state,
+                    of_all=(weight, global_tokens),
+                )
+
+    def _state(self, ahead: Drawn | None) -> dict[str, Any]:
+        """Return what a checkpoint needs to go on with the next rollout, besides the weights."""
         state = {
             "curriculum": self.curriculum.state(),
             "kl": self.kl.coefficient,
@@ -222,30 +314,9 @@ class Rollouts:
             "sampler": self.check.state(),
         }
         if ahead is not None:
+            # A function: a checkpoint that is written calls it, and waits for the completions.
             state["ahead"] = ahead.state
-        for epoch in range(algorithm.epochs):
-            order = np.random.default_rng(
-                derive(self.plan.config.run.seed, "episodes", step, epoch)
-            ).permutation(len(episodes))
-            for number in range(algorithm.minibatches):
-                picks = order[number * size : (number + 1) * size]
-                micro_batches, tokens = self.reading.micro_batches(
-                    episodes, picks.tolist(), batch.accumulation, batch.micro_batch
-                )
-                last = epoch == algorithm.epochs - 1 and number == algorithm.minibatches - 1
-                of_all = (
-                    float(episodes.weight_N[picks].double().sum()),
-                    int(episodes.lengths[picks].sum()),
-                )
-                yield GlobalBatch(
-                    list(micro_batches),
-                    ids[picks],
-                    position,
-                    tokens,
-                    checkpointable=last,
-                    state=state,
-                    of_all=of_all,
-                )
+        return state
 
     def _check_rewards(self, step: int, sampled: Sampled, drawn: int) -> None:
         """Raise TrainingStopped if the run learns nothing because of its rewards.
@@ -286,100 +357,119 @@ class Rollouts:
         raise TrainingStopped(what, where="algorithm.rewards", fix=fix)
 
     def _sample_groups(self, step: int, position: int, drawn: Drawn | None) -> tuple[Sampled, int]:
-        """The groups of a rollout, and the position after them. `drawn`: it is under way. With dynamic sampling, groups whose rewards are
-        alike are replaced, as long as it may roll out again."""
-        algorithm, size, wanted = self.algorithm, self.algorithm.group_size, self._wanted
-        kept, spare = list[Sample](), list[Sample]()
-        for _ in range(algorithm.rounds):
+        """Return the groups of a rollout, and the position after their prompts.
+
+        `drawn`: a rollout that is being sampled already. With dynamic sampling, groups whose rewards
+        are all alike are replaced, until enough differ or the allowed rounds are used up.
+        """
+        size = self.algorithm.group_size
+        wanted = self._wanted
+        takes_all = self.algorithm.rounds == 1
+        kept: list[Sample] = []
+        spare: list[Sample] = []
+        for _ in range(self.algorithm.rounds):
             with self._spend("generate"):
-                drawn = drawn or self._draw((wanted - len(kept)) // size, step, position)
-                ids, completions = drawn.ids, drawn.completions
-                sampler_gap = self.check.gap if drawn.sampler_gap is None else drawn.sampler_gap
+                if drawn is None:
+                    missing = wanted - len(kept)
+                    drawn = self._draw(missing // size, step, position)
+                ids = drawn.ids
+                completions = drawn.completions
+                sampler_gap = drawn.sampler_gap
+                if sampler_gap is None:
+                    sampler_gap = self.check.gap
+            drawn = None
             with self._spend("reward"):
                 fresh = self._score(self.prompts, ids, completions)
-            by_domain: dict[str, list[float]] = {}
-            for sample in fresh.samples:
-                by_domain.setdefault(sample.domain, []).extend(
-                    [] if math.isnan(sample.reward) else [sample.reward]
-                )
-            self.curriculum.learn(by_domain)
-            position, drawn = position + len(ids) // size, None
-            for group, different in enumerate(fresh.differ(size)):
-                (kept if different or algorithm.rounds == 1 else spare).extend(
-                    fresh.samples[group * size : (group + 1) * size]
-                )
+            self._learn_domains(fresh.samples)
+            position += len(ids) // size
+            for group, is_different in enumerate(fresh.rewards_differ(size)):
+                samples = fresh.samples[group * size : (group + 1) * size]
+                if is_different or takes_all:
+                    kept += samples
+                else:
+                    spare += samples
             if len(kept) == wanted:
                 break
-        return replace(fresh, samples=[*kept, *spare][:wanted], sampler_gap=sampler_gap), position
+        chosen = [*kept, *spare][:wanted]
+        return replace(fresh, samples=chosen, sampler_gap=sampler_gap), position
+
+    def _learn_domains(self, samples: list[Sample]) -> None:
+        """Tell the curriculum the rewards of each domain."""
+        by_domain: dict[str, list[float]] = {}
+        for sample in samples:
+            if not math.isnan(sample.reward):
+                by_domain.setdefault(sample.domain, []).append(sample.reward)
+        self.curriculum.learn(by_domain)
 
     def _requests(
         self, cache: TokenCache, ids: list[int], keys: list[tuple[int, int]]
     ) -> list[Request]:
-        return [
-            Request(cache.segments(prompt)[0][0].tolist(), key)
-            for prompt, key in zip(ids, keys, strict=True)
-        ]
+        """Return requests for the prompts `ids` of `cache`, each with its key for randomness."""
+        requests = []
+        for prompt, key in zip(ids, keys, strict=True):
+            requests.append(Request(_prompt_tokens(cache, prompt), key))
+        return requests
 
     def _score(self, cache: TokenCache, ids: list[int], completions: list[Completion]) -> Sampled:
-        episodes = [
-            (cache.segments(prompt)[0][0].tolist(), each)
-            for prompt, each in zip(ids, completions, strict=True)
-        ]
+        """Return the completions of the prompts `ids` of `cache` with their rewards. Collective."""
+        episodes = []
+        for prompt, completion in zip(ids, completions, strict=True):
+            episodes.append((_prompt_tokens(cache, prompt), completion))
         metas = [cache.meta(prompt) for prompt in ids]
-        columns = [{**meta, **meta.get(OWN, {})} for meta in metas]
-        items = [
-            Item(meta["prompt"], self.decode(c.tokens), len(c.tokens), of_row)
-            for meta, of_row, (_, c) in zip(metas, columns, episodes, strict=True)
-        ]
-        batch = _episodes(episodes)
-        given = {name: read(batch).tolist() for name, read in self.readers.rewards.items()}
-        rank, ranks = place()  # each episode is scored once in the world
-        shares = from_all(
-            self.rewards.score(
-                items[rank::ranks], {name: values[rank::ranks] for name, values in given.items()}
-            )
-        )
-        scored = [shares[index % ranks][index // ranks] for index in range(len(items))]
-        penalty = self.algorithm.missing_stop_penalty
+        scores = self._compute_rewards(episodes, metas)
         samples = []
-        for prompt, episode, meta, one in zip(ids, episodes, metas, scored, strict=True):
+        for prompt, episode, meta, score in zip(ids, episodes, metas, scores, strict=True):
             reward = math.nan
-            if one.applies and not one.failures:
-                reward = one.value - (0.0 if episode[1].ended else penalty)
-            samples.append(Sample(prompt, episode, meta["domain"], reward, one.applies))
-        parts = {name: _mean([one.parts[name] for one in scored]) for name in self.rewards.names}
-        reasons = {}
+            if score.applies and not score.failures:
+                reward = score.value
+                _, completion = episode
+                if not completion.ended:
+                    reward -= self.algorithm.missing_stop_penalty
+            samples.append(Sample(prompt, episode, meta["domain"], reward, score.applies))
+        parts = {}
+        failures = {}
         for name in self.rewards.names:
-            reasons[name] = count_reasons(
-                one.failures[name] for one in scored if name in one.failures
-            )
-        return Sampled(samples, parts, {name: found for name, found in reasons.items() if found})
+            parts[name] = _mean([score.parts[name] for score in scores])
+            reasons = [score.failures[name] for score in scores if name in score.failures]
+            if reasons:
+                failures[name] = count_reasons(reasons)
+        return Sampled(samples, parts, failures)
+
+    def _compute_rewards(
+        self, episodes: list[tuple[list[int], Completion]], metas: list[dict[str, Any]]
+    ) -> list[Scored]:
+        """Return what each episode is worth, the same on all ranks. Collective.
+
+        `metas`: the metadata of each prompt. Each episode is scored by one rank of the world.
+        """
+        items = []
+        for (_, completion), meta in zip(episodes, metas, strict=True):
+            text = self.decode(completion.tokens)
+            columns = {**meta, **meta.get(OWN, {})}
+            items.append(Item(meta["prompt"], text, len(completion.tokens), columns))
+        rank, ranks = place()
+        batch = _to_episodes(episodes)
+        own_model_rewards = {}
+        for name, read in self.readers.rewards.items():
+            own_model_rewards[name] = read(batch).tolist()[rank::ranks]
+        shares = from_all(self.rewards.score(items[rank::ranks], own_model_rewards))
+        return [shares[index % ranks][index // ranks] for index in range(len(items))]
 
     def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
-        """Episodes with all that the objective needs, and metrics."""
-        episodes, metrics = _episodes([sample.episode for sample in sampled.samples]), {}
-        if self.readers.policy is not None:
-            policy = self.readers.policy(episodes)
-            episodes = replace(
-                episodes,
-                log_probs_NM=policy[0],
-                values_NM=policy[1] if len(policy) > 1 else episodes.values_NM,
-            )
-        if self.readers.value is not None:
-            episodes = replace(episodes, values_NM=self.readers.value(episodes)[0])
+        """Return the episodes with all that the objective reads, and metrics of the divergence."""
+        episodes = self._with_model_outputs(_to_episodes([s.episode for s in sampled.samples]))
+        metrics = {}
         kl_NM = torch.zeros_like(episodes.log_probs_NM)
         if self.readers.reference is not None:
-            episodes = replace(episodes, reference_log_probs_NM=self.readers.reference(episodes)[0])
-            kl_NM = (
-                divergence(
-                    episodes.log_probs_NM,
-                    episodes.reference_log_probs_NM,
-                    self.algorithm.kl.estimator,
-                )
-                * episodes.mask_NM
+            kl_NM = divergence(
+                episodes.log_probs_NM,
+                episodes.reference_log_probs_NM,
+                self.algorithm.kl.estimator,
             )
+            kl_NM = kl_NM * episodes.mask_NM
+            tokens = episodes.mask_NM.sum().clamp(min=1)
             metrics = {
-                "kl": float(kl_NM.sum() / episodes.mask_NM.sum().clamp(min=1)),
+                "kl": float(kl_NM.sum() / tokens),
                 "kl_coefficient": self.kl.coefficient,
             }
         rewards_N = torch.tensor(sampled.rewards, dtype=torch.float32)
@@ -388,25 +478,45 @@ class Rollouts:
             self.kl.update(metrics["kl"], len(episodes))
         return episodes, metrics
 
+    def _with_model_outputs(self, episodes: Episodes) -> Episodes:
+        """Return the episodes with log-probs and values of the models that the objective reads."""
+        readers = self.readers
+        if readers.policy is not None:
+            outputs = readers.policy(episodes)
+            episodes = replace(episodes, log_probs_NM=outputs[0])
+            if len(outputs) > 1:
+                episodes = replace(episodes, values_NM=outputs[1])
+        if readers.value is not None:
+            episodes = replace(episodes, values_NM=readers.value(episodes)[0])
+        if readers.reference is not None:
+            reference_NM = readers.reference(episodes)[0]
+            episodes = replace(episodes, reference_log_probs_NM=reference_NM)
+        return episodes
+
     def evaluate(self, step: int) -> tuple[dict[str, float], int, dict[str, Counter[str]]]:
-        """Greedy completions of all held-out prompts: mean reward, of each domain and evaluation set too; how many prompts; and as of
-        Sampled the failures of rewards, over which no mean goes."""
-        samples, by_set, failures = list[Sample](), dict[str, float](), dict[str, Counter[str]]()
+        """Complete all held-out prompts greedily and score the completions.
+
+        Returns the metrics (the mean reward, also of each domain and each evaluation set), the number
+        of prompts, and the failures of rewards as `Sampled` has them; no mean counts a failed one.
+        """
+        samples: list[Sample] = []
+        by_set: dict[str, float] = {}
+        failures: dict[str, Counter[str]] = {}
         for name, cache in self.held_out.items():
             ids = list(range(len(cache)))
-            completions = self.sample(
-                self._requests(cache, ids, [(prompt, 0) for prompt in ids]), step, True
-            )
+            keys = [(prompt, 0) for prompt in ids]
+            completions = self.sample(self._requests(cache, ids, keys), step, True)
             sampled = self._score(cache, ids, completions)
             samples += sampled.samples
-            by_set |= (
-                {f"{name}/{key}": value for key, value in _answered(sampled.samples).items()}
-                if name
-                else {}
-            )
+            if name:
+                for key, value in _answer_metrics(sampled.samples).items():
+                    by_set[f"{name}/{key}"] = value
             for reward, reasons in sampled.failures.items():
                 failures.setdefault(reward, Counter()).update(reasons)
-        return (_answered(samples) | by_set if samples else {}), len(samples), failures
+        metrics = {}
+        if samples:
+            metrics = _answer_metrics(samples) | by_set
+        return metrics, len(samples), failures
 
     def close(self) -> None:
         """End the processes that compute rewards."""
@@ -414,6 +524,7 @@ class Rollouts:
 
     @contextmanager
     def _spend(self, kind: str) -> Iterator[None]:
+        """Add the seconds of the block to those spent on `kind`."""
         began = time.time()
         beat("rollout")
         yield
@@ -427,44 +538,45 @@ class Rollouts:
         metrics: dict[str, float],
         trained: bool = True,
     ) -> None:
-        """Emit what a rollout was. `trained`: whether steps learned from it."""
+        """Emit the events of a rollout. `trained`: whether optimizer steps learned from it."""
+        samples = sampled.samples
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
-        drawn_of = Counter(sample.domain for sample in sampled.samples)
-        differ = sampled.differ(self.algorithm.group_size)
+        differ = sampled.rewards_differ(self.algorithm.group_size)
         reward_std: float | None = None
         groups_differ: float | None = None
         if known:
             reward_std = statistics.pstdev(known)
             groups_differ = sum(differ) / len(differ)
-        made = Rollout(
+        counts = Counter(sample.domain for sample in samples)
+        shares = {domain: count / len(samples) for domain, count in sorted(counts.items())}
+        rollout = Rollout(
             step=step,
             prompts=len(differ),
             drawn=drawn,
-            episodes=len(sampled.samples),
+            episodes=len(samples),
             reward=_mean(known),
             reward_std=reward_std,
             groups_differ=groups_differ,
             left_out=sampled.left_out,
             rewards=sampled.parts,
-            shares={
-                domain: count / len(sampled.samples) for domain, count in sorted(drawn_of.items())
-            },
+            shares=shares,
             failures=sampled.failures,
             sampler_gap=sampled.sampler_gap,
             trained=trained,
-            **_lengths(sampled.samples),
-            **{
-                f"{kind}_s": self.seconds.get(kind, 0.0)
-                for kind in ("generate", "reward", "infer", "train")
-            },
-            metrics=_means(sampled.samples) | metrics,
+            **_length_metrics(samples),
+            generate_s=self.seconds.get("generate", 0.0),
+            reward_s=self.seconds.get("reward", 0.0),
+            infer_s=self.seconds.get("infer", 0.0),
+            train_s=self.seconds.get("train", 0.0),
+            metrics=_domain_rewards(samples) | metrics,
         )
-        self.emit(made)
-        shown = [self._shown(sample) for sample in sampled.samples[:SHOWN]]
+        self.emit(rollout)
+        shown = [self._shown(sample) for sample in samples[:MOST_SHOWN]]
         self.emit(Completions(step=step, completions=shown, trained=trained))
 
     def _shown(self, sample: Sample) -> dict[str, Any]:
-        completion = sample.episode[1]
+        """Return a sample as the event of completions shows it."""
+        completion = sample.completion
         return {
             "prompt": self.prompts.meta(sample.prompt)["prompt"],
             "text": self.decode(completion.tokens)[:MOST_TEXT],
@@ -475,52 +587,67 @@ class Rollouts:
         }
 
 
-def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:
-    prompts, completions = (
-        [np.asarray(p, np.int64) for p, _ in made],
-        [np.asarray(c.tokens, np.int64) for _, c in made],
-    )
-    episodes = Episodes.start(prompts, completions, [completion.ended for _, completion in made])
+def _prompt_tokens(cache: TokenCache, prompt: int) -> list[int]:
+    """Return the token ids of a prompt of the cache."""
+    tokens, _ = cache.segments(prompt)[0]
+    return tokens.tolist()
+
+
+def _to_episodes(pairs: list[tuple[list[int], Completion]]) -> Episodes:
+    """Return (tokens of the prompt, completion) pairs as `Episodes` with the sampler's log-probs."""
+    prompts = [np.asarray(prompt, np.int64) for prompt, _ in pairs]
+    completions = [np.asarray(completion.tokens, np.int64) for _, completion in pairs]
+    have_ended = [completion.ended for _, completion in pairs]
+    episodes = Episodes.start(prompts, completions, have_ended)
     sampler_NM = torch.zeros_like(episodes.log_probs_NM)
-    for row, (_, completion) in enumerate(made):
+    for row, (_, completion) in enumerate(pairs):
         sampler_NM[row, : len(completion.tokens)] = torch.tensor(completion.log_probs)
     return replace(episodes, sampler_log_probs_NM=sampler_NM)
 
 
 def _mean(values: list[float]) -> float:
-    """The mean of the values that are numbers; NaN where none is."""
+    """Return the mean of the values that are not NaN; NaN if there are none."""
     known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+    if not known:
+        return math.nan
+    return sum(known) / len(known)
 
 
-def _answered(samples: list[Sample]) -> dict[str, float]:
-    """Return the mean `reward` of the answers that have one, and the shares of the others.
+def _count_left_out(samples: list[Sample]) -> int:
+    """Return the number of samples to which no reward applies."""
+    return sum(not sample.applies for sample in samples)
 
-    `reward_failed`: answers whose reward failed. `reward_left_out`: those to which none applies;
-    not there if every answer has one that does.
+
+def _answer_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Return the metrics of evaluated completions.
+
+    `reward`: mean over those that have one, also of each domain. `reward_failed`: share of those
+    whose reward failed. `reward_left_out`: share of those to which no reward applies; absent if every
+    completion has a reward that applies. The lengths are those of `_length_metrics`.
     """
-    metrics = {"reward": _mean([sample.reward for sample in samples]), **_means(samples)}
+    rewards = [sample.reward for sample in samples]
+    metrics = {"reward": _mean(rewards), **_domain_rewards(samples)}
     metrics["reward_failed"] = sum(sample.is_failed for sample in samples) / len(samples)
-    left_out = sum(not sample.applies for sample in samples)
+    left_out = _count_left_out(samples)
     if left_out:
         metrics["reward_left_out"] = left_out / len(samples)
-    return metrics | _lengths(samples)
+    return metrics | _length_metrics(samples)
 
 
-def _means(samples: list[Sample]) -> dict[str, float]:
-    """reward/DOMAIN → mean reward."""
-    domains = sorted({sample.domain for sample in samples})
+def _domain_rewards(samples: list[Sample]) -> dict[str, float]:
+    """Return reward/DOMAIN → mean reward of the domain."""
+    by_domain: dict[str, list[float]] = {}
+    for sample in samples:
+        by_domain.setdefault(sample.domain, []).append(sample.reward)
+    return {f"reward/{domain}": _mean(rewards) for domain, rewards in sorted(by_domain.items())}
+
+
+def _length_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Return mean and largest length of the completions in tokens, and the share that has ended."""
+    lengths = [len(sample.completion.tokens) for sample in samples]
+    ended = sum(sample.completion.ended for sample in samples)
     return {
-        f"reward/{domain}": _mean([s.reward for s in samples if s.domain == domain])
-        for domain in domains
-    }
-
-
-def _lengths(samples: list[Sample]) -> dict[str, float]:
-    completions = [sample.episode[1] for sample in samples]
-    sizes = [len(completion.tokens) for completion in completions]
-    return {
-        "length": sum(sizes) / len(sizes),
-        "length_max": float(max(sizes)),
-        "ended": sum(completion.ended for completion in completions) / len(sizes),
+        "length": sum(lengths) / len(lengths),
+        "length_max": float(max(lengths)),
+        "ended": ended / len(lengths),
     }

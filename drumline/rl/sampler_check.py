@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.core import rollouts as c
+from drumline.core import rollouts as configs
 from drumline.data.batches import Episodes
 from drumline.dist.reduce import from_all
 from drumline.errors import TrainingStopped
@@ -82,7 +82,7 @@ class SamplerCheck:
 
     def __init__(
         self,
-        config: c.Generator,
+        config: configs.Generator,
         read: Callable[[Episodes], torch.Tensor],
         prompts: list[list[int]],
         precision: str,
@@ -154,7 +154,7 @@ class SamplerCheck:
         return f"{explained} (before the first update it was {self.baseline:.3g})"
 
     def _fix(self) -> str:
-        if not isinstance(self.config, c.VLLMGenerator):
+        if not isinstance(self.config, configs.VLLMGenerator):
             return "use strategy=ddp, whose ranks sample from the policy itself"
         if self.config.url is None:
             return "update vLLM, or use algorithm.generator=hf"
@@ -165,7 +165,7 @@ class SamplerCheck:
 
 
 def probe_prompts(
-    tokenizer: Any, special: set[int], ranks: int, max_length: int, config: c.Generator
+    tokenizer: Any, special: set[int], ranks: int, max_length: int, config: configs.Generator
 ) -> list[list[int]]:
     """Return the prompts of a probe: token ids, the same on every rank and at each start of a run.
 

@@ -1,4 +1,4 @@
-"""Classification: one class for each text or image. B samples, C classes."""
+"""Classification: one class for each text or image. B samples, L of them with a label, C classes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from drumline.data.batches import IGNORE
 
 
 class Classify(Algorithm):
-    """Cross-entropy summed over the samples. With smoothing s the target is 1 − s on the class and s spread evenly over all of them
+    """Cross-entropy summed over the samples.
+
+    With label smoothing s the target is 1 − s on the class and s spread evenly over all classes
     (Szegedy et al. 2016).
 
-    Held out: top-1 accuracy (top-5 too from 10 classes on), and macro F1: the plain mean over the classes of 2·tp / (labelled + predicted),
-    of those that occur among labels or predictions, as scikit-learn has it. It is made of sums over samples, so it is that of the
-    whole set, on any number of ranks.
+    Held-out metrics are top-1 accuracy, top-5 too if there are at least 10 classes, and macro F1. The
+    latter is the plain mean of 2·tp / (labelled + predicted) over the classes that occur among labels or
+    predictions, as scikit-learn has it. It is computed from sums over samples, so it is that of the whole
+    set on any number of ranks.
     """
 
     def __init__(self, spec: ClassifyConfig) -> None:
@@ -33,22 +36,25 @@ class Classify(Algorithm):
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         logits_BC, loss_sum = self._loss(outputs, batch, 0.0)
         labelled_B = batch.labels_B != IGNORE
-        logits_BC, labels_B = logits_BC[labelled_B], batch.labels_B[labelled_B]
-        classes, chosen_B = logits_BC.shape[1], logits_BC.argmax(1)
-        right_BC, chosen_BC = one_hot(labels_B, classes), one_hot(chosen_B, classes)
-        sums = {"samples": labelled_B.sum(), "correct": (chosen_B == labels_B).sum()}
+        logits_LC = logits_BC[labelled_B]
+        labels_L = batch.labels_B[labelled_B]
+        chosen_L = logits_LC.argmax(1)
+        sums = {"samples": labelled_B.sum(), "correct": (chosen_L == labels_L).sum()}
+        classes = logits_LC.shape[1]
         if classes >= 2 * TOP:
-            sums["top"] = (logits_BC.topk(TOP, 1).indices == labels_B[:, None]).sum()
-        counted = {"tp": right_BC & chosen_BC, "labelled": right_BC, "chosen": chosen_BC}
-        for name, which_BC in counted.items():
-            sums |= {
-                f"{name}.{index}": number for index, number in enumerate(which_BC.sum(0).unbind())
-            }
+            top_LK = logits_LC.topk(TOP, 1).indices
+            sums["top"] = (top_LK == labels_L[:, None]).sum()
+        labels_LC = one_hot(labels_L, classes)
+        chosen_LC = one_hot(chosen_L, classes)
+        sums |= _class_sums("tp", labels_LC & chosen_LC)
+        sums |= _class_sums("labelled", labels_LC)
+        sums |= _class_sums("chosen", chosen_LC)
         return LossOut(loss_sum, sums)
 
     def _loss(
         self, outputs: Any, batch: Any, smoothing: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits fp32[B, C], and the loss summed over the samples with a label."""
         logits_BC = outputs.class_logits().float()
         loss_sum = cross_entropy(
             logits_BC,
@@ -64,13 +70,25 @@ class Classify(Algorithm):
         metrics = {"loss": sums["loss"] / samples, "accuracy": sums["correct"] / samples}
         if "top" in sums:
             metrics[f"top{TOP}_accuracy"] = sums["top"] / samples
-        classes = sum(name.startswith("tp.") for name in sums)
-        sizes = {
-            index: sums[f"labelled.{index}"] + sums[f"chosen.{index}"] for index in range(classes)
-        }
-        scores = [2 * sums[f"tp.{index}"] / size for index, size in sizes.items() if size]
-        metrics["macro_f1"] = sum(scores) / max(1, len(scores))
+        metrics["macro_f1"] = _macro_f1(sums)
         return metrics
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {"accuracy": sums["correct"] / max(1.0, sums["samples"])}
+
+
+def _class_sums(name: str, is_class_LC: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return NAME.CLASS → number of samples."""
+    counts = is_class_LC.sum(0).unbind()
+    return {f"{name}.{index}": count for index, count in enumerate(counts)}
+
+
+def _macro_f1(sums: dict[str, float]) -> float:
+    """Return the mean F1 of the classes that occur among labels or predictions; 0 if none does."""
+    classes = sum(name.startswith("tp.") for name in sums)
+    scores = []
+    for index in range(classes):
+        size = sums[f"labelled.{index}"] + sums[f"chosen.{index}"]
+        if size:
+            scores.append(2 * sums[f"tp.{index}"] / size)
+    return sum(scores) / max(1, len(scores))

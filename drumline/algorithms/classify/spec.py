@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from drumline.data.collators import Collator
     from drumline.data.encode import RowEncoder
 
-TOP = 5  # top-5 accuracy means something from twice as many classes on
+# k of top-k accuracy, which is informative only with at least twice as many classes.
+TOP = 5
 
 
 class ClassifyConfig(AlgorithmSpec):
@@ -46,10 +47,12 @@ class ClassifyConfig(AlgorithmSpec):
 
     @field_validator("labels")
     @classmethod
-    def _apart(cls, labels: list[str] | None) -> list[str] | None:
-        if labels is not None and (
-            len(labels) < 2 or len(set(labels)) < len(labels) or not all(map(str.strip, labels))
-        ):
+    def _labels_are_distinct(cls, labels: list[str] | None) -> list[str] | None:
+        if labels is None:
+            return None
+        has_duplicates = len(set(labels)) < len(labels)
+        has_blank = not all(label.strip() for label in labels)
+        if len(labels) < 2 or has_duplicates or has_blank:
             raise ValueError("name two classes or more, each once")
         return labels
 
@@ -67,11 +70,9 @@ class ClassifyConfig(AlgorithmSpec):
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
         from drumline.data.encode import LabelledImages, LabelledTexts
 
-        return (
-            LabelledTexts(tokenizer, self.labels, data)
-            if self.modality == "text"
-            else LabelledImages(self.labels, data)
-        )
+        if self.modality == "text":
+            return LabelledTexts(tokenizer, self.labels, data)
+        return LabelledImages(self.labels, data)
 
     def classes(self, train: Any, held_out: list[Any]) -> tuple[str, ...]:
         from drumline.data.encode import classes
@@ -79,7 +80,9 @@ class ClassifyConfig(AlgorithmSpec):
         return classes(train, held_out, self.labels)
 
     def measures(self, labels: tuple[str, ...]) -> tuple[str, ...]:
-        return self.metrics if len(labels) >= 2 * TOP else self.metrics[:-1]
+        if len(labels) >= 2 * TOP:
+            return self.metrics
+        return self.metrics[:-1]
 
     def collator(self, plan: Plan, width: int | None) -> Collator:
         from drumline.data.collators import labelled_collator
@@ -90,8 +93,6 @@ class ClassifyConfig(AlgorithmSpec):
         from drumline.data.batches import labelled_texts
         from drumline.data.images import labelled_images
 
-        return (
-            labelled_texts(plan, rows, length)
-            if self.modality == "text"
-            else labelled_images(rows, length, channels)
-        )
+        if self.modality == "text":
+            return labelled_texts(plan, rows, length)
+        return labelled_images(rows, length, channels)

@@ -1,7 +1,8 @@
-"""Direct preference optimisation (Rafailov et al. 2023) and its variants: weighted sums of `pair_losses.LOSSES`, where the formulas are.
+"""Direct preference optimisation (Rafailov et al. 2023) and its variants.
 
-The SFT term is each pair's own mean over the chosen answer's tokens; TRL's `sft` loss is one mean over all tokens of a batch, which depends
-on how the batch is cut.
+The loss is a weighted sum of `pair_losses.LOSSES`, where the formulas are. The SFT term is each pair's
+own mean over the chosen answer's tokens. TRL's `sft` loss is one mean over all tokens of a batch, which
+depends on how the batch is cut.
 """
 
 from __future__ import annotations
@@ -19,19 +20,37 @@ from drumline.algorithms.pairs import AnswerPairs, answer_tokens, sides
 
 @dataclass(frozen=True, kw_only=True)
 class DPO(AnswerPairs):
-    """Losses are summed over pairs. `batch.reference_B` holds the reference's log-probabilities: what `score` gives for it."""
+    """The losses of DPO, summed over pairs.
+
+    `batch.reference_B` holds the reference's log-probabilities: what `score` returns for it.
+    """
 
     spec: DPOConfig
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         assert batch.reference_B is not None, "the stream adds the reference's log-probabilities"
-        log_probs_B, tokens_B = self.score(outputs, batch), answer_tokens(batch)
+        spec = self.spec
+        log_probs_B = self.score(outputs, batch)
+        tokens_B = answer_tokens(batch)
         score_B = log_probs_B - batch.reference_B
-        moved_B = transform(score_B, self.spec.f_divergence, self.spec.f_alpha)
-        (chosen_P, rejected_P), (won_P, lost_P), (mean_won_P, mean_lost_P) = map(
-            sides, (score_B, moved_B, moved_B / tokens_B)
-        )
-        pairs = Pairs(
+        pairs = self._pairs(score_B, tokens_B, batch)
+        losses = [weight * LOSSES[kind](pairs) for kind, weight in spec.weights.items()]
+        loss_P = torch.stack(losses).sum(0)
+        if spec.sft_weight:
+            mean_chosen_P, _ = sides(log_probs_B / tokens_B)
+            loss_P = loss_P - spec.sft_weight * mean_chosen_P
+        return self.out(loss_P, log_probs_B, spec.beta * score_B, batch)
+
+    def _pairs(self, score_B: torch.Tensor, tokens_B: torch.Tensor, batch: Any) -> Pairs:
+        """Return what the losses read. `tokens_B`: of each answer."""
+        transformed_B = transform(score_B, self.spec.f_divergence, self.spec.f_alpha)
+        chosen_P, rejected_P = sides(score_B)
+        won_P, lost_P = sides(transformed_B)
+        mean_won_P, mean_lost_P = sides(transformed_B / tokens_B)
+        matched_P3 = None
+        if batch.first is not None:
+            matched_P3 = match(batch.first.numbers_NK)[batch.places_P]
+        return Pairs(
             chosen_P=chosen_P,
             rejected_P=rejected_P,
             delta_P=won_P - lost_P,
@@ -39,25 +58,23 @@ class DPO(AnswerPairs):
             beta=self.spec.beta,
             smoothing=self.spec.label_smoothing,
             tau=self.spec.discopop_tau,
-            matched_P3=None
-            if batch.first is None
-            else match(batch.first.numbers_NK)[batch.places_P],
+            matched_P3=matched_P3,
         )
-        loss_P = torch.stack(
-            [weight * LOSSES[kind](pairs) for kind, weight in self.spec.weights.items()]
-        ).sum(0)
-        if self.spec.sft_weight:
-            loss_P = loss_P - self.spec.sft_weight * sides(log_probs_B / tokens_B)[0]
-        return self.out(loss_P, log_probs_B, self.spec.beta * score_B, batch)
 
 
 class SortingDPO(DPO):
-    """With losses that sort the pairs of the global batch. Ranks are those of a pass without gradients, and without dropout."""
+    """DPO with losses that sort the pairs of the global batch.
+
+    Ranks are those of a pass without gradients, and without dropout.
+    """
 
     def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """fp64[P, 4], see `match`."""
-        return torch.cat((self.score(outputs, batch), batch.reference_B)).view(4, -1).T
+        """Return the numbers that `match` takes, fp64[P, 4]."""
+        log_probs_2B = torch.cat((self.score(outputs, batch), batch.reference_B))
+        return log_probs_2B.view(4, -1).T
 
 
-def made(spec: DPOConfig) -> DPO:
-    return (SortingDPO if spec.extra_forwards else DPO)(spec=spec, chunk=spec.loss_chunk)
+def build(spec: DPOConfig) -> DPO:
+    """Return the objective of a spec."""
+    kind = SortingDPO if spec.extra_forwards else DPO
+    return kind(spec=spec, chunk=spec.loss_chunk)

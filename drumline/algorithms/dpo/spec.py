@@ -15,9 +15,11 @@ Loss = Literal[
     "sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
     "discopop", "aot", "aot_unpaired",
 ]  # fmt: skip
+# Losses that read `label_smoothing`.
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
+# Losses that sort the pairs of the global batch, in a first pass.
 SORTED = ("aot", "aot_unpaired")
-# Those of a difference of scores, which another divergence than the reverse KL may transform first.
+# Losses of a difference of scores, which another divergence than the reverse KL may transform first.
 OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 
 
@@ -26,7 +28,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
 
     position: ClassVar[int] = 3
     rate: ClassVar[float] = 5e-7
-    objective: ClassVar[str] = "drumline.algorithms.dpo.objective:made"
+    objective: ClassVar[str] = "drumline.algorithms.dpo.objective:build"
     kind: Literal["dpo"] = "dpo"
     beta: Above0 = Field(0.1, description="How closely the policy is held to the reference.")
     loss: Loss = Field(
@@ -69,25 +71,26 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
     @property
     def weights(self) -> dict[str, float]:
         """Loss → its weight."""
-        return {
-            str(kind): weight for kind, weight in (self.loss_weights or {self.loss: 1.0}).items()
-        }
+        if self.loss_weights:
+            return {str(kind): weight for kind, weight in self.loss_weights.items()}
+        return {self.loss: 1.0}
 
     @model_validator(mode="after")
-    def _losses_take_it(self) -> DPOConfig:
-        losses = self.weights
+    def _options_match_losses(self) -> DPOConfig:
+        losses = self.weights.keys()
         if self.loss_weights and self.loss != "sigmoid":
             raise ValueError("loss_weights names the losses: leave out loss")
-        if self.label_smoothing and not losses.keys() & set(SMOOTHED):
+        if self.label_smoothing and losses.isdisjoint(SMOOTHED):
             raise ValueError(f"label_smoothing requires loss: {' or '.join(SMOOTHED)}")
         if "exo_pair" in losses and not self.label_smoothing:
             raise ValueError(
                 "loss: exo_pair requires label_smoothing above 0; its authors take 0.001"
             )
-        if self.f_divergence != "reverse_kl" and not losses.keys() <= set(OF_DIFFERENCES):
+        if self.f_divergence != "reverse_kl" and not losses <= set(OF_DIFFERENCES):
             raise ValueError(f"f_divergence requires loss: {' or '.join(OF_DIFFERENCES)}")
         return self
 
     @property
     def extra_forwards(self) -> int:
-        return int(not self.weights.keys().isdisjoint(SORTED))
+        sorts = any(kind in SORTED for kind in self.weights)
+        return 1 if sorts else 0

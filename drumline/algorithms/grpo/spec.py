@@ -89,21 +89,16 @@ class GRPOConfig(PromptSpec):
     @model_validator(mode="before")
     @classmethod
     def _rloo_defaults(cls, values: Any) -> Any:
-        rloo = isinstance(values, dict) and values.get("estimator") == "rloo"
-        return (
-            {"scale": "none", "ratio": "product", "normalize": "sequence", **values}
-            if rloo
-            else values
-        )
+        if isinstance(values, dict) and values.get("estimator") == "rloo":
+            return {"scale": "none", "ratio": "product", "normalize": "sequence", **values}
+        return values
 
     @model_validator(mode="before")
     @classmethod
     def _ahead_is_corrected(cls, values: Any) -> Any:
-        return (
-            {"importance": "token", **values}
-            if isinstance(values, dict) and values.get("ahead")
-            else values
-        )
+        if isinstance(values, dict) and values.get("ahead"):
+            return {"importance": "token", **values}
+        return values
 
     @model_validator(mode="after")
     def _may_go_ahead(self) -> GRPOConfig:
@@ -119,15 +114,17 @@ class GRPOConfig(PromptSpec):
 
     @model_validator(mode="after")
     def _cuts_above_the_clip(self) -> GRPOConfig:
-        if self.delta is not None and (
-            self.surrogate == "cispo" or self.delta <= 1 + self.upper_clip
-        ):
+        if self.delta is None:
+            return self
+        if self.surrogate == "cispo" or self.delta <= 1 + self.upper_clip:
             raise ValueError("delta requires surrogate: clip, and is above 1 + clip_high")
         return self
 
     @property
     def upper_clip(self) -> float:
-        return self.clip if self.clip_high is None else self.clip_high
+        if self.clip_high is None:
+            return self.clip
+        return self.clip_high
 
     @property
     def on_policy(self) -> bool:
@@ -144,6 +141,8 @@ class GRPOConfig(PromptSpec):
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         from drumline.algorithms.policy import credit_groups
 
-        counts_N = ~rewards_N.isnan() & (episodes.ended_N | (not self.mask_truncated))
-        credits = credit_groups(episodes, rewards_N, self.group_size, self.scale, self.estimator)
-        return credits.weighted(self.normalize, self.new_tokens, counts_N)
+        is_learned_N = ~rewards_N.isnan()
+        if self.mask_truncated:
+            is_learned_N = is_learned_N & episodes.ended_N
+        episodes = credit_groups(episodes, rewards_N, self.group_size, self.scale, self.estimator)
+        return episodes.weighted(self.normalize, self.new_tokens, is_learned_N)

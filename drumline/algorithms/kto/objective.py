@@ -1,15 +1,18 @@
-"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306, equation 7) and its variant of APO.
+"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 7) and its variant of APO.
 
-A score s is log π(y | x) − log π_ref(y | x), summed over the tokens of an answer y to a prompt x; w is `desirable_weight` or
-`undesirable_weight`.
+A score s is log π(y | x) − log π_ref(y | x), summed over the tokens of an answer y to a prompt x.
+w is `desirable_weight` or `undesirable_weight`.
 
-    kto                  w (1 − σ(β(s − z))) for a good answer, w (1 − σ(β(z − s))) for a bad one
-    apo_zero_unpaired    the same with z = 0                       D'Oosterlinck et al. 2024, equation 7, for single answers
+    kto                w (1 − σ(β(s − z))) for a good answer, w (1 − σ(β(z − s))) for a bad one
+    apo_zero_unpaired  the same with z = 0; D'Oosterlinck et al. 2024, eq. 7, for single answers
 
-z = max(0, mean of log π(y' | x) − log π_ref(y' | x)) estimates the KL of policy and reference. It is a number without a gradient, over
-all samples of the global batch, and y' is the answer to another prompt: that of the nearest sample before x in the global batch, around
-its end, whose prompt is not x. z is 0 where all samples of a global batch have the same prompt.
-TRL 1.16 takes the mean over one micro-batch of all ranks, which depends on how a batch is cut, and the neighbour whatever its prompt.
+z = max(0, mean of log π(y' | x) − log π_ref(y' | x)) estimates the KL of policy and reference. It is a
+number without a gradient, over all samples of the global batch. y' is the answer to another prompt: that
+of the nearest sample before x in the global batch whose prompt is not x; before the first sample comes
+the last. z is 0 if all samples of a global batch have the same prompt.
+
+TRL 1.16 takes the mean over one micro-batch of all ranks, which depends on how a batch is cut, and takes
+the neighbour whatever its prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from drumline.algorithms.pairs import JudgedAnswers, answers_of
 
 @dataclass(frozen=True, kw_only=True)
 class APOZero(JudgedAnswers):
-    """`loss: apo_zero_unpaired`. Losses are summed over the answers of a `JudgedBatch`."""
+    """`loss: apo_zero_unpaired`, summed over the answers of a `JudgedBatch`."""
 
     spec: KTOConfig
 
@@ -56,11 +59,14 @@ class APOZero(JudgedAnswers):
         return LossOut(loss_sum, sums)
 
     def baseline(self, batch: Any) -> torch.Tensor:
-        """What scores are compared with: z, an fp64 scalar."""
+        """Return z, which scores are compared with, an fp64 scalar."""
         return torch.zeros_like(batch.good_B.sum())
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means over the answers of a label, as TRL has them; `margin` is the difference of the two rewards."""
+        """Return means over the answers of a label, as TRL has them.
+
+        `margin` is the difference of the two rewards.
+        """
         good = max(1.0, sums["good"])
         bad = max(1.0, sums["bad"])
         reward_chosen = sums["reward_chosen"] / good
@@ -82,7 +88,10 @@ class KTO(APOZero):
         return replace(batch.mismatched, reference_B=batch.first_reference_B)
 
     def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Scores of mismatched answers, and 1 for each, fp64[B, 2]; zeros for a prompt without one."""
+        """Return the scores of mismatched answers, and 1 for each, fp64[B, 2].
+
+        A prompt without a mismatched answer has zeros.
+        """
         score_B = self.score(outputs, batch) - batch.reference_B
         return torch.stack((score_B * batch.real_P, batch.real_P), 1)
 
@@ -92,6 +101,6 @@ class KTO(APOZero):
 
 
 def build(spec: KTOConfig) -> APOZero:
-    """The objective of a spec."""
+    """Return the objective of a spec."""
     kind = KTO if spec.loss == "kto" else APOZero
     return kind(spec=spec, chunk=spec.loss_chunk)

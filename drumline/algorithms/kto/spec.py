@@ -74,7 +74,7 @@ class KTOConfig(JudgedSpec, ReferencedSpec):
         return 1 + self.extra_forwards
 
     def reference_of(self, config: Config) -> ReferenceKind:
-        found = super().reference_of(config)
-        if found == "precomputed" and self.loss == "kto":
+        kind = super().reference_of(config)
+        if kind == "precomputed" and self.loss == "kto":
             return "live"
-        return found
+        return kind

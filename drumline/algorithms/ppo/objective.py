@@ -11,12 +11,16 @@ from drumline.algorithms.policy import PolicyGradient, sum_where
 from drumline.algorithms.ppo.spec import PPOConfig
 from drumline.data.batches import EpisodeBatch
 
+# Of returns; a smaller one is rounding.
+LEAST_VARIANCE = 1e-12
+
 
 class PPO(PolicyGradient):
     """Σ w (surrogate + value_weight · value loss − entropy_weight · entropy) over the tokens of completions.
 
-    The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it is in the batch's advantages and returns;
-    here it is a metric alone. Where the value is a model of its own, policy and value are two objectives.
+    The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it is in the
+    batch's advantages and returns; here it is only a metric. If the value is a separate model, policy
+    and value are two objectives.
     """
 
     spec: PPOConfig
@@ -25,46 +29,56 @@ class PPO(PolicyGradient):
     @property
     def objective(self) -> Any:
         """The objective of the one model, or of each trainable role."""
-        return (
-            {"policy": self.policy, "value": self.value}
-            if self.spec.value == "separate"
-            else self.both
-        )
+        if self.spec.value == "separate":
+            return {"policy": self.policy, "value": self.value}
+        return self.both
 
     def both(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        policy, value = self.policy(outputs, batch), self.value(outputs, batch)
+        """Return the loss of a model that has the policy and the value."""
+        policy = self.policy(outputs, batch)
+        value = self.value(outputs, batch)
         return LossOut(policy.loss_sum + value.loss_sum, policy.sums | value.sums)
 
     def value(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        """Half the squared error to the returns, or that of the value clipped to ±value_clip around the rollout's where it is larger."""
+        """Return half the squared error of the value to the returns.
+
+        With `value_clip`, the error of the value clipped to ±value_clip around the rollout's is taken
+        instead if it is larger.
+        """
         values_BT, returns_BT = outputs.values(), batch.returns_BT
-        error_BT = (values_BT - returns_BT).square()
-        if self.spec.value_clip is not None:
-            old_BT, clip = batch.old_values_BT, self.spec.value_clip
+        squared_error_BT = (values_BT - returns_BT).square()
+        clip = self.spec.value_clip
+        if clip is not None:
+            old_BT = batch.old_values_BT
             bounded_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
-            error_BT = torch.maximum(error_BT, (bounded_BT - returns_BT).square())
-        loss_sum = (error_BT * batch.weights_BT).sum() / 2
+            bounded_error_BT = (bounded_BT - returns_BT).square()
+            squared_error_BT = torch.maximum(squared_error_BT, bounded_error_BT)
+        loss_sum = (squared_error_BT * batch.weights_BT).sum() / 2
         counts_BT = batch.weights_BT > 0
         exact_returns_BT = returns_BT.double()
         errors_BT = exact_returns_BT - values_BT.detach().double()
-        moments = {
+        sums = {
+            "value": loss_sum.detach(),
             "returns": sum_where(counts_BT, exact_returns_BT),
             "returns_squared": sum_where(counts_BT, exact_returns_BT.square()),
             "errors": sum_where(counts_BT, errors_BT),
             "errors_squared": sum_where(counts_BT, errors_BT.square()),
         }
-        return LossOut(self.spec.value_weight * loss_sum, {"value": loss_sum.detach(), **moments})
+        return LossOut(self.spec.value_weight * loss_sum, sums)
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Explained variance: 1 − Var(return − value) / Var(return): 1 for a perfect value, 0 for a constant, below 0 for worse. 0 where
-        returns do not vary."""
+        """Return the policy's metrics, the value's loss and its explained variance.
+
+        The latter is 1 − Var(return − value) / Var(return): 1 for a perfect value, 0 for a constant,
+        below 0 for a worse one. It is 0 if returns do not vary.
+        """
         tokens = max(1.0, sums["tokens"])
-        variance, unexplained = (
-            sums[f"{name}_squared"] / tokens - (sums[name] / tokens) ** 2
-            for name in ("returns", "errors")
-        )
-        explained = 1 - unexplained / variance if variance > 1e-12 else 0.0
-        return super().step_metrics(sums) | {
-            "value_loss": sums["value"] / max(1.0, sums["weight"]),
-            "explained_variance": explained,
-        }
+        variance = sums["returns_squared"] / tokens - (sums["returns"] / tokens) ** 2
+        unexplained = sums["errors_squared"] / tokens - (sums["errors"] / tokens) ** 2
+        explained = 0.0
+        if variance > LEAST_VARIANCE:
+            explained = 1 - unexplained / variance
+        metrics = super().step_metrics(sums)
+        metrics["value_loss"] = sums["value"] / max(1.0, sums["weight"])
+        metrics["explained_variance"] = explained
+        return metrics

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from drumline.core.config import Config
 
 
-# In the place of KLConfig's own defaults.
-KL: dict[str, Any] = {
+# Defaults that differ from KLConfig's own.
+KL_DEFAULTS: dict[str, Any] = {
     "coefficient": 0.05,
     "estimator": "k1",
 }
@@ -59,21 +59,24 @@ class PPOConfig(PromptSpec):
     kl: Annotated[
         KLConfig, RefusesNull("{coefficient: 0} for none, or leave it out for the default")
     ] = Field(
-        default_factory=lambda: KLConfig.model_validate(KL),
+        default_factory=lambda: KLConfig.model_validate(KL_DEFAULTS),
         description="Divergence from a reference model, as a cost.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _rest_of_kl(cls, values: Any) -> Any:
-        """A part of the section leaves the rest as PPO has it."""
-        kl = values.get("kl") if isinstance(values, dict) else None
-        return {**values, "kl": {**KL, **kl}} if isinstance(kl, dict) else values
+        """Fill a partly given section `kl` with PPO's own defaults."""
+        if not isinstance(values, dict) or not isinstance(values.get("kl"), dict):
+            return values
+        return {**values, "kl": {**KL_DEFAULTS, **values["kl"]}}
 
     @model_validator(mode="after")
     def _has_a_value(self) -> PPOConfig:
+        if self.value == "separate":
+            return self
         for name in ("value_model", "value_lr"):
-            if self.value == "head" and getattr(self, name) is not None:
+            if getattr(self, name) is not None:
                 raise ValueError(
                     f"{name} is of a value model of its own: set value: separate, or take it out"
                 )
@@ -84,12 +87,19 @@ class PPOConfig(PromptSpec):
         return "valued" if self.value == "head" else "lm"
 
     def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
-        found = super().auxiliary_models(config)
+        models = super().auxiliary_models(config)
         if self.value == "separate":
-            ratio = 1.0 if self.value_lr is None else self.value_lr / config.optimizer.lr
-            model, where = self.value_model or config.model, "algorithm.value_model"
-            found["value"] = AuxiliaryModel(model, where, "score", trainable=True, lr_ratio=ratio)
-        return found
+            lr_ratio = 1.0
+            if self.value_lr is not None:
+                lr_ratio = self.value_lr / config.optimizer.lr
+            models["value"] = AuxiliaryModel(
+                self.value_model or config.model,
+                "algorithm.value_model",
+                "score",
+                trainable=True,
+                lr_ratio=lr_ratio,
+            )
+        return models
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         from drumline.algorithms.policy import credit_tokens

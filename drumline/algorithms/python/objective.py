@@ -1,4 +1,4 @@
-"""What a user's objective gives, checked and made into the sums that the engine adds up."""
+"""Checks what a user's objective returns, and makes it into the sums that the engine adds up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from drumline.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 WEIGHT = "weight"
-OURS = ("loss", WEIGHT, "squared_norms")  # sums that are added to the user's
+# Names of the sums that are added to the user's.
+OURS = ("loss", WEIGHT, "squared_norms")
+# Of a sum with this prefix the largest over micro-batches is reported, instead of the sum over the weight.
+MAX_PREFIX = "max_"
+WHERE = "algorithm.path"
 # Names that events of steps and evaluations have for their own numbers.
 FIELDS = {
     "comm_s", "compute_s", "data_s", "epoch", "grad_norm", "kind", "loss", "lr", "memory_bytes", "mfu", "reward_failures", "samples",
@@ -23,66 +27,107 @@ FIELDS = {
 
 
 class PythonObjective(Algorithm):
-    """`function(model, batch)` gives the loss summed over the micro-batch, and other sums by name, which are reported over the weight;
-    of a name `max_…` the largest of all micro-batches is reported as it is."""
+    """The objective `function(model, batch)` of a user.
+
+    It returns the loss summed over the micro-batch, and may add other sums by name. They are reported
+    over the weight. Of a name `max_…` the largest of all micro-batches is reported as it is.
+    """
 
     def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
-        self.function, self.name = function, name
-        self.given: dict[bool, list[str]] = {}  # whether it is trained → the names of the sums
+        self.function = function
+        self.name = name
+        # Names of the sums as first returned, in training (True) and evaluation (False).
+        self.given: dict[bool, list[str]] = {}
 
     def objective(self, outputs: Any, batch: SampleBatch) -> LossOut:
-        """`outputs` is the model itself. Raises ConfigError for what is no sum."""
+        """Return the loss and the sums of a micro-batch. `outputs` is the model itself.
+
+        Raises ConfigError for what is no sum.
+        """
         loss_sum, sums = self._checked(self.function(outputs, batch.content))
-        if (
-            batch.weight == 0
-        ):  # fillers alone: the ranks compute side by side, and nothing is learned
-            least = torch.full((), -torch.inf, device=loss_sum.device)
-            loss_sum, sums = (
-                loss_sum * 0,
-                {n: least if n.startswith("max_") else value * 0 for n, value in sums.items()},
-            )
-        weight = torch.full((), batch.weight, device=loss_sum.device)  # no copy from the host
-        return LossOut(
-            loss_sum.float(),
-            {**{name: value.detach().float() for name, value in sums.items()}, WEIGHT: weight},
-        )
+        if batch.weight == 0:
+            # Only fillers: the ranks compute side by side, and nothing is learned.
+            loss_sum = loss_sum * 0
+            sums = {name: _nothing(name, value) for name, value in sums.items()}
+        detached = {name: value.detach().float() for name, value in sums.items()}
+        # `full` writes on the device; a tensor from the host would be copied.
+        detached[WEIGHT] = torch.full((), batch.weight, device=loss_sum.device)
+        return LossOut(loss_sum.float(), detached)
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        over = {
-            name: 1.0 if name.startswith("max_") else sums[WEIGHT] or 1.0
-            for name in sums.keys() - {"loss", WEIGHT}
-        }
-        return {name: value / over[name] for name, value in sums.items() if name in over}
+        weight = sums[WEIGHT] or 1.0
+        metrics = {}
+        for name, value in sums.items():
+            if name in ("loss", WEIGHT):
+                continue
+            if name.startswith(MAX_PREFIX):
+                metrics[name] = value
+            else:
+                metrics[name] = value / weight
+        return metrics
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {"loss": sums["loss"] / (sums[WEIGHT] or 1.0), **self.step_metrics(sums)}
 
-    def _checked(self, out: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss_sum, sums = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-        bad = None
-        if not isinstance(loss_sum, torch.Tensor) or loss_sum.ndim:
-            bad = f"{type(loss_sum).__name__}{tuple(getattr(loss_sum, 'shape', ()))}"
-        elif not isinstance(sums, dict):
-            bad = f"a loss and {type(sums).__name__}"
-        elif not all(isinstance(value, torch.Tensor) and not value.ndim for value in sums.values()):
-            bad = "sums that are not all scalar tensors"
-        elif taken := [name for name in sums if not isinstance(name, str) or name in OURS]:
-            bad = f"a sum of the name {taken[0]!r}, which Drumline uses itself"
-        if bad:
+    def _checked(self, returned: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss and the sums, sorted by name.
+
+        Raises ConfigError for what is no such thing.
+        """
+        loss_sum: Any = returned
+        sums: Any = {}
+        if isinstance(returned, tuple) and len(returned) == 2:
+            loss_sum, sums = returned
+        mistake = _mistake_in(loss_sum, sums)
+        if mistake:
             fix = "return the loss summed over the batch, a scalar tensor, or (that, {name: scalar tensor})"
-            raise ConfigError(f"{self.name} gave {bad}", where="algorithm.path", fix=fix)
+            raise ConfigError(f"{self.name} gave {mistake}", where=WHERE, fix=fix)
         names = sorted(sums)
-        if torch.is_grad_enabled() not in self.given and (hidden := FIELDS.intersection(names)):
-            logger.warning(
-                "%s gives sums that no event shows, as its own numbers have these names: %s",
-                self.name,
-                ", ".join(sorted(hidden)),
-            )
-        if names != (before := self.given.setdefault(torch.is_grad_enabled(), names)):
+        self._check_names(names)
+        return loss_sum, {name: sums[name] for name in names}
+
+    def _check_names(self, names: list[str]) -> None:
+        """Raise ConfigError if the sums have other names than before.
+
+        Warn of names that no event shows.
+        """
+        is_training = torch.is_grad_enabled()
+        if is_training not in self.given:
+            self.given[is_training] = names
+            hidden = FIELDS.intersection(names)
+            if hidden:
+                logger.warning(
+                    "%s gives sums that no event shows, as its own numbers have these names: %s",
+                    self.name,
+                    ", ".join(sorted(hidden)),
+                )
+        before = self.given[is_training]
+        if names != before:
             what = f"{self.name} gave the sums {', '.join(names) or 'none'}, and before {', '.join(before) or 'none'}"
             raise ConfigError(
                 what,
-                where="algorithm.path",
+                where=WHERE,
                 fix="give the same sums for each batch, 0 where there is nothing to add",
             )
-        return loss_sum, {name: sums[name] for name in names}
+
+
+def _nothing(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return what leaves the sum `name` as it is when it is added."""
+    if name.startswith(MAX_PREFIX):
+        return torch.full((), -torch.inf, device=value.device)
+    return value * 0
+
+
+def _mistake_in(loss_sum: Any, sums: Any) -> str | None:
+    """Return what is wrong with the loss and sums of a user's objective; None if nothing is."""
+    if not isinstance(loss_sum, torch.Tensor) or loss_sum.ndim:
+        return f"{type(loss_sum).__name__}{tuple(getattr(loss_sum, 'shape', ()))}"
+    if not isinstance(sums, dict):
+        return f"a loss and {type(sums).__name__}"
+    for value in sums.values():
+        if not isinstance(value, torch.Tensor) or value.ndim:
+            return "sums that are not all scalar tensors"
+    for name in sums:
+        if not isinstance(name, str) or name in OURS:
+            return f"a sum of the name {name!r}, which Drumline uses itself"
+    return None

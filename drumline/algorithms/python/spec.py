@@ -44,11 +44,11 @@ class PythonConfig(AlgorithmSpec):
         return ()
 
     def find(self, name: str, base_dir: Path) -> Any:
-        """The function that a key names; None where it names none. Raises ConfigError."""
+        """Return the function that a key names; None if it is not set. Raises ConfigError."""
         path = getattr(self, name)
-        return (
-            None if path is None else find_object(path, base_dir, f"algorithm.{name}", "function")
-        )
+        if path is None:
+            return None
+        return find_object(path, base_dir, f"algorithm.{name}", "function")
 
     def _find_checked(self, name: str, base_dir: Path) -> Callable[..., Any] | None:
         """Return the function that a key names, whose errors name the key; None if it is not set."""
@@ -67,8 +67,11 @@ class PythonConfig(AlgorithmSpec):
     ) -> Callable[[Any], Callable[[list[int]], Any]]:
         from drumline.data.samples import SampleCollator, default_collate_of
 
-        base = Path(plan.base_dir)
-        collate, weigh = self._find_checked("collate", base), self._find_checked("weight", base)
-        return lambda samples: SampleCollator(
-            samples, collate or default_collate_of(samples), weigh
-        )
+        base_dir = Path(plan.base_dir)
+        collate = self._find_checked("collate", base_dir)
+        weigh = self._find_checked("weight", base_dir)
+
+        def collator_of(samples: Any) -> SampleCollator:
+            return SampleCollator(samples, collate or default_collate_of(samples), weigh)
+
+        return collator_of

@@ -2,11 +2,13 @@
 
 p is the mean log-probability of an answer's tokens; w the chosen answer, l the rejected one.
 
-    ORPO   −p_w − β log σ(log odds_w − log odds_l), log odds = p − log(1 − e^p)     equations 4 to 7; β is the paper's λ
-    SimPO  −log σ(β(p_w − p_l) − γ), with label smoothing ε as DPO has it            equation 6
+    ORPO   −p_w − β log σ(log odds_w − log odds_l), log odds = p − log(1 − e^p)   equations 4 to 7;
+                                                                                  β is the paper's λ
+    SimPO  −log σ(β(p_w − p_l) − γ), with label smoothing ε as DPO has it         equation 6
 
-The likelihood of the chosen answer is each pair's own mean over the answer's tokens. TRL has one mean over all tokens of a batch, which
-depends on how the batch is cut; for ORPO, as the authors' code, over those of the prompt too.
+The likelihood of the chosen answer is each pair's own mean over the answer's tokens. TRL has one mean
+over all tokens of a batch, which depends on how the batch is cut. For ORPO it is, as in the authors'
+code, also over the tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -24,20 +26,26 @@ from drumline.algorithms.pair_losses import cross_entropy
 from drumline.algorithms.pairs import AnswerPairs, answer_tokens, sides
 from drumline.algorithms.reference_free.spec import ORPOConfig, SimPOConfig
 
-LARGEST_LOG_PROB = -1e-12  # an answer that is certain has no finite odds
+# An answer that is certain has no finite odds.
+LARGEST_LOG_PROB = -1e-12
 
 
 def odds_ratio(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
-    """−β log σ(log odds_w − log odds_l) of mean log-probabilities, fp64[P]."""
-    chosen_odds_P, rejected_odds_P = (
-        p - torch.log(-torch.expm1(p.clamp(max=LARGEST_LOG_PROB))) for p in (chosen_P, rejected_P)
-    )
-    return -beta * logsigmoid(chosen_odds_P - rejected_odds_P)
+    """Return −β log σ(log odds_w − log odds_l) of mean log-probabilities, fp64[P]."""
+    return -beta * logsigmoid(_log_odds(chosen_P) - _log_odds(rejected_P))
+
+
+def _log_odds(log_prob_P: torch.Tensor) -> torch.Tensor:
+    bounded_P = log_prob_P.clamp(max=LARGEST_LOG_PROB)
+    return log_prob_P - torch.log(-torch.expm1(bounded_P))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceFree(AnswerPairs):
-    """Σ over pairs of loss(p_w, p_l) − sft_weight · p_w. Rewards, a metric, are `beta` × p; log-probabilities are p, as TRL has them."""
+    """Σ over pairs of loss(p_w, p_l) − sft_weight · p_w.
+
+    The metric of rewards is `beta` × p, that of log-probabilities p, as TRL has them.
+    """
 
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     beta: float
@@ -46,15 +54,12 @@ class ReferenceFree(AnswerPairs):
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         mean_B = self.score(outputs, batch) / answer_tokens(batch)
         chosen_P, rejected_P = sides(mean_B)
-        return self.out(
-            self.loss(chosen_P, rejected_P) - self.sft_weight * chosen_P,
-            mean_B,
-            self.beta * mean_B,
-            batch,
-        )
+        loss_P = self.loss(chosen_P, rejected_P) - self.sft_weight * chosen_P
+        return self.out(loss_P, mean_B, self.beta * mean_B, batch)
 
 
 def orpo(spec: ORPOConfig) -> ReferenceFree:
+    """Return the objective of a spec."""
     return ReferenceFree(
         loss=partial(odds_ratio, beta=spec.beta),
         beta=spec.beta,
@@ -64,9 +69,11 @@ def orpo(spec: ORPOConfig) -> ReferenceFree:
 
 
 def simpo(spec: SimPOConfig) -> ReferenceFree:
+    """Return the objective of a spec."""
 
     def loss(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(spec.beta * (chosen_P - rejected_P) - spec.gamma, spec.label_smoothing)
+        logit_P = spec.beta * (chosen_P - rejected_P) - spec.gamma
+        return cross_entropy(logit_P, spec.label_smoothing)
 
     return ReferenceFree(
         loss=loss, beta=spec.beta, sft_weight=spec.sft_weight, chunk=spec.loss_chunk

@@ -12,10 +12,13 @@ from drumline.data.batches import IGNORE
 
 
 class NextToken(Algorithm):
-    """Cross-entropy summed over the targets that carry loss; divided by their count it is the mean negative log-likelihood.
+    """Cross-entropy summed over the targets that carry loss.
 
-    `exact` counts the sequences (documents inside packs) whose every learned token is the model's first choice: greedy decoding
-    from the prompt would give just this answer. Pretraining has no answers and leaves it out.
+    Divided by their count it is the mean negative log-likelihood.
+
+    `answers`: whether `exact_match` is measured. `exact` counts the sequences (documents inside packs)
+    whose every learned token is the model's first choice, so greedy decoding from the prompt would give
+    exactly this answer. Pretraining has no answers and leaves it out.
     """
 
     def __init__(self, chunk: int, answers: bool) -> None:
@@ -27,24 +30,11 @@ class NextToken(Algorithm):
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         loss_sum, correct_BT = outputs.cross_entropy(batch.targets_BT, self.chunk)
-        targets_N, correct_N = batch.targets_BT.reshape(-1), correct_BT.reshape(-1)
-        sums = {"tokens": (targets_N != IGNORE).sum(), "correct": correct_N.sum()}
+        learned_N = batch.targets_BT.reshape(-1) != IGNORE
+        correct_N = correct_BT.reshape(-1)
+        sums = {"tokens": learned_N.sum(), "correct": correct_N.sum()}
         if self.answers:
-            # Sequences with targets, and those of them with no wrong one. A sequence starts wherever positions start again at 0.
-            sequence_N = (batch.position_ids_BT == 0).reshape(-1).cumsum(0) - 1
-            learned_N = targets_N != IGNORE
-            learned_S = torch.zeros(
-                int(sequence_N[-1]) + 1, dtype=torch.long, device=targets_N.device
-            )
-            learned_S.index_add_(0, sequence_N, learned_N.long())
-            wrong_S = torch.zeros_like(learned_S).index_add_(
-                0, sequence_N, (learned_N & ~correct_N).long()
-            )
-            has_targets_S = learned_S > 0
-            sums |= {
-                "sequences": has_targets_S.sum(),
-                "exact": (has_targets_S & (wrong_S == 0)).sum(),
-            }
+            sums |= _sequence_sums(batch.position_ids_BT, learned_N, correct_N)
         return LossOut(loss_sum, sums)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
@@ -55,5 +45,24 @@ class NextToken(Algorithm):
         return metrics
 
 
-def made(spec: TextSpec) -> NextToken:
+def _sequence_sums(
+    position_ids_BT: torch.Tensor, learned_N: torch.Tensor, correct_N: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the number of sequences with learned tokens, and of those among them that are all correct.
+
+    A sequence starts wherever positions start again at 0. `learned_N`, `correct_N` bool: of each token.
+    """
+    sequence_N = (position_ids_BT == 0).reshape(-1).cumsum(0) - 1
+    sequences = int(sequence_N[-1]) + 1
+    wrong_N = learned_N & ~correct_N
+    learned_S = torch.zeros(sequences, dtype=torch.long, device=learned_N.device)
+    learned_S.index_add_(0, sequence_N, learned_N.long())
+    wrong_S = torch.zeros_like(learned_S).index_add_(0, sequence_N, wrong_N.long())
+    has_learned_S = learned_S > 0
+    is_exact_S = has_learned_S & (wrong_S == 0)
+    return {"sequences": has_learned_S.sum(), "exact": is_exact_S.sum()}
+
+
+def build(spec: TextSpec) -> NextToken:
+    """Return the objective of a spec."""
     return NextToken(spec.loss_chunk, spec.has_answers)

@@ -11,7 +11,7 @@ from drumline.core.data import DataConfig
 if TYPE_CHECKING:
     from drumline.data.encode import RowEncoder
 
-NEXT_TOKEN = "drumline.algorithms.tokens.objective:made"
+NEXT_TOKEN = "drumline.algorithms.tokens.objective:build"
 
 
 class PretrainConfig(TextSpec):
