@@ -19,7 +19,7 @@ from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import expanded, first_line, require_package
 from drumline.models.containers import LOW_PRECISION
 from drumline.rl.generate import generating, place
-from drumline.train.state import due
+from drumline.train.state import is_due
 
 TOGETHER = 8  # questions side by side
 WHERE = "eval.tasks"
@@ -98,10 +98,10 @@ class Tasks:
         )
         self.manager, self.wanted = manager_of(self.options, Path(plan.base_dir))
 
-    def due(self, before: int, step: int) -> bool:
+    def is_due(self, before: int, step: int) -> bool:
         """At an evaluation after `step` steps, where the last one was after `before`: the steps of a rollout may pass over a multiple."""
         every = self.options.tasks_every
-        return every is None or step in (0, self.plan.steps) or due(every, before, step)
+        return every is None or step in (0, self.plan.steps) or is_due(every, before, step)
 
     def score(self) -> dict[str, float]:
         """tasks/NAME/METRIC of the weights as they are, the same on all ranks. Collective. Raises EnvironmentFault."""
