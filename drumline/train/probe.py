@@ -71,9 +71,9 @@ def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
     """
     draw = random.Random(config.run.seed)
 
-    def random_text(words: int) -> str:
+    def random_text(number: int) -> str:
         drawn = []
-        for _ in range(max(1, words)):
+        for _ in range(max(1, number)):
             drawn.append("".join(draw.choices(LETTERS, k=LETTERS_OF_WORD)))
         return " ".join(drawn)
 
