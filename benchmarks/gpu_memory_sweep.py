@@ -215,7 +215,7 @@ def train(path: Path, steps: int) -> None:
         watch.built(loop.engine)
         for _, batch in zip(range(steps), loop.stream, strict=False):
             loop._train_step(batch, 0.0)
-        loop._land()
+        loop._finish_pending_step()
         loop.measure.finish(loop.state.step)
     stop()
 

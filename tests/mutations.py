@@ -35,7 +35,7 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "a rank divides by its own tokens", "train/loop.py",
-        "weight, tokens = batch.of_all or self._of_all(batch)", "weight, tokens = sum(float(b.weight) for b in batch.micro_batches), 1.0",
+        "weight, tokens = batch.of_all or self._sum_weight_and_tokens(batch)", "weight, tokens = sum(float(b.weight) for b in batch.micro_batches), 1.0",
         (f"{PARITY}[ddp 2, accumulation 4-clipped hard]",),
     ),
     Mutation(
@@ -60,8 +60,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed run starts its data anew", "train/build.py",
-        "here = plan.mesh.data_rank(ranks.rank), position",
-        "here = plan.mesh.data_rank(ranks.rank), 0",
+        "streams = source.streams_from(state.position, is_new)",
+        "streams = source.streams_from(0, is_new)",
         ("tests/distributed/test_resume_pairs.py::test_goes_on_under_another[ddp 2 to fsdp2 2]",),
     ),
     Mutation(

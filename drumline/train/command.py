@@ -1,4 +1,4 @@
-"""What the commands of the CLI do, in order. Each step lives elsewhere."""
+"""The commands train, convert, prepare and export: the order of their steps. Each step lives elsewhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from drumline.report.bars import aside, bars, notes
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
 from drumline.report.waiting import Waits
-from drumline.telemetry.events import read
+from drumline.telemetry.events import Event, read
 
 if TYPE_CHECKING:
     from drumline.compat.sheet import Sheet
@@ -53,67 +53,87 @@ def train(
     watch: bool = False,
     everything: bool = False,
 ) -> int:
-    """`drumline train`: plan, launch, watch. `everything`: a dry run also prints the keys at their defaults. Returns the exit code."""
-    myself = ["drumline", *sys.argv[1:]]
-    if (srun := step_of_allocation()) and _trains_in_tasks(
-        config_path, overrides, resume, accelerate_config
-    ):
-        become([*srun, sys.executable, "-m", *myself])
+    """Run `drumline train`: plan, launch and follow the ranks. Returns the exit code.
+
+    `everything`: a dry run also prints the keys that have their defaults.
+    """
+    own_command = ["drumline", *sys.argv[1:]]
+    srun = step_of_allocation()
+    if srun and _trains_in_tasks(config_path, overrides, resume, accelerate_config):
+        become([*srun, sys.executable, "-m", *own_command])
     die_with_launchers()
-    request = requested(config_path, overrides, resume, allow, accelerate_config)
-    if torchrun := torchrun_of_node(lambda: _ranks_of_node(request)):
-        become([*torchrun, *myself])
+    make_request = requested(config_path, overrides, resume, allow, accelerate_config)
+    torchrun = torchrun_of_node(lambda: _ranks_of_node(make_request))
+    if torchrun:
+        become([*torchrun, *own_command])
     if launched_by() is None:
-        made = request()
-        code = made.loaded.config.launch.submit(made, dry_run)
-        if code is not None:
-            if dry_run and everything:
-                _print_all_keys(made)
-            return code
-        return (
-            _dry_run(made, everything)
-            if dry_run
-            else launch_ranks(made, display=True, watch=watch)[1]
-        )
+        return _train_by_own_launcher(make_request(), dry_run, watch, everything)
     if watch:
         fix = "run `drumline watch RUN` in another terminal"
         raise UserError(f"{launched_by()} has started the ranks", where="--watch", fix=fix)
     if dry_run:
-        return _dry_run(request(int(os.environ["WORLD_SIZE"])), everything) if first_rank() else 0
+        if not first_rank():
+            return 0
+        return _dry_run(make_request(int(os.environ["WORLD_SIZE"])), everything)
     from drumline.train.launched import train as train_launched
 
-    return train_launched(request)
+    return train_launched(make_request)
+
+
+def _train_by_own_launcher(request: Request, dry_run: bool, watch: bool, everything: bool) -> int:
+    """Train, submit a job that will, or show what would be done. Returns the exit code."""
+    code = request.loaded.config.launch.submit(request, dry_run)
+    if code is not None:
+        if dry_run and everything:
+            _print_all_keys(request)
+        return code
+    if dry_run:
+        return _dry_run(request, everything)
+    _, code = launch_ranks(request, display=True, watch=watch)
+    return code
 
 
 def _trains_in_tasks(
     config_path: Path, overrides: list[str], resume: str | None, accelerate_config: Path | None
 ) -> bool:
-    """Whether the tasks of srun are the ranks of a config; else its launcher starts them where it says. A mistake is reported by task 0."""
+    """Whether the tasks of srun are the ranks of a config; otherwise its launcher starts them where it says.
+
+    A mistake in the config is left to task 0, which reports it.
+    """
+    read_config = reader(config_path)
     try:
-        loaded = reader(config_path)(
-            overrides, _laid_over(accelerate_config), trusted=resume is None
-        )
+        loaded = read_config(overrides, _laid_over(accelerate_config), trusted=resume is None)
     except UserError:
         return True
     return loaded.config.launch.kind in ("local", "slurm")
 
 
-def _ranks_of_node(request: Callable[..., Request]) -> int:
-    """How many ranks our own launcher would start here; 1 for a config with a mistake, which rank 0 reports."""
+def _ranks_of_node(make_request: Callable[..., Request]) -> int:
+    """Return how many ranks our own launcher would start here.
+
+    It is 1 for a config with a mistake, which rank 0 reports.
+    """
     try:
-        config = request().loaded.config
+        config = make_request().loaded.config
     except UserError:
         return 1
-    return default_processes(config, 0 if config.run.device == "cpu" else likely_gpus())
+    gpus = 0 if config.run.device == "cpu" else likely_gpus()
+    return default_processes(config, gpus)
 
 
 def _laid_over(accelerate_config: Path | None) -> Sheet | None:
-    """The strategy of another launcher, from its file or from what it has set. Only there are its keys imported."""
-    if accelerate_config is None and not any(name.startswith("ACCELERATE_") for name in os.environ):
+    """Return the strategy of another launcher, from its file or from the variables that it has set; None without either.
+
+    Only then are its keys imported.
+    """
+    is_accelerate = any(name.startswith("ACCELERATE_") for name in os.environ)
+    if accelerate_config is None and not is_accelerate:
         return None
     from drumline.compat.overlay import from_environment, from_file
 
-    return from_file(accelerate_config) if accelerate_config else from_environment(os.environ)
+    if accelerate_config:
+        return from_file(accelerate_config)
+    return from_environment(os.environ)
 
 
 def requested(
@@ -123,61 +143,82 @@ def requested(
     allow: tuple[str, ...],
     accelerate_config: Path | None = None,
 ) -> Callable[..., Request]:
-    """What makes the Request, once it is known how many processes there are. `config`: a file, or its keys."""
+    """Return a function that makes the request, once it is known how many processes there are.
 
-    def request(world_size: int | None = None) -> Request:
-        over = _laid_over(accelerate_config)
-        read = reader(config)
-        loaded = read(overrides, over)
+    Args:
+        config: A file, or its keys.
+        resume: As of --resume.
+        allow: Keys that may differ on a resume.
+    """
+
+    def make_request(world_size: int | None = None) -> Request:
+        strategy = _laid_over(accelerate_config)
+        read_config = reader(config)
+        loaded = read_config(overrides, strategy)
         start = resume or loaded.resume
         if start is not None:
-            loaded = read(overrides, over, trusted=False)
+            # The run may be a stranger's.
+            loaded = read_config(overrides, strategy, trusted=False)
         if requeued():
-            made = loaded.config
-            start = newest_or(
-                start, Path(made.run.dir or default_run_dir(loaded.path)), made.checkpoint.apart
-            )
+            run_dir = Path(loaded.config.run.dir or default_run_dir(loaded.path))
+            start = newest_or(start, run_dir, loaded.config.checkpoint.apart)
         notes(loaded.notes)
         return Request(loaded, world_size or loaded.config.launch.processes(), start, allow)
 
-    return request if launched_by() else _joined(request())
+    if launched_by():
+        return make_request
+    return _joined(make_request())
 
 
 def _joined(request: Request) -> Callable[..., Request]:
-    """The same, where a launcher of the user's own may have started this process as one rank. Raises EnvironmentFault where it is one of
-    several that do not know of each other."""
+    """Return a function that makes the request, if a launcher of the user's own may have started this process as a rank.
+
+    Raises EnvironmentFault if it is one of several that do not know of each other.
+    """
     os.environ.update(request.loaded.config.launch.rank_variables(os.environ))
     require_rendezvous()
-    return lambda world_size=None: replace(request, world_size=world_size or request.world_size)
+
+    def make_request(world_size: int | None = None) -> Request:
+        return replace(request, world_size=world_size or request.world_size)
+
+    return make_request
 
 
 def _placed(request: Request) -> Request:
-    """The same, planned for the hosts that the launcher starts ranks on. Those of somebody else's launcher plan where they are."""
+    """Return the request, planned for the hosts that the launcher starts ranks on.
+
+    Ranks of another program's launcher are planned for the hosts that they are on.
+    """
+    if launched_by():
+        return request
     config = request.loaded.config
-    return request if launched_by() else replace(request, machine=config.launch.machine(config))
+    return replace(request, machine=config.launch.machine(config))
 
 
 def _dry_run(request: Request, everything: bool) -> int:
-    """Print the plan as comments, and the config below it: the keys that differ from their defaults, or `everything`."""
+    """Print the plan as comments, and below it the keys that differ from their defaults, or `everything`. Returns the exit code."""
     from drumline.train.setup import as_before, make_plan, resume_from
 
     request = _placed(request)
     with bars(Console(stderr=True)) as on_progress:
         plan = make_plan(request, on_progress=on_progress, dry_run=True)
     notes(plan.data.notes if plan.data else ())
-    start, plan = resume_from(Path(plan.run_dir), request, plan), as_before(plan, request)
-    print(
-        f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines())
-    )
+    start = resume_from(Path(plan.run_dir), request, plan)
+    plan = as_before(plan, request)
+    lines = [f"# {plan_line(plan)}"]
+    for line in explain(plan).splitlines():
+        lines.append(f"#   {line}")
+    print("\n".join(lines))
     if everything:
         print(f"\n{to_yaml(plan.config)}", end="")
     else:
         print("\n# What differs from the defaults; --all prints every key.")
         print(write_yaml(changed_values(plan.config)), end="")
-    if launched_by() is None and (
-        submission := plan.config.launch.submission(plan, Path(plan.run_dir) / "plan.json", start)
-    ):
-        print(f"\n{submission}", end="")
+    if launched_by() is None:
+        plan_path = Path(plan.run_dir) / "plan.json"
+        submission = plan.config.launch.submission(plan, plan_path, start)
+        if submission:
+            print(f"\n{submission}", end="")
     return 0
 
 
@@ -188,56 +229,79 @@ def _print_all_keys(request: Request) -> None:
         print(f"# {line}")
 
 
+def _unchanged(plan: Plan) -> Plan:
+    return plan
+
+
 def launch_ranks(
     request: Request,
     display: bool,
     watch: bool = False,
-    change: Callable[[Plan], Plan] = lambda plan: plan,
+    change: Callable[[Plan], Plan] = _unchanged,
 ) -> tuple[Path, int]:
-    """By our own launcher. `watch`: serve the page of `drumline watch` meanwhile. `change`: of the plan, before anything is written.
-    Returns the run folder and the exit code."""
-    request, config = _placed(request), request.loaded.config
+    """Train by our own launcher. Returns the run folder and the exit code.
+
+    Args:
+        display: Show progress in the terminal.
+        watch: Serve the page of `drumline watch` meanwhile.
+        change: Is applied to the plan before anything is written.
+    """
+    request = _placed(request)
+    config = request.loaded.config
+    run_dir = Path(config.run.dir or default_run_dir(request.loaded.path))
     with ExitStack() as stack:
-        run_dir = Path(config.run.dir or default_run_dir(request.loaded.path))
-        config.launch.require()  # before the data is prepared, which may take hours
+        # Before the data are prepared, which may take hours.
+        config.launch.require()
+        # Ranks start, and import, while the plan is made.
         early = stack.enter_context(config.launch.early(config, run_dir / "plan.json"))
         with uncollected():
             from drumline.train.replan import Replanner
             from drumline.train.setup import as_before, claim_run_dir, make_plan
 
         with aside(display) as on_progress:
-            plan = change(make_plan(request, on_progress=on_progress))
+            plan = make_plan(request, on_progress=on_progress)
+            plan = change(plan)
         notes(plan.data.notes if plan.data else ())
         launcher = plan.config.launch
         if watch:
             from drumline.report.watch import beside
 
-            print(f"watch: {stack.enter_context(beside(run_dir, stages))}", flush=True)
+            address = stack.enter_context(beside(run_dir, stages))
+            print(f"watch: {address}", flush=True)
         with ExitStack() as claim:
-            (claim if launcher.elsewhere else stack).enter_context(Lease(run_dir))
+            # A job elsewhere takes the lease itself, so this process gives it back.
+            holder = claim if launcher.elsewhere else stack
+            holder.enter_context(Lease(run_dir))
             plan = as_before(plan, request)
             launcher.compare(plan, early)
             plan_path, start = claim_run_dir(plan, request)
-        past = read(run_dir / "events.jsonl") if display else []
-        on_event = (
-            stack.enter_context(Progress(Console(), past, waits(run_dir))).on_event
-            if display
-            else lambda event: None
-        )
+        on_event: Callable[[Event], None] = _ignore
+        if display:
+            past = read(run_dir / "events.jsonl")
+            progress = stack.enter_context(Progress(Console(), past, waits(run_dir)))
+            on_event = progress.on_event
         code = launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
-    if not launcher.elsewhere and (made := at_end(plan)) is not None and display:
-        print(f"page: {made}")
+    if not launcher.elsewhere:
+        page = at_end(plan)
+        if page is not None and display:
+            print(f"page: {page}")
     return run_dir, code
 
 
+def _ignore(event: Event) -> None:
+    """Nobody looks at the run."""
+
+
 def waits(run_dir: Path) -> Waits:
-    """What the display knows between steps of a run on this machine."""
+    """Return what the display shows between the steps of a run on this machine."""
     return Waits(partial(stages, run_dir), cache_dir() / "stages.json")
 
 
 def convert(old: Path | list[str], output: Path | None) -> None:
-    """`drumline convert`: the new YAML on stdout or into a file, notes on stderr. They stand in the YAML, too: a terminal that shows it
-    needs them once."""
+    """Run `drumline convert`: write the new YAML to stdout or into a file, and notes to stderr.
+
+    The notes stand in the YAML, too. A terminal that shows the YAML does not get them twice.
+    """
     from drumline.compat.convert import convert as to_drumline
 
     text, messages = to_drumline(old, output)
@@ -261,7 +325,7 @@ def convert(old: Path | list[str], output: Path | None) -> None:
 
 
 def prepare(config_path: Path, overrides: list[str]) -> None:
-    """`drumline prepare`: tokenise and pack, outside of any launch."""
+    """Run `drumline prepare`: tokenise and pack the data, outside of any launch."""
     from drumline.data.cache import TokenCache
     from drumline.data.prepare import prepare as prepare_data
     from drumline.models.files import resolve
@@ -286,30 +350,44 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
             vision,
             check=True,
         )
-    more = (f", {data.images} images" if data.images else "") + " in the first block" * data.stream
+    more = ""
+    if data.images:
+        more += f", {data.images} images"
+    if data.stream:
+        more += " in the first block"
     print(
         f"train  {data.train_samples} samples, {data.train_tokens} tokens{more}  {data.train_cache}"
     )
     for name, folder in data.eval_caches.items():
-        print(
-            f"eval   {name + '  ' if name else ''}{len(TokenCache.open(Path(folder)))} samples  {folder}"
-        )
+        title = f"{name}  " if name else ""
+        samples = len(TokenCache.open(Path(folder)))
+        print(f"eval   {title}{samples} samples  {folder}")
     notes(data.notes)
 
 
 def export(run: str, to: Path, which: str, dtype: str, adapter: bool, trust: bool = False) -> None:
-    """`drumline export`: a Hugging Face folder, reloaded and compared."""
+    """Run `drumline export`: write a Hugging Face folder, load it again and compare it.
+
+    `which`: last, best, or the number of a step. `dtype`: of the weights.
+    """
     from drumline.checkpoint.remote import at_hand
     from drumline.models.export import Which
     from drumline.models.export import export as write
 
-    if which not in ("last", "best") and not which.isdecimal():
+    choice: str | int = which
+    if which.isdecimal():
+        choice = int(which)
+    elif which not in ("last", "best"):
         raise UserError(
             f"no checkpoint {which!r}", where="--which", fix="last, best, or the number of a step"
         )
-    choice = cast(Which, int(which) if which.isdecimal() else which)
-    with at_hand(run, choice) as run_dir, bars(Console(stderr=True)) as on_progress:
-        result = write(run_dir, to, choice, on_progress, dtype=dtype, adapter=adapter, trust=trust)
-    rounded = f"; rounding changed them by {result.rounding:.2%}" if result.rounding else ""
+    checkpoint = cast(Which, choice)
+    with at_hand(run, checkpoint) as run_dir, bars(Console(stderr=True)) as on_progress:
+        result = write(
+            run_dir, to, checkpoint, on_progress, dtype=dtype, adapter=adapter, trust=trust
+        )
+    rounded = ""
+    if result.rounding:
+        rounded = f"; rounding changed them by {result.rounding:.2%}"
     print(f"wrote {result.path} ({result.dtype}) in {result.seconds:.1f} s")
     print(f"reloaded, largest difference of logits {result.max_logit_difference:g}{rounded}")

@@ -1,4 +1,4 @@
-"""What each rank runs: `python -m drumline.train.entry PLAN_JSON [--resume PATH|newest]`. It reads the plan and nothing else."""
+"""The entry of each rank: `python -m drumline.train.entry PLAN_JSON [--resume PATH|newest]`. It reads nothing but the plan."""
 
 from __future__ import annotations
 
@@ -46,11 +46,17 @@ from drumline.telemetry.watched import Devices
 from drumline.train.failure import note, recording, watched
 from drumline.train.state import Goodput
 
+# How a run has ended by an error of a type; all other errors are failures.
+STATUS_OF_ERRORS: dict[type[BaseException], str] = {
+    Preempted: "preempted",
+    TrainingStopped: "stopped",
+}
+
 
 def main(
     arguments: list[str] | None = None, work: Callable[[Plan, str | None], None] | None = None
 ) -> None:
-    """The worker process of our own launcher. `work`: in place of `run`."""
+    """Run the worker process of our own launcher. `work`: is called in place of `run`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("plan", type=Path)
     parser.add_argument("--resume")
@@ -60,8 +66,12 @@ def main(
         if plan.device == "cpu":
             hide_gpus()
         else:
-            expandable_segments()  # ranks of other hosts inherit nothing from the launcher
-        (work or run)(plan, options.resume)
+            # Ranks of other hosts inherit nothing from the launcher.
+            expandable_segments()
+        if work is None:
+            run(plan, options.resume)
+        else:
+            work(plan, options.resume)
 
 
 def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
@@ -78,9 +88,10 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
         )
         past = read(events_path)
         callbacks = Callbacks(plan.config.run.callbacks, Path(plan.base_dir), ranks.rank)
-        reporter = (
-            MainReporter(plan, listener, callbacks) if ranks.rank == 0 else Reporter(callbacks)
-        )
+        if ranks.rank == 0:
+            reporter: Reporter = MainReporter(plan, listener, callbacks)
+        else:
+            reporter = Reporter(callbacks)
         emit = reporter.emit
         goodput = Goodput(started)
         goodput.end_part("processes")
@@ -98,7 +109,8 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
             error = raised
             raise
         finally:
-            stop(failed=not isinstance(error, Preempted | TrainingStopped | None))
+            has_failed = not isinstance(error, Preempted | TrainingStopped | None)
+            stop(failed=has_failed)
             reporter.close(error, goodput)
 
 
@@ -112,7 +124,10 @@ def train_on(
     past: list[Event],
     goodput: Goodput,
 ) -> str | None:
-    """Build and run one plan in the process group that is there. Returns why it ended before its last step, if it did."""
+    """Build and run one plan in the process group that is there.
+
+    Returns why the run ended before its last step; None if it did not.
+    """
     from drumline.train.build import build
 
     emit(run_start(plan, resume))
@@ -123,33 +138,31 @@ def train_on(
         watch.built(loop.engine)
         why = loop.run()
         if plan.config.checkpoint.export != "none":
-            loop.saver.checkpointer.gather()  # rank 0 exports alone
+            # Rank 0 exports alone.
+            loop.saver.checkpointer.gather()
     return why
 
 
 def watch(plan: Plan) -> None:
-    """Have the launcher notice where this rank hangs, or a watcher where the launcher is not ours."""
-    if heartbeat.VARIABLE not in os.environ and (
-        launched_by() or "TORCHELASTIC_ERROR_FILE" in os.environ
-    ):
+    """Let the launcher notice where this rank hangs; a watcher of ours, if the launcher is another program."""
+    has_own_launcher = heartbeat.VARIABLE in os.environ
+    is_launched = launched_by() or "TORCHELASTIC_ERROR_FILE" in os.environ
+    if is_launched and not has_own_launcher:
         ranks = Ranks.from_environment()
         watcher.begin(drawn("watch"), ranks.rank, ranks.world_size, Path(plan.run_dir))
     if heartbeat.register(plan.config.health.limits()) is None:
         return
     heartbeat.answer("collectives", flight.recent)
     if plan.config.compile.enabled:
-        # torch._dynamo takes a second to import.
-        from drumline.vendor.torch import (
-            on_compile_end,
-            on_compile_start,
-        )
+        # Importing torch._dynamo takes a second.
+        from drumline.vendor.torch import on_compile_end, on_compile_start
 
         on_compile_start(lambda *_: heartbeat.compiling(True))
         on_compile_end(lambda *_: heartbeat.compiling(False))
 
 
 def run_start(plan: Plan, resume: str | None) -> RunStart:
-    """The first event of each start."""
+    """Return the first event of each start. `resume`: as `Start.find` takes it."""
     return RunStart(
         world_size=plan.mesh.world_size,
         steps=plan.steps,
@@ -167,7 +180,8 @@ def run_start(plan: Plan, resume: str | None) -> RunStart:
 
 
 def _environment(plan: Plan) -> dict[str, str]:
-    import torch  # it is there by now
+    """Return the versions and the machine that a run has."""
+    import torch  # imported by now
 
     found = {
         "host": socket.gethostname(),
@@ -184,31 +198,34 @@ def _environment(plan: Plan) -> dict[str, str]:
 
 
 class Reporter:
-    """Gets the events of a rank, for its callbacks."""
+    """Takes the events of a rank, and gives them to its callbacks."""
 
     def __init__(self, callbacks: Callbacks | None = None) -> None:
-        self.callbacks, self.last_step = callbacks or Callbacks((), Path(), 0), 0
-        self.why: str | None = None  # the run ended before its last step
+        if callbacks is None:
+            callbacks = Callbacks((), Path(), 0)
+        self.callbacks = callbacks
+        self.last_step = 0
+        # Why the run ended before its last step.
+        self.why: str | None = None
         self.kwh: Number = None
 
     def emit(self, event: Event) -> None:
         self.last_step = getattr(event, "step", 0) or self.last_step
-        self.kwh = event.kwh if isinstance(event, Devices) else self.kwh
+        if isinstance(event, Devices):
+            self.kwh = event.kwh
         self.callbacks.event(event)
 
     def export(self) -> None:
         """Only rank 0 exports."""
 
     def close(self, error: BaseException | None, goodput: Goodput) -> None:
-        """The last event of this process: how it ended."""
-        kinds: dict[type, str] = {
-            type(None): "finished",
-            Preempted: "preempted",
-            TrainingStopped: "stopped",
-        }
-        status = kinds.get(type(error), "failed")
-        code = error.exit_code if isinstance(error, DrumlineError) else int(error is not None)
-        if error is not None:
+        """Emit the last event of this process: how it ended."""
+        if error is None:
+            status = "finished"
+            code = 0
+        else:
+            status = STATUS_OF_ERRORS.get(type(error), "failed")
+            code = error.exit_code if isinstance(error, DrumlineError) else 1
             self.why = _error_line(error)
         self.emit(
             RunEnd(
@@ -230,14 +247,15 @@ def _error_line(error: BaseException) -> str:
 
 
 class MainReporter(Reporter):
-    """Gets those of rank 0: for events.jsonl, the trackers of `run.report_to`, callbacks, and a listener."""
+    """Takes the events of rank 0: for events.jsonl, the trackers of `run.report_to`, callbacks, and a listener."""
 
     def __init__(
         self, plan: Plan, listener: Emit | None = None, callbacks: Callbacks | None = None
     ) -> None:
         super().__init__(callbacks)
         run_dir = Path(plan.run_dir)
-        self.plan, self.listener = plan, listener
+        self.plan = plan
+        self.listener = listener
         self.log = EventLog(run_dir / "events.jsonl")
         config = plan.config.model_dump(mode="json")
         self.sinks = open_sinks(
@@ -260,12 +278,13 @@ class MainReporter(Reporter):
     def export(self) -> None:
         """Write the Hugging Face folder at the end of a finished run.
 
-        The run is finished and its weights are saved by now, so an export that fails is reported and fails nothing else: a restart
-        would come to the same export.
+        The run is finished and its weights are saved by now. So an export that fails is reported, and
+        fails nothing else: a restart would come to the same export.
         """
         if self.plan.config.checkpoint.export == "none":
             return
-        gc.collect()  # the engine's circles
+        # The engine's objects refer to each other.
+        gc.collect()
         self.emit(Exporting(step=self.last_step))
         began = time.time()
         try:
@@ -280,6 +299,7 @@ class MainReporter(Reporter):
             )
 
     def _export(self) -> None:
+        """Write the folder; of a module of the user's own, a file of its weights."""
         config = self.plan.config
         which = config.checkpoint.export
         assert which != "none", "the caller has looked"
@@ -313,13 +333,12 @@ class MainReporter(Reporter):
                 sink.close()
             except Exception as failed:  # noqa: BLE001 - what a tracker could not write changes no run's end, and hides no error
                 say(f"note: {type(sink).__name__} could not write its last: {failed}")
-        if (url := self.plan.config.checkpoint.url) is not None:
+        url = self.plan.config.checkpoint.url
+        if url is not None:
             try:
                 copy_run_files(Store(url), Path(self.plan.run_dir))
-            except (
-                OSError,
-                EnvironmentFault,
-            ) as failure:  # the run is over, and its own folder has them
+            except (OSError, EnvironmentFault) as failure:
+                # The run is over, and its own folder has the events.
                 say(f"note: the last events did not reach {url}: {failure}")
 
 

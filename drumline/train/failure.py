@@ -1,5 +1,7 @@
-"""How a rank ends when something is raised: reported once, noted for the launcher, then the exit code that errors.py gives it. Memory that
-runs out is recognised and measured at once; the advice is `train.replan`'s."""
+"""How a rank ends when something is raised: it reports the error once, notes it for the launcher, and exits with its code.
+
+Memory that runs out is recognised and measured at once. `train.replan` finds what to change.
+"""
 
 from __future__ import annotations
 
@@ -32,53 +34,81 @@ from drumline.telemetry.measure import process_bytes
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
-# Function → what it is about; of the stack's functions the innermost that stands here counts.
+# Numbers in the message of CUDA's caching allocator.
+CUDA_NUMBERS = {
+    "requested": rf"Tried to allocate {_SIZE}",
+    "free": rf"of which {_SIZE} is free",
+    "allowed": rf"{_SIZE} allowed;",
+    "allocated": rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
+    "idle": rf"{_SIZE} is reserved by PyTorch but unallocated",
+}
+NO_LIMIT = 2**62  # bytes
+# Name of a function → what it is about. Of the functions on a stack the innermost one that stands here counts.
 DOING = {
-    "build": "loading", "restore": "loading", "forward_backward": "forward", "cross_entropy": "the loss", "log_probs": "the loss",
-    "_engine_run_backward": "backward", "grad_norm": "clipping", "step": "the optimizer's step", "save": "saving",
-    "evaluate": "evaluation", "generate": "the rollout",
-}  # fmt: skip
+    "build": "loading",
+    "restore": "loading",
+    "forward_backward": "forward",
+    "cross_entropy": "the loss",
+    "log_probs": "the loss",
+    "_engine_run_backward": "backward",
+    "grad_norm": "clipping",
+    "step": "the optimizer's step",
+    "save": "saving",
+    "evaluate": "evaluation",
+    "generate": "the rollout",
+}
 
 
 class OutOfMemory(DrumlineError):
-    """A rank ran out of memory; `exhausted` has what was known then."""
+    """A rank ran out of memory. `exhausted` holds what was known at that moment."""
 
     def __init__(self, exhausted: Exhausted, advice: str) -> None:
-        super().__init__(
-            f"rank {exhausted.rank} {exhausted.describe()}",
-            fix=None if exhausted.allocated is not None else advice,
-        )
+        """`advice`: shown if nothing was measured."""
+        fix: str | None = None
+        if exhausted.allocated is None:
+            fix = advice
+        super().__init__(f"rank {exhausted.rank} {exhausted.describe()}", fix=fix)
         self.exhausted = exhausted
 
 
 class Watched:
-    """What is looked at when memory runs out: the engine, once there is one, and what the process had before the model came."""
+    """Measures a rank's memory when it runs out: needs the engine, and what the process had before the model came."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan, self.rank = plan, rank
+        self.plan = plan
+        self.rank = rank
         self.engine: Engine | None = None
         self.before = process_bytes()
 
     def built(self, engine: Engine) -> None:
-        """The model is there. What the process has besides it is counted from here: building it has imported a lot."""
+        """Take the engine, once it is built.
+
+        What the process holds besides the model is counted from now on: building has imported a lot.
+        """
         self.engine = engine
         states = sum(engine.memory_stats())
         self.before = {name: bytes_ - states for name, bytes_ in process_bytes().items()}
 
     def measured(self, error: BaseException) -> Exhausted:
-        """Bytes at the moment of `error`, as far as they are known."""
-        stats = {} if self.engine is None else self.engine.memory_stats()._asdict()
+        """Return the bytes at the moment of `error`, as far as they are known."""
+        stats: dict[str, int] = {}
+        if self.engine is not None:
+            stats = self.engine.memory_stats()._asdict()
+        if self.plan.device == "cuda":
+            known = reported_by_cuda(str(error))
+        else:
+            known = self._measure_host(str(error))
         during = doing(error.__traceback__)
-        known = (
-            reported_by_cuda(str(error)) if self.plan.device == "cuda" else self._on_cpu(str(error))
-        )
         return Exhausted(rank=self.rank, during=during, memory_stats=stats, **known)
 
-    def _on_cpu(self, message: str) -> dict[str, int]:
-        """By the kernel's counts of this process: tensors took the difference between its largest resident set and its first."""
+    def _measure_host(self, message: str) -> dict[str, int]:
+        """Return what the kernel counts of this process, in bytes.
+
+        Tensors took the difference between its largest resident set and its first. `message`: of the error.
+        """
         now = process_bytes()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.mesh.world_size))  # of this host
-        rooms = [detect().memory_bytes // ranks - self.before["VmRSS"]]
+        ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.mesh.world_size))
+        rooms = [detect().memory_bytes // ranks_of_host - self.before["VmRSS"]]
         for limit, count in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
             soft, _ = resource.getrlimit(limit)
             if soft != resource.RLIM_INFINITY:
@@ -87,23 +117,23 @@ class Watched:
             "allocated": max(0, now["VmHWM"] - self.before["VmRSS"]),
             "room": max(0, min(rooms)),
         }
-        if requested := re.search(r"allocate (\d+) bytes", message):
+        requested = re.search(r"allocate (\d+) bytes", message)
+        if requested is not None:
             known["requested"] = int(requested[1])
         return known
 
 
 @contextmanager
 def watched(plan: Plan, rank: int) -> Iterator[Watched]:
-    """Around a rank's work: memory that runs out is raised as OutOfMemory, measured before anything is taken down."""
+    """Around a rank's work: raise memory that runs out as OutOfMemory, measured before anything is taken down."""
     watch = Watched(plan, rank)
     try:
         yield watch
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(
-            watch.measured(error), f"{type(error).__name__}: {error}".splitlines()[0]
-        ) from error
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise OutOfMemory(watch.measured(error), first_line) from error
 
 
 def let_go(error: BaseException | None) -> None:
@@ -111,11 +141,12 @@ def let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-    gc.collect()  # engines and loops know each other
+    # Engines and loops refer to each other.
+    gc.collect()
 
 
 def doing(stack: TracebackType | None) -> str:
-    """What the code at the end of a stack was about."""
+    """Return what the code at the end of a stack was about."""
     message = "loading"
     while stack is not None:
         name = stack.tb_frame.f_code.co_name
@@ -125,101 +156,101 @@ def doing(stack: TracebackType | None) -> str:
 
 
 def reported_by_cuda(message: str) -> dict[str, int]:
-    """The numbers in the message of CUDA's caching allocator, in bytes, as far as it has them."""
-    found = {
-        "requested": rf"Tried to allocate {_SIZE}",
-        "free": rf"of which {_SIZE} is free",
-        "allowed": rf"{_SIZE} allowed;",
-        "allocated": rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
-        "idle": rf"{_SIZE} is reserved by PyTorch but unallocated",
-    }
-    values = {
-        name: round(float(m[1]) * UNITS[m[2]])
-        for name, pattern in found.items()
-        if (m := re.search(pattern, message))
-    }
-    known: dict[str, int] = {
-        name: values[name] for name in ("requested", "allocated") if name in values
-    }
+    """Return the numbers in the message of CUDA's caching allocator, in bytes, as far as it has them."""
+    values: dict[str, int] = {}
+    for name, pattern in CUDA_NUMBERS.items():
+        match = re.search(pattern, message)
+        if match is not None:
+            values[name] = round(float(match[1]) * UNITS[match[2]])
+    known: dict[str, int] = {}
+    for name in ("requested", "allocated"):
+        if name in values:
+            known[name] = values[name]
     if "allocated" in values and "idle" in values:
-        known["reserved"] = values["allocated"] + values["idle"]
-        known["room"] = min(known["reserved"] + values.get("free", 0), values.get("allowed", 2**62))
+        reserved = values["allocated"] + values["idle"]
+        known["reserved"] = reserved
+        known["room"] = min(reserved + values.get("free", 0), values.get("allowed", NO_LIMIT))
     return known
 
 
+# Whether `note` has had the first error of this process, or of its session.
 _noted = False
 
 
 def fresh() -> None:
-    """A session begins in this process: `note` has its first error still to come."""
+    """Begin a session in this process: `note` takes its first error again."""
     global _noted
     _noted = False
 
 
 def note(error: BaseException) -> None:
-    """Print an exception to the rank's log and write it to the file that the elastic agent reads; the first one of a process only.
+    """Print an exception to the rank's log, and write it to the file that the elastic agent reads.
 
-    What comes after the first is a consequence of it. A DrumlineError is its line and its exit code; anything else comes with its
-    traceback, and so does an OutOfMemory: in the log, besides its line.
+    Only the first exception of a process counts: what comes after it is a consequence. Of a
+    DrumlineError its line is printed, and of anything else the traceback; of an OutOfMemory both.
     """
     global _noted
     if _noted:
         return
     _noted = True
     more: dict[str, object] = {}
+    trace = ""
     if isinstance(error, OutOfMemory):
-        more = {"exhausted": error.exhausted.model_dump()}
+        more["exhausted"] = error.exhausted.model_dump()
         say("".join(traceback.format_exception(error.__cause__)))
     if isinstance(error, DrumlineError):
-        message, text, code = error.line(), "", error.rank_code or error.exit_code
-        say(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {message}")
+        message = error.line()
+        kind = "stopped" if isinstance(error, Preempted) else "error"
+        say(f"{kind}: {message}")
     else:
-        message, text, code = (
-            f"{class_and_line(error)}: {error}",
-            "".join(traceback.format_exception(error)),
-            1,
-        )
-        say(text)
-        if dist.is_initialized() and (begun := flight.recent(most=1)):
-            more = {"collective": flight.describe(begun[0])}
-    if named := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        _write(
-            Path(named),
-            {
-                "message": redact(message),
-                "traceback": redact(text),
-                "time": time.time(),
-                "exit_code": code,
-                **more,
-            },
-        )
+        message = f"{class_and_line(error)}: {error}"
+        trace = "".join(traceback.format_exception(error))
+        say(trace)
+        newest = flight.recent(most=1) if dist.is_initialized() else []
+        if newest:
+            more["collective"] = flight.describe(newest[0])
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        facts = {
+            "message": redact(message),
+            "traceback": redact(trace),
+            "time": time.time(),
+            "exit_code": _exit_code(error),
+            **more,
+        }
+        _write(Path(path), facts)
 
 
-def _write(path: Path, noted: dict[str, object]) -> None:
-    # The agent reads `message.message` and the call stack; the launcher reads our own part.
-    stack = {
-        "py_callstack": noted["traceback"] or noted["message"],
+def _exit_code(error: BaseException) -> int:
+    """Return the code with which a rank exits after an error."""
+    if isinstance(error, DrumlineError):
+        return error.rank_code or error.exit_code
+    return 1
+
+
+def _write(path: Path, facts: dict[str, object]) -> None:
+    """Write a failure in the form of the elastic agent, which reads `message.message` and the call stack.
+
+    The launcher reads our own part, `message.drumline`.
+    """
+    extra = {
+        "py_callstack": facts["traceback"] or facts["message"],
         "timestamp": str(int(time.time())),
     }
-    try:  # the agent gives up on a file that is half written
-        write_whole(
-            path,
-            json.dumps(
-                {"message": {"message": noted["message"], "extraInfo": stack, "drumline": noted}}
-            ),
-        )
+    content = {"message": {"message": facts["message"], "extraInfo": extra, "drumline": facts}}
+    try:
+        # The agent gives up on a file that is half written.
+        write_whole(path, json.dumps(content))
     except OSError as full:
         say(f"could not note the failure in {path}: {full}")
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Around a rank's whole work: whatever is raised is noted and becomes the process's exit code."""
+    """Around a rank's whole work: note whatever is raised, and end the process with its exit code."""
     try:
         with redacted_streams():
             yield
     except Exception as error:  # noqa: BLE001 - the outermost frame of a rank: reported in full, and the exit code is that of a failure
         note(error)
-        leave_process(
-            (error.rank_code or error.exit_code) if isinstance(error, DrumlineError) else 1
-        )
+        leave_process(_exit_code(error))

@@ -1,10 +1,13 @@
-"""Faults that raise no error: a loss that jumps, ranks whose weights are not the same any more, collectives that do not belong together.
-What is watched here changes no number of a run, unless its policy says so."""
+"""Checks for faults that raise no error: a loss that jumps, weights that differ between ranks, collectives out of step.
+
+Checking changes no number of a run. Only a policy for spikes (`health.on_spike`) other than `note` skips updates.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,14 +22,18 @@ from drumline.parallel.norms import local
 from drumline.telemetry import flight as recorder
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Spike, WeightsDiffer
-from drumline.train.state import Flight
+from drumline.train.state import PendingStep
 
-FEWEST = 20  # losses that a mean and a deviation are made of
-LEAST_DEVIATION = (
-    0.01  # of the mean: a loss that hardly moves has almost none, and any step would stand out
-)
+# Losses that a mean and a deviation need at least.
+FEWEST = 20
+# Of the mean. A loss that hardly moves has almost no deviation, and any step would stand out from it.
+LEAST_DEVIATION = 0.01
+# For the bytes of an element: the integer type that holds its bits.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-ODD = 0x9E3779B97F4A7C15 - 2**64  # of the golden ratio, as SplitMix64 has it
+# The odd multiplier of SplitMix64, from the golden ratio, as an int64.
+ODD = 0x9E3779B97F4A7C15 - 2**64
+# A step begins several collectives of each library; so many of the last ones are compared.
+COMPARED_COLLECTIVES = recorder.RECENT * 5
 
 
 class GoBack(Exception):
@@ -40,22 +47,27 @@ class GoBack(Exception):
 
 
 class Spikes:
-    """Losses that lie far above those before them: z = (loss − mean) / standard deviation over a window is more than `spike_zscore`."""
+    """Detects losses far above those before them, and applies the policy `health.on_spike`.
+
+    A loss is a spike if z = (loss − mean) / standard deviation, over a window of losses, exceeds `spike_zscore`.
+    """
 
     def __init__(self, health: HealthConfig, emit: Emit) -> None:
-        self.health, self.emit = health, emit
+        self.health = health
+        self.emit = emit
         self.losses: deque[float] = deque(maxlen=health.spike_window)
-        self.passed_over: set[int] = set()  # ends of batches that a rollback left behind
+        # Ends of batches that a rollback has passed over.
+        self.passed_over: set[int] = set()
         self.rollbacks = 0
 
-    def take_up(self, known: dict[str, Any]) -> None:
-        """Go on from what a checkpoint has (`state`)."""
+    def restore(self, known: dict[str, Any]) -> None:
+        """Continue from what a checkpoint holds of `state()`."""
         self.losses.extend(known.get("losses", ()))
         self.passed_over.update(known.get("passed_over", ()))
         self.rollbacks = known.get("rollbacks", 0)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it: functions that are asked when it is saved."""
+        """Return what a checkpoint holds, as functions: they are called when it is saved."""
         if self.health.on_spike == "none":
             return {}
         return {
@@ -65,88 +77,115 @@ class Spikes:
         }
 
     def limit(self) -> float | None:
-        """The largest loss that is none; None where nothing is watched, or too little is known."""
+        """Return the largest loss that is not a spike; None if nothing is watched, or too few losses are known."""
         if self.health.on_spike == "none" or len(self.losses) < FEWEST:
             return None
         mean = statistics.fmean(self.losses)
-        return mean + self.health.spike_zscore * max(
-            statistics.pstdev(self.losses, mean), LEAST_DEVIATION * abs(mean)
-        )
+        deviation = statistics.pstdev(self.losses, mean)
+        deviation = max(deviation, LEAST_DEVIATION * abs(mean))
+        return mean + self.health.spike_zscore * deviation
 
-    def allows(self, flight: Flight, loss_sum: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-        """Whether the update is made, on the device: by policy, and not for a batch that is passed over. Notes the limit in `flight`."""
-        flight.limit = self.limit()
-        if flight.position in self.passed_over:
+    def allows(
+        self, pending: PendingStep, loss_sum: torch.Tensor, finite: torch.Tensor
+    ) -> torch.Tensor:
+        """Return whether the update may be made, as a bool scalar on the device; nothing waits for it.
+
+        The limit in force is stored in `pending`. `finite`: bool scalar, whether loss and norm are finite.
+        """
+        pending.limit = self.limit()
+        if pending.position in self.passed_over:
             return torch.zeros_like(finite)
-        if flight.limit is None or self.health.on_spike == "note":
+        if pending.limit is None or self.health.on_spike == "note":
             return finite
-        return finite & (loss_sum <= flight.limit * flight.denominator)
+        return finite & (loss_sum <= pending.limit * pending.denominator)
 
-    def judge(self, flight: Flight, skips: int, can_go_back: bool) -> int:
-        """How many steps in a row were skipped, with this one, whose numbers are on the host and finite; `skips`: before it. Raises
-        TrainingStopped after too many, and GoBack."""
-        if flight.position in self.passed_over:
+    def judge(self, pending: PendingStep, skips: int, can_go_back: bool) -> int:
+        """Return how many steps in a row were skipped, with this one, whose numbers are finite and on the host.
+
+        `skips`: steps skipped in a row before it. `can_go_back`: there is a checkpoint to go back to.
+
+        Raises TrainingStopped after too many spikes, and GoBack if the policy is to roll back.
+        """
+        if pending.position in self.passed_over:
             return 0
-        if flight.limit is None or not flight.total["loss"] > flight.limit * flight.denominator:
-            self.losses.append(flight.loss)
+        if not self._is_spike(pending):
+            self.losses.append(pending.loss)
             return 0
-        mean, deviation = statistics.fmean(self.losses), statistics.pstdev(self.losses)
-        policy = (
-            "skip"
-            if self.health.on_spike == "rollback" and not can_go_back
-            else self.health.on_spike
-        )
-        self.emit(
-            Spike(
-                step=flight.step, policy=policy, loss=flight.loss, mean=mean, deviation=deviation, limit=flight.limit,
-                sample_ids=flight.sample_ids.tolist(),
-            )
-        )  # fmt: skip
+        policy = self.health.on_spike
+        if policy == "rollback" and not can_go_back:
+            policy = "skip"
+        self._emit_spike(pending, policy)
         if policy == "note":
-            self.losses.append(flight.loss)
+            self.losses.append(pending.loss)
             return 0
-        self.rollbacks += policy == "rollback"
-        if max(skips + 1, self.rollbacks) > self.health.max_skips:
-            what = f"loss {flight.loss:.4g} at step {flight.step}, {max(skips + 1, self.rollbacks)} of such"
-            fix = "look at the samples of the `spike` events in events.jsonl; lower optimizer.lr"
-            raise TrainingStopped(what, where="health.on_spike", fix=fix)
         if policy == "rollback":
-            raise GoBack(flight.position)
+            self.rollbacks += 1
+        spikes = max(skips + 1, self.rollbacks)
+        if spikes > self.health.max_skips:
+            raise TrainingStopped(
+                f"loss {pending.loss:.4g} at step {pending.step}, {spikes} of such",
+                where="health.on_spike",
+                fix="look at the samples of the `spike` events in events.jsonl; lower optimizer.lr",
+            )
+        if policy == "rollback":
+            raise GoBack(pending.position)
         return skips + 1
+
+    def _is_spike(self, pending: PendingStep) -> bool:
+        """Whether the loss exceeds the limit. Compares sums, as `allows` does on the device."""
+        if pending.limit is None:
+            return False
+        return pending.total["loss"] > pending.limit * pending.denominator
+
+    def _emit_spike(self, pending: PendingStep, policy: str) -> None:
+        assert pending.limit is not None
+        event = Spike(
+            step=pending.step,
+            policy=policy,
+            loss=pending.loss,
+            mean=statistics.fmean(self.losses),
+            deviation=statistics.pstdev(self.losses),
+            limit=pending.limit,
+            sample_ids=pending.sample_ids.tolist(),
+        )
+        self.emit(event)
 
 
 class Weights:
-    """Whether the ranks that should hold the same weights do."""
+    """Checks that ranks that should hold the same weights do (`health.check_weights_every`)."""
 
     def __init__(self, plan: Plan, engine: Engine, gather: Gather, emit: Emit) -> None:
-        self.every, self.engine, self.gather, self.emit = (
-            plan.config.health.check_weights_every,
-            engine,
-            gather,
-            emit,
-        )
-        self.sets = same_weights(plan.config.strategy, plan.mesh) if self.every else []
-        self.agreed: int | None = None  # the last step
+        self.every = plan.config.health.check_weights_every
+        self.engine = engine
+        self.gather = gather
+        self.emit = emit
+        # Sets of ranks that should hold the same weights.
+        self.sets: list[list[int]] = []
+        if self.every:
+            self.sets = same_weights(plan.config.strategy, plan.mesh)
+        # The last step after which they did.
+        self.agreed: int | None = None
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0
 
     def check(self, step: int) -> None:
-        """Raises DrumlineError, on all ranks, where the weights after `step` steps differ. Collective."""
+        """Compare the weights after `step` steps. Collective.
+
+        Raises DrumlineError, on all ranks, if they differ.
+        """
         if self.every is None or self.agreed == step:
             return
-        sums = [int(value) for value in from_all(int(checksum(self.engine)))]
-        differing = sorted(
-            rank for ranks in self.sets for rank in odd_ones({rank: sums[rank] for rank in ranks})
-        )
+        checksums = [int(value) for value in from_all(int(checksum(self.engine)))]
+        differing: list[int] = []
+        for ranks in self.sets:
+            differing += odd_ones({rank: checksums[rank] for rank in ranks})
+        differing.sort()
         if not differing:
             self.agreed = step
             return
         self.emit(WeightsDiffer(step=step, ranks=differing, agreed=self.agreed))
-        who = ("rank " if len(differing) == 1 else "ranks ") + ", ".join(map(str, differing))
-        copies = "the other copies" if len(differing) < max(map(len, self.sets)) else "each other"
-        since = "since the start" if self.agreed is None else f"since step {self.agreed}"
-        what = f"the weights of {who} differ from {copies} after step {step}: they changed {since} by a fault of memory, device or network"
+        what = self._describe(differing, step)
         if self.gather.rank != differing[0]:
             what = f"failed on another rank: {what}"
         raise DrumlineError(
@@ -155,44 +194,75 @@ class Weights:
             fix="go on from the newest checkpoint: the ranks agreed on it",
         )
 
+    def _describe(self, differing: list[int], step: int) -> str:
+        """Return the error message: which ranks differ from what, and since when."""
+        ranks = ", ".join(str(rank) for rank in differing)
+        who = f"rank {ranks}" if len(differing) == 1 else f"ranks {ranks}"
+        largest_set = max(len(ranks) for ranks in self.sets)
+        copies = "each other"
+        if len(differing) < largest_set:
+            copies = "the other copies"
+        since = "since the start"
+        if self.agreed is not None:
+            since = f"since step {self.agreed}"
+        return (
+            f"the weights of {who} differ from {copies} after step {step}:"
+            f" they changed {since} by a fault of memory, device or network"
+        )
+
 
 def odd_ones(sums: dict[int, int]) -> list[int]:
-    """The ranks whose number is not that of most; all where there is no majority."""
-    (most, count), *rest = Counter(sums.values()).most_common()
-    if rest and rest[0][1] == count:
+    """Return the ranks whose number is not the most frequent one; all ranks if two numbers are equally frequent.
+
+    `sums`: a number for each rank.
+    """
+    by_frequency = Counter(sums.values()).most_common()
+    most_frequent, count = by_frequency[0]
+    if len(by_frequency) > 1 and by_frequency[1][1] == count:
         return list(sums)
-    return [rank for rank, value in sums.items() if value != most]
+    return [rank for rank, value in sums.items() if value != most_frequent]
 
 
 @torch.no_grad()
 def checksum(engine: Engine) -> torch.Tensor:
-    """int64, of all bits of this rank's weights: any one that is flipped changes it."""
-    engines = engine.engines.values() if isinstance(engine, CompositeEngine) else [engine]
+    """Return an int64 scalar of all bits of this rank's weights. Any single flipped bit changes it."""
+    engines: Iterable[Engine] = [engine]
+    if isinstance(engine, CompositeEngine):
+        engines = engine.engines.values()
     total: torch.Tensor | None = None
     for each in engines:
         for parameter in each.model.parameters():  # type: ignore[attr-defined]
-            part = local(parameter.detach()).contiguous().view(-1)
-            added = part.view(INTEGERS[part.element_size()]).sum(dtype=torch.int64)
-            total = added if total is None else total * ODD + added
-    return torch.zeros((), dtype=torch.int64) if total is None else total
+            flat = local(parameter.detach()).contiguous().view(-1)
+            bits = flat.view(INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+            # The odd multiplier makes the order of the weights count.
+            total = bits if total is None else total * ODD + bits
+    if total is None:
+        return torch.zeros((), dtype=torch.int64)
+    return total
 
 
 class Collectives:
-    """Whether all ranks began the same collectives in a step: the debug mode `health.check_collectives`."""
+    """Compares the collectives that the ranks begin in a step: the debug mode `health.check_collectives`."""
 
     def __init__(self, on: bool) -> None:
         self.on = on
-        self.seen: dict[str, int] = {}  # by library
+        # For each library the number of its last collective that was compared.
+        self.seen: dict[str, int] = {}
 
     def check(self) -> None:
-        """Compare what was begun since the last call. Raises DrumlineError, on all ranks. Collective."""
+        """Compare what was begun since the last call. Collective.
+
+        Raises DrumlineError, on all ranks, if the ranks began different collectives.
+        """
         if not self.on:
             return
-        mine = recorder.recent(self.seen, most=recorder.RECENT * 5)
+        mine = recorder.recent(self.seen, most=COMPARED_COLLECTIVES)
         ranks = dict(enumerate(from_all(mine)))
-        self.seen |= recorder.newest(recorder.recent(self.seen, most=recorder.RECENT * 5))
-        if found := recorder.first_difference(ranks):
-            _, what = recorder.blame(found, ranks)
+        # Read again: the comparison is a collective, too, and shall not be compared next time.
+        self.seen |= recorder.newest(recorder.recent(self.seen, most=COMPARED_COLLECTIVES))
+        difference = recorder.first_difference(ranks)
+        if difference:
+            _, what = recorder.blame(difference, ranks)
             raise DrumlineError(
                 what,
                 where="health.check_collectives",

@@ -1,4 +1,4 @@
-"""How a script ends that has not caught what a session raised."""
+"""The end of a script that does not catch what a session raises: one line, and its exit code."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from drumline.errors import DataError, DrumlineError, UserError
 from drumline.launchers.environment import first_rank_reports
 from drumline.train.failure import note
 
-_before: Any = sys.__excepthook__  # the user's own hook
+# The user's own hook.
+_user_hook: Any = sys.__excepthook__
 
 
 def take_hook() -> None:
-    """From now on `print_error` prints what nobody has caught, and leaves what is not Drumline's to the hook that is there."""
-    global _before
+    """Let `print_error` print what nobody has caught. It leaves what is not Drumline's to the hook that is there."""
+    global _user_hook
     if sys.excepthook is not print_error:
-        _before, sys.excepthook = sys.excepthook, print_error
+        _user_hook = sys.excepthook
+        sys.excepthook = print_error
 
 
 def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """What a script ends with that did not catch an error of ours: its line and its exit code."""
-    global _before
+    """End a script that did not catch an error of ours: print its line, and exit with its code."""
+    global _user_hook
     if not isinstance(error, DrumlineError):
         # The user's hook may call this one, which was there before it.
-        hook, _before = (
-            _before,
-            sys.__excepthook__,
-        )
+        hook = _user_hook
+        _user_hook = sys.__excepthook__
         try:
             return hook(kind, error, trace)
         finally:
-            _before = hook
+            _user_hook = hook
     with reported_once(error):
         report(error)
-        if not (hasattr(sys, "ps1") or sys.flags.interactive):
+        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
+        if not is_interactive:
             leave_process(error.rank_code or error.exit_code)
 
 
@@ -47,9 +48,10 @@ def report(error: BaseException) -> None:
 
 
 def reported_once(error: BaseException) -> AbstractContextManager[None]:
-    """Around an error: a mistake in the script is the same on all ranks, and rank 0 reports it; one in the data may be one rank's."""
-    return (
-        first_rank_reports()
-        if isinstance(error, UserError) and not isinstance(error, DataError)
-        else nullcontext()
-    )
+    """Around the report of an error: a mistake in the script is the same on all ranks, and rank 0 alone reports it.
+
+    An error in the data may be one rank's.
+    """
+    if isinstance(error, UserError) and not isinstance(error, DataError):
+        return first_rank_reports()
+    return nullcontext()

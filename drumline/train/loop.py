@@ -1,12 +1,15 @@
-"""The training loop. It sees an Engine, an Algorithm and streams of batches; not the model, not the strategy."""
+"""The training loop of a config: steps, evaluations, saves, and the ways in which a run ends.
+
+The loop sees an Engine, an Algorithm and streams of batches, but neither the model nor the strategy.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,7 +31,16 @@ from drumline.telemetry.stragglers import Stragglers
 from drumline.train.garbage import GarbageCollection
 from drumline.train.health import Collectives, GoBack, Spikes, Weights
 from drumline.train.saving import Saver
-from drumline.train.state import SQUARES, Flight, Goodput, TrainState, due, judge, judged
+from drumline.train.state import (
+    SQUARES,
+    Goodput,
+    PendingStep,
+    StepNumbers,
+    TrainState,
+    check_finite,
+    is_due,
+    rate_evaluation,
+)
 from drumline.train.timeouts import CollectiveTimeout
 
 if TYPE_CHECKING:
@@ -39,15 +51,58 @@ if TYPE_CHECKING:
 FIX = "look at the samples of the `nonfinite` event in events.jsonl; lower optimizer.lr, or pass over it: health.on_nan=skip"
 
 
+class Evaluation(NamedTuple):
+    """What an evaluation has measured. Without held-out data all parts are empty."""
+
+    metrics: dict[str, float]
+    samples: int
+    reward_failures: dict[str, Any]
+
+
+class StopRequest:
+    """The signal that asks some rank to stop. All ranks learn of it after the same step."""
+
+    def __init__(self) -> None:
+        self.signal = 0  # 0: none
+
+    def note(self, signal_of_ranks: list[float]) -> None:
+        """Take over a signal that any rank has received. `signal_of_ranks`: by rank, 0 for none."""
+        signal = int(max(signal_of_ranks))
+        if signal:
+            self.signal = signal
+
+
+class StepClock:
+    """Measures the seconds of steps on this rank."""
+
+    def __init__(self) -> None:
+        self.finished_at = 0.0  # unix time of the end of the last step
+        self.last_step_s = 0.0
+
+    def finish(self, pending: PendingStep) -> float:
+        """Return the seconds of a step that has ended.
+
+        They count from the end of the step before, or, if other work came between, from when this step's batch was waited for.
+        """
+        began = max(self.finished_at, pending.began)
+        self.finished_at = pending.arrived.finished_at
+        self.last_step_s = self.finished_at - began
+        return self.last_step_s
+
+
 @dataclass
 class Loop:
-    """One run on one rank. All ranks walk the same path: what decides is summed over ranks first."""
+    """Trains one run on one rank.
+
+    All ranks take the same path through it: every number that decides something is summed over the ranks first.
+    """
 
     plan: Plan
     engine: Engine
     algorithm: Algorithm
     stream: Iterable[GlobalBatch]
-    held_out: dict[str, Callable[[], Iterable[GlobalBatch]]]  # by name of the evaluation set
+    # For each evaluation set, by name, what gives its batches.
+    held_out: dict[str, Callable[[], Iterable[GlobalBatch]]]
     saver: Saver
     emit: Emit
     gather: Gather
@@ -57,20 +112,11 @@ class Loop:
     state: TrainState
     goodput: Goodput
     measure: Measure
+    # The last step that was done before this start, or before the run went back: up to it, steps are done again.
     seen_step: int = 0
-    retries: bool = False  # all ranks know that it is time
-    stop: int = 0  # the signal that asks some rank to stop; all ranks know it after the same step
-    flight: Flight | None = None
-    landed: float = 0.0  # when the last flight did (unix)
-    step_s: float = 0.0  # that the last flight took on this rank
-    metric: float | None = None  # of the weights as they are now; a step makes it unknown
     rollouts: Rollouts | None = None
-    rewind: Callable[[], Iterable[GlobalBatch]] | None = (
-        None  # to the newest checkpoint; gives the stream from there on
-    )
-    checkpointable: bool = (
-        True  # not in the middle of the steps of a rollout, where a run could not go on from
-    )
+    # Restores the newest checkpoint, and returns the batches from there on.
+    rewind: Callable[[], Iterable[GlobalBatch]] | None = None
     meter: Meter | None = None
     answers: Answers | None = None
     tasks: Tasks | None = None
@@ -78,23 +124,41 @@ class Loop:
     def __post_init__(self) -> None:
         health = self.plan.config.health
         self.spikes = Spikes(health, self.emit)
-        self.spikes.take_up(self.state.spikes)
+        self.spikes.restore(self.state.spikes)
         self.state.spikes = self.spikes.state()
         self.weights = Weights(self.plan, self.engine, self.gather, self.emit)
         self.garbage = GarbageCollection(self.plan.config.run.collect_every)
         self.profile = Profile(self.plan, self.gather.rank, self.emit)
         self.collectives = Collectives(health.check_collectives)
         self.stragglers = Stragglers(self.gather, self.emit, health.straggler_ratio)
-        # Ranks over a slow link step by their own numbers, and read those of all a step later.
-        self.alone: bool = getattr(self.engine, "go_alone", bool)()
+        # Some engines for slow links let each rank step by its own loss and norm. The sums of all ranks are read a step later.
+        self.steps_alone = False
+        if hasattr(self.engine, "go_alone"):
+            self.steps_alone = self.engine.go_alone()
+
+        # The step whose numbers are still on their way to the host.
+        self.pending_step: PendingStep | None = None
+        self.clock = StepClock()
+        self.stop_request = StopRequest()
+        # Whether the run could be resumed after the last step. It could not in the middle of the steps of one rollout.
+        self.is_resumable = True
+        self.last_resumable_step = self.state.step
+        # A save has failed, and all ranks know that it is time to try again.
+        self.should_retry_save = False
+        # eval.metric of the current weights; None if it is not known. A step makes it unknown.
+        self.metric: float | None = None
 
     def run(self) -> str | None:
-        """Train from `state` to the end of the stream, or until it is `stale`: then why. Raises Preempted after a stop signal,
-        TrainingStopped by policy."""
+        """Train from `state` to the end of the stream.
+
+        Returns None, or the reason why the run ended before by eval.patience.
+
+        Raises Preempted after a stop signal, and TrainingStopped if a policy stops the run.
+        """
         try:
             with self.garbage:
                 self._run()
-            return self.stale
+            return self.early_stop_reason
         except TrainingStopped:
             self.saver.wait()
             raise
@@ -103,95 +167,117 @@ class Loop:
                 self.rollouts.close()
 
     def _run(self) -> None:
+        self._evaluate_before_training()
+        self._train()
+        self.profile.after(self.state.step, last=True)
+        if self._needs_last_evaluation():
+            self._evaluate_last()
+        self._save_last()
+        self.measure.finish(self.state.step)
+        if self.meter is not None:
+            _, device_values = self.gather({}, *self.meter.values(now=True))
+            devices = self.meter.event(self.state.step, device_values, now=True)
+            if devices is not None:
+                self.emit(devices)
+
+    def _evaluate_before_training(self) -> None:
+        """Evaluate a run that begins, or make up for an evaluation that a stop signal has broken off."""
         config = self.plan.config
         if self.state.step == 0:
             self.state.evaluated = 0
             if config.eval.at_start:
                 self.evaluate()
-        # By a stop signal.
-        broken_off = self.state.evaluated >= 0 and due(
+        evaluation_was_interrupted = self.state.evaluated >= 0 and is_due(
             config.eval.steps, self.state.evaluated, self.state.step
         )
-        if broken_off and self.evaluate() and config.checkpoint.keep_best:
-            self.save()
-        while True:
-            try:
-                self._steps()
-                self._land()
-                break
-            except GoBack as back:
-                self._go_back(back)
-        self.profile.after(self.state.step, last=True)
-        if not config.eval.steps or (
-            self.state.step % config.eval.steps and self.state.evaluated != self.state.step
-        ):
-            self._evaluate_last()
-        self._save_last()
-        self.measure.finish(self.state.step)
-        if self.meter is not None:
-            _, devices = self.gather({}, *self.meter.values(now=True))
-            if (read := self.meter.event(self.state.step, devices, now=True)) is not None:
-                self.emit(read)
+        if evaluation_was_interrupted:
+            is_best = self.evaluate()
+            if is_best and config.checkpoint.keep_best:
+                self.save()
+
+    def _needs_last_evaluation(self) -> bool:
+        """Whether the last step was not evaluated by `eval.every`."""
+        every = self.plan.config.eval.steps
+        if not every:
+            return True
+        is_multiple = self.state.step % every == 0
+        return not is_multiple and self.state.evaluated != self.state.step
 
     def _evaluate_last(self) -> None:
-        """Where it may fail, the weights are saved before."""
+        """Evaluate after the last step. If the evaluation may fail, the weights are saved first."""
         if self.tasks is not None:
             self._save_last()
         try:
             self.evaluate()
-        except ConfigError:  # no such metric: on all ranks
+        except ConfigError:  # there is no such metric, on any rank
             self._save_last()
             raise
 
-    def _steps(self) -> None:
-        """To the end of the stream."""
-        config, batches = self.plan.config, iter(self.stream)
-        rested = self.state.step  # the last step that the run could go on from
+    def _train(self) -> None:
+        """Take all steps to the end of the stream. A spike in the loss may send the run back to a checkpoint."""
         while True:
-            if self.rollouts is not None and self.checkpointable:
-                self._stop_if_requested()  # before a rollout, which takes long, and not after it
+            try:
+                self._take_steps()
+                self._finish_pending_step()
+                return
+            except GoBack as back:
+                self._go_back(back)
+
+    def _take_steps(self) -> None:
+        """Take steps to the end of the stream, and between them evaluate and save as the config says."""
+        batches = iter(self.stream)
+        self.last_resumable_step = self.state.step
+        while True:
+            if self.rollouts is not None and self.is_resumable:
+                # The next batch begins with a rollout, which takes long: a run that is asked to stop does so before it.
+                self._stop_if_requested()
                 self.timeout.before_long_work(self.state.step)
-            if self.stale:
+            if self.early_stop_reason:
                 self._report_rollout()
-                break
-            drawn = time.time()
-            heartbeat.step(
-                self.state.step, self.state.position, free=self.measure.traffic.due(self.state.step)
-            )
-            heartbeat.beat("data")
-            batch = next(batches, None)
+                return
+            draw_began = time.time()
+            batch = self._next_batch(batches)
             if batch is None:
-                break
+                return
             self.profile.before(self.state.step)
-            self._train_step(batch, time.time() - drawn)
+            self._train_step(batch, time.time() - draw_began)
             self.profile.after(self.state.step)
             self.collectives.check()
             self.garbage.after(self.state.step)
-            if self.weights.due(self.state.step):
+            if self.weights.is_due(self.state.step):
                 self.weights.check(self.state.step)
-            if self.checkpointable:
-                self._leave_if_requested()
-                best = due(config.eval.steps, rested, self.state.step) and self.evaluate()
-                if (
-                    due(config.checkpoint.steps, rested, self.state.step)
-                    or (best and config.checkpoint.keep_best)
-                    or self.retries
-                ):
-                    self.save()
-                elif self.saver.memory is not None and due(
-                    config.checkpoint.in_memory_every, rested, self.state.step
-                ):
-                    self._land()
-                    self.timeout.before_long_work(self.state.step)
-                    heartbeat.beat("save")
-                    self.weights.check(self.state.step)
-                    with self.goodput.spend("save"):
-                        self.saver.keep_in_memory()
-                rested = self.state.step
+            if self.is_resumable:
+                self._evaluate_and_save_if_due()
             self.saver.report(self.saver.checkpointer.poll())
 
+    def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch | None:
+        """Wait for the next batch; None at the end of the stream."""
+        # A step whose traffic is counted may take as long as it likes.
+        is_counted = self.measure.traffic.due(self.state.step)
+        heartbeat.step(self.state.step, self.state.position, free=is_counted)
+        heartbeat.beat("data")
+        return next(batches, None)
+
+    def _evaluate_and_save_if_due(self) -> None:
+        """After a step that the run can be resumed from: stop, evaluate and save, each if it is time."""
+        config = self.plan.config
+        self._leave_if_requested()
+        is_best = False
+        if self._is_due(config.eval.steps):
+            is_best = self.evaluate()
+        should_save_best = is_best and config.checkpoint.keep_best
+        if self._is_due(config.checkpoint.steps) or should_save_best or self.should_retry_save:
+            self.save()
+        elif self.saver.memory is not None and self._is_due(config.checkpoint.in_memory_every):
+            self._keep_in_memory()
+        self.last_resumable_step = self.state.step
+
+    def _is_due(self, every: int | None) -> bool:
+        """Whether a multiple of `every` was passed since the last step that the run could be resumed from."""
+        return is_due(every, self.last_resumable_step, self.state.step)
+
     def _go_back(self, back: GoBack) -> None:
-        """To the newest checkpoint. All ranks come here after the same step."""
+        """Go back to the newest checkpoint. All ranks come here after the same step."""
         assert self.rewind is not None
         self.seen_step = max(self.seen_step, self.state.step)
         self.saver.wait()
@@ -202,283 +288,387 @@ class Loop:
         heartbeat.beat("startup")
         with self.goodput.spend("restore"):
             self.stream = self.rewind()
-        self.state.spikes = self.spikes.state()  # what has shown since is still known
-        self.saver.saved_step, self.metric, self.landed, self.checkpointable = (
-            self.state.step,
-            None,
-            time.time(),
-            True,
-        )
-        # And not on the weights after it, which are made again.
+        # The spikes since the checkpoint are still known.
+        self.state.spikes = self.spikes.state()
+        self.saver.saved_step = self.state.step
+        self.metric = None
+        self.clock.finished_at = time.time()
+        self.is_resumable = True
+        # Ranks have agreed on these weights, and not on the weights after them, which are made again.
         self.weights.agreed = self.state.step
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
-        """Compute a step, and read the numbers of the one before, which have come to the host by now. Its own are waited for where it is
-        logged, and where its traffic is counted, whose collective is a second one."""
+        """Take one step. `data_s`: seconds that its batch was waited for.
+
+        The host does not wait for the device here. While the device computes this step, the host reads the numbers of the
+        step before. It waits for this step's own numbers only if the step is logged, or its traffic is counted.
+        """
         started = time.time()
-        self.goodput.first_step()
+        self.goodput.end_startup()
         step = self.state.step
-        weight, tokens = batch.of_all or self._of_all(batch)
+
+        # The loss is a sum over all samples of all ranks, divided once by their weight.
+        weight, tokens = batch.of_all or self._sum_weight_and_tokens(batch)
         denominator = weight or 1.0
-        seed_step(self.plan.config.run.seed, step, *self.plan.mesh.stream(self.gather.rank))
+        stream_of_rank = self.plan.mesh.stream(self.gather.rank)
+        seed_step(self.plan.config.run.seed, step, *stream_of_rank)
+
         heartbeat.beat("forward")
-        lr = self.plan.lr * self.plan.config.schedule.rate(
-            step, self.plan.steps or 1, self.plan.warmup_steps
-        )
+        lr = self._learning_rate(step)
         self.engine.begin_step(lr)
         with self.measure.watch(step):
             sums = self.engine.forward_backward(
                 batch.micro_batches, self.algorithm.objective, denominator
             )
-        waited = self.engine.exposed_communication()
-        comm_s = math.nan if waited is None else waited
-        logged = (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps
-        devices = self.meter.values() if logged and self.meter is not None else []
-        mine = data_s, comm_s, float(self.memory_bytes()), self.step_s
-        shared = float(self.stop_flag.requested), self.saver.retry_at, *mine, *devices
+        comm_s = self.engine.exposed_communication()
+        if comm_s is None:
+            comm_s = math.nan
+
+        # One collective sums the losses over the ranks, and carries what each rank reports of itself.
+        is_logged = self._is_logged(step)
+        own_numbers = self._own_numbers(is_logged, data_s, comm_s)
         heartbeat.beat("collective")
-        gathered = None if self.alone else self.gather.start(sums, *shared)
+        if not self.steps_alone:
+            gathered = self.gather.start(sums, *own_numbers)
         heartbeat.beat("optimizer")
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
-        if gathered is None:
-            gathered = self.gather.start({**sums, SQUARES: grad_norm.square()}, *shared)
-        loss = sums["loss"] if self.alone else gathered["loss"]
-        ids = batch.sample_ids[batch.sample_ids >= 0]
-        flight = Flight(
-            gathered,
-            step + 1,
-            denominator,
-            batch.position,
-            ids,
-            int(tokens),
-            lr,
-            started - data_s,
-            data_s,
-        )
-        # A sum in fp64 is finite if both are: one test launches half the kernels of two.
-        finite = self.spikes.allows(flight, loss, torch.isfinite(loss + grad_norm))
-        with self.measure.watch(step, "step"):
-            self.engine.step(lr, grad_norm, finite)
-        heartbeat.beat("collective")
-        if not self.alone:
-            gathered.fetch(grad_norm)
-        self.state.step, self.state.position, self.state.stream = (
-            step + 1,
-            batch.position,
-            batch.state,
-        )
-        self.checkpointable = batch.checkpointable
-        self.state.tokens += int(tokens)
-        flight.computed = time.time()
-        whole = not self.measure.traffic.due(step) or flight.finite
-        copies = self.saver.checkpointer.staging.bytes_
-        flight.volume, flight.clock = self.measure.end_step(
-            step, batch.micro_batches, copies, whole, data=data_s, communication=comm_s
-        )
-        flight.logged = logged
-        self._land()
-        self.flight = flight
-        if flight.logged and not self.alone:
-            self._land()
+        if self.steps_alone:
+            # This rank's norm goes along, and its own loss decides whether it makes the update.
+            gathered = self.gather.start({**sums, SQUARES: grad_norm.square()}, *own_numbers)
+            loss = sums["loss"]
+        else:
+            loss = gathered["loss"]
 
-    def _of_all(self, batch: GlobalBatch) -> tuple[float, float]:
-        """Weight and tokens of a global batch that does not have them."""
-        total, _ = self.gather(
-            {
-                "weight": float(sum(b.weight for b in batch.micro_batches)),
-                "tokens": float(batch.tokens),
-            }
+        pending = PendingStep(
+            gathered,
+            step=step + 1,
+            denominator=denominator,
+            position=batch.position,
+            sample_ids=batch.sample_ids[batch.sample_ids >= 0],
+            tokens=int(tokens),
+            lr=lr,
+            began=started - data_s,
+            data_s=data_s,
+            is_logged=is_logged,
         )
+
+        # The device decides whether the update is made. A sum in fp64 is finite if both parts are: one test launches half
+        # the kernels of two.
+        is_finite = torch.isfinite(loss + grad_norm)
+        may_update = self.spikes.allows(pending, loss, is_finite)
+        with self.measure.watch(step, "step"):
+            self.engine.step(lr, grad_norm, may_update)
+        heartbeat.beat("collective")
+        if not self.steps_alone:
+            gathered.fetch(grad_norm)
+
+        self._advance(batch, int(tokens))
+        self._end_measurement(pending, batch, comm_s)
+        self._finish_pending_step()
+        self.pending_step = pending
+        if pending.is_logged and not self.steps_alone:
+            self._finish_pending_step()
+
+    def _sum_weight_and_tokens(self, batch: GlobalBatch) -> tuple[float, float]:
+        """Return the weight and the tokens of a global batch of which each rank knows its own part. Collective."""
+        own_weight = sum(micro_batch.weight for micro_batch in batch.micro_batches)
+        total, _ = self.gather({"weight": float(own_weight), "tokens": float(batch.tokens)})
         return total["weight"], total["tokens"]
 
-    def _land(self) -> None:
-        """Read the numbers of the step in flight, if there is one, and act on them. All ranks come here after the same step."""
-        flight, self.flight = self.flight, None
-        if flight is None:
-            return
-        signals, retry_at, data, communication, _, step_s, *_ = flight.by_rank
-        self.stop = int(max(signals)) or self.stop
-        self.retries = max(retry_at) < flight.step
-        seconds = flight.arrived[2] - max(self.landed, flight.began)
-        self.landed, self.step_s = flight.arrived[2], seconds
-        self.timeout.after_step(flight.step, step_s)
-        self.goodput.seconds["recompute" if flight.step <= self.seen_step else "productive"] += (
-            seconds
-        )
-        self.measure.took(flight.step, flight.clock, max(0.0, seconds - flight.data_s))
-        heartbeat.beat("report")
-        if parts := self.goodput.begun():
-            self.emit(Started(seconds=parts))
-        self.stragglers.add(flight.step, seconds, flight.tokens, data, communication)
-        if flight.logged:
-            self._log_step(flight, seconds)
-        if flight.finite:
-            self.metric = None
-        skips = self.state.skips
-        judge(
-            flight, self.plan, self.state, self.engine.rescales(), self.emit, "health.on_nan", FIX
-        )
-        if flight.finite:
-            can_go_back = self.rewind is not None and self.saver.saved_step >= 0
-            self.state.skips = self.spikes.judge(flight, skips, can_go_back)
+    def _learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step. `step`: steps done before."""
+        rate = self.plan.config.schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
+        return self.plan.lr * rate
 
-    def _log_step(self, flight: Flight, seconds: float) -> None:
-        world = self.gather.world_size
-        # Of the waits the mean is shown (NaN: not measured).
-        _, _, data, comm, memory, _, *devices, _ = flight.by_rank
-        if devices and self.meter is not None and (read := self.meter.event(flight.step, devices)):
-            self.emit(read)
-        rate = flight.tokens / seconds
-        mfu = self.plan.predicted.mfu(rate, world * self.plan.devices_per_rank)
-        data_s, comm_s = sum(data) / world, sum(comm) / world
-        total = self.plan.data.epoch if self.plan.data else 0
+    def _is_logged(self, step: int) -> bool:
+        """Whether an event is written of a step. `step`: steps done before."""
+        steps_done = step + 1
+        return steps_done % self.plan.config.run.log_every == 0 or steps_done == self.plan.steps
+
+    def _own_numbers(self, is_logged: bool, data_s: float, comm_s: float) -> list[float]:
+        """Return what this rank reports with the sums of a step: `StepNumbers`, and of a logged step those of its devices."""
+        device_values: list[float] = []
+        if is_logged and self.meter is not None:
+            device_values = self.meter.values()
+        numbers = StepNumbers(
+            stop_signal=float(self.stop_flag.requested),
+            retry_at=self.saver.retry_at,
+            data_s=data_s,
+            comm_s=comm_s,
+            memory_bytes=float(self.memory_bytes()),
+            last_step_s=self.clock.last_step_s,
+        )
+        return [*numbers, *device_values]
+
+    def _advance(self, batch: GlobalBatch, tokens: int) -> None:
+        """Move the state of the run behind a batch. `tokens`: of all ranks."""
+        self.state.step += 1
+        self.state.position = batch.position
+        self.state.stream = batch.state
+        self.state.tokens += tokens
+        self.is_resumable = batch.checkpointable
+
+    def _end_measurement(self, pending: PendingStep, batch: GlobalBatch, comm_s: float) -> None:
+        """Note how long the host took for a step, and what the step sent."""
+        pending.computed = time.time()
+        step = pending.step - 1
+        is_whole = True
+        if self.measure.traffic.due(step):
+            # What a step without an update sends is not what the plan predicts. Asking waits for the device.
+            is_whole = pending.is_finite
+        pending.sent_bytes, pending.timing = self.measure.end_step(
+            step,
+            batch.micro_batches,
+            self.saver.checkpointer.staging.bytes_,
+            is_whole,
+            data=pending.data_s,
+            communication=comm_s,
+        )
+
+    def _finish_pending_step(self) -> None:
+        """Read the numbers of the pending step, if there is one, and act on them.
+
+        All ranks come here after the same step, with the same numbers.
+        """
+        pending = self.pending_step
+        self.pending_step = None
+        if pending is None:
+            return
+        numbers = pending.numbers
+        self.stop_request.note(numbers.stop_signal)
+        self.should_retry_save = max(numbers.retry_at) < pending.step
+        seconds = self.clock.finish(pending)
+        self.timeout.after_step(pending.step, numbers.last_step_s)
+        category = "recompute" if pending.step <= self.seen_step else "productive"
+        self.goodput.seconds[category] += seconds
+        self.measure.took(pending.step, pending.timing, max(0.0, seconds - pending.data_s))
+
+        heartbeat.beat("report")
+        startup_seconds = self.goodput.report_startup()
+        if startup_seconds:
+            self.emit(Started(seconds=startup_seconds))
+        self.stragglers.add(pending.step, seconds, pending.tokens, numbers.data_s, numbers.comm_s)
+        if pending.is_logged:
+            self._log_step(pending, seconds)
+        self._judge(pending)
+
+    def _judge(self, pending: PendingStep) -> None:
+        """Count a step that made no update, because its numbers are not finite or its loss is a spike.
+
+        Raises TrainingStopped or GoBack, as the policies of `health` say.
+        """
+        skips = self.state.skips
+        if pending.is_finite:
+            self.metric = None
+        check_finite(
+            pending, self.plan, self.state, self.engine.rescales(), self.emit, "health.on_nan", FIX
+        )
+        if pending.is_finite:
+            can_go_back = self.rewind is not None and self.saver.saved_step >= 0
+            self.state.skips = self.spikes.judge(pending, skips, can_go_back)
+
+    def _log_step(self, pending: PendingStep, seconds: float) -> None:
+        """Emit the event of a step, and that of the devices."""
+        world_size = self.gather.world_size
+        numbers = pending.numbers
+        if pending.device_values and self.meter is not None:
+            devices = self.meter.event(pending.step, pending.device_values)
+            if devices is not None:
+                self.emit(devices)
+        tokens_per_s = pending.tokens / seconds
+        # Of waits the mean over the ranks is shown; NaN if communication is not measured.
+        data_s = sum(numbers.data_s) / world_size
+        comm_s = sum(numbers.comm_s) / world_size
+        compute_s = seconds - data_s
+        if not math.isnan(comm_s):
+            compute_s -= comm_s
+        metrics = self.algorithm.step_metrics(pending.total)
+        metrics = metrics | router_metrics(pending.total, pending.denominator)
+        epoch = 0.0
+        if self.plan.data and self.plan.data.epoch:
+            epoch = pending.position / self.plan.data.epoch
         event = Step(
-            step=flight.step,
-            loss=flight.loss,
-            lr=flight.lr,
-            grad_norm=flight.grad_norm,
-            tokens=flight.tokens,
-            sent_bytes=flight.volume,
-            metrics=self.algorithm.step_metrics(flight.total)
-            | router_metrics(flight.total, flight.denominator),
-            samples=len(flight.sample_ids),
-            tokens_per_s=rate,
-            samples_per_s=len(flight.sample_ids) / seconds,
-            mfu=mfu,
+            step=pending.step,
+            loss=pending.loss,
+            lr=pending.lr,
+            grad_norm=pending.grad_norm,
+            tokens=pending.tokens,
+            sent_bytes=pending.sent_bytes,
+            metrics=metrics,
+            samples=len(pending.sample_ids),
+            tokens_per_s=tokens_per_s,
+            samples_per_s=len(pending.sample_ids) / seconds,
+            mfu=self.plan.predicted.mfu(tokens_per_s, world_size * self.plan.devices_per_rank),
             seconds=seconds,
             data_s=data_s,
-            compute_s=max(0.0, seconds - data_s - (0.0 if math.isnan(comm_s) else comm_s)),
+            compute_s=max(0.0, compute_s),
             comm_s=comm_s,
-            memory_bytes=[int(m) for m in memory],
-            epoch=flight.position / total if total else 0.0,
+            memory_bytes=[int(bytes_) for bytes_ in numbers.memory_bytes],
+            epoch=epoch,
         )
         self.emit(event)
 
     def evaluate(self) -> bool:
-        """Emit metrics over the whole held-out sets, each sample once, and of tasks; then samples. True: the best weights so far. A stop
-        signal breaks it off."""
-        self._land()
-        started, step = time.time(), self.state.step
+        """Evaluate on the held-out sets, each sample once, and on tasks; then write samples. Collective.
+
+        Returns whether the current weights are the best so far. A stop signal breaks the evaluation off.
+        """
+        self._finish_pending_step()
+        started = time.time()
+        step = self.state.step
         self.timeout.before_long_work(step)
         heartbeat.beat("eval")
         with self.goodput.spend("eval"):
-            metrics, samples, failures = (
-                self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(step)
-            )
-            if self.tasks is not None and (
-                self.tasks.due(self.state.evaluated, step) or self._ends(metrics)
-            ):
-                self._stop_if_requested()
-                metrics |= self.tasks.score()
-        if not metrics:
+            evaluation = self._measure_metrics(step)
+        if not evaluation.metrics:
             return False
         self.state.evaluated = step
-        self.emit(
-            Eval(
-                step=step,
-                samples=samples,
-                seconds=time.time() - started,
-                reward_failures=failures or None,
-                metrics=metrics,
-            )
+        event = Eval(
+            step=step,
+            samples=evaluation.samples,
+            seconds=time.time() - started,
+            reward_failures=evaluation.reward_failures or None,
+            metrics=evaluation.metrics,
         )
-        self.metric, better = judged(metrics, self.plan.config.eval, self.state)
+        self.emit(event)
+        self.metric, is_best = rate_evaluation(
+            evaluation.metrics, self.plan.config.eval, self.state
+        )
         if self.answers is not None:
             heartbeat.beat("eval")
             with self.goodput.spend("eval"):
-                self.answers.write(
-                    step,
-                    "before"
-                    if step == 0
-                    else "after"
-                    if self.stale or step == self.plan.steps
-                    else "during",
-                )
-        return better
+                self.answers.write(step, self._time_of_evaluation())
+        return is_best
 
-    def _ends(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation that has measured these so far is the last by eval.patience."""
-        options, after = self.plan.config.eval, replace(self.state)
+    def _measure_metrics(self, step: int) -> Evaluation:
+        """Return the metrics of the held-out sets or prompts, and of tasks if it is their turn. Collective."""
+        if self.rollouts is None:
+            evaluation = self._evaluate_held_out()
+        else:
+            evaluation = Evaluation(*self.rollouts.evaluate(step))
+        if self.tasks is None:
+            return evaluation
+        is_turn_of_tasks = self.tasks.is_due(self.state.evaluated, step)
+        if is_turn_of_tasks or self._is_last_evaluation(evaluation.metrics):
+            self._stop_if_requested()
+            metrics = evaluation.metrics | self.tasks.score()
+            evaluation = evaluation._replace(metrics=metrics)
+        return evaluation
+
+    def _is_last_evaluation(self, metrics: dict[str, float]) -> bool:
+        """Whether an evaluation that has measured these metrics so far is the last one by eval.patience."""
+        options = self.plan.config.eval
+        state_after = replace(self.state)
         if options.metric in metrics:
-            judged(metrics, options, after)
-        return options.patience is not None and after.stale >= options.patience
+            rate_evaluation(metrics, options, state_after)
+        return options.patience is not None and state_after.stale >= options.patience
+
+    def _time_of_evaluation(self) -> str:
+        """Return when in the run this evaluation takes place, as the samples' events name it."""
+        if self.state.step == 0:
+            return "before"
+        if self.early_stop_reason or self.state.step == self.plan.steps:
+            return "after"
+        return "during"
 
     @property
-    def stale(self) -> str | None:
-        """Why the run ends before its last step; None while it goes on. The same on all ranks, and after a resume."""
-        options, state = self.plan.config.eval, self.state
+    def early_stop_reason(self) -> str | None:
+        """Why the run ends by eval.patience; None while it goes on. The same on all ranks, and after a resume."""
+        options = self.plan.config.eval
+        state = self.state
         if options.patience is None or state.stale < options.patience:
             return None
-        by = f" by more than {options.min_delta:g}" * (options.min_delta > 0)
-        than = "finite" if state.mark is None else f"better than {state.mark:.6g}{by}"
-        return f"{options.metric} was not {than} in {state.stale} evaluation{'s' * (state.stale > 1)} (eval.patience)"
+        if state.mark is None:
+            expected = "finite"
+        else:
+            expected = f"better than {state.mark:.6g}"
+            if options.min_delta > 0:
+                expected += f" by more than {options.min_delta:g}"
+        evaluations = "evaluations" if state.stale > 1 else "evaluation"
+        return f"{options.metric} was not {expected} in {state.stale} {evaluations} (eval.patience)"
 
-    def _held_out_metrics(self) -> tuple[dict[str, float], int, dict[str, Any]]:
-        """Over all sets; those of a set that has a name also under NAME/. And how many samples; no reward failed."""
-        whole, by_set, samples = dict[str, float](), dict[str, float](), 0
-        for name, batches in self.held_out.items():
-            sums: dict[str, float] = {}
+    def _evaluate_held_out(self) -> Evaluation:
+        """Return the metrics over all held-out sets together; those of each named set follow as NAME/METRIC. Collective."""
+        if not self.held_out:
+            return Evaluation({}, 0, {})
+        sums_of_all: dict[str, float] = {}
+        metrics_of_sets: dict[str, float] = {}
+        samples = 0
+        for set_name, batches in self.held_out.items():
+            own_sums: dict[str, float] = {}
             for batch in batches():
                 self._stop_if_requested()
-                sums = _added(
-                    sums, self.engine.evaluate(batch.micro_batches, self.algorithm.eval_objective)
+                batch_sums = self.engine.evaluate(
+                    batch.micro_batches, self.algorithm.eval_objective
                 )
+                own_sums = _add_sums(own_sums, batch_sums)
                 samples += int((batch.sample_ids >= 0).sum())
-            total, _ = self.gather(sums)
-            whole = _added(whole, total)
-            by_set |= (
-                {f"{name}/{key}": value for key, value in self.algorithm.metrics(total).items()}
-                if name
-                else {}
-            )
-        return (
-            (self.algorithm.metrics(whole) | by_set, samples, {}) if self.held_out else ({}, 0, {})
-        )
+            set_sums, _ = self.gather(own_sums)
+            sums_of_all = _add_sums(sums_of_all, set_sums)
+            if set_name:
+                for metric, value in self.algorithm.metrics(set_sums).items():
+                    metrics_of_sets[f"{set_name}/{metric}"] = value
+        metrics = self.algorithm.metrics(sums_of_all) | metrics_of_sets
+        return Evaluation(metrics, samples, {})
 
     def save(self) -> None:
-        """Hand the state to the checkpointer. `metric` goes with it only if it was measured on these very weights."""
-        self._land()
-        self.retries = False
-        self.timeout.before_long_work(self.state.step)
-        heartbeat.beat("save")
+        """Hand the state to the checkpointer, with the metric of these weights if it is known. Collective."""
+        self._finish_pending_step()
+        self.should_retry_save = False
+        self._begin_saving()
         self.weights.check(self.state.step)
         with self.goodput.spend("save"):
             self.saver.save(self.metric)
 
-    def _stop_if_requested(self) -> None:
-        """Between two steps: where any rank got a stop signal, all save at this same step and leave. Collective."""
-        _, (signals,) = self.gather({}, float(self.stop_flag.requested))
-        self.stop = int(max(signals)) or self.stop
-        self._leave_if_requested()
-
-    def _leave_if_requested(self) -> None:
-        if self.stop and self.checkpointable:
-            self._report_rollout()
-            self._save_last()
-            self.saver.leave(self.stop)
-
-    def _report_rollout(self) -> None:
-        """The next start begins with another rollout, and nobody would report this one."""
-        if self.rollouts is not None:
-            self._land()
-            self.rollouts.report()
+    def _keep_in_memory(self) -> None:
+        """Keep the state in the memory of hosts. Collective."""
+        self._finish_pending_step()
+        self._begin_saving()
+        self.weights.check(self.state.step)
+        with self.goodput.spend("save"):
+            self.saver.keep_in_memory()
 
     def _save_last(self) -> None:
-        self._land()
-        self.timeout.before_long_work(self.state.step)
-        heartbeat.beat("save")
+        """Leave the run with these weights saved, unless it saves nothing. Collective."""
+        self._finish_pending_step()
+        self._begin_saving()
         if self.plan.saves:
             self.weights.check(self.state.step)
             with self.goodput.spend("save"):
                 self.saver.save_last(self.metric)
 
+    def _begin_saving(self) -> None:
+        """Let the ranks wait for each other as long as a save may take."""
+        self.timeout.before_long_work(self.state.step)
+        heartbeat.beat("save")
 
-def _added(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Sums of what was evaluated so far and of `more` batches (of a key `max_…` the largest)."""
-    return {
-        key: max(sums.get(key, value), value)
-        if key.startswith("max_")
-        else sums.get(key, 0.0) + value
-        for key, value in more.items()
-    }
+    def _stop_if_requested(self) -> None:
+        """Between two steps: if any rank has received a stop signal, all ranks save this step and leave. Collective."""
+        _, (signals,) = self.gather({}, float(self.stop_flag.requested))
+        self.stop_request.note(signals)
+        self._leave_if_requested()
+
+    def _leave_if_requested(self) -> None:
+        """Save and leave if the ranks know of a stop signal, and the run can be resumed from here."""
+        if self.stop_request.signal and self.is_resumable:
+            self._report_rollout()
+            self._save_last()
+            self.saver.leave(self.stop_request.signal)
+
+    def _report_rollout(self) -> None:
+        """Report the last rollout: the next start begins with another one, and would not."""
+        if self.rollouts is not None:
+            self._finish_pending_step()
+            self.rollouts.report()
+
+
+def _add_sums(sums: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    """Return the sums of what was evaluated so far and of `more` batches; of a key `max_…` the largest."""
+    added = {}
+    for key, value in more.items():
+        if key.startswith("max_"):
+            added[key] = max(sums.get(key, value), value)
+        else:
+            added[key] = sums.get(key, 0.0) + value
+    return added

@@ -1,4 +1,4 @@
-"""A model of a session as the loop sees it."""
+"""A model of a session, as the user's loop sees it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drumline.parallel.engine import OpenEngine
 
 
 class Model:
-    """It is called like the module, through the engine, and has all of its attributes, which are read, set and deleted there."""
+    """Is called like the user's module, through the engine. Attributes are read, set and deleted on the module."""
 
     engine: OpenEngine
     module: nn.Module
@@ -25,19 +25,20 @@ class Model:
         return self.engine.call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if "module" not in vars(self) or (
-            name.startswith("__") and name.endswith("__")
-        ):  # what copies and pickles ask for
+        # Copies and pickles ask for special methods, and before there is a module.
+        is_special = name.startswith("__") and name.endswith("__")
+        if is_special or "module" not in vars(self):
             raise AttributeError(name)
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Parameter) or (
-            isinstance(value, nn.Module) and next(value.parameters(), None) is not None
-        ):
-            what = f"{name} has weights, and the model is spread already"
+        is_module = isinstance(value, nn.Module)
+        has_weights = is_module and next(value.parameters(), None) is not None
+        if has_weights or isinstance(value, nn.Parameter):
             raise UserError(
-                what, where="session", fix="make it part of the module that build returns"
+                f"{name} has weights, and the model is spread already",
+                where="session",
+                fix="make it part of the module that build returns",
             )
         setattr(self.module, name, value)
 
@@ -57,11 +58,11 @@ class Model:
         return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy of the module alone. Raises UserError where a rank has no whole one."""
+        """Return a copy of the module alone. Raises UserError if this rank does not have the whole module."""
         if not self.engine.is_whole:
-            what, fix = (
+            raise UserError(
                 "a rank holds a part of the model, and copies no more",
-                "make it a second model of prepare, or use ddp",
+                where="session",
+                fix="make it a second model of prepare, or use ddp",
             )
-            raise UserError(what, where="session", fix=fix)
         return copy.deepcopy(self.module, memo)

@@ -1,5 +1,7 @@
-"""`drumline preview`: rows as the model gets them, in the terminal or as one HTML file. Colours say what is in the loss, and marks where
-there are none."""
+"""`drumline preview`: draw rows as the model gets them, in the terminal or as one HTML file.
+
+Colours show which tokens are in the loss. A terminal without colours shows marks instead.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from drumline.core.load import load
+from drumline.core.load import Loaded, load
 from drumline.data.cache import TokenCache
 from drumline.data.prepare import prepare
-from drumline.data.preview import Piece, Reader, Seen, visible
+from drumline.data.preview import NO_LIMIT, Piece, Reader, Seen, visible
 from drumline.data.samples import read_samples
 from drumline.data.workers import digest
 from drumline.dist.seeds import Draws
@@ -31,14 +33,30 @@ from drumline.models.load import load_config
 from drumline.models.vision import vision_of
 from drumline.report.bars import OnProgress, bars
 
-# Of a token and the next one, and of a special token. What is not in the loss has one style: in two it looked like two kinds of text.
+
+class Style(NamedTuple):
+    """The styles of tokens in one state. Neighbours alternate between the first two, so that their border shows."""
+
+    even: str
+    odd: str
+    special: str
+
+
+class Marks(NamedTuple):
+    """What a terminal without colours shows around tokens in one state."""
+
+    opening: str
+    closing: str
+
+
+# What is not in the loss has one style: in two it looked like two kinds of text.
 STYLES = {
-    "learned": ("black on green", "black on bright_green", "bold underline black on green"),
-    "context": ("", "", "bold underline"),
-    "cut": ("strike red", "strike bright_red", "strike bold underline red"),
+    "learned": Style("black on green", "black on bright_green", "bold underline black on green"),
+    "context": Style("", "", "bold underline"),
+    "cut": Style("strike red", "strike bright_red", "strike bold underline red"),
 }
-MARKS = {"learned": ("⟦", "⟧"), "context": ("", ""), "cut": ("⟪", "⟫")}
-SPECIAL = ("⟨", "⟩")
+MARKS = {"learned": Marks("⟦", "⟧"), "context": Marks("", ""), "cut": Marks("⟪", "⟫")}
+SPECIAL = Marks("⟨", "⟩")
 BRACKETS = "<|｜>"  # of special tokens: without colours the marks take their place
 BREAK = "⏎"
 RESERVED = BREAK + "".join(chain(*MARKS.values(), SPECIAL))  # escaped where a row holds one
@@ -49,10 +67,18 @@ FATES = {
     "cut": "",
     "whole": "",
 }
-BARS, BAR_WIDTH = 8, 40
+# Columns of a sample's meta that are no columns of the user's row.
+INNER_COLUMNS = ("images", "grid", "origin")
+# Ranges of a histogram, and the characters of its longest bar.
+BARS = 8
+BAR_WIDTH = 40
 NAMED = 5  # rows that a line names
 MOST_VALUE = 300  # characters of a column
+MOST_ITEMS = 8  # of a list or tuple in a sample of any module
+MOST_REPR = 60  # characters of a number or string in it
 SHOWN_TOKENS = 1000  # of a segment, at most: more would fill many screens
+SAMPLES_ON_SCREEN = 3
+SAMPLES_ON_PAGE = 20
 PAGE_WIDTH = 120
 PAGE = """<!DOCTYPE html>
 <html><head><meta charset="UTF-8"><title>drumline preview</title>
@@ -64,18 +90,22 @@ body {{ color: {foreground}; background: {background}; }} pre {{ white-space: pr
 
 @dataclass(frozen=True)
 class Options:
-    """`row`: draw this one alone, counted from 1. `first`: rows of each source that are read. `samples`: how many are drawn; None: 3, or 20
-    in a page. `html`: the page to write. `everything`: segments of more than SHOWN_TOKENS are drawn whole."""
+    """The options of `drumline preview`."""
 
-    row: int | None = None
-    first: int = 500
-    samples: int | None = None
-    html: Path | None = None
-    everything: bool = False
+    row: int | None = None  # draw this row alone, counted from 1
+    first: int = 500  # rows of each source that are read
+    samples: int | None = None  # how many are drawn; None: a number that suits the output
+    html: Path | None = None  # the page to write
+    everything: bool = False  # draw segments of more than SHOWN_TOKENS whole
 
     @property
     def most(self) -> int:
-        return self.samples if self.samples is not None else 3 if self.html is None else 20
+        """How many samples are drawn at most."""
+        if self.samples is not None:
+            return self.samples
+        if self.html is None:
+            return SAMPLES_ON_SCREEN
+        return SAMPLES_ON_PAGE
 
 
 def preview(config_path: Path, overrides: list[str], options: Options) -> None:
@@ -85,75 +115,110 @@ def preview(config_path: Path, overrides: list[str], options: Options) -> None:
             "is no page", where=f"--html {options.html}", fix="name a file such as rows.html"
         )
     loaded = load(config_path, overrides)
-    config = loaded.config
-    if options.html is not None:
-        wide: dict[str, Any] = {
-            "force_terminal": True,
-            "color_system": "truecolor",
-            "no_color": False,
-            "width": PAGE_WIDTH,
-        }
-        console = Console(record=True, file=io.StringIO(), **wide)
-    else:
-        console = Console()
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # terminals that know ASCII alone
+    console = _make_console(options)
     view = View(console, options)
-    mistake: UserError | None = None
-    if config.plain:
-        view.shapes(read_samples(config.data.train, loaded.base_dir.absolute(), Draws(0).used))
+    error: UserError | None = None
+    if loaded.config.plain:
+        folder = loaded.base_dir.absolute()
+        view.show_samples(read_samples(loaded.config.data.train, folder, Draws(0).used))
     else:
-        with bars(Console(stderr=True)) as on_progress:
-            model_path = resolve(config.model, on_progress)
-            vision = vision_of(config, model_path, load_config(model_path, config.model))
-            most = {} if options.everything else {"most": SHOWN_TOKENS}
-            reader = Reader(
-                config, config.model.tokenizer or model_path or "", loaded.base_dir, vision, **most
-            )
-            found = [reader.seen(*numbered) for numbered in reader.rows(options.row, options.first)]
-            mistake, packs = (
-                next((seen.error for seen in found if seen.error is not None), None),
-                None,
-            )
-            if mistake is None and options.row is None and config.packs:
-                try:
-                    packs = packed(reader, options, on_progress)
-                except DataError as error:
-                    mistake = error
-        view.all(reader, found, packs)
+        error = _preview_rows(loaded, view, options)
     if options.html is not None:
         _write(console, options.html)
-    if mistake is not None:
-        raise mistake
+    if error is not None:
+        raise error
+
+
+def _make_console(options: Options) -> Console:
+    """Return the console to draw on: the terminal, or one that records a page."""
+    if options.html is not None:
+        return Console(
+            record=True,
+            file=io.StringIO(),
+            force_terminal=True,
+            color_system="truecolor",
+            no_color=False,
+            width=PAGE_WIDTH,
+        )
+    console = Console()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Some terminals know ASCII alone.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return console
+
+
+def _preview_rows(loaded: Loaded, view: View, options: Options) -> UserError | None:
+    """Draw rows of text, and return the first error of a row or of packing."""
+    config = loaded.config
+    error: UserError | None = None
+    packs: Packs | None = None
+    with bars(Console(stderr=True)) as on_progress:
+        model_path = resolve(config.model, on_progress)
+        vision = vision_of(config, model_path, load_config(model_path, config.model))
+        tokenizer_path = config.model.tokenizer or model_path or ""
+        most_tokens = NO_LIMIT if options.everything else SHOWN_TOKENS
+        reader = Reader(config, tokenizer_path, loaded.base_dir, vision, most_tokens)
+        rows = []
+        for number, row in reader.rows(options.row, options.first):
+            seen = reader.seen(number, row)
+            if error is None:
+                error = seen.error
+            rows.append(seen)
+        if error is None and options.row is None and config.packs:
+            try:
+                packs = pack_first_rows(reader, options, on_progress)
+            except DataError as failure:
+                error = failure
+    view.show(reader, rows, packs)
+    return error
 
 
 def _write(console: Console, path: Path) -> None:
+    """Write what was drawn as a page."""
+    page = console.export_html(code_format=PAGE)
     with disk_errors("cannot be written", str(path), UserError, "choose another place"):
-        path.write_text(
-            console.export_html(code_format=PAGE), encoding="utf-8", errors="backslashreplace"
-        )
+        path.write_text(page, encoding="utf-8", errors="backslashreplace")
     print(f"wrote {path}")
+
+
+class Segment(NamedTuple):
+    """A row in a pack. `tokens`, `learn`: arrays [T]; learn is above 0 where a token is in the loss."""
+
+    tokens: Any
+    learn: Any
+
+    @property
+    def learned(self) -> int:
+        """Tokens in the loss. Nothing predicts the first token."""
+        return int(self.learn[1:].sum())
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A sample of the token cache: rows that are trained as one sequence."""
+
+    segments: list[Segment]
+    meta: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Packs:
-    """What `prepare` makes of the first rows: its counts, what it says of them, and segments (tokens, learn) and meta of the samples that
-    are drawn."""
+    """What `prepare` makes of the first rows."""
 
-    info: dict[str, Any]
-    notes: list[str]
-    samples: list[tuple[list[tuple[Any, Any]], dict[str, Any]]]
+    info: dict[str, Any]  # counts of the token cache
+    notes: list[str]  # lines about the data
+    samples: list[Pack]  # those that are drawn
 
 
-def packed(reader: Reader, options: Options, on_progress: OnProgress) -> Packs:
-    """Raises DataError as `prepare` does."""
-    data, first = reader.config.data, options.first
-    sources = [
-        source.model_copy(update={"limit": min(first, source.limit or first)})
-        for source in data.train
-    ]
+def pack_first_rows(reader: Reader, options: Options, on_progress: OnProgress) -> Packs:
+    """Prepare the first rows of each source in a temporary folder, and return their packs. Raises DataError as `prepare` does."""
+    data = reader.config.data
+    sources = []
+    for source in data.train:
+        limit = min(options.first, source.limit or options.first)
+        sources.append(source.model_copy(update={"limit": limit}))
     with TemporaryDirectory(prefix="drumline-preview-") as folder:
-        update = {
+        changes = {
             "train": sources,
             "eval": [],
             "holdout": 0,
@@ -162,222 +227,227 @@ def packed(reader: Reader, options: Options, on_progress: OnProgress) -> Packs:
             "stream": None,
             "decontaminate": None,
         }
-        config = reader.config.model_copy(update={"data": data.model_copy(update=update)})
-        made = prepare(
+        config = reader.config.model_copy(update={"data": data.model_copy(update=changes)})
+        prepared = prepare(
             config, reader.job.tokenizer_path, reader.base_dir, on_progress, reader.vision
         )
-        cache = TokenCache.open(made.train_cache)
-        wanted = range(min(len(cache), options.most))
-        notes = [note for note in made.notes if note not in made.formats]
-        return Packs(
-            cache.info,
-            notes,
-            [
-                ([(t.copy(), learn.copy()) for t, learn in cache.segments(i)], cache.meta(i))
-                for i in wanted
-            ],
-        )
+        cache = TokenCache.open(prepared.train_cache)
+        samples = []
+        for number in range(min(len(cache), options.most)):
+            # Copies: the folder with the arrays is about to go.
+            segments = [
+                Segment(tokens.copy(), learn.copy()) for tokens, learn in cache.segments(number)
+            ]
+            samples.append(Pack(segments, cache.meta(number)))
+        notes = [note for note in prepared.notes if note not in prepared.formats]
+        return Packs(cache.info, notes, samples)
 
 
 class View:
-    """Draws on a console. `plain`: it has no colours, so that marks stand in their place."""
+    """Draws on a console. `plain`: the console has no colours, so marks stand in their place."""
 
     def __init__(self, console: Console, options: Options) -> None:
-        self.console, self.options = console, options
+        self.console = console
+        self.options = options
         self.plain = console.no_color or console.color_system is None
 
     def line(self, text: str = "", style: str = "") -> None:
         self.console.print(Text(visible(text), style=style, overflow="fold"))
 
-    def all(self, reader: Reader, found: list[Seen], packs: Packs | None) -> None:
-        """Counts, what colours or marks mean, and the first samples."""
+    def show(self, reader: Reader, rows: list[Seen], packs: Packs | None) -> None:
+        """Draw the counts, what colours or marks mean, and the first samples."""
         if self.options.row is None:
-            self.counts(reader, found, packs)
+            self.show_counts(reader, rows, packs)
         if reader.job.tokenizer is not None:
-            between = Piece(" · ", "context")
-            pieces = [
-                Piece("in the loss", "learned"),
-                between,
-                Piece("not in the loss", "context"),
-                between,
-                Piece("cut off", "cut"),
-                between,
-                Piece("special token", "context", special=True),
-            ]
-            self.line()
-            self.console.print(self.text(pieces))
+            self._show_legend()
         if packs is None:
-            for seen in found[: self.options.most]:
-                self.row(reader, seen)
-            return
-        known: dict[bytes, list[Seen]] = {}
-        for seen in found:
-            for segment in seen.kept.segments if seen.kept else ():
-                known.setdefault(segment.tokens.tobytes(), []).append(seen)
-        for number, (segments, meta) in enumerate(packs.samples, start=1):
+            for seen in rows[: self.options.most]:
+                self.show_row(reader, seen)
+        else:
+            self._show_packs(reader, rows, packs)
+
+    def _show_legend(self) -> None:
+        """Draw what each colour or mark means."""
+        between = Piece(" · ", "context")
+        pieces = [
+            Piece("in the loss", "learned"),
+            between,
+            Piece("not in the loss", "context"),
+            between,
+            Piece("cut off", "cut"),
+            between,
+            Piece("special token", "context", special=True),
+        ]
+        self.line()
+        self.console.print(self.text(pieces))
+
+    def _show_packs(self, reader: Reader, rows: list[Seen], packs: Packs) -> None:
+        """Draw packs, and in each one its rows as they stand in the files."""
+        rows_by_tokens: dict[bytes, list[Seen]] = {}
+        for seen in rows:
+            if seen.kept is not None:
+                for example in seen.kept.segments:
+                    rows_by_tokens.setdefault(example.tokens.tobytes(), []).append(seen)
+        for number, pack in enumerate(packs.samples, start=1):
+            size = sum(len(segment.tokens) for segment in pack.segments)
+            learned = sum(segment.learned for segment in pack.segments)
+            count = _plural(len(pack.segments), "row")
             self.line()
-            size, learned = (
-                sum(part)
-                for part in zip(*((len(t), learn[1:].sum()) for t, learn in segments), strict=True)
-            )
-            rows = f"{len(segments)} row" + "s" * (len(segments) > 1)
             self.line(
-                f"━━ pack {number}: {rows}, {size:,} tokens, {learned:,} in the loss", "bold cyan"
+                f"━━ pack {number}: {count}, {size:,} tokens, {learned:,} in the loss", "bold cyan"
             )
-            for (tokens, learn), pieces in zip(
-                segments, reader.sample(segments, meta), strict=True
-            ):
-                if same := known.get(tokens.astype("int32").tobytes()):
-                    self.row(reader, same.pop(0) if len(same) > 1 else same[0], "── ")
-                else:  # of a stream that is cut into sequences
-                    self.line(f"── {len(tokens):,} tokens, {learn[1:].sum():,} in the loss", "cyan")
+            pieces_of_segments = reader.sample(list(pack.segments), pack.meta)
+            for segment, pieces in zip(pack.segments, pieces_of_segments, strict=True):
+                same = rows_by_tokens.get(segment.tokens.astype("int32").tobytes())
+                if same:
+                    # Equal rows are named in turn; the last one for all the rest.
+                    seen = same.pop(0) if len(same) > 1 else same[0]
+                    self.show_row(reader, seen, is_in_pack=True)
+                else:
+                    # A part of a stream of tokens that is cut into sequences is no row.
+                    self.line(
+                        f"── {len(segment.tokens):,} tokens, {segment.learned:,} in the loss",
+                        "cyan",
+                    )
                     self.console.print(self.text(pieces))
 
-    def counts(self, reader: Reader, found: list[Seen], packs: Packs | None) -> None:
-        """How many rows there are, how long they are, and which were cut, left out, repeated or empty."""
-        config, usable = reader.config, [seen for seen in found if seen.error is None]
-        limit = config.data.max_length - config.algorithm.new_tokens
-        first: dict[bytes, str] = {}
-        keys = [(seen, digest(seen.row, config.algorithm.rollout is not None)) for seen in usable]
-        repeated = [
-            (seen, first[key])
-            for seen, key in keys
-            if first.setdefault(key, seen.row.origin) != seen.row.origin
-        ]
-        formats = Counter(seen.row.format for seen in usable if seen.row.format)
-        rows = sum(bool(seen.row.values) for seen in found)  # not why a source cannot be read on
-        begin = (
-            f", of each source the first {self.options.first:,}"
-            if rows >= self.options.first
-            else ""
-        )
-        read_as = "".join(f"; {count:,} read as {name}" for name, count in formats.items())
-        self.line(f"{rows:,} row{'s' * (rows != 1)}{begin}{read_as}", "bold")
-        if packs is None and (filtered := reader.outcomes.total("filtered")):
+    def show_counts(self, reader: Reader, rows: list[Seen], packs: Packs | None) -> None:
+        """Draw how many rows there are, how long they are, and which were cut, left out, repeated or empty."""
+        usable = [seen for seen in rows if seen.error is None]
+        limit = reader.config.data.max_length - reader.config.algorithm.new_tokens
+        self._show_number_of_rows(rows, usable)
+        filtered = reader.outcomes.total("filtered")
+        if packs is None and filtered:
             self.line(f"{filtered:,} more were left out by `where`")
-        segments = [
-            segment
-            for seen in usable
-            if seen.kept and seen.fate != "unlearned"
-            for segment in seen.kept.segments
-        ]
-        tokens, learned = (
-            sum(len(segment.tokens) for segment in segments),
-            sum(segment.learned for segment in segments),
-        )
+        self._show_number_of_tokens(reader, usable, packs)
+        self._show_conspicuous_rows(reader, rows, usable, limit)
+        if usable and reader.job.tokenizer is not None:
+            self.line("\ntokens of a row, before it is cut", "bold")
+            for line in histogram([seen.tokens for seen in usable], limit):
+                self.line(line)
+
+    def _show_number_of_rows(self, rows: list[Seen], usable: list[Seen]) -> None:
+        """Draw how many rows were read, and in which formats."""
+        # An entry without values says why a source cannot be read on, and is no row.
+        count = sum(bool(seen.row.values) for seen in rows)
+        line = f"{count:,} row" if count == 1 else f"{count:,} rows"
+        if count >= self.options.first:
+            line += f", of each source the first {self.options.first:,}"
+        formats = Counter(seen.row.format for seen in usable if seen.row.format)
+        for name, times in formats.items():
+            line += f"; {times:,} read as {name}"
+        self.line(line, "bold")
+
+    def _show_number_of_tokens(
+        self, reader: Reader, usable: list[Seen], packs: Packs | None
+    ) -> None:
+        """Draw how many tokens there are, and how many of them are in the loss."""
         if packs is not None:
-            tokens, learned, info = packs.info["tokens"], packs.info["learned"], packs.info
+            tokens = packs.info["tokens"]
+            learned = packs.info["learned"]
             self.line(
-                f"{info['samples']:,} packs of at most {config.data.max_length:,} tokens, {info['efficiency']:.1%} full"
+                f"{packs.info['samples']:,} packs of at most {reader.config.data.max_length:,} tokens,"
+                f" {packs.info['efficiency']:.1%} full"
             )
             for note in packs.notes:
                 self.line(note)
-        if reader.job.tokenizer is not None:
-            self.line(
-                f"{learned:,} of {tokens:,} tokens are in the loss ({learned / tokens:.1%})"
-                if learned
-                else f"{tokens:,} tokens"
-            )
-        named = {
-            f"cut at {limit:,} tokens": [
-                f"{seen.row.origin} ({seen.tokens:,})" for seen in found if seen.fate == "cut"
-            ],
-            f"left out, longer than {limit:,} tokens": [
-                f"{s.row.origin} ({s.tokens:,})" for s in found if s.fate == "dropped"
-            ],
-            "left out, nothing to learn": [
-                seen.row.origin for seen in found if seen.fate == "unlearned"
-            ],
-            "repeated": [f"{seen.row.origin} (as {earlier})" for seen, earlier in repeated],
-            "with an empty answer": [seen.row.origin for seen in usable if reader.empty(seen)],
-            "that cannot be used": [seen.row.origin for seen in found if seen.error is not None],
-        }
-        for what, names in named.items():
-            more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-            if names:
-                self.line(f"{len(names):,} {what}: {', '.join(names[:NAMED])}{more}")
-            if what == "that cannot be used":
-                for reason, count in reasons_of(found).items():
-                    self.line(f"  {count:,} × {reason}", "red")
-        if sizes := [seen.tokens for seen in usable if reader.job.tokenizer is not None]:
-            self.line("\ntokens of a row, before it is cut", "bold")
-            for line in histogram(sizes, limit):
-                self.line(line)
+        else:
+            tokens = 0
+            learned = 0
+            for seen in usable:
+                if seen.kept is not None and seen.fate != "unlearned":
+                    tokens += sum(len(segment.tokens) for segment in seen.kept.segments)
+                    learned += sum(segment.learned for segment in seen.kept.segments)
+        if reader.job.tokenizer is None:
+            return
+        if learned:
+            self.line(f"{learned:,} of {tokens:,} tokens are in the loss ({learned / tokens:.1%})")
+        else:
+            self.line(f"{tokens:,} tokens")
 
-    def row(self, reader: Reader, seen: Seen, border: str = "━━ ") -> None:
-        """One row: both sides of a pair, what was cut, and what rewards get."""
-        kept = seen.kept.segments if seen.kept else []
-        what = f"row {seen.number}, {seen.row.origin}" + (
-            f", read as {seen.row.format}" if seen.row.format else ""
-        )
-        if seen.full is not None and reader.job.tokenizer is not None:
-            over = (
-                seen.tokens - max((len(segment.tokens) for segment in kept), default=0)
-                if kept
-                else 0
-            )
-            what += f": {seen.tokens:,} tokens" + (f", {over:,} of them cut off" if over else "")
-            learned = sum(segment.learned for segment in kept)
-            what += f", {learned:,} in the loss" if learned or seen.fate == "unlearned" else ""
-        if border == "━━ ":
+    def _show_conspicuous_rows(
+        self, reader: Reader, rows: list[Seen], usable: list[Seen], limit: int
+    ) -> None:
+        """Name the first rows that were cut, left out, repeated, empty or refused. `limit`: tokens of a row."""
+        origins_by_fate: dict[str, list[str]] = {}
+        sized_origins_by_fate: dict[str, list[str]] = {}
+        for seen in rows:
+            origin = seen.row.origin
+            origins_by_fate.setdefault(seen.fate, []).append(origin)
+            sized_origins_by_fate.setdefault(seen.fate, []).append(f"{origin} ({seen.tokens:,})")
+        self._name_rows(f"cut at {limit:,} tokens", sized_origins_by_fate.get("cut", []))
+        too_long = sized_origins_by_fate.get("dropped", [])
+        self._name_rows(f"left out, longer than {limit:,} tokens", too_long)
+        self._name_rows("left out, nothing to learn", origins_by_fate.get("unlearned", []))
+        self._name_rows("repeated", _repeated_rows(reader, usable))
+        empty = [seen.row.origin for seen in usable if reader.empty(seen)]
+        self._name_rows("with an empty answer", empty)
+        self._name_rows("that cannot be used", origins_by_fate.get("refused", []))
+        for reason, count in count_reasons(rows).items():
+            self.line(f"  {count:,} × {reason}", "red")
+
+    def _name_rows(self, what: str, names: list[str]) -> None:
+        """Draw how many rows are `what`, with the names of the first few; nothing if there are none."""
+        if not names:
+            return
+        line = f"{len(names):,} {what}: {', '.join(names[:NAMED])}"
+        if len(names) > NAMED:
+            line += f" and {len(names) - NAMED:,} more"
+        self.line(line)
+
+    def show_row(self, reader: Reader, seen: Seen, is_in_pack: bool = False) -> None:
+        """Draw one row: both sides of a pair, what was cut, and what rewards get."""
+        title = _title_of_row(reader, seen)
+        if is_in_pack:
+            self.line(f"── {title}", "cyan")
+        else:
             self.line()
-        self.line(
-            f"{border}{what}{FATES.get(seen.fate, '')}", "bold cyan" if border == "━━ " else "cyan"
-        )
-        if (
-            seen.error is not None and self.options.row is not None
-        ):  # else the counts have its reason
+            self.line(f"━━ {title}", "bold cyan")
+        if seen.error is not None and self.options.row is not None:
+            # If several rows are drawn, the counts have its reason.
             self.line(seen.error.line(), "red")
         sides = reader.segments(seen)
-        for name, pieces in zip(
-            ("chosen", "rejected") if len(sides) == 2 else ("",), sides, strict=False
-        ):
+        names = ("chosen", "rejected") if len(sides) == 2 else ("",)
+        for name, pieces in zip(names, sides, strict=False):
             if name:
                 self.line(name, "bold")
             if pieces:
                 self.console.print(self.text(pieces))
-        meta = (seen.kept.meta if seen.kept else None) or {}
-        columns = {
-            name: repr(value)
-            for name, value in meta.items()
-            if name not in ("images", "grid", "origin")
-        }
-        if columns:
-            rollout = reader.config.algorithm.rollout
-            names = (
-                ", ".join(getattr(reward, "path", reward.kind) for reward in rollout.rewards)
-                if rollout
-                else ""
-            )
-            self.line(
-                f"rewards ({names}) get the completion and" if rollout else "beside the tokens",
-                "bold",
-            )
+        self._show_columns(reader, seen)
+
+    def _show_columns(self, reader: Reader, seen: Seen) -> None:
+        """Draw what a row has besides its tokens, such as columns that rewards get."""
+        columns = {}
+        if seen.kept is not None and seen.kept.meta:
+            for name, value in seen.kept.meta.items():
+                if name not in INNER_COLUMNS:
+                    columns[name] = repr(value)
+        if not columns:
+            return
+        rollout = reader.config.algorithm.rollout
+        if rollout:
+            rewards = ", ".join(getattr(reward, "path", reward.kind) for reward in rollout.rewards)
+            self.line(f"rewards ({rewards}) get the completion and", "bold")
+        else:
+            self.line("beside the tokens", "bold")
         for name, value in columns.items():
-            self.line(f"  {name} = {value[:MOST_VALUE]}" + ("…" if len(value) > MOST_VALUE else ""))
+            shown = value
+            if len(value) > MOST_VALUE:
+                shown = value[:MOST_VALUE] + "…"
+            self.line(f"  {name} = {shown}")
 
     def text(self, pieces: list[Piece]) -> Text:
-        """Tokens one behind the other; in colours neighbours in the loss differ in their shade."""
-        text, state = Text(overflow="fold"), "context"
-        for place, piece in enumerate(pieces):
-            shown = visible(piece.text, RESERVED).replace("\n", f"{BREAK}\n")
-            if self.plain:
-                text.append(MARKS[state][1] + MARKS[piece.state][0] if piece.state != state else "")
-                text.append(
-                    f"{SPECIAL[0]}{shown.strip(BRACKETS) or shown}{SPECIAL[1]}"
-                    if piece.special
-                    else shown
-                )
-                state = piece.state
-            else:
-                text.append(shown, STYLES[piece.state][2 if piece.special else place % 2])
-        text.append(MARKS[state][1])
+        """Return tokens as one text, in colours, or with marks on a plain console."""
+        if self.plain:
+            text = _marked(pieces)
+        else:
+            text = _coloured(pieces)
         if text.plain.endswith("\n"):
             text.right_crop()
         return text
 
-    def shapes(self, samples: Any) -> None:
-        """The first samples of a module of the user's own."""
+    def show_samples(self, samples: Any) -> None:
+        """Draw the first samples of a module of the user's own."""
         self.line(
             f"{len(samples):,} samples as your own module gets them; they have no tokens, so this is what they hold",
             "bold",
@@ -387,47 +457,133 @@ class View:
                 self.line(f"sample {number + 1}: {shape_of(samples[number])}")
 
 
-def reasons_of(found: list[Seen]) -> dict[str, int]:
+def _marked(pieces: list[Piece]) -> Text:
+    """Return tokens as a text in which marks surround what is in the loss, what was cut, and special tokens."""
+    text = Text(overflow="fold")
+    state = "context"
+    for piece in pieces:
+        if piece.state != state:
+            text.append(MARKS[state].closing + MARKS[piece.state].opening)
+            state = piece.state
+        shown = _shown(piece)
+        if piece.special:
+            name = shown.strip(BRACKETS) or shown
+            shown = f"{SPECIAL.opening}{name}{SPECIAL.closing}"
+        text.append(shown)
+    text.append(MARKS[state].closing)
+    return text
+
+
+def _coloured(pieces: list[Piece]) -> Text:
+    """Return tokens as a text in which neighbours in the loss differ in their shade."""
+    text = Text(overflow="fold")
+    for place, piece in enumerate(pieces):
+        styles = STYLES[piece.state]
+        if piece.special:
+            style = styles.special
+        elif place % 2 == 0:
+            style = styles.even
+        else:
+            style = styles.odd
+        text.append(_shown(piece), style)
+    return text
+
+
+def _shown(piece: Piece) -> str:
+    """Return a token's text, with a sign at each line break."""
+    return visible(piece.text, RESERVED).replace("\n", f"{BREAK}\n")
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}s" if count > 1 else f"{count} {noun}"
+
+
+def _title_of_row(reader: Reader, seen: Seen) -> str:
+    """Return a line on a row: its number and file, its format, its tokens, and what became of it."""
+    title = f"row {seen.number}, {seen.row.origin}"
+    if seen.row.format:
+        title += f", read as {seen.row.format}"
+    if seen.full is not None and reader.job.tokenizer is not None:
+        title += f": {seen.tokens:,} tokens"
+        kept = seen.kept.segments if seen.kept is not None else []
+        if kept:
+            cut_off = seen.tokens - max(len(segment.tokens) for segment in kept)
+            if cut_off:
+                title += f", {cut_off:,} of them cut off"
+        learned = sum(segment.learned for segment in kept)
+        if learned or seen.fate == "unlearned":
+            title += f", {learned:,} in the loss"
+    return title + FATES.get(seen.fate, "")
+
+
+def _repeated_rows(reader: Reader, usable: list[Seen]) -> list[str]:
+    """Return a text for each row that repeats an earlier one."""
+    is_rollout = reader.config.algorithm.rollout is not None
+    first_origins: dict[bytes, str] = {}
+    repeated = []
+    for seen in usable:
+        key = digest(seen.row, is_rollout)
+        first_origin = first_origins.setdefault(key, seen.row.origin)
+        if first_origin != seen.row.origin:
+            repeated.append(f"{seen.row.origin} (as {first_origin})")
+    return repeated
+
+
+def count_reasons(rows: list[Seen]) -> dict[str, int]:
     """Return {why rows cannot be used: how many}. Reasons that differ in their numbers alone count as one, in the words of the first."""
     counts: dict[str, int] = {}
-    first: dict[str, str] = {}
-    for seen in found:
+    first_wordings: dict[str, str] = {}
+    for seen in rows:
         if seen.error is None:
             continue
-        reason = seen.error.what if not seen.error.fix else f"{seen.error.what} — {seen.error.fix}"
-        wording = first.setdefault(re.sub(r"\d+", "#", reason), reason)
+        reason = seen.error.what
+        if seen.error.fix:
+            reason += f" — {seen.error.fix}"
+        without_numbers = re.sub(r"\d+", "#", reason)
+        wording = first_wordings.setdefault(without_numbers, reason)
         counts[wording] = counts.get(wording, 0) + 1
     return counts
 
 
 def histogram(sizes: list[int], limit: int) -> list[str]:
-    """A line for each range of lengths, and one for rows longer than `limit`."""
-    inside = [size for size in sizes if size <= limit]
-    low, high = min(inside, default=1), max(inside, default=0)
+    """Return a line for each range of lengths, and one for rows longer than `limit`."""
+    within_limit = [size for size in sizes if size <= limit]
+    low = min(within_limit, default=1)
+    high = max(within_limit, default=0)
+    # Sizes of a range; at least 1 where no row is within the limit.
     step = math.ceil((high - low + 1) / BARS) or 1
-    named = {
-        first: f"{first:,} to {min(first + step - 1, high):,}"
-        for first in range(low, high + 1, step)
-    }
-    counts = Counter(low + (size - low) // step * step for size in inside)
-    if over := len(sizes) - len(inside):
-        named[0], counts[0] = f"over {limit:,}", over
-    most, width = max(counts.values()), max(map(len, named.values()))
-    return [
-        f"{name:>{width}} {'█' * math.ceil(BAR_WIDTH * counts[first] / most)} {counts[first]:,}"
-        for first, name in named.items()
-    ]
+    labels = {}
+    for first in range(low, high + 1, step):
+        last = min(first + step - 1, high)
+        labels[first] = f"{first:,} to {last:,}"
+    counts = Counter(low + (size - low) // step * step for size in within_limit)
+    too_long = len(sizes) - len(within_limit)
+    if too_long:
+        # No range begins at 0.
+        labels[0] = f"over {limit:,}"
+        counts[0] = too_long
+    highest_count = max(counts.values())
+    label_width = max(len(label) for label in labels.values())
+    lines = []
+    for first, label in labels.items():
+        bar = "█" * math.ceil(BAR_WIDTH * counts[first] / highest_count)
+        lines.append(f"{label:>{label_width}} {bar} {counts[first]:,}")
+    return lines
 
 
 def shape_of(value: Any) -> str:
-    """What a sample holds: types and shapes of its tensors and arrays, at any depth."""
+    """Return what a sample holds: types and shapes of its tensors and arrays, at any depth."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {shape_of(inner)}" for key, inner in value.items()) + "}"
+        entries = ", ".join(f"{key}: {shape_of(inner)}" for key, inner in value.items())
+        return f"{{{entries}}}"
     if isinstance(value, list | tuple):
-        shown = ", ".join(shape_of(inner) for inner in value[:8]) + (
-            ", …" if len(value) > 8 else ""
-        )
+        items = [shape_of(inner) for inner in value[:MOST_ITEMS]]
+        if len(value) > MOST_ITEMS:
+            items.append("…")
+        shown = ", ".join(items)
         return f"[{shown}]" if isinstance(value, list) else f"({shown})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return repr(value)[:60] if isinstance(value, bool | int | float | str) else type(value).__name__
+    if isinstance(value, bool | int | float | str):
+        return repr(value)[:MOST_REPR]
+    return type(value).__name__

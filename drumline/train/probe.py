@@ -1,4 +1,4 @@
-"""`--probe`: a few steps of the best candidates for real, each launched like any run in a temporary folder that goes away with it."""
+"""`--probe`: run a few steps of the best candidates, each launched like any run in a temporary folder."""
 
 from __future__ import annotations
 
@@ -19,81 +19,87 @@ from drumline.planner.search.answer import Answer, Candidate, Probe, corrected_a
 from drumline.report.bars import OnProgress
 from drumline.telemetry.events import last_measurement, read
 
-STEPS = 5  # two to settle, one that is counted, two that are timed
-# Keys of `data` that say nothing of which rows there are.
-SAME = (
-    "max_length",
-    "packing",
-    "workers",
-    "prefetch",
-    "verify",
-)
+# Two steps to settle, one that is counted, two that are timed.
+STEPS = 5
+# Keys of `data` that do not choose the rows.
+SAME = ("max_length", "packing", "workers", "prefetch", "verify")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LETTERS_OF_WORD = 4
 
 
 def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
-    """The answer, its estimates corrected by what the two `best` candidates take. They train on the run's data where these are prepared,
-    else on random words; nothing is evaluated, saved or left on disk.
+    """Return the answer, its estimates corrected by what the two `best` candidates take.
 
-    Raises EnvironmentFault where the devices of the question are not those here, or there are no rows to be had, and whatever `drumline
-    train` would raise before it starts.
+    They train on the run's data if these are prepared, and otherwise on random words. Nothing is
+    evaluated, saved or left on disk.
+
+    Raises EnvironmentFault if the devices of the question are not those here, or there are no rows, and
+    whatever `drumline train` would raise before it starts.
     """
     require_here(answer.question.cluster)
-    # That would be a pass over all pairs.
-    real = (
-        answer.question.data is not None
-        and loaded.config.algorithm.reference_of(loaded.config) != "precomputed"
-    )
+    # A reference that is precomputed would be a pass over all pairs.
+    has_pass_over_data = loaded.config.algorithm.reference_of(loaded.config) == "precomputed"
+    uses_own_data = answer.question.data is not None and not has_pass_over_data
     with tempfile.TemporaryDirectory(prefix="drumline-probe-") as folder:
         root = Path(folder)
-        rows = (
-            None
-            if real
-            else random_rows(loaded.config, answer.ranked[0], root / "rows.jsonl")
-            if answer.ranked
-            else None
-        )
-        probes = [
-            _try(c, loaded, root / str(number), rows, on_progress)
-            for number, c in enumerate(best(answer))
-        ]
+        rows: Path | None = None
+        if answer.ranked and not uses_own_data:
+            rows = random_rows(loaded.config, answer.ranked[0], root / "rows.jsonl")
+        probes = []
+        for number, candidate in enumerate(best(answer)):
+            probes.append(_try(candidate, loaded, root / str(number), rows, on_progress))
     return corrected_answer(answer, tuple(probes))
 
 
 def best(answer: Answer) -> list[Candidate]:
-    """The first, and the next one of another family where there is one: two of a family are too alike to choose between."""
-    first, rest = answer.ranked[:1], answer.ranked[1:]
-    second = [c for c in rest if c.family != first[0].family] or rest
+    """Return the first candidate, and the next one of another family if there is one.
+
+    Two candidates of a family are too alike to choose between.
+    """
+    first = answer.ranked[:1]
+    rest = answer.ranked[1:]
+    second = [candidate for candidate in rest if candidate.family != first[0].family]
+    if not second:
+        second = list(rest)
     return [*first, *second[:1]]
 
 
 def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
-    """Enough rows of random words for all steps, each as long as the longest. Raises EnvironmentFault where words will not do."""
-    length, draw = config.data.max_length, random.Random(config.run.seed)
+    """Write enough rows of random words for all steps, each as long as the longest. Returns the path.
+
+    Raises EnvironmentFault if the algorithm cannot train on words.
+    """
+    draw = random.Random(config.run.seed)
 
     def random_text(number: int) -> str:
-        return " ".join("".join(draw.choices(LETTERS, k=4)) for _ in range(max(1, number)))
+        drawn = []
+        for _ in range(max(1, number)):
+            drawn.append("".join(draw.choices(LETTERS, k=LETTERS_OF_WORD)))
+        return " ".join(drawn)
 
-    rows = [
-        config.algorithm.random_row(random_text, length)
-        for _ in range(STEPS * candidate.layout.batch.global_samples)
-    ]
+    rows = []
+    for _ in range(STEPS * candidate.layout.batch.global_samples):
+        rows.append(config.algorithm.random_row(random_text, config.data.max_length))
     if None in rows:
-        what = f"{config.algorithm.kind} cannot be tried on random words, and its data are not prepared"
         raise EnvironmentFault(
-            what, where="--probe", fix="prepare them first: drumline prepare CONFIG.yaml"
+            f"{config.algorithm.kind} cannot be tried on random words, and its data are not prepared",
+            where="--probe",
+            fix="prepare them first: drumline prepare CONFIG.yaml",
         )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines))
     return path
 
 
 def _try(
     candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None, on_progress: OnProgress
 ) -> Probe:
+    """Run a few steps of a candidate, and return what they took. `rows`: data to train on, in place of the run's."""
     from drumline.launchers.local import launch_trial
     from drumline.train.setup import Request, make_plan
 
-    name, predicted = candidate.name, candidate.estimate
+    name = candidate.name
+    predicted = candidate.estimate
     config = short(candidate, run_dir, rows)
     plan = make_plan(Request(replace(loaded, config=config)), on_progress=on_progress)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -110,18 +116,23 @@ def _try(
 
 
 def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
-    """The candidate's config for a few steps that leave nothing behind."""
+    """Return the candidate's config for a few steps that leave nothing behind."""
     config = candidate.config
-    each = config.algorithm.steps_in_turn
-    steps = each * math.ceil(STEPS / each)
-    nothing = {"report_to": (), "callbacks": (), "profile": None}
+    # Steps that share a rollout are taken together.
+    steps_of_rollout = config.algorithm.steps_in_turn
+    steps = steps_of_rollout * math.ceil(STEPS / steps_of_rollout)
+    run = {
+        "dir": str(run_dir),
+        "steps": steps,
+        "log_every": 1,
+        "report_to": (),
+        "callbacks": (),
+        "profile": None,
+    }
+    launch = {"nproc": candidate.layout.mesh.world_size, "max_restarts": 0}
     sections: dict[str, Any] = {
-        "run": config.run.model_copy(
-            update={"dir": str(run_dir), "steps": steps, "log_every": 1, **nothing}
-        ),
-        "launch": config.launch.model_copy(
-            update={"nproc": candidate.layout.mesh.world_size, "max_restarts": 0}
-        ),
+        "run": config.run.model_copy(update=run),
+        "launch": config.launch.model_copy(update=launch),
         "checkpoint": CheckpointConfig(export="none", asynchronous=False),
         "eval": EvalConfig(
             at_start=False,

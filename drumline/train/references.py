@@ -1,7 +1,8 @@
-"""The reference model's log-probabilities of the answers of DPO's pairs, put into each batch before its step.
+"""Log-probabilities of DPO's answers under the reference model, put into each batch before its step.
 
-`precomputed`: a table over all pairs of a token cache, made once by the strategy of the run and kept in RUN/reference; `live`: a frozen
-copy scores batch by batch; `adapter`: the policy itself does, its adapter switched off.
+There are three ways to get them. `precomputed`: a table over all pairs of a token cache, made once by the strategy of the run
+and kept in RUN/reference. `live`: a frozen copy scores batch by batch. `adapter`: the policy itself scores, with its adapter
+switched off.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,16 @@ from drumline.strategies.build import build_engine
 from drumline.telemetry import events
 from drumline.train.streams import Batches, Streams
 
-ScoreBatches = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[B] of each
-VERSION = 2  # raise it when the same models and pairs give other numbers
+# Takes micro-batches, and returns for each one fp64[B].
+ScoreBatches = Callable[[list[Any]], list[torch.Tensor]]
+# Raise it when the same models and pairs give other numbers.
+VERSION = 2
+KEY_DIGITS = 16
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference of one run on one rank. `fresh`: `engine`'s policy has not been trained yet, so it may be its own reference."""
+    """The reference of one run on one rank."""
 
     plan: Plan
     ranks: Ranks
@@ -45,93 +50,111 @@ class Reference:
     engine: Engine
     algorithm: Referenced
     streams: Streams
+    # The engine's policy has not been trained yet, so it may be its own reference.
     fresh: bool
     emit: events.Emit
     stop_flag: StopFlag
 
     def prepared(self) -> Streams:
-        """The streams, with the reference's log-probabilities in every batch. Collective, and so is drawing where a model scores."""
+        """Return the streams with the reference's log-probabilities in every batch.
+
+        Collective; so is drawing from the streams, if a model scores.
+        """
         data = self.plan.data
         assert data is not None, "workers get plans of prepared data"
-        score = self._scores(data)
+        scorer_of = self._scorers(data)
         training = with_reference(
-            self.streams.training, score(data.train_cache), self.algorithm.first_batch
+            self.streams.training, scorer_of(data.train_cache), self.algorithm.first_batch
         )
+        held_out = {}
+        for name, batches in self.streams.held_out.items():
+            held_out[name] = self._with_reference(batches, scorer_of(data.eval_caches[name]))
+        return replace(self.streams, training=training, held_out=held_out)
 
-        def scored(name: str, batches: Batches) -> Batches:
-            of_set = score(data.eval_caches[name])
-            return lambda: with_reference(batches(), of_set, self.algorithm.first_batch)
+    def _with_reference(self, batches: Batches, score: ScoreBatches) -> Batches:
+        """Return what gives the batches of an evaluation set with the reference's log-probabilities."""
+        return lambda: with_reference(batches(), score, self.algorithm.first_batch)
 
-        return replace(
-            self.streams,
-            training=training,
-            held_out={name: scored(name, b) for name, b in self.streams.held_out.items()},
-        )
-
-    def _scores(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
-        """What scores the pairs of a cache folder."""
+    def _scorers(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
+        """Return a function that returns, for a cache folder, what scores its pairs."""
         kind = self.plan.config.algorithm.reference_of(self.plan.config)
         if kind == "adapter":
-            return lambda _: (
-                lambda batches: self.engine.infer(batches, self.algorithm.score, adapter=False)
-            )
+            return lambda folder: self._score_without_adapter
         if kind == "live":
             frozen = build_engine(self.plan, self.device, role="reference")
-            return lambda _: lambda batches: frozen.infer(batches, self.algorithm.score)
-        tables = self._tables(
-            {
-                "train": data.train_cache,
-                **{f"eval-{name}".rstrip("-"): at for name, at in data.eval_caches.items()},
-            }
-        )
-        # Of fillers (sample −1) those of the last pair, which weigh nothing.
-        return lambda folder: (
-            lambda batches: [tables[folder][batch.samples_P].T.flatten() for batch in batches]
-        )
+            return lambda folder: lambda batches: frozen.infer(batches, self.algorithm.score)
+        folders = {"train": data.train_cache}
+        for name, folder in data.eval_caches.items():
+            # The one set of a config that names none has the name "".
+            folders[f"eval-{name}".rstrip("-")] = folder
+        tables = self._tables(folders)
+        return lambda folder: partial(_look_up, tables[folder])
+
+    def _score_without_adapter(self, batches: list[Any]) -> list[torch.Tensor]:
+        """Score by the policy without its adapter, which is the model that training started from."""
+        return self.engine.infer(batches, self.algorithm.score, adapter=False)
 
     def _tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
-        """fp64[N, R] of each cache: what the R rows of its N samples score (of pairs: chosen, rejected). Collective."""
+        """Return for each cache folder its table: fp64[N, R], what the R rows of its N samples score. Collective.
+
+        The rows of a pair are the chosen and the rejected answer. `caches`: folder of each part of the data.
+        """
         rows = self.plan.batch.rows_per_sample
         tables: dict[str, torch.Tensor] = {}
         scorer: Engine | None = None
-        for role, folder in caches.items():
+        for part, folder in caches.items():
             began = time.time()
-            path = Path(self.plan.run_dir) / "reference" / f"{role}-{key(self.plan, folder)}.npy"
+            path = Path(self.plan.run_dir) / "reference" / f"{part}-{key(self.plan, folder)}.npy"
             pairs = len(TokenCache.open(Path(folder)))
-            table = read_table(path, (pairs, rows)) if self.ranks.rank == 0 else None
-            (found,) = sum_over_ranks([float(table is not None)], self.device)
-            if found:
-                tables[folder] = add_up(
-                    (torch.zeros(pairs, rows, dtype=torch.float64) if table is None else table).to(
-                        self.device
-                    )
-                )
-            else:
-                scorer = scorer or self._scorer()
-                tables[folder] = self._score(scorer, folder, pairs, rows)
+            table = self._read_on_all_ranks(path, pairs, rows)
+            is_found = table is not None
+            if table is None:
+                if scorer is None:
+                    scorer = self._scorer()
+                table = self._score(scorer, folder, pairs, rows)
                 if self.ranks.rank == 0:
-                    write_table(path, tables[folder].cpu().numpy())
-            self.emit(
-                events.Reference(
-                    data=role,
-                    pairs=pairs,
-                    found=bool(found),
-                    path=str(path),
-                    seconds=time.time() - began,
-                )
+                    write_table(path, table.cpu().numpy())
+            tables[folder] = table
+            event = events.Reference(
+                data=part,
+                pairs=pairs,
+                found=is_found,
+                path=str(path),
+                seconds=time.time() - began,
             )
+            self.emit(event)
         return tables
 
+    def _read_on_all_ranks(self, path: Path, pairs: int, rows: int) -> torch.Tensor | None:
+        """Return the table that rank 0 finds at `path`, on all ranks; None if it finds none. Collective."""
+        table: torch.Tensor | None = None
+        if self.ranks.rank == 0:
+            table = read_table(path, (pairs, rows))
+        (is_found,) = sum_over_ranks([float(table is not None)], self.device)
+        if not is_found:
+            return None
+        if table is None:
+            # The sum over the ranks is rank 0's table.
+            table = torch.zeros(pairs, rows, dtype=torch.float64)
+        return add_up(table.to(self.device))
+
     def _scorer(self) -> Engine:
-        """An untrained model: the policy before its first step, or without an adapter that leaves the base model as it was; otherwise a
-        frozen one built for it."""
+        """Return an untrained model.
+
+        That is the policy before its first step, or without an adapter that leaves the base model as it
+        was; otherwise a frozen model that is built for it.
+        """
         config = self.plan.config
-        other = getattr(config.algorithm, "reference_model", None) is not None
-        if not other and (self.fresh or config.adapter.switches):
+        is_another_model = getattr(config.algorithm, "reference_model", None) is not None
+        if not is_another_model and (self.fresh or config.adapter.switches):
             return self.engine
         return build_engine(self.plan, self.device, role="reference")
 
     def _score(self, engine: Engine, folder: str, pairs: int, rows: int) -> torch.Tensor:
+        """Return the table of a cache, scored by a model: fp64[pairs, rows]. Collective.
+
+        Raises Preempted after a stop signal.
+        """
         table = torch.zeros(pairs, rows, dtype=torch.float64, device=self.device)
         for batch in self.streams.once(folder):
             (stop,) = sum_over_ranks([float(self.stop_flag.requested)], self.device)
@@ -148,69 +171,97 @@ class Reference:
                 real = pair.real_P > 0
                 table[pair.samples_P[real]] = answer.view(rows, -1).T[real]
         if not self.plan.mesh.counts(self.ranks.rank):
-            table.zero_()  # another rank has the same pairs
+            # Another rank has the same pairs, and adds them.
+            table.zero_()
         return add_up(table)
+
+
+def _look_up(table: torch.Tensor, batches: list[Any]) -> list[torch.Tensor]:
+    """Return the scores of micro-batches from a table.
+
+    Fillers (sample −1) get those of the last pair; they weigh nothing.
+    """
+    return [table[batch.samples_P].T.flatten() for batch in batches]
 
 
 def with_reference(
     batches: Iterable[GlobalBatch], score: ScoreBatches, first_batch: Callable[[Any], Any]
 ) -> Iterator[GlobalBatch]:
-    """`batches` with the reference's log-probabilities in every micro-batch: `reference_B`, and `first_reference_B` where the first pass is
-    about other rows."""
+    """Yield batches with the reference's log-probabilities in every micro-batch, as `reference_B`.
+
+    If the first pass of the algorithm is about other rows, theirs are added as `first_reference_B`.
+    """
     for batch in batches:
-        own, firsts = batch.micro_batches, [first_batch(each) for each in batch.micro_batches]
-        filled = [
-            replace(each, reference_B=scores) for each, scores in zip(own, score(own), strict=True)
-        ]
-        if any(first is not each for first, each in zip(firsts, own, strict=True)):
+        micro_batches = batch.micro_batches
+        first_batches = [first_batch(each) for each in micro_batches]
+        filled = []
+        for micro_batch, scores in zip(micro_batches, score(micro_batches), strict=True):
+            filled.append(replace(micro_batch, reference_B=scores))
+        pairs = zip(first_batches, micro_batches, strict=True)
+        if any(first is not own for first, own in pairs):
+            first_scores = score(first_batches)
             filled = [
-                replace(each, first_reference_B=scores)
-                for each, scores in zip(filled, score(firsts), strict=True)
+                replace(micro_batch, first_reference_B=scores)
+                for micro_batch, scores in zip(filled, first_scores, strict=True)
             ]
         yield replace(batch, micro_batches=filled)
 
 
 def key(plan: Plan, folder: str) -> str:
-    """16 hex digits over all that a table depends on: the pairs' tokens (the cache's own name), the reference's weights, and precision."""
+    """Return 16 hex digits over all that a table depends on.
+
+    That is the pairs' tokens (by the cache's own name), the reference's weights, and the precision.
+    """
     config = plan.config
     role = plan.roles["reference"]
+    seed: int | None = None
+    if role.model.init == "random" or role.model.id is None:
+        # Its weights are drawn.
+        seed = config.run.seed
     parts = {
         "version": VERSION,
         "pairs": Path(folder).name,
         "model": role.model.model_dump(mode="json"),
         "files": weight_files(role.model_path),
-        "seed": config.run.seed if role.model.init == "random" or role.model.id is None else None,
+        "seed": seed,
         "quantize": getattr(config.adapter, "quantize", None),
         "precision": plan.precision,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
 
 def weight_files(model_path: str | None) -> list[tuple[str, int, int]]:
-    """Name, bytes and time of change (ns) of a local model's files; a hub id has its name and revision."""
+    """Return name, bytes and time of change (ns) of a local model's files; none of a hub id, which has its name and revision."""
     folder = Path(model_path or "")
     if model_path is None or not folder.is_dir():
         return []
-    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    files = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            stat = path.stat()
+            files.append((path.name, stat.st_size, stat.st_mtime_ns))
+    return files
 
 
 def read_table(path: Path, shape: tuple[int, int]) -> torch.Tensor | None:
-    """The table at `path`; None where there is none, or it is not a whole one of (samples, rows of each)."""
+    """Return the table at `path`; None if there is none, or it is not a whole one of this shape (samples, rows of each)."""
     try:
         table = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    whole = table.dtype == np.float64 and table.shape == shape and bool(np.isfinite(table).all())
-    return torch.from_numpy(table) if whole else None
+    has_form = table.dtype == np.float64 and table.shape == shape
+    if not has_form or not np.isfinite(table).all():
+        return None
+    return torch.from_numpy(table)
 
 
 def write_table(path: Path, table: np.ndarray[Any, Any]) -> None:
-    """The table appears whole under its name; those that other models or pairs left go."""
+    """Write a table, which appears whole under its name, and delete those of the same part for other models or pairs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, durable=True) as file:
         np.save(file, table)
-    of = path.name.rpartition("-")[0]
+    part = path.name.rpartition("-")[0]
     for old in path.parent.glob("*.npy"):
-        if old != path and old.name.rpartition("-")[0] == of:
+        if old != path and old.name.rpartition("-")[0] == part:
             old.unlink()

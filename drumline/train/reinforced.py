@@ -1,4 +1,4 @@
-"""The composition root's part for runs on rollouts: config → objective, models besides the policy, and the stream."""
+"""The part of the composition root for runs on rollouts: the objective, the models besides the policy, and the stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from drumline.models.templates import special_ids, turn_tail
 from drumline.models.tokenizer import pad_token_id
 from drumline.parallel.engine import CompositeEngine, Engine
 from drumline.rl.curriculum import Curriculum
-from drumline.rl.reading import Readers, Reading, last_scores, log_probs_of, scores_after, values_of
+from drumline.rl.reading import (
+    Readers,
+    Reading,
+    Score,
+    last_scores,
+    log_probs_of,
+    scores_after,
+    values_of,
+)
 from drumline.rl.rewards import Rewards, reward_names
 from drumline.rl.rollouts import Rollouts
 from drumline.rl.sampler_check import SamplerCheck, probe_prompts
@@ -36,14 +44,24 @@ def reinforced(
     device: str,
     emit: Emit,
 ) -> tuple[Algorithm, Rollouts, Iterator[GlobalBatch]]:
-    """The objective, the rollouts, and their stream from `state` on. Collective: models besides the policy are built here."""
-    config, data = plan.config, plan.data
+    """Return the objective, the rollouts, and their batches from `state` on.
+
+    Collective: models besides the policy are built here.
+    """
+    config = plan.config
+    data = plan.data
     assert data is not None, "workers get plans of prepared data"
     tokenizer = tokenizer_of(plan)
     prompts = TokenCache.open(Path(data.train_cache))
     domains = [prompts.meta(sample)["domain"] for sample in range(len(prompts))]
-    place = plan.mesh.data_rank(ranks.rank), plan.mesh.counts(ranks.rank)
-    reading = Reading(plan, *place, device, pad_token_id(tokenizer), fixed_width(plan))
+    reading = Reading(
+        plan,
+        plan.mesh.data_rank(ranks.rank),
+        plan.mesh.counts(ranks.rank),
+        device,
+        pad_token_id(tokenizer),
+        fixed_width(plan),
+    )
     objective = algorithm.build()
     read = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature)
     check = SamplerCheck(
@@ -69,14 +87,14 @@ def reinforced(
         ahead=algorithm.lookahead > 0,
         check=check,
     )
+    held_out = {name: TokenCache.open(folder) for name, folder in data.eval_caches.items()}
+    shuffles = config.data.order == "shuffle"
     rollouts = Rollouts(
         plan=plan,
         algorithm=algorithm,
         prompts=prompts,
-        held_out={name: TokenCache.open(folder) for name, folder in data.eval_caches.items()},
-        curriculum=Curriculum(
-            algorithm.curriculum, domains, config.run.seed, config.data.order == "shuffle"
-        ),
+        held_out=held_out,
+        curriculum=Curriculum(algorithm.curriculum, domains, config.run.seed, shuffles),
         kl=objective.kl,
         sample=sample,
         begin=sample.begin,
@@ -91,10 +109,11 @@ def reinforced(
 
 
 def product_precision(plan: Plan) -> str:
-    """The type that the policy's matrix products round to, as `sampler_check.expected_rounding_gap` takes it."""
+    """Return the type that the policy's matrix products round to, as `sampler_check.expected_rounding_gap` takes it."""
     is_tf32 = plan.precision == "fp32" and plan.device == "cuda" and plan.config.precision.tf32
     if is_tf32:
-        return "fp16"  # as many bits
+        # TF32 has as many bits of precision as fp16.
+        return "fp16"
     return plan.precision
 
 
@@ -106,42 +125,52 @@ def build_readers(
     tail: list[int],
     device: str,
 ) -> Readers:
-    """What reads numbers of episodes from each model. `tail`: as `last_scores` takes it. Collective: the frozen models are built."""
-    log_probs = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature)
-    values = algorithm.head == "valued"
-    both = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature, values)
-    referenced = algorithm.kl.coefficient > 0
-    needed = values or referenced or not algorithm.on_policy
-    reference = None
+    """Return what reads numbers of episodes from each model. Collective: the frozen models are built.
+
+    `tail`: as `last_scores` takes it.
+    """
+    temperature = algorithm.generator.temperature
+    log_probs = log_probs_of(algorithm.loss_chunk, temperature)
+    has_value_head = algorithm.head == "valued"
+    has_kl = algorithm.kl.coefficient > 0
+
+    policy: Score | None = None
+    if has_value_head or has_kl or not algorithm.on_policy:
+        with_values = log_probs_of(algorithm.loss_chunk, temperature, has_value_head)
+        policy = partial(reading.read, engine, read=with_values)
+
+    reference: Score | None = None
     if "reference" in plan.roles:
-        reference = partial(
-            reading.read, build_engine(plan, device, role="reference"), read=log_probs
-        )
-    elif referenced:
+        frozen = build_engine(plan, device, role="reference")
+        reference = partial(reading.read, frozen, read=log_probs)
+    elif has_kl:
+        # The policy without its adapter is the model that it was.
         reference = partial(reading.read, engine, read=log_probs, adapter=False)
-    value = (
-        partial(reading.read, engine.engines["value"], read=values_of)
-        if isinstance(engine, CompositeEngine)
-        else None
-    )
-    of_models = [
-        name
-        for name, reward in zip(reward_names(algorithm.rewards), algorithm.rewards, strict=True)
-        if reward.kind == "model"
-    ]
-    roles = [role for role in plan.roles if role.startswith("reward")]
-    engines = {
-        name: build_engine(plan, device, role=role)
-        for name, role in zip(of_models, roles, strict=True)
-    }
+
+    value: Score | None = None
+    if isinstance(engine, CompositeEngine):
+        value = partial(reading.read, engine.engines["value"], read=values_of)
+
     return Readers(
-        policy=partial(reading.read, engine, read=both) if needed else None,
+        policy=policy,
         reference=reference,
         value=value,
-        rewards={
-            name: partial(
-                last_scores, partial(reading.read, judge, read=scores_after), tail, reading.width
-            )
-            for name, judge in engines.items()
-        },
+        rewards=_reward_readers(plan, algorithm, reading, tail, device),
     )
+
+
+def _reward_readers(
+    plan: Plan, algorithm: RolloutSpec, reading: Reading, tail: list[int], device: str
+) -> dict[str, Score]:
+    """Return for each reward by a model, by its name, what reads the reward. Collective: the models are built."""
+    names = []
+    for name, reward in zip(reward_names(algorithm.rewards), algorithm.rewards, strict=True):
+        if reward.kind == "model":
+            names.append(name)
+    roles = [role for role in plan.roles if role.startswith("reward")]
+    readers: dict[str, Score] = {}
+    for name, role in zip(names, roles, strict=True):
+        judge = build_engine(plan, device, role=role)
+        read_scores = partial(reading.read, judge, read=scores_after)
+        readers[name] = partial(last_scores, read_scores, tail, reading.width)
+    return readers

@@ -1,4 +1,4 @@
-"""After memory ran out: what the plan predicted, the nearest plan that fits, and, where that is wanted, a run that goes on with it."""
+"""Plan again while a run is under way: after memory ran out, or when hosts came or went."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import dataclasses
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from typing import Any
 
 from drumline.core.config import BatchConfig, Config
 from drumline.core.estimate import Estimate
@@ -25,7 +23,7 @@ from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.question import Found, assemble
 from drumline.planner.search.advice import changed, find_fallbacks, nothing_fits
-from drumline.planner.search.answer import Candidate, Question
+from drumline.planner.search.answer import Answer, Candidate, Question
 from drumline.planner.search.search import search
 from drumline.telemetry.events import EventLog, Replan
 from drumline.train.setup import predict
@@ -34,126 +32,135 @@ MOST_REPLANS = 4
 
 
 def machine_of(plan: Plan) -> Machine:
-    """A host that its ranks run on."""
+    """Return a host that the ranks of a plan run on."""
     return plan.config.launch.machine(plan.config) or detect()
 
 
 @dataclass(frozen=True)
 class Advice:
-    """`line`: what the plan predicted, and what to change, for the user. `nearest`: the plan to go on with, None where none fits."""
+    """What follows from memory that ran out."""
 
+    # For the user: what the plan predicted, and what to change.
     line: str
+    # The plan to go on with; None if none fits.
     nearest: Candidate | None
     predicted: Estimate
 
 
 def question(plan: Plan, ranks: int | None = None) -> Question:
-    """What the planner knew when it made a plan, found out again: sizes from the model's config, this machine. `ranks`: in the place of
-    the plan's."""
-    model = plan.config.model
-    policy = Found(model, plan.model_path)
-    cluster, _ = cluster_here(
-        plan.config,
-        machine_of(plan),
-        plan.device,
-        (ranks or plan.mesh.world_size) * plan.devices_per_rank,
-    )
+    """Return what the planner knew when it made a plan, found out again: the model's sizes, and this machine.
+
+    `ranks`: in place of the plan's.
+    """
+    policy = Found(plan.config.model, plan.model_path)
+    devices = (ranks or plan.mesh.world_size) * plan.devices_per_rank
+    cluster, _ = cluster_here(plan.config, machine_of(plan), plan.device, devices)
     return assemble(plan.config, policy, plan.roles, plan.data, cluster, processes=True)
 
 
 def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice:
-    """Compare a plan with what was found when memory ran out, and look for the nearest one that fits into what there really is.
-    `baseline`: the config that changes are shown against; None: the plan's."""
+    """Compare a plan with what was found when memory ran out, and look for the nearest plan that fits into the memory there is.
+
+    `baseline`: the config that changes are shown against; the plan's by default.
+    """
     baseline = baseline or batched(plan)
     request = question(plan)
     # As the plans to choose from are estimated, whatever else the plan's own estimate was made of.
     predicted = estimate(plan, request.facts, request.cluster)
     if out.killed and plan.device == "cuda":
-        host = predicted.host
-        needs = f"{size(host.load)} while weights are loaded, {size(host.train)} in training, {size(host.save)} while it saves"
-        return Advice(
-            f"the plan predicted {needs} of host memory, and the host has {size(detect().memory_bytes)}",
-            None,
-            predicted,
-        )
-    there = limit(out, predicted.memory, predicted.limit)
-    device = dataclasses.replace(request.cluster.device, memory_bytes=there)
-    smaller = dataclasses.replace(
-        request, cluster=dataclasses.replace(request.cluster, device=device)
-    )
-    fitting, leanest = find_fallbacks(smaller, plan, there, predicted.memory.peak, baseline)
+        return Advice(_host_line(predicted), None, predicted)
+    memory_bytes = limit(out, predicted.memory, predicted.limit)
+    smaller = _with_memory(request, memory_bytes)
+    peak = predicted.memory.peak
+    fitting, leanest = find_fallbacks(smaller, plan, memory_bytes, peak, baseline)
     line = verdict(out, (plan.predicted.estimate or predicted).memory)
-    if not fitting:
-        fitting, line = _otherwise(smaller, plan, baseline, line, leanest)
     if fitting:
-        best = fitting[0]
-        needs = size(best.estimate.memory.peak)
-        return Advice(
-            f"{line} — nearest plan that fits: {best.name} ({needs} at its peak)", best, predicted
-        )
+        return _advice(line, fitting[0], predicted)
+    answer = _search_any_strategy(smaller, plan)
+    if answer.ranked:
+        best = answer.ranked[0]
+        best = dataclasses.replace(best, name=changed(baseline, best.config))
+        return _advice(line, best, predicted)
+    line += f" — nothing that takes the same steps fits into {size(memory_bytes)}"
+    if leanest is not None:
+        line += f": {leanest.name} still needs {size(leanest.estimate.memory.reserved)}"
+    changes = nothing_fits(answer)
+    if changes:
+        line += f"; what would: {changes[0].line()}"
     return Advice(line, None, predicted)
 
 
-def _otherwise(
-    request: Question, plan: Plan, baseline: Config, line: str, leanest: Candidate | None
-) -> tuple[list[Candidate], str]:
-    """Where no fallback fits: what any other strategy offers, or else the smallest change of the work itself."""
-    pinned = BatchConfig(global_samples=plan.batch.global_samples)
-    config = plan.config.model_copy(
-        update={"strategy": make(StrategySpec, "auto"), "batch": pinned}
+def _advice(line: str, nearest: Candidate, predicted: Estimate) -> Advice:
+    """Return the advice to go on with a plan."""
+    peak = size(nearest.estimate.memory.peak)
+    line += f" — nearest plan that fits: {nearest.name} ({peak} at its peak)"
+    return Advice(line, nearest, predicted)
+
+
+def _host_line(predicted: Estimate) -> str:
+    """Return a line on the host memory that a plan predicted, and that there is."""
+    host = predicted.host
+    needs = (
+        f"{size(host.load)} while weights are loaded, {size(host.train)} in training,"
+        f" {size(host.save)} while it saves"
     )
-    any_strategy = dataclasses.replace(request, config=config)
-    # After memory ran out once, no plan that may run out of it again.
+    return (
+        f"the plan predicted {needs} of host memory, and the host has {size(detect().memory_bytes)}"
+    )
+
+
+def _with_memory(request: Question, memory_bytes: int) -> Question:
+    """Return the question for devices with so much memory."""
+    device = dataclasses.replace(request.cluster.device, memory_bytes=memory_bytes)
+    cluster = dataclasses.replace(request.cluster, device=device)
+    return dataclasses.replace(request, cluster=cluster)
+
+
+def _search_any_strategy(request: Question, plan: Plan) -> Answer:
+    """Return the plans of any strategy with the plan's global batch."""
+    any_strategy = dataclasses.replace(request, config=_with_any_strategy(plan))
+    # After memory ran out once, a plan that may run out of it again is the last choice.
     answer = search(any_strategy, with_room=True)
     if not answer.ranked:
         answer = search(any_strategy)
-    if answer.ranked:
-        other = answer.ranked[0]
-        return [dataclasses.replace(other, name=changed(baseline, other.config))], line
-    least = (
-        ""
-        if leanest is None
-        else f": {leanest.name} still needs {size(leanest.estimate.memory.reserved)}"
-    )
-    changes = nothing_fits(answer)
-    change = f"; what would: {changes[0].line()}" if changes else ""
-    return (
-        [],
-        f"{line} — nothing that takes the same steps fits into {size(request.cluster.device.memory_bytes)}{least}{change}",
-    )
+    return answer
+
+
+def _with_any_strategy(plan: Plan) -> Config:
+    """Return a plan's config with its global batch, and the strategy left open."""
+    batch = BatchConfig(global_samples=plan.batch.global_samples)
+    strategy = make(StrategySpec, "auto")
+    return plan.config.model_copy(update={"strategy": strategy, "batch": batch})
 
 
 def batched(plan: Plan) -> Config:
-    """A plan's config with its batch written out."""
-    b = plan.batch
+    """Return a plan's config with its batch written out."""
     batch = BatchConfig(
-        global_samples=b.global_samples, micro_batch=b.micro_batch, accumulation=b.accumulation
+        global_samples=plan.batch.global_samples,
+        micro_batch=plan.batch.micro_batch,
+        accumulation=plan.batch.accumulation,
     )
     return plan.config.model_copy(update={"batch": batch})
-
-
-def _kept(plan: Plan) -> dict[str, Any]:
-    """What stays as it is in another plan of the same run: a mix with fewer data ranks scales no rate."""
-    return {
-        "lr": plan.lr,
-        "warmup_steps": plan.warmup_steps,
-        "steps": plan.steps,
-        "base": plan.base,
-    }
 
 
 class Replanner:
     """Answers the launcher when a rank of its run is out of memory, or hosts came or went."""
 
     def __init__(self, plan: Plan, plan_path: Path) -> None:
-        self.plan, self.plan_path, self.left = plan, plan_path, MOST_REPLANS
+        self.plan = plan
+        self.plan_path = plan_path
+        # Plans that may still be tried.
+        self.left = MOST_REPLANS
         self.baseline = batched(plan)
         self.batch = plan.config.batch
-        # That was wanted, and fits as far as is known.
-        self.micro = self.batch.micro_batch or plan.batch.micro_batch
+        # The micro-batch that is set, and fits as far as is known.
+        self.micro_batch = self.batch.micro_batch or plan.batch.micro_batch
 
     def __call__(self, out: Exhausted, step: int) -> tuple[str, str | None]:
-        """(the line, why the run does not go on). None: plan.json holds the next plan. `step`: the last one done."""
+        """Return (advice, why the run does not go on). If the reason is None, plan.json holds the next plan.
+
+        `step`: the last one that was done.
+        """
         advice = advise(self.plan, out, self.baseline)
         if self.plan.config.memory.on_oom == "stop":
             return advice.line, "memory.on_oom is stop; replan goes on by itself"
@@ -162,64 +169,81 @@ class Replanner:
         if not self.left:
             return advice.line, f"{MOST_REPLANS} other plans did not fit either"
         self.left -= 1
-        self._take(advice, out, step)
+        self._take(advice.nearest, advice.predicted, out, step)
         return advice.line, None
 
-    def _take(self, advice: Advice, out: Exhausted, step: int) -> None:
-        assert advice.nearest is not None
-        old, taken = self.plan, advice.nearest
-        # The batch stays as it was set: a resumed run is compared with it, and micro-batches do not change its numbers.
-        plan = self._resolved(taken)
-        self.plan = plan.model_copy(
-            update={**_kept(old), "config": plan.config.model_copy(update={"batch": self.batch})}
-        )
-        self.micro = plan.batch.micro_batch
+    def _take(self, nearest: Candidate, predicted: Estimate, out: Exhausted, step: int) -> None:
+        """Go on with another plan of the same ranks: write it, and an event. `predicted`: of the plan so far."""
+        old = self.plan
+        plan = self._resolve(nearest.config, old.mesh.world_size, question(old))
+        plan = plan.model_copy(update={"why": [*plan.why, f"out of memory before: {nearest.name}"]})
+        self.plan = self._as_same_run(plan)
+        self.micro_batch = plan.batch.micro_batch
         kept = self._save()
         event = Replan(
-            from_=changed(taken.config, batched(old)),
-            to=taken.name,
-            why=f"rank {out.rank} {out.describe()}; {verdict(out, advice.predicted.memory)}",
+            from_=changed(nearest.config, batched(old)),
+            to=nearest.name,
+            why=f"rank {out.rank} {out.describe()}; {verdict(out, predicted.memory)}",
             predicted_bytes={
-                "from": advice.predicted.memory.peak,
-                "to": taken.estimate.memory.peak,
+                "from": predicted.memory.peak,
+                "to": nearest.estimate.memory.peak,
             },
             plan=str(kept),
             step=step,
         )
         EventLog(Path(old.run_dir) / "events.jsonl").emit(event)
 
+    def _as_same_run(self, plan: Plan) -> Plan:
+        """Return a plan with the numbers of the run that stay: a mix with fewer data ranks scales no rate.
+
+        The batch stays as it was set, too: a resumed run is compared with it, and how it is cut up does
+        not change its numbers.
+        """
+        old = self.plan
+        numbers = {
+            "lr": old.lr,
+            "warmup_steps": old.warmup_steps,
+            "steps": old.steps,
+            "base": old.base,
+        }
+        config = plan.config.model_copy(update={"batch": self.batch})
+        return plan.model_copy(update={**numbers, "config": config})
+
     def _save(self) -> Path:
-        """Write plan.json. Returns the file of the plan that is left, under the first free name: plan-0.json, plan-1.json, …"""
-        kept = next(
-            path
-            for number in count()
-            if not (path := self.plan_path.with_name(f"plan-{number}.json")).exists()
-        )
+        """Write plan.json, and return the file of the plan before it: plan-0.json, or the next free number."""
+        number = 0
+        while True:
+            kept = self.plan_path.with_name(f"plan-{number}.json")
+            if not kept.exists():
+                break
+            number += 1
         shutil.copyfile(self.plan_path, kept)
         self.plan.save(self.plan_path)
         return kept
 
     def resize(self, ranks: int) -> bool:
-        """Plan for so many ranks: plan.json is new then. The global batch, the order of samples and the learning rate stay, and so does the
-        strategy where it can. False where there is no such plan."""
+        """Write a plan for so many ranks into plan.json. Returns whether there is one.
+
+        The global batch, the order of samples and the learning rate stay; the strategy stays if it can.
+        """
         old = self.plan
         if ranks == old.mesh.world_size:
             return True
         plan = self._resized(ranks)
         if plan is None:
             return False
-        self.plan = plan.model_copy(
-            update={**_kept(old), "config": plan.config.model_copy(update={"batch": self.batch})}
-        )
+        self.plan = self._as_same_run(plan)
         self.baseline = batched(self.plan)
-        estimates = {"from": old.predicted.estimate, "to": plan.predicted.estimate}
+        predicted_bytes = {}
+        if old.predicted.estimate is not None:
+            predicted_bytes["from"] = old.predicted.estimate.memory.peak
+        if plan.predicted.estimate is not None:
+            predicted_bytes["to"] = plan.predicted.estimate.memory.peak
         event = Replan(
             from_=f"{old.mesh.world_size} ranks, {strategy_name(old)}",
             to=f"{ranks} ranks, {strategy_name(plan)}, accumulation {plan.batch.accumulation}",
             why="hosts came or went",
-            predicted_bytes={
-                name: each.memory.peak for name, each in estimates.items() if each is not None
-            },
+            predicted_bytes=predicted_bytes,
             plan=str(self._save()),
             step=max(furthest_step(Path(old.run_dir)), 0),
         )
@@ -227,24 +251,31 @@ class Replanner:
         return True
 
     def _resized(self, ranks: int) -> Plan | None:
-        """With the strategy and about the micro-batch that there are, else the best plan of any; None where there is none."""
-        old, config = self.plan, self.plan.config
-        request = None if config.plain else question(old, ranks)
-        for micro in range(self.micro, 0, -1):
-            batch = BatchConfig(global_samples=old.batch.global_samples, micro_batch=micro)
+        """Return a plan for so many ranks; None if there is none.
+
+        It has the strategy of the plan, and about its micro-batch; if that does not fit, it is the best of any strategy.
+        """
+        old = self.plan
+        request: Question | None = None
+        if not old.config.plain:
+            request = question(old, ranks)
+        for micro_batch in range(self.micro_batch, 0, -1):
+            batch = BatchConfig(global_samples=old.batch.global_samples, micro_batch=micro_batch)
+            config = old.config.model_copy(update={"batch": batch})
             with suppress(PlanError):
-                plan = self._resolve(config.model_copy(update={"batch": batch}), ranks, request)
-                if plan.predicted.estimate is None or plan.predicted.estimate.verdict != "no":
+                plan = self._resolve(config, ranks, request)
+                estimated = plan.predicted.estimate
+                if estimated is None or estimated.verdict != "no":
                     return plan
         if request is None:
             return None
-        pinned = BatchConfig(global_samples=old.batch.global_samples)
-        free = config.model_copy(update={"strategy": make(StrategySpec, "auto"), "batch": pinned})
-        answer = search(dataclasses.replace(request, config=free))
-        return self._resolve(answer.ranked[0].config, ranks, request) if answer.ranked else None
+        answer = search(dataclasses.replace(request, config=_with_any_strategy(old)))
+        if not answer.ranked:
+            return None
+        return self._resolve(answer.ranked[0].config, ranks, request)
 
     def _resolve(self, config: Config, ranks: int, request: Question | None) -> Plan:
-        """The plan of a config, with what it is expected to need where the model's sizes are known. Raises PlanError."""
+        """Return the plan of a config, with what it is expected to need if the model's sizes are known. Raises PlanError."""
         old = self.plan
         plan = resolve(
             config,
@@ -257,8 +288,6 @@ class Replanner:
             base_dir=old.base_dir,
             roles=old.roles,
         )
-        return predict(plan, request.facts, request.cluster) if request else plan
-
-    def _resolved(self, taken: Candidate) -> Plan:
-        plan = self._resolve(taken.config, self.plan.mesh.world_size, question(self.plan))
-        return plan.model_copy(update={"why": [*plan.why, f"out of memory before: {taken.name}"]})
+        if request is None:
+            return plan
+        return predict(plan, request.facts, request.cluster)

@@ -1,4 +1,4 @@
-"""`drumline.train(…)` from Python: the same plan, launcher and ranks as the command line has, and what is left of a run to look at."""
+"""`drumline.train(…)` from Python: it has the plan, launcher and ranks of the command line, and returns the run to look at."""
 
 from __future__ import annotations
 
@@ -19,54 +19,52 @@ from drumline.launchers.environment import die_with_launchers, expandable_segmen
 from drumline.launchers.tasks import join_tasks
 from drumline.telemetry.events import Eval, Event, Step, read
 
-# Ends that leave weights to go on with.
-RETURNED = (
-    0,
-    TrainingStopped.exit_code,
-    Preempted.exit_code,
-)
+# Exit codes of runs that leave weights to go on with: `train` returns, and raises nothing.
+RETURNED = (0, TrainingStopped.exit_code, Preempted.exit_code)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, read anew at each access. `exit_code`: 0 finished; 3 stopped by a policy of the config; 75 saved after a stop signal."""
+    """A run in a folder, which is read anew at each access.
+
+    `exit_code`: 0 finished; 3 stopped by a policy of the config; 75 saved after a stop signal.
+    """
 
     dir: Path
     exit_code: int = 0
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Each event of the run so far, in order, in a list that is read anew at each call, as `drumline.telemetry.events` has them."""
+        """The events of the run so far, in order, with the fields that `drumline.telemetry.events` lists."""
         return [event.values() for event in self._read()]
 
     @property
     def metrics(self) -> dict[str, float]:
         """The last number of each name: of steps as `loss`, of evaluations as `eval/loss`."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for event in self._read():
-            if isinstance(event, Step | Eval):
-                prefix = "eval/" if isinstance(event, Eval) else ""
-                numbers = {
-                    key: value
-                    for key, value in event.values().items()
-                    if isinstance(value, int | float) and key != "t"
-                }
-                found |= {f"{prefix}{key}": float(value) for key, value in numbers.items()}
-        return found
+            if not isinstance(event, Step | Eval):
+                continue
+            prefix = "eval/" if isinstance(event, Eval) else ""
+            for name, value in event.values().items():
+                # "t" is the time of the event.
+                if isinstance(value, int | float) and name != "t":
+                    metrics[f"{prefix}{name}"] = float(value)
+        return metrics
 
     def _read(self) -> list[Event]:
         return read(self.dir / "events.jsonl")
 
     @property
     def best(self) -> Path | None:
-        """The best checkpoint by `eval.metric`, else the newest one; None where nothing was saved."""
+        """The best checkpoint by `eval.metric`, or the newest one; None if nothing was saved."""
         from drumline.checkpoint.load import best_or_latest
 
         return best_or_latest(self.dir / "checkpoints")
 
     @property
     def export(self) -> Path | None:
-        """The Hugging Face folder that the run has written; None where it wrote none."""
+        """The Hugging Face folder that the run has written; None if it wrote none."""
         folder = self.dir / "export"
         return folder if folder.is_dir() else None
 
@@ -85,13 +83,19 @@ def train(
 ) -> Run:
     """Plan, launch and train as `drumline train` does, and return when the run has ended.
 
-    `config`: the path of a YAML, or its keys as a dictionary, in which paths are relative to the current folder. `overrides`: dotted key
-    → value, or `key=value` as on the command line. `resume`: True, or a checkpoint or run folder; `allow`: keys that may differ then.
-    `callbacks`: `run.callbacks`, classes as `mine.py:MyCallback`.
-    `display`: show what the command line shows. Under torchrun, srun and mpirun this process joins as a rank.
+    Under torchrun, srun and mpirun this process joins as a rank. A run that a policy or a signal has
+    stopped is returned, with its `exit_code`.
 
-    Raises the exceptions of `drumline.errors`: UserError and its kinds for a mistake, WorkerFailed for ranks that failed, NotSaved for
-    weights that no disk took. A run that a policy or a signal has stopped comes back, with its `exit_code`.
+    Args:
+        config: The path of a YAML, or its keys as a dictionary, in which paths are relative to the current folder.
+        overrides: Dotted key → value, or `key=value` as on the command line.
+        resume: True, or a checkpoint or run folder.
+        allow: Keys that may differ on a resume.
+        callbacks: `run.callbacks`, classes as `mine.py:MyCallback`.
+        display: Show what the command line shows.
+
+    Raises the exceptions of `drumline.errors`: UserError and its kinds for a mistake, WorkerFailed for
+    ranks that failed, NotSaved for weights that no disk took.
     """
     from drumline.train.command import launch_ranks, requested
 
@@ -100,35 +104,44 @@ def train(
     changes = overrides_of(overrides)
     if callbacks:
         if any(not isinstance(path, str) for path in callbacks):
-            fix = "name the class by path: callbacks=['mine.py:MyCallback']"
             raise ConfigError(
                 "ranks are other processes, and get no objects of this one",
                 where="callbacks",
-                fix=fix,
+                fix="name the class by path: callbacks=['mine.py:MyCallback']",
             )
-        changes += overrides_of({"run.callbacks": [*callbacks]})
-    changes += ["model.trust_remote_code=true"] * trust_remote_code
-    place = None if resume is False else "newest" if resume is True else os.fspath(resume)
-    request = requested(config, changes, place, tuple(allow))
+        changes += overrides_of({"run.callbacks": list(callbacks)})
+    if trust_remote_code:
+        changes.append("model.trust_remote_code=true")
+    make_request = requested(config, changes, _resume_option(resume), tuple(allow))
     if launched_by() is not None:
-        return _join(request, display)
+        return _join(make_request, display)
     stderr = ErrorLine(display)
     with redirect_stderr(stderr):
-        run_dir, code = launch_ranks(request(), display)
+        run_dir, code = launch_ranks(make_request(), display)
     if code in RETURNED:
         return Run(run_dir, code)
-    raise (UserError if code == UserError.exit_code else WorkerFailed)(
-        stderr.error or f"{run_dir}: the ranks ended with code {code}"
-    )
+    message = stderr.error or f"{run_dir}: the ranks ended with code {code}"
+    if code == UserError.exit_code:
+        raise UserError(message)
+    raise WorkerFailed(message)
 
 
-def _join(request: Callable[..., Request], display: bool) -> Run:
+def _resume_option(resume: bool | str | Path) -> str | None:
+    """Return `resume` as --resume takes it."""
+    if resume is False:
+        return None
+    if resume is True:
+        return "newest"
+    return os.fspath(resume)
+
+
+def _join(make_request: Callable[..., Request], display: bool) -> Run:
     """Train as one rank of a launcher that is not ours."""
     from drumline.train.launched import join, train_rank
 
     die_with_launchers()
     with ExitStack() as stack:
-        plan, start = join(request, stack, display)
+        plan, start = join(make_request, stack, display)
         try:
             train_rank(plan, start, display)
         except (TrainingStopped, Preempted) as stopped:
@@ -137,10 +150,11 @@ def _join(request: Callable[..., Request], display: bool) -> Run:
 
 
 class ErrorLine(io.TextIOBase):
-    """Standard error while ranks run: shown where there is a display; the line of an error is kept."""
+    """Takes the place of standard error while ranks run. It keeps the line of an error, and shows all if there is a display."""
 
     def __init__(self, display: bool) -> None:
-        self.shown, self.error = sys.stderr if display else None, ""
+        self.shown = sys.stderr if display else None
+        self.error = ""
 
     def write(self, text: str) -> int:
         for line in text.splitlines():
@@ -148,4 +162,6 @@ class ErrorLine(io.TextIOBase):
                 self.error = line.removeprefix("error: ")
             elif line.startswith("note: ") and self.shown is None:
                 print(line, file=sys.__stderr__)
-        return self.shown.write(text) if self.shown else len(text)
+        if self.shown is None:
+            return len(text)
+        return self.shown.write(text)

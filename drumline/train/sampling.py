@@ -1,13 +1,13 @@
-"""What the weights of a run write while it goes on: completions of rollouts and of held-out prompts, by the trained model itself where it
-is unsharded on this rank, else by a copy."""
+"""Text that the model generates during training: completions of rollouts and of held-out prompts.
+
+The trained model itself generates them if this rank has all of it, and otherwise a copy.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,61 +32,68 @@ from drumline.rl.sampler_check import SamplerCheck
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Samples
 
-LOOKED_AT = 10_000  # held-out samples, for prompts that leave room
+# Held-out samples that are looked at for prompts that leave room.
+MOST_LOOKED_AT = 10_000
 
 
 @dataclass
 class Sampling:
-    """Completions by the weights as they are now."""
+    """Generates completions with the current weights."""
 
     plan: Plan
     config: c.Generator
     engine: Engine
     tokenizer: Any
     device: str
-    ahead: bool = False  # what samples beside training has weights of its own
-    check: SamplerCheck | None = None  # of what samples rollouts
+    # Samples are drawn beside training, so the sampler needs weights of its own.
+    ahead: bool = False
+    # Compares the sampler of rollouts with the policy.
+    check: SamplerCheck | None = None
     _generator: Generator | None = None
-    _aside: Together | None = None
+    # Completions that a thread generates.
+    _beside_training: Together | None = None
+    # Gives new weights to a sampler that has weights of its own.
     _refresh: Callable[[Any], None] | None = None
 
     def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
-        """A completion of each request, in their order, the same on every rank. Collective."""
-        made = self._fresh()
-        return generate_together(greedy(made) if greedily else made, requests, step)
+        """Return a completion of each request, in their order, the same on every rank. Collective."""
+        sampler = self._current_generator()
+        if greedily:
+            sampler = greedy(sampler)
+        return generate_together(sampler, requests, step)
 
     def begin(self, requests: list[Request], step: int) -> Together:
-        """The same in a thread, by the weights as they are now, while training goes on. Collective."""
-        self._aside = Together(self._fresh(), requests, step, aside=True)
-        return self._aside
+        """Generate completions in a thread, with the current weights, while training goes on. Collective."""
+        self._beside_training = Together(self._current_generator(), requests, step, aside=True)
+        return self._beside_training
 
     def model(self) -> Any:
-        """The whole model on this rank, not one of vLLM. Put back what is changed on it. Collective."""
-        return getattr(self._fresh(), "model")  # noqa: B009 - generators in process have one
+        """Return the whole model on this rank, not one of vLLM. Collective.
 
-    def _fresh(self) -> Generator:
-        """What samples, with the weights as they are now. Raises TrainingStopped where they did not arrive."""
-        if self._aside is not None:
-            self._aside.wait()  # it samples by the weights that are to change
-        unsharded = None if self.ahead else self.engine.unsharded_model()
+        Whoever changes something on it puts it back.
+        """
+        return getattr(self._current_generator(), "model")  # noqa: B009 - generators in process have one
+
+    def _current_generator(self) -> Generator:
+        """Return the sampler with the current weights. Raises TrainingStopped if they did not arrive."""
+        if self._beside_training is not None:
+            # It samples by the weights that are about to change.
+            self._beside_training.wait()
+        unsharded: Any = None
+        if not self.ahead:
+            unsharded = self.engine.unsharded_model()
         if self._generator is None:
-            low, seed, folder = (
-                LOW_PRECISION.get(self.plan.precision),
-                self.plan.config.run.seed,
-                Path(self.plan.run_dir),
-            )
-            made = generator(
+            self._generator, self._refresh = generator(
                 self.config,
                 self.tokenizer,
-                seed,
+                self.plan.config.run.seed,
                 unsharded,
                 self._copy,
-                low,
+                LOW_PRECISION.get(self.plan.precision),
                 self.plan.model_path,
-                folder,
+                Path(self.plan.run_dir),
                 self._grown_rows(),
             )
-            self._generator, self._refresh = made
         if self._refresh is not None:
             self._refresh(language_weights(self.engine.whole_weights()))
             if self.check is not None:
@@ -94,20 +101,21 @@ class Sampling:
         return self._generator
 
     def _grown_rows(self) -> int | None:
-        """Return the rows of an embedding that is larger than in the model's files, or None."""
-        growth = load_grown(self.plan.model_path, self.plan.config.model)[1]
-        return growth.rows if growth is not None and growth.added else None
+        """Return the rows of an embedding that is larger than in the model's files; None if it is not."""
+        _, growth = load_grown(self.plan.model_path, self.plan.config.model)
+        if growth is None or not growth.added:
+            return None
+        return growth.rows
 
     def _copy(self) -> Any:
-        """The whole model on this rank, in the type that it computes in."""
+        """Return the whole model on this rank, in the type that it computes in. Its weights are refreshed before it samples."""
         config = self.plan.config
-        seed, dtype = derive(config.run.seed, "weights"), LOW_PRECISION.get(self.plan.precision)
         model, source = lay_out(
             self.plan.model_path,
             config.model,
-            seed,
+            derive(config.run.seed, "weights"),
             self.device,
-            dtype,
+            LOW_PRECISION.get(self.plan.precision),
             draw_device=self.plan.device,
         )
         if config.adapter.kind == "lora":
@@ -117,6 +125,7 @@ class Sampling:
 
 
 def tokenizer_of(plan: Plan) -> Any:
+    """Return the tokenizer of a run's policy."""
     return load_tokenizer(plan.config.model.tokenizer or plan.model_path or "", plan.config.model)
 
 
@@ -130,90 +139,103 @@ class Prompt:
 
 
 def prompts(plan: Plan) -> list[Prompt]:
-    """The first `eval.samples` of each evaluation set that leave room for an answer. Raises DataError for a set that has none."""
+    """Return the first `eval.samples` prompts of each evaluation set that leave room for an answer.
+
+    Raises DataError for a set that has none.
+    """
     assert plan.data is not None, "the data is prepared"
     config = plan.config
+    most_new_tokens = most_new(plan)
     model = load_config(plan.model_path, config.model).get_text_config()
-    room = getattr(model, "max_position_embeddings", None) or config.data.max_length + most_new(
-        plan
-    )
-    found = []
+    room = getattr(model, "max_position_embeddings", None)
+    if not room:
+        room = config.data.max_length + most_new_tokens
+    chosen: list[Prompt] = []
     for name, folder in plan.data.eval_caches.items():
-        fitting = (
-            prompt
-            for prompt in _cut(plan, TokenCache.open(folder), name)
-            if len(prompt.tokens) + most_new(plan) <= room
-        )
-        chosen = [*islice(fitting, config.eval.samples)]
-        if not chosen:
-            what = (
-                f"no prompt leaves room for {most_new(plan)} tokens in the model's {room} positions"
-            )
+        prompts_of_set = _prompts_that_fit(plan, folder, name, room - most_new_tokens)
+        if not prompts_of_set:
             raise DataError(
-                what,
+                f"no prompt leaves room for {most_new_tokens} tokens in the model's {room} positions",
                 where=f"data.eval.{name}".rstrip("."),
                 fix="lower eval.max_new_tokens, or take eval.samples out",
             )
-        found += chosen
-    return found
+        chosen += prompts_of_set
+    return chosen
+
+
+def _prompts_that_fit(plan: Plan, folder: str, name: str, most_tokens: int) -> list[Prompt]:
+    """Return the first `eval.samples` prompts of an evaluation set that have at most so many tokens."""
+    fitting: list[Prompt] = []
+    for prompt in _read_prompts(plan, TokenCache.open(folder), name):
+        if len(fitting) == plan.config.eval.samples:
+            break
+        if len(prompt.tokens) <= most_tokens:
+            fitting.append(prompt)
+    return fitting
 
 
 def most_new(plan: Plan) -> int:
-    """Tokens of a sample at most."""
+    """Return how many tokens a sample has at most."""
     rollout = plan.config.algorithm.rollout
-    return (
-        rollout.generator.max_new_tokens
-        if rollout is not None
-        else plan.config.eval.max_new_tokens or MOST_NEW
-    )
+    if rollout is not None:
+        return rollout.generator.max_new_tokens
+    return plan.config.eval.max_new_tokens or MOST_NEW
 
 
 def of_evaluation(plan: Plan, engine: Engine, tokenizer: Any, device: str) -> Sampling:
-    """What samples where there are no rollouts."""
+    """Return what samples at evaluations of a run without rollouts."""
     return Sampling(plan, c.HFGenerator(max_new_tokens=most_new(plan)), engine, tokenizer, device)
 
 
-def _cut(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
-    """The rows of a cache in order. Of a pair its first side; prompts alone have no answer."""
+def _read_prompts(plan: Plan, cache: TokenCache, name: str) -> Iterator[Prompt]:
+    """Yield the rows of a cache in order, cut before their answer. Of a pair its first side; prompts alone have no answer."""
     algorithm = plan.config.algorithm
-    for sample in range(min(len(cache), LOOKED_AT)):
+    for sample in range(min(len(cache), MOST_LOOKED_AT)):
         segments = cache.segments(sample)
-        for tokens, learn in segments[:1] if algorithm.rows_per_sample > 1 else segments:
-            start, stop = (
-                last_answer(learn) if algorithm.rollout is None else (len(tokens), len(tokens))
-            )
-            start = start or stop // 2  # all of it is learned: the second half is the answer
+        if algorithm.rows_per_sample > 1:
+            segments = segments[:1]
+        for tokens, learn in segments:
+            if algorithm.rollout is None:
+                start, stop = last_answer(learn)
+            else:
+                start = stop = len(tokens)
+            if not start:
+                # All of it is learned: the second half is the answer.
+                start = stop // 2
             if start:
                 yield Prompt(name, tokens[:start].tolist(), tokens[start:stop].tolist())
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What the run writes on its prompts, into events."""
+    """Writes what the run answers on its prompts as events."""
 
-    # (requests, step, greedy), collective.
+    # (requests, step, greedily), collective.
     sample: Callable[[list[Request], int, bool], list[Completion]]
     prompts: list[Prompt]
     tokenizer: Any
     emit: Emit
 
     def write(self, step: int, when: str) -> None:
-        """Answer all prompts greedily. Collective."""
-        began, decode = time.time(), partial(self.tokenizer.decode, skip_special_tokens=True)
-        done = self.sample(
-            [Request(prompt.tokens, (number,)) for number, prompt in enumerate(self.prompts)],
-            step,
-            True,
-        )
-        shown = [
-            {
+        """Answer all prompts greedily. `when`: before, during or after training. Collective."""
+        began = time.time()
+        requests = []
+        for number, prompt in enumerate(self.prompts):
+            requests.append(Request(prompt.tokens, (number,)))
+        completions = self.sample(requests, step, True)
+        samples = []
+        for prompt, completion in zip(self.prompts, completions, strict=True):
+            sample = {
                 "set": prompt.set,
-                "prompt": decode(prompt.tokens),
-                "text": decode(completion.tokens),
-                "answer": decode(prompt.answer) if prompt.answer else None,
+                "prompt": self._decode(prompt.tokens),
+                "text": self._decode(completion.tokens),
+                "answer": self._decode(prompt.answer) if prompt.answer else None,
                 "ended": completion.ended,
                 "tokens": len(completion.tokens),
             }
-            for prompt, completion in zip(self.prompts, done, strict=True)
-        ]
-        self.emit(Samples(step=step, when=when, samples=shown, seconds=time.time() - began))
+            samples.append(sample)
+        self.emit(Samples(step=step, when=when, samples=samples, seconds=time.time() - began))
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

@@ -1,4 +1,7 @@
-"""The checkpoints of a run, whoever drives its loop: what is in one, what is reported of it, and how long the last one is tried again."""
+"""Saving: what a checkpoint of a run holds, what is reported of it, and how long the last one is tried again.
+
+The loop of a config and the loop of a session use the same `Saver`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 import signal
 import time
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -21,142 +24,173 @@ from drumline.telemetry.events import Emit, Preempt, Save
 from drumline.train.state import TrainState, fallback_folder
 
 
-class Saved(Protocol):
+class SavedEngine(Protocol):
     """The part of an engine that a checkpoint is made of."""
 
     def tensors(self) -> dict[str, torch.Tensor]: ...
     def state(self) -> dict[str, Any]: ...
 
 
+class ResumeHints(NamedTuple):
+    """How an error message tells the user to go on: from the newest checkpoint, and from a folder (`{}`)."""
+
+    newest: str = "--resume"
+    folder: str = "--resume {}"
+
+
 @dataclass
 class Saver:
-    """`saved_step`: whose checkpoint is written or on its way (-1: none). `resume`: how one goes on from the newest checkpoint, and from a
-    folder."""
+    """Writes the checkpoints of a run, and reports each one as an event."""
 
     plan: Plan
-    engine: Saved
+    engine: SavedEngine
     state: TrainState
     checkpointer: Checkpointer
     emit: Emit
     gather: Gather
     stop_flag: StopFlag
+    # The step whose checkpoint is written or on its way; -1 for none.
     saved_step: int = -1
-    resume: tuple[str, str] = ("--resume", "--resume {}")
+    resume: ResumeHints = ResumeHints()
     memory: Memory | None = None
-    failed: int = 0  # in a row
-    memory_failed: bool = False  # it is reported once
-    metric: float | None = None  # with which the last checkpoint was saved
-    # The step from which on a failed save is tried again; all ranks come to the same.
+    # Failed saves in a row.
+    failed: int = 0
+    # Whether the last state could not be kept in memory; only the first failure is reported.
+    memory_failed: bool = False
+    # The metric with which the last checkpoint was saved.
+    metric: float | None = None
+    # The step from which on a failed save is tried again. Each rank has its own; the highest decides.
     retry_at: float = math.inf
 
     def save(self, metric: float | None) -> None:
-        """Hand the state to the checkpointer. `metric`: of these very weights. Collective."""
+        """Hand the state to the checkpointer. Collective.
+
+        `metric`: eval.metric of exactly these weights; None if it is not known.
+        """
         alive()
         self.report(self.checkpointer.wait())
         self.checkpointer.save(self.state.step, self.engine.tensors(), self._dump(), metric)
-        self.saved_step, self.metric = self.state.step, metric
+        self.saved_step = self.state.step
+        self.metric = metric
 
     def keep_in_memory(self) -> None:
         """Keep the state in the memory of hosts. Collective."""
         assert self.memory is not None, "checkpoint.in_memory_every is set"
         for result in self.memory.keep(self.state.step, self.engine.tensors(), self._dump()):
             if result.error and not self.memory_failed:
-                spent: dict[str, Any] = {
-                    "seconds": result.seconds,
-                    "blocked_seconds": result.blocked_seconds,
-                }
-                self.emit(
-                    Save(
-                        step=result.step,
-                        path=None,
-                        bytes=0,
-                        error=f"in memory: {result.error}",
-                        **spent,
-                    )
-                )
+                self._emit_save(result, path=None, size=0, error=f"in memory: {result.error}")
             self.memory_failed = result.error is not None
 
     def wait(self) -> None:
-        """Until nothing is on its way to disk or memory."""
+        """Wait until nothing is on its way to disk or memory."""
         self.report(self.checkpointer.wait())
         if self.memory is not None:
             self.memory.wait()
 
     def save_last(self, metric: float | None) -> None:
-        """Leave the run with these very weights on disk, and with their metric where that is known.
+        """Leave the run with exactly these weights on disk, and with their metric if it is known. Collective.
 
-        Weights that are saved already get a metric that is only known now beside them. A save that fails in a way that may pass is tried
-        again: for `checkpoint.wait_seconds`, and after a stop signal for half of `launch.grace_seconds`; the other half is for another
-        disk. Collective. Raises NotSaved.
+        If the weights are saved already, a metric that is only known now is written beside them.
+
+        A save that fails for a reason that may pass is tried again for `checkpoint.wait_seconds`. After
+        a stop signal it is tried for half of `launch.grace_seconds`; the other half is for another disk.
+
+        Raises NotSaved.
         """
-        # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.
+        # Waiting comes first: only then do all ranks know the same of the save under way, and decide alike.
         self.report(self.checkpointer.wait())
-        began, limit, hurried = 0.0, self.plan.config.checkpoint.wait_seconds, False
         self.failed = 0
-        is_unrated = self.saved_step == self.state.step and self.metric is None
-        if metric is not None and is_unrated:
-            error = self.checkpointer.write_metric(self.state.step, metric)
-            if error is None:
-                self.metric = metric
-            else:
-                # Saving again writes both, or says what is wrong with the disk.
-                self.saved_step = -1
+        self._write_missing_metric(metric)
+        limit = self.plan.config.checkpoint.wait_seconds
+        first_failure: float | None = None
+        has_shortened_limit = False
         while self.saved_step != self.state.step:
             self.save(metric)
             results = self.checkpointer.wait()
             self.report(results)
-            if self.saved_step != self.state.step:
-                began = began or time.monotonic()
-                waited = time.monotonic() - began
-                if self.stop_flag.requested and not hurried:
-                    hurried, limit = (
-                        True,
-                        min(limit, waited + self.plan.config.launch.grace_seconds / 2),
-                    )
-                _, (over,) = self.gather({}, float(waited >= limit or results[-1].lasting))
-                if any(over):
-                    self._give_up(f"{results[-1].error}; tried for {waited:.0f} s", metric)
-                # Nothing is trained beside it any more, and memory for copies may be what it lacked.
-                self.checkpointer.asynchronous = False
-                alive(math.inf)
-                time.sleep(max(1.0, results[-1].seconds))
+            if self.saved_step == self.state.step:
+                break
+            now = time.monotonic()
+            if first_failure is None:
+                first_failure = now
+            waited = now - first_failure
+            if self.stop_flag.requested and not has_shortened_limit:
+                has_shortened_limit = True
+                limit = min(limit, waited + self.plan.config.launch.grace_seconds / 2)
+            # One rank that has to give up is enough.
+            gives_up = waited >= limit or results[-1].lasting
+            _, (rank_gives_up,) = self.gather({}, float(gives_up))
+            if any(rank_gives_up):
+                self._give_up(f"{results[-1].error}; tried for {waited:.0f} s", metric)
+            # Nothing is trained beside it any more, and memory for copies may be what it lacked.
+            self.checkpointer.asynchronous = False
+            alive(math.inf)
+            time.sleep(max(1.0, results[-1].seconds))
         if self.memory is not None:
             self.memory.clear()
 
+    def _write_missing_metric(self, metric: float | None) -> None:
+        """Write a metric beside weights that were saved before it was known."""
+        was_saved_without = self.saved_step == self.state.step and self.metric is None
+        if metric is None or not was_saved_without:
+            return
+        error = self.checkpointer.write_metric(self.state.step, metric)
+        if error is None:
+            self.metric = metric
+        else:
+            # Saving again writes both, or says what is wrong with the disk.
+            self.saved_step = -1
+
     def leave(self, number: int) -> NoReturn:
-        """Raises Preempted: a signal of this number asked the run to stop, and these very weights are saved."""
-        name, step = signal.Signals(number).name, self.state.step
+        """Raise Preempted, after the state was saved because a signal of this number asked the run to stop."""
+        name = signal.Signals(number).name
+        step = self.state.step
         self.emit(Preempt(step=step, signal=name))
         raise Preempted(
             f"{name}: stopped and saved at step {step}",
             where=self.plan.run_dir,
-            fix=f"go on with {self.resume[0]}",
+            fix=f"go on with {self.resume.newest}",
         )
 
     def report(self, results: list[SaveResult]) -> None:
+        """Emit an event for each save that has ended, and decide when a failed one is tried again."""
         for result in results:
             if result.path is not None:
-                self.failed, self.retry_at = 0, math.inf
-            else:
-                if result.step == self.saved_step:
-                    self.saved_step = -1
-                self.failed += 1
-                # Looking for room costs nothing; what broke off in the middle of writing is tried ever less often.
-                self.retry_at = result.step + (2**self.failed if result.begun else 0)
-                if self.failed > 1 and not result.begun:
-                    continue  # it is reported already
-            path = str(result.path) if result.path else None
-            spent: dict[str, Any] = {
-                "seconds": result.seconds,
-                "blocked_seconds": result.blocked_seconds,
-            }
-            self.emit(
-                Save(step=result.step, path=path, bytes=result.bytes, error=result.error, **spent)
-            )
+                self.failed = 0
+                self.retry_at = math.inf
+                self._emit_save(result, str(result.path), result.bytes, result.error)
+                continue
+            if result.step == self.saved_step:
+                self.saved_step = -1
+            self.failed += 1
+            self.retry_at = result.step
+            if result.begun:
+                # A save that broke off in the middle of writing is tried ever less often. Looking for room costs nothing.
+                self.retry_at += 2**self.failed
+            is_reported_already = self.failed > 1 and not result.begun
+            if not is_reported_already:
+                self._emit_save(result, None, result.bytes, result.error)
+
+    def _emit_save(
+        self, result: SaveResult, path: str | None, size: int, error: str | None
+    ) -> None:
+        """Emit the event of a save. `size`: bytes."""
+        event = Save(
+            step=result.step,
+            path=path,
+            bytes=size,
+            error=error,
+            seconds=result.seconds,
+            blocked_seconds=result.blocked_seconds,
+        )
+        self.emit(event)
 
     def _dump(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors."""
+        """Return what a checkpoint holds besides tensors."""
         data = self.plan.data
+        identity: dict[str, Any] | None = None
+        if data and data.identity:
+            identity = data.identity.model_dump()
         return {
             "trainer": self.state.dump(),
             "engine": self.engine.state(),
@@ -167,29 +201,24 @@ class Saver:
             "steps": self.plan.steps,
             "warmup_steps": self.plan.warmup_steps,
             "base": self.plan.base,
-            "data": data.identity.model_dump() if data and data.identity else None,
+            "data": identity,
         }
 
     def _give_up(self, error: str, metric: float | None) -> NoReturn:
-        """Try the other disk, and leave. Raises NotSaved."""
-        newest, named = self.resume
-        what, fix = (
-            f"the last checkpoint could not be written: {error}",
-            f"free some space; {newest} goes on from the newest checkpoint",
-        )
+        """Try the other disk, `checkpoint.fallback_dir`, and raise NotSaved, which says what lies where."""
+        what = f"the last checkpoint could not be written: {error}"
+        fix = f"free some space; {self.resume.newest} goes on from the newest checkpoint"
         folder = fallback_folder(self.plan.config, self.plan.run_dir)
         if folder is not None:
-            result, whole = self.checkpointer.rescue(
+            result, is_whole = self.checkpointer.rescue(
                 folder, self.state.step, self.engine.tensors(), self._dump(), metric
             )
             if result.path is None:
                 what += f"; nor in checkpoint.fallback_dir: {result.error}"
-            elif whole:
-                what, fix = (
-                    f"{what}; it lies in {result.path}",
-                    f"free some space, and go on with {named.format(result.path)}",
-                )
+            elif is_whole:
+                what += f"; it lies in {result.path}"
+                fix = f"free some space, and go on with {self.resume.folder.format(result.path)}"
             else:
-                what = f"{what}; its weights alone lie in {result.path}"
+                what += f"; its weights alone lie in {result.path}"
                 fix = f"free some space, and move that folder to {self.plan.run_dir}/checkpoints to export it"
         raise NotSaved(what, where=self.plan.run_dir, fix=fix)

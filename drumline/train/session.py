@@ -1,4 +1,4 @@
-"""`drumline.session`: a training loop of the user's own on the engines, checkpoints, order of data and plan that the YAML has.
+"""`drumline.session`: the user's own training loop, on the engines, checkpoints, data order and plan of a YAML run.
 
     with drumline.session(strategy="fsdp2", precision="bf16", global_samples=64) as s:
         model, optimizer = s.prepare(build, make_optimizer)
@@ -8,9 +8,9 @@
             if s.step(max_grad_norm=1.0):
                 s.log(); s.save(every=100)
 
-One denominator: `backward` divides a loss sum by the samples of the global batch, which are known; `step` multiplies the gradients once by
-samples / Σ weight over all ranks, which is known only then. So what fp16 and compression see keeps its scale, and what is clipped, and
-stepped with, is the gradient of Σ loss / Σ weight.
+The gradient of a step is that of Σ loss / Σ weight over the global batch, in two divisions. `backward` divides each loss sum by the
+number of samples of the global batch, which is known before. `step` multiplies the gradients once by samples / Σ weight over all ranks,
+which is known only then. So the gradients that fp16 and compression see keep their scale, and clipping sees the final gradient.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.core.explain import default_run_dir
 from drumline.core.output import say
@@ -46,24 +47,38 @@ from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import batch_norms
 from drumline.strategies.build import build_module
 from drumline.telemetry.events import Emit, Eval
-from drumline.train import own
-from drumline.train.build import Start, checkpointer_of, memory_of
+from drumline.train import own, session_checks
 from drumline.train.entry import MainReporter, Reporter, run_start
 from drumline.train.failure import fresh
 from drumline.train.garbage import GarbageCollection
 from drumline.train.hook import print_error, report, take_hook
 from drumline.train.model import Model
-from drumline.train.own import MAIN, Engines, Trained, claim, plan_of, require_one_model, scalar
-from drumline.train.saving import Saver
-from drumline.train.state import Flight, Goodput, TrainState, judge
+from drumline.train.own import MAIN, Engines, Pair, Trained
+from drumline.train.restore import Start, checkpointer_of, memory_of
+from drumline.train.saving import ResumeHints, Saver
+from drumline.train.state import Goodput, PendingStep, TrainState, check_finite
 
-Pair = tuple[Build, MakeOptimizer]
 Collate = Callable[[list[Any]], Any]
 FIX = 'look at the samples, lower the rate, or pass over it: on_nan="skip"'
 
 
+class MicroBatch(NamedTuple):
+    """The place of the micro-batch that the user's loop is in."""
+
+    end: int  # position after its global batch
+    is_last: bool  # of its global batch
+
+
+class LogMark(NamedTuple):
+    """Where the run stood when `log` was called last."""
+
+    steps: int
+    time: float  # unix
+    tokens: int
+
+
 class Session:
-    """One run of a loop of the user's own, on one rank. All ranks walk the same path through it."""
+    """A run of the user's own training loop, on one rank. All ranks take the same path through it."""
 
     def __init__(
         self,
@@ -79,60 +94,73 @@ class Session:
         tp_plan: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """`strategy`, `precision`: as in the YAML. `global_samples`: of a step, over all ranks; `micro_batch`: that a rank takes at once,
-        by default all of its own. `resume`: go on from the newest checkpoint of `run_dir`, or from a checkpoint's folder; `allow`: keys of
-        the config that may differ then. `units`, `tp_plan`: see strategies.build.build_module. `options`: those of train.own.OPTIONS.
+        """Plan the run.
 
-        Raises UserError, as all of the session does, for what cannot be.
+        Args:
+            strategy: As in the YAML, with `precision`.
+            global_samples: Samples of a step, over all ranks.
+            micro_batch: Samples that a rank takes at once; by default all of its own.
+            resume: Go on from the newest checkpoint of `run_dir` (True), or from a checkpoint's folder.
+            allow: Keys of the config that may differ on a resume.
+            units: See strategies.build.build_module, also for `tp_plan`.
+            options: Those of train.own.OPTIONS.
+
+        Raises UserError, as all methods of the session do, for what cannot be done.
         """
         take_hook()
         fresh()
         join_tasks()
         ranks = Ranks.from_environment()
-        where = str(run_dir or default_run_dir(Path(sys.argv[0] or "session")))
-        self.plan = plan_of(
-            strategy, precision, global_samples, micro_batch, where, ranks.world_size, options
+        run_dir = run_dir or default_run_dir(Path(sys.argv[0] or "session"))
+        self.plan = own.make_plan(
+            strategy,
+            precision,
+            global_samples,
+            micro_batch,
+            str(run_dir),
+            ranks.world_size,
+            options,
         )
-        self.resume, self.allow, self.units, self.tp_plan = resume, allow, units, tp_plan
-        self.started, self.stack = time.time(), ExitStack()
+        self.resume = resume
+        self.allow = allow
+        self.units = units
+        self.tp_plan = tp_plan
+        self.started = time.time()
+        self.stack = ExitStack()
         self.garbage = GarbageCollection(self.plan.config.run.collect_every)
-        self._logged, self._epoch = (0, self.started, 0), 0.0
-        self._models: dict[str, Trained] = {}
-        self._now: tuple[int, bool] | None = (
-            None  # of the micro-batch that the loop is in: its end's position, whether it is the last
-        )
-        self._signal, self._ended = 0, False
+        # The loss of the last evaluation, if no step came after it.
         self.metric: float | None = None
-
-    # ---------------------------------------------------------------------------------------------------- start and end
+        self._models: dict[str, Trained] = {}
+        self._micro_batch: MicroBatch | None = None
+        self._last_log = LogMark(0, self.started, 0)
+        self._epoch = 0.0
+        # The signal that asks some rank to stop; 0 for none.
+        self._stop_signal = 0
+        # Whether a loop has come to the end of its batches.
+        self._has_ended = False
 
     def __enter__(self) -> Self:
         die_with_launchers()
         plan = self.plan
         if plan.config.run.deterministic:
             deterministic()
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
-            plan.config.precision.tf32
-        )
+        torch.backends.cuda.matmul.allow_tf32 = plan.config.precision.tf32
+        torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32
         self.stop_flag = self.stack.enter_context(StopFlag(alone="RANK" not in os.environ))
-        # A process group that is there is used, and left as it is.
+        # A process group of the user's is used, and left as it is.
         self.owns = not dist.is_initialized()
-        self.ranks = (
-            start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
-            if self.owns
-            else Ranks.from_environment()
-        )
-        sys.excepthook = print_error  # torch has put its own around it, which drops what a hook prints that ends the process
+        if self.owns:
+            self.ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
+        else:
+            self.ranks = Ranks.from_environment()
+        # torch has put a hook of its own around ours, which drops what a hook prints that ends the process.
+        sys.excepthook = print_error
         self.device = f"cuda:{gpu(self.ranks)}" if plan.device == "cuda" else "cpu"
-        self.gather = Gather(
-            self.ranks.rank,
-            self.ranks.world_size,
-            self.device,
-            counts=plan.mesh.counts(self.ranks.rank),
-        )
+        counts = plan.mesh.counts(self.ranks.rank)
+        self.gather = Gather(self.ranks.rank, self.ranks.world_size, self.device, counts=counts)
         try:
             self.resume = RankGroup.all(error_type=EnvironmentFault).first(
-                lambda: claim(plan, self.resume, self.allow, self.stack)
+                lambda: own.claim_run_folder(plan, self.resume, self.allow, self.stack)
             )
         except EnvironmentFault:
             self.stack.close()
@@ -160,73 +188,46 @@ class Session:
             for model in self._models.values():
                 model.contexts.close()
             if self.owns:
-                stop(failed=not isinstance(error, Preempted | TrainingStopped | None))
+                has_failed = not isinstance(error, Preempted | TrainingStopped | None)
+                stop(failed=has_failed)
             self.reporter.close(error, self.goodput)
             self.stack.close()
 
     def prepare(
         self, build: Build | Mapping[str, Pair], make_optimizer: MakeOptimizer | None = None
     ) -> Any:
-        """(model, optimizer) on this rank: `build()` laid out without memory, spread as planned, and filled by parts;
-        `make_optimizer(model)`'s optimizer over the parameters that are there then. Of {name: (build, make_optimizer)} two dicts by name.
-        With `resume` both are as the checkpoint has them. Collective."""
-        pairs = dict(build) if isinstance(build, Mapping) else {MAIN: (build, make_optimizer)}
-        if (
-            self._models
-            or not pairs
-            or any(make is None for _, make in pairs.values())
-            or any("/" in n or "." in n for n in pairs)
-        ):
-            what = (
-                "prepare takes build and make_optimizer, or {name: (build, make_optimizer)}, once"
-            )
-            raise UserError(what, where="session.prepare", fix="see docs/session_reference.md")
-        pairs = own.makers(pairs)
-        require_one_model(self.plan, len(pairs))
-        found, memory = None, memory_of(self.plan, self.resume is True)
-        if self.resume:
-            found = Start.find(
-                self.plan, "newest" if self.resume is True else str(self.resume), memory
-            )
-        unfrozen = own.unfrozen(found.path if found else None, pairs)
-        options: dict[str, Any] = {
-            "units": self.units,
-            "tp_plan": self.tp_plan,
-            "overlaps": len(pairs) == 1,
-        }
-        for name, (build_one, make) in pairs.items():
-            options |= {
-                "checkpoint_keys": found.keys_of(name) if found else frozenset(),
-                "unfrozen": unfrozen[name],
-            }
-            self._models[name] = Trained(
-                build_module(
-                    own.seeded(self.plan, name),
-                    build_one,
-                    self.device,
-                    make_optimizer=make,
-                    **options,
-                )
-            )
-        self.engines = Engines(
-            {name: model.engine for name, model in self._models.items()}, unfrozen
-        )
-        for model in self._models.values() if self.is_first else ():
-            for line in batch_norm_why(
-                self.plan.config, self.plan.batch, len(batch_norms(model.engine.model))
-            ):
-                say(f"note: {line}")
+        """Return (model, optimizer) on this rank. Collective.
+
+        `build()` is laid out without memory, spread as planned, and each rank fills its own parts.
+        `make_optimizer(model)` makes the optimizer over the parameters that are there then. With
+        `resume` both are as the checkpoint has them.
+
+        For {name: (build, make_optimizer)} two dictionaries by name are returned.
+        """
+        pairs = session_checks.require_pairs(build, make_optimizer, bool(self._models))
+        pairs = own.check_optimizers(pairs)
+        session_checks.require_one_model(self.plan, len(pairs))
+        memory = memory_of(self.plan, self.resume is True)
+        start = self._find_start(memory)
+        unfrozen = own.unfrozen_weights(start.path if start is not None else None, pairs)
+        overlaps = len(pairs) == 1
+        for name, pair in pairs.items():
+            self._models[name] = self._build_model(name, pair, start, unfrozen[name], overlaps)
+        engines = {name: model.engine for name, model in self._models.items()}
+        self.engines = Engines(engines, unfrozen)
+        self._note_batch_norms()
         checkpointer = checkpointer_of(self.plan, "min")
         if memory is not None:
             memory.begin()
-        self._state = found.restore(self.engines, self.emit, time.time()) if found else TrainState()  # type: ignore[arg-type]
+        self._state = TrainState()
+        saved_step = -1
+        if start is not None:
+            self._state = start.restore(self.engines, self.emit, time.time())  # type: ignore[arg-type]
+            if start.path is not None and checkpointer.is_kept(start.path):
+                saved_step = self.steps
         self.stack.enter_context(self.garbage)
-        self._logged = (self.steps, time.time(), self._state.tokens)
-        saved, again = (
-            self.steps if found and found.path and checkpointer.is_kept(found.path) else -1,
-            ("resume=True", "resume={!r}"),
-        )
-        parts = (
+        self._last_log = LogMark(self.steps, time.time(), self._state.tokens)
+        self.saver = Saver(
             self.plan,
             self.engines,
             self._state,
@@ -234,19 +235,56 @@ class Session:
             self.emit,
             self.gather,
             self.stop_flag,
+            saved_step,
+            ResumeHints("resume=True", "resume={!r}"),
+            memory,
         )
-        self.saver = Saver(*parts, saved, again, memory)
-        made = {
-            name: (Model(model.engine), own.guarded(model.engine.optimizer))
-            for name, model in self._models.items()
-        }
-        return (
-            made[MAIN]
-            if MAIN in made
-            else ({n: m for n, (m, _) in made.items()}, {n: o for n, (_, o) in made.items()})
-        )
+        models = {}
+        optimizers = {}
+        for name, model in self._models.items():
+            models[name] = Model(model.engine)
+            optimizers[name] = own.guard_optimizer(model.engine.optimizer)
+        if MAIN in models:
+            return models[MAIN], optimizers[MAIN]
+        return models, optimizers
 
-    # -------------------------------------------------------------------------------------------------------- the loop
+    def _find_start(self, memory: Memory | None) -> Start | None:
+        """Return what the run goes on from; None for a run that begins. Collective."""
+        if not self.resume:
+            return None
+        checkpoint = "newest" if self.resume is True else str(self.resume)
+        return Start.find(self.plan, checkpoint, memory)
+
+    def _build_model(
+        self, name: str, pair: Pair, start: Start | None, unfrozen: frozenset[str], overlaps: bool
+    ) -> Trained:
+        """Build one model and its optimizer, spread as planned. Collective.
+
+        `unfrozen`: weights that are trained although `build` has them frozen. `overlaps`: gradients are
+        reduced while backward still runs.
+        """
+        build, make_optimizer = pair
+        engine = build_module(
+            own.plan_of_model(self.plan, name),
+            build,
+            self.device,
+            start.keys_of(name) if start is not None else frozenset(),
+            make_optimizer=make_optimizer,
+            units=self.units,
+            tp_plan=self.tp_plan,
+            overlaps=overlaps,
+            unfrozen=unfrozen,
+        )
+        return Trained(engine)
+
+    def _note_batch_norms(self) -> None:
+        """Print on rank 0 what batch norms of the models do when the batch is spread."""
+        if not self.is_first:
+            return
+        for model in self._models.values():
+            layers = len(batch_norms(model.engine.model))
+            for line in batch_norm_why(self.plan.config, self.plan.batch, layers):
+                say(f"note: {line}")
 
     @property
     def is_first(self) -> bool:
@@ -261,13 +299,13 @@ class Session:
 
     @property
     def position(self) -> int:
-        """Samples that were taken since the run began, over all ranks and passes: all that the order of data hangs on."""
+        """Samples that were taken since the run began, over all ranks and passes. The order of the data depends on it alone."""
         self._require_prepared()
         return self._state.position
 
     @property
     def state(self) -> dict[str, Any]:
-        """A dictionary of the user's own, saved with each checkpoint and restored with it; values that JSON has."""
+        """A dictionary for the user's own values, which JSON must have. It is saved and restored with each checkpoint."""
         self._require_prepared()
         return self._state.stream
 
@@ -288,12 +326,18 @@ class Session:
     @property
     def losses(self) -> dict[str, float]:
         """`loss` of each model of a session with several, by name; models without a step are left out."""
-        return {name: model.last.loss for name, model in self._models.items() if model.last}
+        return {name: step.loss for name, step in self._last_steps()}
 
     @property
     def grad_norms(self) -> dict[str, float]:
         """`grad_norm` of each model, like `losses`."""
-        return {name: model.last.grad_norm for name, model in self._models.items() if model.last}
+        return {name: step.grad_norm for name, step in self._last_steps()}
+
+    def _last_steps(self) -> Iterator[tuple[str, PendingStep]]:
+        """Yield (name, last step) of each model that has made one in this start."""
+        for name, model in self._models.items():
+            if model.last_step is not None:
+                yield name, model.last_step
 
     def batches(
         self,
@@ -304,143 +348,191 @@ class Session:
         steps: int | None = None,
         shuffle: bool = True,
     ) -> Iterator[Any]:
-        """`collate(samples)` of each micro-batch of this rank, its tensors on the device, from `position` on.
+        """Yield `collate(samples)` of each micro-batch of this rank, with its tensors on the device, from `position` on.
 
-        `epochs`: passes of the whole run over the dataset (None: without end); `steps`: global batches of the whole run instead. A dataset
-        with `len` and indices is shuffled by (seed, pass); one that can only be iterated is read by every rank, and skipped to `position`.
         Before each micro-batch python, numpy and torch are seeded by (seed, step, rank, micro-batch).
+
+        Args:
+            dataset: One with `len` and indices is shuffled by (seed, pass). One that can only be iterated is read by every
+                rank, and skipped to `position`.
+            epochs: Passes of the whole run over the dataset; None: without end.
+            steps: Global batches of the whole run, instead of `epochs`.
         """
         self._require_prepared()
-        config, batch = self.plan.config, self.plan.batch
-        seed = derive(config.run.seed, "order") if shuffle else None
-        rank = self.plan.mesh.data_rank(self.ranks.rank)
-        passes = None if steps is not None else epochs
-        drawn, began = Draws(derive(config.run.seed, "rows")).used, self.position
-        rows = iter(global_batches(dataset, batch, rank, began, passes, seed, drawn))
+        seed = self.plan.config.run.seed
+        first_position = self.position
+        rows = iter(
+            global_batches(
+                dataset,
+                self.plan.batch,
+                self.plan.mesh.data_rank(self.ranks.rank),
+                first_position,
+                epochs if steps is None else None,
+                derive(seed, "order") if shuffle else None,
+                Draws(derive(seed, "rows")).used,
+            )
+        )
         while steps is None or self.steps < steps:
-            seed_step(config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank))
+            seed_step(seed, self.steps, *self.plan.mesh.stream(self.ranks.rank))
             micro_batches = next(rows, None)
             if micro_batches is None:
                 break
-            own.require_free(self._now is not None, self._unused())
+            session_checks.require_free(self._micro_batch is not None, self._unused())
             for model in self._models.values():
-                model.sums, model.stepped = [], False
-            end = self.position + batch.global_samples
-            self._epoch = own.passes(dataset, end)
+                model.sums = []
+                model.has_stepped = False
+            end = self.position + self.plan.batch.global_samples
+            self._epoch = own.passes_until(dataset, end)
             for index, samples in enumerate(micro_batches):
-                seed_step(
-                    config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank), index
-                )
-                self._now = (end, index == len(micro_batches) - 1)
+                seed_step(seed, self.steps, *self.plan.mesh.stream(self.ranks.rank), index)
+                is_last = index == len(micro_batches) - 1
+                self._micro_batch = MicroBatch(end, is_last)
                 for model in self._models.values():
-                    model.contexts.enter_context(model.engine.micro_batch(self._now[1]))
+                    model.contexts.enter_context(model.engine.micro_batch(is_last))
                 try:
-                    yield each_tensor(
-                        lambda tensor: tensor.to(self.device, non_blocking=True), collate(samples)
-                    )
+                    yield self._copy_to_device(collate(samples), non_blocking=True)
                 finally:
                     for model in self._models.values():
                         model.contexts.close()
-                    last, self._now = self._now[1], None
-            if last and (left := self._unused()):
-                what = f"a global batch ended, and its gradients{f' of {min(left)}' if min(left) else ''} were not used"
-                raise UserError(
-                    what,
-                    where="session.batches",
-                    fix="call s.step() after s.backward() in each turn of the loop",
-                )
-            self._state.step, self._state.position = self.steps + (not self._stepped()), end
-            self._stop_if_requested()
-        own.require_more(self.position > began, self._ended)
-        self._ended = True
-        self._land()
+                    self._micro_batch = None
+            self._end_global_batch(end)
+        session_checks.require_more(self.position > first_position, self._has_ended)
+        self._has_ended = True
+        self._finish_pending_steps()
+        self._stop_if_requested()
+
+    def _copy_to_device(self, batch: Any, non_blocking: bool = False) -> Any:
+        """Return a batch of any structure with its tensors on this rank's device."""
+        return each_tensor(lambda tensor: tensor.to(self.device, non_blocking=non_blocking), batch)
+
+    def _end_global_batch(self, end: int) -> None:
+        """Count a global batch that the loop has gone through, and stop here if asked to. `end`: the position after it."""
+        unused = self._unused()
+        if unused:
+            of_model = f" of {min(unused)}" if min(unused) else ""
+            raise UserError(
+                f"a global batch ended, and its gradients{of_model} were not used",
+                where="session.batches",
+                fix="call s.step() after s.backward() in each turn of the loop",
+            )
+        if not self._stepped():
+            # A loop may pass over a batch.
+            self._state.step += 1
+        self._state.position = end
         self._stop_if_requested()
 
     def backward(
         self, loss_sum: torch.Tensor, weight: float | torch.Tensor, of: str = MAIN
     ) -> None:
-        """Accumulate the gradients of the sum of a micro-batch's losses, in the parameters of one model alone. `weight`: what the sum is
-        divided by in the end, summed over the global batch: samples, tokens."""
-        model = own.named(self._models, of)
-        own.require_sum(loss_sum, weight, self.plan.engine != "pipeline")
-        other_grads = [
-            (p, p.grad)
-            for name, other in self._models.items()
-            if name != of
-            for p in other.engine.named.values()
-        ]
+        """Accumulate the gradients of a micro-batch's loss sum, in the parameters of one model alone.
+
+        `weight`: the part of this micro-batch in what the loss is divided by: samples, or tokens. The
+        weights of the global batch are summed.
+        """
+        model = own.find_model(self._models, of)
+        session_checks.require_sum(loss_sum, weight, self.plan.engine != "pipeline")
+        # A loss may go through other models, whose gradients it must not change.
+        other_grads = []
+        for name, other in self._models.items():
+            if name != of:
+                other_grads += [(p, p.grad) for p in other.engine.named.values()]
         for parameter, _ in other_grads:
             parameter.grad = None
         model.engine.backward(loss_sum, float(self.plan.batch.global_samples))
         for parameter, gradient in other_grads:
             parameter.grad = gradient
-        model.sums.append(torch.stack([scalar(value, self.device) for value in (loss_sum, weight)]))
+        sums = [own.to_scalar(value, self.device) for value in (loss_sum, weight)]
+        model.sums.append(torch.stack(sums))
 
     def step(
         self, max_grad_norm: float | None = None, lr: float | None = None, of: str = MAIN
     ) -> bool:
-        """At the end of a global batch: divide the gradients by its weight, clip them by their global norm, update, and return True. Before
-        that False. `lr`: for all groups of the optimizer; None: as they have it. Where loss or gradients are not finite the weights stay,
-        as `on_nan` has it. Collective."""
-        own.require_rates(max_grad_norm, lr)
-        model, (end, last) = own.named(self._models, of), self._now or (0, False)
-        if not last:
+        """At the end of a global batch make the update, and return True; before that return False. Collective.
+
+        The gradients are divided by the weight of the global batch, and clipped by their global norm.
+        If loss or gradients are not finite the weights stay as they are, and `on_nan` decides.
+
+        Args:
+            lr: For all groups of the optimizer; None: as the groups have it.
+        """
+        session_checks.require_rates(max_grad_norm, lr)
+        model = own.find_model(self._models, of)
+        micro_batch = self._micro_batch
+        if micro_batch is None or not micro_batch.is_last:
             return False
-        if model.stepped or not model.sums:
+        if model.has_stepped or not model.sums:
             raise UserError(
                 "step without a backward before it",
                 where="session.step",
                 fix="call s.backward(loss_sum, weight) first",
             )
         engine = model.engine
+        # Leaving the context of the micro-batch reduces the gradients.
         model.contexts.close()
         loss_sum, weight = torch.stack(model.sums).sum(0)
-        total = self.gather.start(
+        gathered = self.gather.start(
             {"loss": loss_sum, "weight": weight}, float(self.stop_flag.requested)
         )
-        whole = total["weight"]
-        engine.divide(torch.where(whole > 0, whole, 1.0) / self.plan.batch.global_samples)
+        total_weight = gathered["weight"]
+        divisor = torch.where(total_weight > 0, total_weight, 1.0)
+        engine.divide(divisor / self.plan.batch.global_samples)
         engine.max_grad_norm = max_grad_norm
-        norm = engine.grad_norm()
-        own.take_step(engine, lr, norm, torch.isfinite(total["loss"]) & torch.isfinite(norm))
-        total.fetch(norm)
+        grad_norm = engine.grad_norm()
+        is_finite = torch.isfinite(gathered["loss"]) & torch.isfinite(grad_norm)
+        own.take_step(engine, lr, grad_norm, is_finite)
+        gathered.fetch(grad_norm)
+
         self.metric = None
-        first = not self._stepped()
-        if first:
-            self._state.step, self._state.position = self.steps + 1, end
-        flight = Flight(total, self.steps)
-        self._land(model)
-        model.flight = model.last = flight
-        model.counts, model.stepped = first, True
-        if first:
+        is_first_model = not self._stepped()
+        if is_first_model:
+            self._state.step += 1
+            self._state.position = micro_batch.end
+        # The numbers of the model's step before are on the host by now; those of this one are on their way.
+        pending = PendingStep(gathered, self.steps)
+        self._finish_pending_steps([model])
+        model.pending_step = pending
+        model.last_step = pending
+        model.counts_tokens = is_first_model
+        model.has_stepped = True
+        if is_first_model:
             self.garbage.after(self.steps)
         return True
 
     def _stepped(self) -> list[str]:
-        """The models that have done their step of the global batch."""
-        return [name for name, model in self._models.items() if model.stepped]
+        """Return the models that have made their step of the global batch."""
+        return [name for name, model in self._models.items() if model.has_stepped]
 
     def _unused(self) -> list[str]:
-        """The models whose gradients no step has used yet."""
-        return [name for name, model in self._models.items() if model.sums and not model.stepped]
+        """Return the models whose gradients no step has used yet."""
+        return [
+            name for name, model in self._models.items() if model.sums and not model.has_stepped
+        ]
 
-    def _land(self, *chosen: Trained) -> None:
-        """Act on the numbers of steps in flight, by default of all models; all ranks after the same steps, so not where one alone may read
-        them. Raises TrainingStopped where a step that is not finite is one too many."""
-        for model in chosen or self._models.values():
-            if (flight := model.flight) is not None:
-                self._state.tokens += model.tokens
-                model.flight = None
-                self._signal = self._signal or int(max(flight.by_rank[0]))
-                judge(
-                    flight,
-                    self.plan,
-                    self._state,
-                    model.engine.rescales(),
-                    self.emit,
-                    "on_nan",
-                    FIX,
-                )
+    def _finish_pending_steps(self, models: Iterable[Trained] | None = None) -> None:
+        """Read the numbers of pending steps, of all models by default, and act on them.
+
+        All ranks call it after the same steps. It is not called by properties, which one rank alone may
+        read. Raises TrainingStopped if a step that is not finite is one too many.
+        """
+        if models is None:
+            models = self._models.values()
+        for model in models:
+            pending = model.pending_step
+            if pending is None:
+                continue
+            self._state.tokens += model.tokens
+            model.pending_step = None
+            if not self._stop_signal:
+                self._stop_signal = int(max(pending.stop_signals))
+            check_finite(
+                pending,
+                self.plan,
+                self._state,
+                model.engine.rescales(),
+                self.emit,
+                "on_nan",
+                FIX,
+            )
 
     def evaluate(
         self,
@@ -449,27 +541,18 @@ class Session:
         measure: Callable[..., Any],
         micro_batch: int | None = None,
     ) -> dict[str, float]:
-        """Means over a dataset, each sample once over all ranks, without gradients. `measure(batch)` → (loss sum, weight), or with a
-        dictionary of further sums behind. The result's `loss` chooses the best checkpoint, where it is saved at this step. Collective."""
+        """Return means over a dataset, each sample once over all ranks, without gradients. Collective.
+
+        The result's `loss` decides which checkpoint is the best, if one is saved at this step.
+
+        Args:
+            measure: measure(batch) returns (loss sum, weight), or (loss sum, weight, {name: sum}).
+            micro_batch: Samples that a rank takes at once; by default as in training.
+        """
         self._require_prepared()
-        began, sums = time.time(), dict[str, torch.Tensor]()
-        rank, ranks = self.plan.mesh.data_rank(self.ranks.rank), self.plan.mesh.data_ranks
-        with ExitStack() as states:
-            for model in self._models.values():
-                states.enter_context(model.engine.evaluating())
-            drawn = Draws(derive(self.plan.config.run.seed, "held out")).used
-            for samples, counts in held_out(
-                dataset, micro_batch or self.plan.batch.eval_micro_batch, rank, ranks, drawn
-            ):
-                batch = each_tensor(lambda tensor: tensor.to(self.device), collate(samples))
-                loss_sum, weight, *more = own.measured(measure(batch))
-                for name, value in {
-                    "loss": loss_sum,
-                    "weight": weight,
-                    **(more[0] if more else {}),
-                }.items():
-                    part = torch.as_tensor(value, device=self.device).double().reshape(()) * counts
-                    sums[name] = sums.get(name, torch.zeros_like(part)) + part
+        began = time.time()
+        micro_batch = micro_batch or self.plan.batch.eval_micro_batch
+        sums = self._sum_over_dataset(dataset, collate, measure, micro_batch)
         if not sums:
             raise DataError(
                 "the dataset gives no samples",
@@ -480,82 +563,107 @@ class Session:
         weight = total.pop("weight", 0.0) or 1.0
         means = {name: value / weight for name, value in total.items()}
         self.metric = means.get("loss")
-        self.emit(
-            Eval(step=self.steps, samples=int(weight), seconds=time.time() - began, metrics=means)
-        )
+        seconds = time.time() - began
+        self.emit(Eval(step=self.steps, samples=int(weight), seconds=seconds, metrics=means))
         return means
 
+    def _sum_over_dataset(
+        self, dataset: Any, collate: Collate, measure: Callable[..., Any], micro_batch: int
+    ) -> dict[str, torch.Tensor]:
+        """Return this rank's sums of what `measure` returns, as fp64 scalars on the device. Collective."""
+        sums: dict[str, torch.Tensor] = {}
+        mesh = self.plan.mesh
+        with ExitStack() as contexts:
+            for model in self._models.values():
+                contexts.enter_context(model.engine.evaluating())
+            drawn = Draws(derive(self.plan.config.run.seed, "held out")).used
+            data_rank = mesh.data_rank(self.ranks.rank)
+            for samples, counts in held_out(
+                dataset, micro_batch, data_rank, mesh.data_ranks, drawn
+            ):
+                batch = self._copy_to_device(collate(samples))
+                values = session_checks.require_measured(measure(batch))
+                for name, value in values.items():
+                    scalar = torch.as_tensor(value, device=self.device).double().reshape(())
+                    # A sample that another rank has as well counts 0.
+                    part = scalar * counts
+                    sums[name] = sums.get(name, torch.zeros_like(part)) + part
+        return sums
+
     def log(self, **metrics: Any) -> None:
-        """An event of this step, on rank 0 a line as well: the loss and the gradient norm of all ranks (of several models under NAME_loss),
-        and `metrics`, numbers as this rank has them. Before this start's first step there is the line alone."""
+        """Write an event of this step, and on rank 0 print a line.
+
+        Both have the loss and the gradient norm over all ranks (of several models as NAME_loss), and
+        `metrics`, numbers of this rank. Before this start's first step only the line is printed.
+        """
         self._require_prepared()
         scalars: dict[str, float] = {}
         for name in self._stepped():
             prefix = f"{name}_" if name else ""
-            scalars |= {
-                f"{prefix}loss": self.losses[name],
-                f"{prefix}grad_norm": self.grad_norms[name],
-            }
-        scalars |= own.numbers(metrics)
+            scalars[f"{prefix}loss"] = self.losses[name]
+            scalars[f"{prefix}grad_norm"] = self.grad_norms[name]
+        scalars |= session_checks.require_numbers(metrics)
         if self.is_first:
-            say(
-                f"step {self.steps}  "
-                + "  ".join(f"{name} {value:.5g}" for name, value in scalars.items()),
-                sys.stdout,
-            )
-        if not self.losses:
+            shown = "  ".join(f"{name} {value:.5g}" for name, value in scalars.items())
+            say(f"step {self.steps}  {shown}", sys.stdout)
+        losses = self.losses
+        if not losses:
             return
-        now, done = (
-            time.time(),
-            (self.steps, self._state.tokens + sum(model.tokens for model in self._models.values())),
+        before = self._last_log
+        now = time.time()
+        pending_tokens = sum(model.tokens for model in self._models.values())
+        self._last_log = LogMark(self.steps, now, self._state.tokens + pending_tokens)
+        steps = max(1, self.steps - before.steps)
+        first_model = next(iter(self._models.values()))
+        event = own.step_event(
+            self.steps,
+            self.plan,
+            first_model.engine,
+            scalars,
+            seconds=(now - before.time) / steps,
+            tokens=(self._last_log.tokens - before.tokens) // steps,
+            epoch=self._epoch,
+            loss=next(iter(losses.values())),
+            grad_norm=next(iter(self.grad_norms.values())),
         )
-        (steps, began, tokens), self._logged = self._logged, (done[0], now, done[1])
-        each, engine = max(1, done[0] - steps), next(iter(self._models.values())).engine
-        metrics_of_step = {
-            "seconds": (now - began) / each,
-            "tokens": (done[1] - tokens) // each,
-            "epoch": self._epoch,
-        }
-        metrics_of_step |= {
-            "loss": next(iter(self.losses.values())),
-            "grad_norm": next(iter(self.grad_norms.values())),
-        }
-        self.emit(own.step_event(self.steps, self.plan, engine, scalars, **metrics_of_step))
-
-    # ------------------------------------------------------------------------------------------------------ checkpoints
+        self.emit(event)
 
     def save(self, every: int | None = None) -> None:
-        """Save a checkpoint, in the background; with `every` at its multiples alone, and between them in memory as `in_memory_every` has
-        it. At the end of the session the last is saved anyway. Collective."""
+        """Save a checkpoint in the background. Collective.
+
+        With `every` it is saved at multiples of `every` alone, and between them in memory as
+        `in_memory_every` has it. The end of the session saves the last one anyway.
+        """
         self._require_prepared()
-        in_memory, on_disk = (
-            self.plan.config.checkpoint.in_memory_every,
-            every is None or self.steps % own.counted(every) == 0,
-        )
-        if not on_disk and (in_memory is None or self.steps % in_memory):
+        is_due_on_disk = every is None or self.steps % session_checks.require_every(every) == 0
+        in_memory_every = self.plan.config.checkpoint.in_memory_every
+        is_due_in_memory = in_memory_every is not None and self.steps % in_memory_every == 0
+        if not is_due_on_disk and not is_due_in_memory:
             return
         if self._unused():
-            what = "save in the middle of a global batch"
             raise UserError(
-                what, where="session.save", fix="call it after the last s.step() of the batch"
+                "save in the middle of a global batch",
+                where="session.save",
+                fix="call it after the last s.step() of the batch",
             )
-        self._land()
-        own.require_json(self.state)
-        if on_disk:
+        self._finish_pending_steps()
+        session_checks.require_json(self.state)
+        if is_due_on_disk:
             self.saver.save(self.metric)
         else:
             self.saver.keep_in_memory()
 
     def _save_last(self) -> None:
-        self._land()
-        own.require_json(self.state, drop=True)
+        """Leave the run with its last step saved. Collective."""
+        self._finish_pending_steps()
+        session_checks.drop_unless_json(self.state)
         if self.steps:
             self.saver.save_last(self.metric)
 
     def _stop_if_requested(self) -> None:
-        if self._signal:
+        if self._stop_signal:
             self._save_last()
-            self.saver.leave(self._signal)
+            self.saver.leave(self._stop_signal)
 
     def _require_prepared(self) -> None:
         if not self._models:

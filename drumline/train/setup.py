@@ -1,4 +1,4 @@
-"""From what the user typed to a plan on disk: everything that happens once, before any rank starts and outside any collective."""
+"""Make the plan of a run and its folder: everything that happens once, before any rank starts and outside any collective."""
 
 from __future__ import annotations
 
@@ -64,71 +64,112 @@ from drumline.telemetry.trackers import check_installed, find_callbacks
 from drumline.train.state import fallback_folder
 
 CHECKPOINTS = "checkpoints"
-EVAL_RESULTS = "eval.json"  # what `drumline eval` knows of the base model before there is a run
+# What `drumline eval` knows of the base model before there is a run.
+EVAL_RESULTS = "eval.json"
 
 
 def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = False) -> Plan:
-    """Find the model, prepare the data (a dry run only looks whether it is there) and resolve every number."""
-    config, base = request.loaded.config, request.loaded.base_dir
-    if request.resume not in (None, "newest"):
-        named(request.resume or "")  # before any work is done for nothing
-    if config.checkpoint.url:
-        Store(config.checkpoint.url)
-    check_installed(config.run.report_to, base.absolute())
-    find_callbacks(config.run.callbacks, base.absolute())
-    config.optimizer.require()
+    """Return the plan of a run: find the model, prepare the data and resolve every number.
+
+    `dry_run`: prepare and download nothing; data that are not prepared are missing in the plan.
+    """
+    config = request.loaded.config
+    base_dir = request.loaded.base_dir
+    _check_request(request)
     if config.plain:
         return own_plan(request, dry_run, on_progress)
+    rollout = config.algorithm.rollout
     if config.adapter.kind == "lora":
         require_package("peft", "adapter")
-    if (rollout := config.algorithm.rollout) is not None:
-        from drumline.rl import vllm  # what generates takes a second to import
+    if rollout is not None:
+        from drumline.rl import vllm  # importing the generators takes a second
 
         rewards.require(rollout.rewards)
         vllm.require_installed(rollout.generator)
+
+    # The models.
     policy = find_model(config.model, on_progress, weights=True)
     notes(rows_notes(config, policy))
     config = with_new_rows(config, policy)
     if not config.images_alone:
-        models.check_fits(
-            policy.hf_config, load_tokenizer(policy.path, config.model), config.data.max_length
-        )
+        tokenizer = load_tokenizer(policy.path, config.model)
+        models.check_fits(policy.hf_config, tokenizer, config.data.max_length)
     require_adapter(config, policy)
     roles = find_roles(config, policy, on_progress)
     if not dry_run:
         download(policy.path, config.model, on_progress)
         for role in roles.values():
             download(role.model_path, role.model, on_progress)
-    data = _data_of(config, policy, base, dry_run, on_progress)
+
+    # The data.
+    data = _prepare_data(config, policy, base_dir, dry_run, on_progress)
     if rollout is not None:
-        _check_prompts(rollout, config, base, data)
+        _check_prompts(rollout, config, base_dir, data)
+
+    # The devices, and how the work is spread over them.
     machine = request.machine or detect()
     device = device_of(config, machine)
-    cluster, why = cluster_here(
-        config, machine, device, processes_of(config, machine, device, request.world_size)
-    )
-    processes = request.world_size is not None or config.launch.nproc is not None
-    question = assemble(config, policy, roles, data, cluster, processes=processes)
-    config, why = _choose_open_keys(question, why, on_progress)
-    plan = _resolved(
+    processes = processes_of(config, machine, device, request.world_size)
+    cluster, about_cluster = cluster_here(config, machine, device, processes)
+    has_fixed_processes = request.world_size is not None or config.launch.nproc is not None
+    question = assemble(config, policy, roles, data, cluster, processes=has_fixed_processes)
+    config, why = _choose_open_keys(question, about_cluster, on_progress)
+    plan = _resolve_plan(
         request, config, machine, data, facts=question.facts, model_path=policy.path, roles=roles
     )
     _require_runs(plan)
     if not dry_run:
-        plan.config.strategy.require(plan, on_progress)
-        _require_written(plan, base)
-        if config.model.init == "pretrained" and (
-            config.adapter.kind != "none" or config.model.freeze
-        ):
-            plan = plan.model_copy(update={"base": weights_digest(plan.model_path)})
-    cluster, _ = cluster_here(
-        config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank
-    )
-    why = [*why, *network.why(os.environ, config.launch.timeout_seconds, config.launch.interface)]
+        plan = _check_with_weights(plan, config, base_dir, on_progress)
+    return _with_prediction(plan, config, request, machine, question.facts, why)
+
+
+def _check_request(request: Request) -> None:
+    """Raise the errors that need no work: of the checkpoint, URL, trackers, callbacks and optimizer of a request."""
+    config = request.loaded.config
+    base_dir = request.loaded.base_dir.absolute()
+    if request.resume not in (None, "newest"):
+        named(request.resume or "")
+    if config.checkpoint.url:
+        Store(config.checkpoint.url)
+    check_installed(config.run.report_to, base_dir)
+    find_callbacks(config.run.callbacks, base_dir)
+    config.optimizer.require()
+
+
+def _check_with_weights(
+    plan: Plan, config: Config, base_dir: Path, on_progress: OnProgress
+) -> Plan:
+    """Check what a dry run cannot, and return the plan, with a digest of weights that are not saved with the run."""
+    plan.config.strategy.require(plan, on_progress)
+    _require_samples_and_tasks(plan, base_dir)
+    has_frozen_base = config.adapter.kind != "none" or bool(config.model.freeze)
+    if config.model.init == "pretrained" and has_frozen_base:
+        plan = plan.model_copy(update={"base": weights_digest(plan.model_path)})
+    return plan
+
+
+def _with_prediction(
+    plan: Plan,
+    config: Config,
+    request: Request,
+    machine: Machine,
+    facts: ModelFacts,
+    why: list[str],
+) -> Plan:
+    """Return the plan with what it is expected to need, and with what follows from that.
+
+    `config`: as it was before it was resolved. `why`: lines that explain the plan so far.
+    """
+    devices = plan.mesh.world_size * plan.devices_per_rank
+    cluster, _ = cluster_here(config, machine, plan.device, devices)
+    about_network = network.why(os.environ, config.launch.timeout_seconds, config.launch.interface)
     if config.memory.budget_gb is not None and not request.loaded.config.strategy.planned:
-        plan = within_budget(plan, question.facts, cluster, kinds_of(config.memory))
-    plan = predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
-    return _with_saves(plan, question.facts, cluster) if config.checkpoint.every == "auto" else plan
+        plan = within_budget(plan, facts, cluster, kinds_of(config.memory))
+    plan = plan.model_copy(update={"why": [*why, *about_network, *plan.why]})
+    plan = predict(plan, facts, cluster)
+    if config.checkpoint.every == "auto":
+        plan = _with_saves(plan, facts, cluster)
+    return plan
 
 
 def _choose_open_keys(
@@ -138,193 +179,201 @@ def _choose_open_keys(
 
     `about_cluster`: lines on the devices that a strategy is chosen for.
     """
-    config, why = question.config, list[str]()
+    config = question.config
+    why: list[str] = []
     if config.strategy.planned:
         with told_if_slow(lambda: on_progress(COMPARING, 0, None)):
             config, reason = choose(question)
-        why = [reason, *about_cluster] if reason else about_cluster
-    config, compiling = choose_compile(replace(question, config=config))
-    return config, [*why, compiling] if compiling else why
+        if reason:
+            why.append(reason)
+        why += about_cluster
+    config, about_compiling = choose_compile(replace(question, config=config))
+    if about_compiling:
+        why.append(about_compiling)
+    return config, why
 
 
-def _data_of(
-    config: Config, policy: Found, base: Path, dry_run: bool, on_progress: OnProgress
+def _prepare_data(
+    config: Config, policy: Found, base_dir: Path, dry_run: bool, on_progress: OnProgress
 ) -> DataPlan | None:
-    """The data, prepared, with their classes in the model's own order; None where a dry run does not find them."""
-    vision, tokenizer_path = (
-        vision_of(config, policy.path, policy.hf_config),
-        config.model.tokenizer or policy.path or "",
-    )
+    """Return the prepared data, with their classes in the model's own order. A dry run returns None if they are not prepared."""
+    vision = vision_of(config, policy.path, policy.hf_config)
+    tokenizer_path = config.model.tokenizer or policy.path or ""
     if dry_run:
-        data = data_prepare.cached(config, tokenizer_path, base, vision)
+        data = data_prepare.cached(config, tokenizer_path, base_dir, vision)
     else:
-        data = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
+        data = data_prepare.prepare(config, tokenizer_path, base_dir, on_progress, vision)
     if data is None:
         return None
     if config.model.init == "pretrained":
-        data = data.model_copy(update={"labels": in_own_order(policy.hf_config, data.labels)})
+        labels = in_own_order(policy.hf_config, data.labels)
+        data = data.model_copy(update={"labels": labels})
     _require_measured(config, data.labels)
     return data
 
 
 def _with_saves(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
-    """The plan with the number that checkpoint.every: auto stands for."""
+    """Return the plan with the number that `checkpoint.every: auto` stands for."""
     assert plan.predicted.estimate is not None
     best = campaign(Candidate("", plan, plan.predicted.estimate), cluster, facts)
     checkpoint = plan.config.checkpoint.model_copy(update={"every": best.every})
+    config = plan.config.model_copy(update={"checkpoint": checkpoint})
+    seconds = best.every * best.step
+    mtbf_hours = cluster.mtbf_hours or MTBF_HOURS
     line = (
-        f"checkpoint.every auto: {best.every} steps, {best.every * best.step:.3g} s at {best.step:.3g} s a step; with a fault of a device"
-        f" in {cluster.mtbf_hours or MTBF_HOURS:,.0f} hours, {best.goodput():.1%} of the time is training"
+        f"checkpoint.every auto: {best.every} steps, {seconds:.3g} s at {best.step:.3g} s a step;"
+        f" with a fault of a device in {mtbf_hours:,.0f} hours, {best.goodput():.1%} of the time is training"
     )
-    return plan.model_copy(
-        update={
-            "config": plan.config.model_copy(update={"checkpoint": checkpoint}),
-            "why": [line, *plan.why],
-        }
-    )
+    return plan.model_copy(update={"config": config, "why": [line, *plan.why]})
 
 
 def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[str, RolePlan]:
-    """By name what each role is and where it lies. Raises ModelError for one that reads other tokens than the policy writes, and for one
-    without a trained head that stays frozen."""
+    """Return for each auxiliary model, by the name of its role, what it is and where it lies.
+
+    Raises ModelError for a model that reads other tokens than the policy writes, and for a frozen one without a trained head.
+    """
     roles = roles_of(config, policy, lambda model: find_model(model, on_progress, weights=True))
-    for name, wanted in config.algorithm.auxiliary_models(config).items():
-        model, path = roles[name].model, roles[name].model_path
+    for name, auxiliary in config.algorithm.auxiliary_models(config).items():
+        model = roles[name].model
+        path = roles[name].model_path
         if model != config.model:
             tokenizer = load_tokenizer(policy.path, config.model)
-            require_same_tokens(model, path, tokenizer, wanted.where)
-            models.check_fits(
-                models.load_config(path, model), tokenizer, config.data.max_length, wanted.where
-            )
-        if not wanted.trainable:
-            lay_out(path, model, 0, head=wanted.head, draws=False)
+            require_same_tokens(model, path, tokenizer, auxiliary.where)
+            hf_config = models.load_config(path, model)
+            models.check_fits(hf_config, tokenizer, config.data.max_length, auxiliary.where)
+        if not auxiliary.trainable:
+            # Laying it out raises ModelError if the head is not in the files.
+            lay_out(path, model, 0, head=auxiliary.head, draws=False)
     return roles
 
 
 def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, where: str) -> None:
-    """Raises ModelError where a model comes with a tokenizer that has other tokens than `tokenizer`."""
-    if (
-        model.tokenizer is None
-        and path is not None
-        and Path(path).is_dir()
-        and not any(Path(path).glob("*token*"))
-    ):
-        return
+    """Raise ModelError if a model comes with a tokenizer that has other tokens than `tokenizer`."""
+    if model.tokenizer is None and path is not None and Path(path).is_dir():
+        has_tokenizer = any(Path(path).glob("*token*"))
+        if not has_tokenizer:
+            return
     theirs = load_tokenizer(path, model).get_vocab()
     ours = tokenizer.get_vocab()
-    if theirs != ours:
-        token = next((t for t, number in ours.items() if theirs.get(t) != number), None) or next(
-            t for t in theirs if t not in ours
-        )
-        numbers = [
-            ("none" if v.get(token) is None else f"number {v[token]}") for v in (ours, theirs)
-        ]
-        what = f"its tokenizer is not the policy's: token {token!r} has {numbers[0]} in the policy's and {numbers[1]} in this one"
-        raise ModelError(
-            what,
-            where=where,
-            fix="give it the policy's new_tokens, or name a model with the same tokenizer",
-        )
+    if theirs == ours:
+        return
+    token = _first_difference(ours, theirs)
+    what = (
+        f"its tokenizer is not the policy's: token {token!r} has {_number_of_token(ours, token)}"
+        f" in the policy's and {_number_of_token(theirs, token)} in this one"
+    )
+    raise ModelError(
+        what,
+        where=where,
+        fix="give it the policy's new_tokens, or name a model with the same tokenizer",
+    )
+
+
+def _first_difference(ours: dict[str, int], theirs: dict[str, int]) -> str:
+    """Return the first token that does not have the same number in two vocabularies that differ."""
+    for token, number in ours.items():
+        if theirs.get(token) != number:
+            return token
+    return next(token for token in theirs if token not in ours)
+
+
+def _number_of_token(vocabulary: dict[str, int], token: str) -> str:
+    number = vocabulary.get(token)
+    return "none" if number is None else f"number {number}"
 
 
 def _require_runs(plan: Plan) -> None:
-    """Raises PlanError and ModelError for what shows where the models are built, or run alone: tried here, on small copies."""
-    config, own = (
-        plan.config,
-        [role for role in plan.roles.values() if role.model != plan.config.model],
-    )
-
-    def built(path: str | None, described: ModelConfig, head: Head) -> Any:
-        return models.on_meta(
-            with_classes(models.load_config(path, described), head, plan.labels), head
-        )
-
-    wanted = [
-        (plan.model_path, config.model, config.head),
-        *((role.model_path, role.model, role.head) for role in own),
-    ]
+    """Raise PlanError or ModelError if a model could not be built, or would not run: tried here on small copies."""
+    config = plan.config
     if config.optimizer.groups:
-        policy = built(plan.model_path, config.model, config.head)
+        policy = _build_on_meta(plan, plan.model_path, config.model, config.head)
         freeze(policy, config.model.freeze)
         if config.adapter.kind == "lora":
             adapters.inject(policy, config.adapter, seed=0)
         config.optimizer.require_groups(learning(policy))
-    for path, described, head in wanted:
-        if head not in LM and plan.engine != "pipeline":
-            continue
-        model = built(path, described, head)
-        if head in LM:
-            attend_by_documents(model, plan, on_host=True)
-            require_next_token(model, "cpu", config.packs)
-        if plan.engine == "pipeline":
-            from drumline.parallel.stages import find_cuts
+    _require_model_runs(plan, plan.model_path, config.model, config.head)
+    for role in plan.roles.values():
+        if role.model != config.model:
+            _require_model_runs(plan, role.model_path, role.model, role.head)
 
-            find_cuts(model)
+
+def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head: Head) -> None:
+    """Raise PlanError or ModelError if one model would not run as planned."""
+    if head not in LM and plan.engine != "pipeline":
+        return
+    model = _build_on_meta(plan, path, config, head)
+    if head in LM:
+        attend_by_documents(model, plan, on_host=True)
+        require_next_token(model, "cpu", plan.config.packs)
+    if plan.engine == "pipeline":
+        from drumline.parallel.stages import find_cuts
+
+        find_cuts(model)
+
+
+def _build_on_meta(plan: Plan, path: str | None, config: ModelConfig, head: Head) -> Any:
+    """Return a model without memory for its weights."""
+    hf_config = with_classes(models.load_config(path, config), head, plan.labels)
+    return models.on_meta(hf_config, head)
 
 
 def _require_measured(config: Config, labels: tuple[str, ...]) -> None:
-    """Raises ConfigError where eval.metric is one that classes as few as these have not."""
-    metric, names = config.eval.metric, config.algorithm.measures(labels)
-    if not metric.startswith("tasks/") and metric.rpartition("/")[2] in {
-        *config.algorithm.metrics
-    } - {*names}:
+    """Raise ConfigError if eval.metric is one that is not measured with so few classes."""
+    metric = config.eval.metric
+    if metric.startswith("tasks/"):
+        return
+    measured = config.algorithm.measures(labels)
+    name = metric.rpartition("/")[2]
+    if name in config.algorithm.metrics and name not in measured:
         what = f"{metric!r} is not measured with {len(labels)} classes"
-        raise ConfigError(what, where="eval.metric", fix=f"one of {', '.join(names)}")
+        raise ConfigError(what, where="eval.metric", fix=f"one of {', '.join(measured)}")
 
 
-def _check_prompts(rollout: RolloutSpec, config: Config, base: Path, data: DataPlan | None) -> None:
-    """Raises ConfigError and PlanError where rewards or the curriculum do not fit the columns and domains of the prompts."""
-    columns = None if data is None else data_prepare.prompt_columns(data)
-    rewards.check(rollout.rewards, base.absolute(), columns)
-    if "completion" in (columns or ()) and any(
-        reward.kind == "function" for reward in rollout.rewards
-    ):
+def _check_prompts(
+    rollout: RolloutSpec, config: Config, base_dir: Path, data: DataPlan | None
+) -> None:
+    """Raise ConfigError or PlanError if rewards or the curriculum do not fit the columns and domains of the prompts."""
+    columns = None
+    if data is not None:
+        columns = data_prepare.prompt_columns(data)
+    rewards.check(rollout.rewards, base_dir.absolute(), columns)
+    has_function = any(reward.kind == "function" for reward in rollout.rewards)
+    if has_function and columns is not None and "completion" in columns:
         notes(
             [
-                "the rows' column `completion` is not given to reward functions, which get what was sampled: rename it if they need it"
+                "the rows' column `completion` is not given to reward functions, which get what was sampled:"
+                " rename it if they need it"
             ]
         )
     if rollout.curriculum.kind == "weights":
-        require_domains(
-            rollout.curriculum.weights, data_prepare.prompt_domains(data, config.data.train)
-        )
+        domains = data_prepare.prompt_domains(data, config.data.train)
+        require_domains(rollout.curriculum.weights, domains)
 
 
-def _require_written(plan: Plan, base: Path) -> None:
-    """Raises DataError and ConfigError where eval.samples finds no prompts, and where eval.tasks cannot be had."""
+def _require_samples_and_tasks(plan: Plan, base_dir: Path) -> None:
+    """Raise DataError if eval.samples finds no prompts, and ConfigError or EnvironmentFault if eval.tasks cannot be loaded."""
     if plan.config.eval.samples:
-        from drumline.train.sampling import prompts  # what generates takes a second to import
+        from drumline.train.sampling import prompts  # importing the generators takes a second
 
         prompts(plan)
     if plan.config.eval.tasks:
         from drumline.train import tasks
 
-        tasks.require(plan.config.eval, base)
+        tasks.require(plan.config.eval, base_dir)
 
 
 def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
-    """The same for a module of the user's own, of which only it itself knows what it computes: nothing is predicted."""
-    config, base = request.loaded.config, request.loaded.base_dir.absolute()
+    """Return the plan for a module of the user's own. Nothing is predicted: only the module itself knows what it computes."""
+    config = request.loaded.config
+    base_dir = request.loaded.base_dir.absolute()
     if config.checkpoint.every == "auto":
         what = "auto follows from the seconds of a step, which are not predicted for a module of your own"
         raise PlanError(what, where="checkpoint.every", fix="give a number of steps")
-    find_builder(config.model, base)
-    config.algorithm.build_in(base)
-    samples = read_samples(config.data.train, base, Draws(0).used)
-    held_out = {
-        name: len(read_samples(sources, base, Draws(0).used))
-        for name, sources in config.data.eval_sets.items()
-    }
-    data = DataPlan(
-        train_cache="train",
-        eval_caches={name: f"eval/{name}" for name in held_out},
-        train_samples=len(samples),
-        eval_samples=sum(held_out.values()),
-        identity=identify_samples(config.data.train, base, samples),
-    )
-    plan = _resolved(
-        request, config, request.machine or detect(), data, facts=None, model_path=None
-    )
+    find_builder(config.model, base_dir)
+    config.algorithm.build_in(base_dir)
+    data = _own_data(config, base_dir)
+    machine = request.machine or detect()
+    plan = _resolve_plan(request, config, machine, data, facts=None, model_path=None)
     module, _ = lay_out_spreadable(
         plan, own_build(plan), "cpu", config.model.units, config.model.tp_plan
     )
@@ -332,95 +381,121 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     if plan.engine == "pipeline":
         from drumline.parallel.own_pipeline import cut
 
-        cut(module, plan.mesh.pp)  # raises PlanError where it cannot be
+        # Raises PlanError if the module cannot be cut.
+        cut(module, plan.mesh.pp)
     if not dry_run:
         plan.config.strategy.require(plan, on_progress)
-    return plan.model_copy(
-        update={"why": [*plan.why, *batch_norm_why(config, plan.batch, len(batch_norms(module)))]}
+    about_batch_norm = batch_norm_why(config, plan.batch, len(batch_norms(module)))
+    return plan.model_copy(update={"why": [*plan.why, *about_batch_norm]})
+
+
+def _own_data(config: Config, base_dir: Path) -> DataPlan:
+    """Return the data of a module of the user's own: samples are read as they are, and nothing is prepared."""
+    samples = read_samples(config.data.train, base_dir, Draws(0).used)
+    eval_caches = {}
+    eval_samples = 0
+    for name, sources in config.data.eval_sets.items():
+        eval_caches[name] = f"eval/{name}"
+        eval_samples += len(read_samples(sources, base_dir, Draws(0).used))
+    return DataPlan(
+        train_cache="train",
+        eval_caches=eval_caches,
+        train_samples=len(samples),
+        eval_samples=eval_samples,
+        identity=identify_samples(config.data.train, base_dir, samples),
     )
 
 
-def _resolved(
+def _resolve_plan(
     request: Request, config: Config, machine: Machine, data: DataPlan | None, **model: Any
 ) -> Plan:
+    """Return the plan with every number resolved. `model`: facts, path and roles, as `resolve` takes them.
+
+    Raises PlanError also for a profile of steps or ranks that the run does not have.
+    """
     loaded = request.loaded
-    run_dir, base_dir = (
-        config.run.dir or default_run_dir(loaded.path),
-        str(loaded.base_dir.absolute()),
-    )
     plan = resolve(
         config,
-        run_dir=run_dir,
+        run_dir=config.run.dir or default_run_dir(loaded.path),
         machine=machine,
         world_size=request.world_size,
         data=data,
-        base_dir=base_dir,
+        base_dir=str(loaded.base_dir.absolute()),
         **model,
     )
     if plan.steps is not None and plan.warmup_steps >= plan.steps:
         notes(
             [
-                f"warm-up takes {plan.warmup_steps} steps and the run has {plan.steps}: the rate never reaches its peak"
+                f"warm-up takes {plan.warmup_steps} steps and the run has {plan.steps}:"
+                " the rate never reaches its peak"
             ]
         )
-    if (wanted := config.run.profile) is not None:
-        ranks, last = plan.mesh.world_size, plan.steps
-        if (rank := max(wanted.ranks)) >= ranks:
-            fix = f"name ranks from 0 to {ranks - 1}" if ranks > 1 else "leave it out"
-            raise PlanError(
-                f"there is no rank {rank}: the run has {ranks}", where="run.profile.ranks", fix=fix
-            )
-        if last is not None and wanted.at > last:
-            what = f"the trace begins at step {wanted.at}, and the run has {last} step" + "s" * (
-                last > 1
-            )
-            raise PlanError(what, where="run.profile.at", fix="choose an earlier step")
+    _require_profiled(plan)
     return plan
 
 
+def _require_profiled(plan: Plan) -> None:
+    """Raise PlanError if run.profile names ranks or steps that the run does not have."""
+    profile = plan.config.run.profile
+    if profile is None:
+        return
+    ranks = plan.mesh.world_size
+    highest_rank = max(profile.ranks)
+    if highest_rank >= ranks:
+        fix = "leave it out"
+        if ranks > 1:
+            fix = f"name ranks from 0 to {ranks - 1}"
+        raise PlanError(
+            f"there is no rank {highest_rank}: the run has {ranks}",
+            where="run.profile.ranks",
+            fix=fix,
+        )
+    if plan.steps is not None and profile.at > plan.steps:
+        steps = f"{plan.steps} steps" if plan.steps > 1 else f"{plan.steps} step"
+        raise PlanError(
+            f"the trace begins at step {profile.at}, and the run has {steps}",
+            where="run.profile.at",
+            fix="choose an earlier step",
+        )
+
+
 def predict(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
-    """The plan with what it is expected to need on `cluster`."""
+    """Return the plan with what it is expected to need on `cluster`."""
     expected = estimate(plan, facts, cluster)
-    return plan.model_copy(
-        update={"predicted": plan.predicted.model_copy(update={"estimate": expected})}
-    )
+    predicted = plan.predicted.model_copy(update={"estimate": expected})
+    return plan.model_copy(update={"predicted": predicted})
 
 
 def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
-    """Write config.yaml and plan.json into the run folder, whose lease the caller holds. Returns plan.json and the checkpoint to go on
-    from.
+    """Write config.yaml and plan.json into the run folder, whose lease the caller holds.
 
-    Raises EnvironmentFault (another run is there, not writable, too little space) or CheckpointError (nothing to resume from,
-    or a config that differs in what matters).
+    Returns the path of plan.json, and the checkpoint to go on from, as `resume_from` does.
+
+    Raises EnvironmentFault if another run is in the folder, it cannot be written, or it has too little space; and
+    CheckpointError if there is nothing to resume from, or the config differs in what matters.
     """
     run_dir = Path(plan.run_dir)
     recover(run_dir / CHECKPOINTS)
     start = resume_from(run_dir, request, plan)
-    there = (
-        {entry.name for entry in run_dir.iterdir() if not entry.name.startswith(lease.NAME)}
-        if run_dir.is_dir()
-        else set()
-    )
-    if request.resume is None and there - {EVAL_RESULTS}:
-        fix = "add --resume to go on with it, or choose another with run.dir=…"
-        raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix=fix)
-    if request.resume is None and plan.config.checkpoint.url:
-        require_unused(plan.config.checkpoint.url)
-    if copies := plan.config.checkpoint.memory_copies:
+    if request.resume is None:
+        _require_empty(run_dir)
+        if plan.config.checkpoint.url:
+            require_unused(plan.config.checkpoint.url)
+    copies = plan.config.checkpoint.memory_copies
+    if copies:
         require_room(copies * plan.checkpoint_bytes)
-    # A run keeps at least one while it writes the next.
-    needed, free = (
-        plan.checkpoint_bytes if plan.saves else 0,
-        free_bytes(run_dir),
-    )
+    # A run keeps at least one checkpoint while it writes the next.
+    needed = plan.checkpoint_bytes if plan.saves else 0
+    free = free_bytes(run_dir)
     if free < needed:
-        what = f"one checkpoint needs about {size(needed)}, {size(free)} are free"
         raise EnvironmentFault(
-            what, where=str(run_dir), fix="free space, or choose another disk with run.dir=…"
+            f"one checkpoint needs about {size(needed)}, {size(free)} are free",
+            where=str(run_dir),
+            fix="free space, or choose another disk with run.dir=…",
         )
     _make_fallback(plan)
-    fix = "choose another with run.dir=…"
     forget_job(run_dir)
+    fix = "choose another with run.dir=…"
     with disk_errors("cannot write the run folder", str(run_dir), EnvironmentFault, fix):
         (run_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         write_whole(run_dir / "config.yaml", to_yaml(plan.config), private=True)
@@ -429,72 +504,87 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
     return plan_path, start
 
 
+def _require_empty(run_dir: Path) -> None:
+    """Raise EnvironmentFault if a run folder holds more than the lease and results of `drumline eval`."""
+    if not run_dir.is_dir():
+        return
+    for entry in run_dir.iterdir():
+        if not entry.name.startswith(lease.NAME) and entry.name != EVAL_RESULTS:
+            raise EnvironmentFault(
+                "the run folder is not empty",
+                where=str(run_dir),
+                fix="add --resume to go on with it, or choose another with run.dir=…",
+            )
+
+
 def _make_fallback(plan: Plan) -> None:
-    """Raises EnvironmentFault now where checkpoint.fallback_dir could not be used in need."""
+    """Raise EnvironmentFault now if checkpoint.fallback_dir could not be used when it is needed."""
     folder = fallback_folder(plan.config, plan.run_dir)
-    with disk_errors(
-        "cannot be used",
-        f"checkpoint.fallback_dir {folder and folder.parent}",
-        EnvironmentFault,
-        "name another folder",
-    ):
-        if folder is not None:
-            with temporary_folder(folder):
-                pass
-            with suppress(OSError):
-                folder.rmdir()  # it is made in need
+    if folder is None:
+        return
+    where = f"checkpoint.fallback_dir {folder.parent}"
+    with disk_errors("cannot be used", where, EnvironmentFault, "name another folder"):
+        with temporary_folder(folder):
+            pass
+        # It is made again when it is needed.
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:
-    """What `--resume` means to the ranks: `newest` (a start at step 0 where there is nothing yet), a checkpoint's folder or URL, the
-    folder of a run, or None.
+    """Return what `--resume` means to the ranks.
 
-    Only a look at the config and the data that were saved: the ranks verify the checkpoint itself, each a part of it.
+    That is `newest` (a start at step 0 if there is no checkpoint yet), a checkpoint's folder or URL, the
+    folder of a run, or None. Only the saved config and data are looked at: the ranks verify the
+    checkpoint itself, each a part of it. Raises CheckpointError.
     """
     if request.resume is None:
         return None
-    found = _to_go_on_from(request.resume, plan)
-    if found is not None:
-        _check_same_run(*found, plan, request.allow)
-    return (
-        "newest"
-        if found is None
-        else request.resume
-        if request.resume == "newest" or of_run(request.resume)
-        else found[0]
-    )
+    saved_state = _state_to_resume(request.resume, plan)
+    if saved_state is None:
+        return "newest"
+    path, state = saved_state
+    _check_same_run(path, state, plan, request.allow)
+    if request.resume == "newest" or of_run(request.resume):
+        return request.resume
+    return path
 
 
 def as_before(plan: Plan, request: Request) -> Plan:
-    """The plan with the learning rate that the run has had, where no more than the devices that it is scaled by is new. Where the next
-    step's rate is not that of the schedule so far, a line says so. Raises CheckpointError."""
-    found = _to_go_on_from(request.resume, plan) if request.resume is not None else None
-    if found is None:
+    """Return the plan with the learning rate that the run has had, if only the number of devices that scales it is new.
+
+    If the next step's rate is not that of the schedule so far, a line says so. Raises CheckpointError.
+    """
+    if request.resume is None:
         return plan
-    plan = _with_rate_of(found, plan, request)
-    why = _change_of_schedule(found[1], plan)
+    saved_state = _state_to_resume(request.resume, plan)
+    if saved_state is None:
+        return plan
+    path, state = saved_state
+    plan = _with_rate_of(path, state, plan, request)
+    why = _change_of_schedule(state, plan)
     if why is None:
         return plan
-    path, state = found
     saved = saved_config(state["config"], plan.config, request.allow, path)
     _, refused_keys = _changed_keys(saved, state, plan, request.allow)
-    if refused_keys:  # `claim_run_dir` refuses this start, with a line of its own
+    if refused_keys:
+        # `claim_run_dir` refuses this start, with a line of its own.
         return plan
     notes([why])
     return plan.model_copy(update={"why": [*plan.why, why]})
 
 
-def _with_rate_of(found: tuple[str, dict[str, Any]], plan: Plan, request: Request) -> Plan:
-    """The plan with the learning rate of a checkpoint, where the rate is scaled by devices and nothing but their number has changed it."""
-    path, state = found
-    lr = state.get("lr")  # older checkpoints do not say
-    may = any(
+def _with_rate_of(path: str, state: dict[str, Any], plan: Plan, request: Request) -> Plan:
+    """Return the plan with a checkpoint's learning rate, if the rate is scaled by devices and only their number has changed it."""
+    lr = state.get("lr")
+    if lr is None or lr == plan.lr or plan.config.optimizer.lr_scaling == "none":
+        # Checkpoints of older versions do not have the rate.
+        return plan
+    may_change = any(
         key in ("all", "optimizer") or key.startswith("optimizer.lr") for key in request.allow
     )
-    is_new_batch = (
-        state["global_samples"] != plan.batch.global_samples if "global_samples" in state else True
-    )
-    if plan.config.optimizer.lr_scaling == "none" or lr in (None, plan.lr) or may or is_new_batch:
+    is_same_batch = state.get("global_samples") == plan.batch.global_samples
+    if may_change or not is_same_batch:
         return plan
     why = f"learning rate {lr:.4g}, as in {path}: on {plan.mesh.data_ranks} data ranks it would be {plan.lr:.4g}"
     notes([f"{why}, which --allow optimizer.lr takes"])
@@ -502,10 +592,17 @@ def _with_rate_of(found: tuple[str, dict[str, Any]], plan: Plan, request: Reques
 
 
 def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
-    """A line with the learning rate of the last step and of the next one, and why they lie apart; None where the schedule goes on as it
-    was, and for older checkpoints, which do not say how long theirs was."""
-    step, lr, steps = state["trainer"].get("step"), state.get("lr"), state.get("steps")
-    if not step or lr is None or steps is None or plan.steps is None or step >= plan.steps:
+    """Return a line on the learning rate of the last step and of the next one, and why they lie apart.
+
+    Returns None if the schedule goes on as it was, and for checkpoints of older versions, which do not
+    have its length. `state`: of the checkpoint.
+    """
+    step = state["trainer"].get("step")
+    lr = state.get("lr")
+    steps = state.get("steps")
+    if lr is None or steps is None or plan.steps is None:
+        return None
+    if not step or step >= plan.steps:
         return None
     try:
         schedule = ScheduleConfig.model_validate(state["config"]["schedule"])
@@ -530,78 +627,106 @@ def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
         )
     if plan.warmup_steps != warmup:
         reasons.append(f"its warm-up was {warmup:,} steps and is {plan.warmup_steps:,}")
-    return f"the learning rate was {last:.3g} at step {step:,} and is {now:.3g} at step {step + 1:,}: {'; '.join(reasons)}"
-
-
-def _to_go_on_from(resume: str, plan: Plan) -> tuple[str, dict[str, Any]] | None:
-    """A checkpoint and its state; None where there is no newest one yet."""
     return (
-        newest_state(Path(plan.run_dir) / CHECKPOINTS, plan.config.checkpoint.url)
-        if resume == "newest"
-        else named(resume)
+        f"the learning rate was {last:.3g} at step {step:,} and is {now:.3g} at step {step + 1:,}:"
+        f" {'; '.join(reasons)}"
     )
+
+
+def _state_to_resume(resume: str, plan: Plan) -> tuple[str, dict[str, Any]] | None:
+    """Return the checkpoint that `--resume` names, and its state; None if it names the newest one, and there is none yet."""
+    if resume == "newest":
+        return newest_state(Path(plan.run_dir) / CHECKPOINTS, plan.config.checkpoint.url)
+    return named(resume)
 
 
 def _changed_keys(
     saved: Config, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]
 ) -> tuple[str, list[str]]:
-    """The keys that differ from a checkpoint's config and may not, as of `refused`, however the same batch is written and cut up."""
-    is_same_batch = state.get("global_samples") == plan.batch.global_samples
-    may = (*allow, "batch") if is_same_batch else allow
-    return refused(saved, plan.config, may)
+    """Return the keys that differ from a checkpoint's config and may not, as `refused` does.
+
+    Keys of the batch may differ if the global batch is the same.
+    """
+    if state.get("global_samples") == plan.batch.global_samples:
+        allow = (*allow, "batch")
+    return refused(saved, plan.config, allow)
 
 
 def _check_same_run(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
-    """Raises CheckpointError where a checkpoint was made with another config or other data, as far as nobody has allowed it."""
-    before, size = state.get("global_samples"), plan.batch.global_samples
+    """Raise CheckpointError if a checkpoint was made with another config or other data, and that is not allowed.
+
+    `state`: of the checkpoint at `path`.
+    """
     saved = saved_config(state["config"], plan.config, allow, path)
     changes, keys = _changed_keys(saved, state, plan, allow)
     if keys:
-        fix = f"take the change back, or accept it with --allow {','.join(keys)}"
         raise CheckpointError(
-            f"the config differs in what the run depends on: {changes}", where=path, fix=fix
+            f"the config differs in what the run depends on: {changes}",
+            where=path,
+            fix=f"take the change back, or accept it with --allow {','.join(keys)}",
         )
     strategy_line = strategy_change(saved, plan.config, path)
     if strategy_line is not None:
         notes([strategy_line])
-    if (
-        isinstance(before, int)
-        and before != size
-        and not any(key.partition(".")[0] in ("batch", "all") for key in allow)
-    ):
-        what = f"a step took {before} samples, and takes {size} now (data ranks: {plan.mesh.data_ranks})"
-        fix = f"keep it with batch.global_samples={before} batch.accumulation=null, or accept the new one with --allow batch.global_samples"
-        raise CheckpointError(what, where=path, fix=fix)
-    if (
-        None not in (base := state.get("base"), plan.base)
-        and base != plan.base
-        and not allowed("model", allow)
-    ):
-        what = f"the frozen weights in {plan.model_path} are not those that this checkpoint was trained on top of"
-        raise CheckpointError(
-            what, where=path, fix="bring the old ones back, or accept the new with --allow model"
-        )
+    _check_same_batch(path, state, plan, allow)
+    _check_same_base(path, state, plan, allow)
+    _check_same_data(path, state, plan, allow)
+
+
+def _check_same_batch(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
+    """Raise CheckpointError if a step takes another number of samples than before."""
+    before = state.get("global_samples")
+    now = plan.batch.global_samples
+    is_allowed = any(key.partition(".")[0] in ("batch", "all") for key in allow)
+    if not isinstance(before, int) or before == now or is_allowed:
+        return
+    raise CheckpointError(
+        f"a step took {before} samples, and takes {now} now (data ranks: {plan.mesh.data_ranks})",
+        where=path,
+        fix=f"keep it with batch.global_samples={before} batch.accumulation=null,"
+        " or accept the new one with --allow batch.global_samples",
+    )
+
+
+def _check_same_base(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
+    """Raise CheckpointError if the frozen weights are not those that the checkpoint was trained on."""
+    before = state.get("base")
+    if before is None or plan.base is None or before == plan.base or allowed("model", allow):
+        return
+    raise CheckpointError(
+        f"the frozen weights in {plan.model_path} are not those that this checkpoint was trained on top of",
+        where=path,
+        fix="bring the old ones back, or accept the new with --allow model",
+    )
+
+
+def _check_same_data(path: str, state: dict[str, Any], plan: Plan, allow: tuple[str, ...]) -> None:
+    """Raise CheckpointError if the training data have changed; print a note if that is allowed, or not known."""
     now = plan.data.identity if plan.data else None
     if now is None:
         return
     if state.get("data") is None:
         notes(
             [
-                f"{path} does not say what data it was trained on: whether these have changed since is not known"
+                f"{path} does not say what data it was trained on:"
+                " whether these have changed since is not known"
             ]
         )
         return
-    changed = what_changed(DataIdentity.model_validate(state["data"]), now)
-    if changed and not (
-        allowed("data", allow) or any(key.startswith("data.train") for key in allow)
-    ):
-        fix = "bring the old data back, or accept the new with --allow data: some samples may come twice and others never"
+    changes = what_changed(DataIdentity.model_validate(state["data"]), now)
+    if not changes:
+        return
+    is_allowed = allowed("data", allow) or any(key.startswith("data.train") for key in allow)
+    if not is_allowed:
         raise CheckpointError(
-            f"the training data changed since this checkpoint: {changed}", where=path, fix=fix
+            f"the training data changed since this checkpoint: {changes}",
+            where=path,
+            fix="bring the old data back, or accept the new with --allow data:"
+            " some samples may come twice and others never",
         )
-    if changed:
-        notes(
-            [
-                f"the training data changed since {path}: {changed}; some samples may come twice and others never"
-            ]
-        )
+    notes(
+        [
+            f"the training data changed since {path}: {changes};"
+            " some samples may come twice and others never"
+        ]
+    )

@@ -1,4 +1,4 @@
-"""Where a run stands, where its time went, and a step whose numbers are on their way to the host."""
+"""The state of a run: its counters, how its time was spent, and the step whose numbers are on their way to the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
@@ -26,109 +26,172 @@ from drumline.telemetry.events import Emit, Nonfinite
 
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
 MAX_RESCALES = 20
-LATE = "stream", "spikes"
-PAIRS = "drumline: keys and values"  # the only key of a dictionary whose keys are not all texts
-SQUARES = "squared_norms"  # a sum of ranks that step by themselves: of their own gradients
+# Fields of TrainState whose values may be functions, which are called when a checkpoint is made.
+CALLED_AT_SAVE = ("stream", "spikes")
+# The only key of an encoded dictionary whose keys are not all strings; see `keyed`.
+PAIRS = "drumline: keys and values"
+# The name of a sum over ranks that step without their peers: the squared norms of their own gradients.
+SQUARES = "squared_norms"
+
+Number = TypeVar("Number", float, list[float])
 
 
 @dataclass
 class TrainState:
-    """The trainer's own state. `position` counts samples drawn from the global order since step 0; `tokens` are real ones, all ranks.
-    `best`: the best eval.metric; `evaluated`: steps at the last evaluation, 0 before one (-1: an older checkpoint); `mark`: the metric that
-    eval.patience compares with, and `stale`: evaluations in a row since that were not better. `stream`: what a stream goes on from
-    besides; `spikes`: what health.on_spike compares with and has passed over."""
+    """The position and the counters of a run, as a checkpoint holds them."""
 
     step: int = 0
+    # Samples drawn from the global order since step 0.
     position: int = 0
+    # Real tokens (no padding) of all ranks.
     tokens: int = 0
+    # The best eval.metric so far.
     best: float | None = None
+    # Skipped steps in a row.
     skips: int = 0
+    # Steps at the last evaluation; 0 before the first; -1 in checkpoints of older versions.
     evaluated: int = -1
+    # The metric that eval.patience compares with, and how many evaluations in a row were not better.
     mark: float | None = None
     stale: int = 0
+    # What the stream of batches needs, besides `position`, to continue.
     stream: dict[str, Any] = field(default_factory=dict)
+    # What health.on_spike compares with, and the batches that it has passed over.
     spikes: dict[str, Any] = field(default_factory=dict)
-
-    def dump(self) -> dict[str, Any]:
-        """As a checkpoint has it. What of `stream` and `spikes` is a function is asked for now; collective, as a save is."""
-        now = {
-            name: {
-                key: value() if callable(value) else value
-                for key, value in getattr(self, name).items()
-            }
-            for name in LATE
-        }
-        return {**vars(self), **now, "stream": keyed(now["stream"])}
 
     def __post_init__(self) -> None:
         self.stream = unkeyed(self.stream)
 
+    def dump(self) -> dict[str, Any]:
+        """Return the state as a checkpoint stores it.
+
+        Functions among the values of `stream` and `spikes` are called now. Collective, as a save is.
+        """
+        dumped = dict(vars(self))
+        for name in CALLED_AT_SAVE:
+            values = {}
+            for key, value in dumped[name].items():
+                values[key] = value() if callable(value) else value
+            dumped[name] = values
+        dumped["stream"] = keyed(dumped["stream"])
+        return dumped
+
 
 def keyed(value: Any) -> Any:
-    """The same for JSON, which has no keys but texts: a dictionary with numbers as keys is one of pairs."""
+    """Return `value` with every dictionary in a form that JSON can hold.
+
+    JSON has only strings as keys: a dictionary with a number or None among its keys becomes
+    `{PAIRS: [[key, value], …]}`. A dictionary with any other key is returned as it is.
+    """
     if isinstance(value, list | tuple):
         return [keyed(each) for each in value]
-    if not isinstance(value, dict) or not all(
-        isinstance(key, str | int | float | None) for key in value
-    ):
+    if not isinstance(value, dict):
+        return value
+    if not all(isinstance(key, str | int | float | None) for key in value):
         return value
     pairs = [[key, keyed(each)] for key, each in value.items()]
-    return dict(pairs) if all(isinstance(key, str) for key in value) else {PAIRS: pairs}
+    if all(isinstance(key, str) for key in value):
+        return dict(pairs)
+    return {PAIRS: pairs}
 
 
 def unkeyed(value: Any) -> Any:
-    """What `keyed` was given, as JSON gives it back."""
+    """Return what `keyed` received, from what JSON made of its result."""
     if isinstance(value, list):
         return [unkeyed(each) for each in value]
     if not isinstance(value, dict):
         return value
-    return {
-        key: unkeyed(each)
-        for key, each in (value[PAIRS] if value.keys() == {PAIRS} else value.items())
-    }
+    items = value.items()
+    if value.keys() == {PAIRS}:
+        items = value[PAIRS]
+    return {key: unkeyed(each) for key, each in items}
+
+
+class StepNumbers(NamedTuple, Generic[Number]):
+    """Numbers of a step that each rank reports with its sums, in the order in which they are sent.
+
+    A rank sends floats. What arrives is a list for each field, with a float for each rank.
+    """
+
+    # Number of the signal by which this rank was asked to stop; 0 for none.
+    stop_signal: Number
+    # The step from which on a failed save is tried again; infinity for none.
+    retry_at: Number
+    # Seconds that the rank waited for data, and in communication (NaN if that is not measured).
+    data_s: Number
+    comm_s: Number
+    memory_bytes: Number
+    # Seconds of the step before.
+    last_step_s: Number
+
+
+class ArrivedNumbers(NamedTuple):
+    """The numbers of a step that have reached the host."""
+
+    total: dict[str, float]  # sums over all samples, by name
+    by_rank: list[list[float]]  # for each number that ranks report: its value on each rank
+    finished_at: float  # unix time
 
 
 @dataclass
-class Flight:
-    """A step whose update is made, or under way on a GPU, and whose numbers are on their way to the host. Those from `position` on are the
-    loop's alone."""
+class PendingStep:
+    """A step whose update is made, or under way on a GPU, and whose numbers may still be on their way to the host.
+
+    A session sets `gathered` and `step` alone; the other fields belong to `Loop`.
+    """
 
     gathered: Gathered
-    step: int  # steps done with it
-    denominator: float = 0.0  # of the loss; 0: what the sum `weight` turns out to be
+    step: int  # steps done, with this one
+    denominator: float = 0.0  # of the loss; 0 means the sum `weight`
     position: int = 0
     # Of the global batch, without fillers.
     sample_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     tokens: int = 0
     lr: float = 0.0
-    began: float = 0.0  # unix, with waiting for data
-    data_s: float = 0.0  # that this rank waited for data
-    volume: int | None = None  # bytes
-    clock: str | None = None  # what Measure calls its seconds
+    began: float = 0.0  # unix time, before the batch was waited for
+    data_s: float = 0.0  # seconds that this rank waited for data
+    sent_bytes: int | None = None
+    timing: str | None = None  # under which name `Measure` collects the step's seconds
     limit: float | None = None  # a larger loss is a spike
-    logged: bool = False
+    is_logged: bool = False
 
     def __post_init__(self) -> None:
         self.computed = time.time()
 
     @cached_property
-    def arrived(self) -> tuple[dict[str, float], list[list[float]], float]:
-        """Sums over all samples, numbers by rank, and when the step ended: on a GPU the host goes on before."""
+    def arrived(self) -> ArrivedNumbers:
+        """The step's numbers. The first access waits until they are on the host."""
         if SQUARES in self.gathered.names:
-            self.gathered.fetch((self.gathered[SQUARES] / self.gathered.world_size).sqrt())
+            # Ranks that step without their peers report the mean of their squared norms.
+            mean_square = self.gathered[SQUARES] / self.gathered.world_size
+            self.gathered.fetch(mean_square.sqrt())
         total, by_rank = self.gathered.read()
         total.pop(SQUARES, None)
-        return total, by_rank, self.computed if self.gathered.arrived is None else time.time()
+        finished_at = self.computed
+        if self.gathered.arrived is not None:
+            # On a GPU the host goes on before the step is over.
+            finished_at = time.time()
+        return ArrivedNumbers(total, by_rank, finished_at)
 
     @property
     def total(self) -> dict[str, float]:
-        return self.arrived[0]
+        return self.arrived.total
 
     @property
-    def by_rank(self) -> list[list[float]]:
-        """Of each rank the signal, and of the loop `retry_at`, seconds of waiting for data and for other ranks, bytes of memory, seconds
-        of the step before; then the gradient norm alone."""
-        return self.arrived[1]
+    def stop_signals(self) -> list[float]:
+        """The signal that asks each rank to stop, by rank; 0 for none."""
+        return self.arrived.by_rank[0]
+
+    @property
+    def numbers(self) -> StepNumbers[list[float]]:
+        """The numbers of all ranks, each by rank."""
+        return StepNumbers(*self.arrived.by_rank[: len(StepNumbers._fields)])
+
+    @property
+    def device_values(self) -> list[list[float]]:
+        """What `Meter.values` of each rank returned, each value by rank; empty if the step is not logged."""
+        # The gradient norm comes last.
+        return self.arrived.by_rank[len(StepNumbers._fields) : -1]
 
     @property
     def loss(self) -> float:
@@ -136,94 +199,143 @@ class Flight:
 
     @property
     def grad_norm(self) -> float:
-        return self.by_rank[-1][0]
+        return self.arrived.by_rank[-1][0]
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def judge(
-    flight: Flight, plan: Plan, state: TrainState, rescales: bool, emit: Emit, where: str, fix: str
+def check_finite(
+    pending: PendingStep,
+    plan: Plan,
+    state: TrainState,
+    rescales: bool,
+    emit: Emit,
+    where: str,
+    fix: str,
 ) -> None:
-    """Count steps in a row that are not finite, which left the weights as they were, each with an event that names its samples.
-    `rescales`: fp16's scale may be too large. Raises TrainingStopped by policy."""
-    if flight.finite:
+    """Count a step whose loss or gradient norm is not finite, and stop the run after too many in a row.
+
+    Such a step has left the weights as they were. An event names its samples.
+
+    Args:
+        rescales: The loss scale of fp16 may have been too large; the engine has halved it.
+        where, fix: Of the error.
+
+    Raises TrainingStopped if the policy (`health.on_nan`) says so.
+    """
+    if pending.is_finite:
         state.skips = 0
         return
-    health, loss, grad_norm = plan.config.health, flight.loss, flight.grad_norm
-    rescale = rescales and math.isfinite(loss)
-    policy = "rescale" if rescale else health.on_nan
+    health = plan.config.health
+    policy: Literal["rescale", "stop", "skip"] = health.on_nan
+    most_in_a_row = health.max_skips
+    if rescales and math.isfinite(pending.loss):
+        policy = "rescale"
+        most_in_a_row = MAX_RESCALES
     state.skips += 1
-    emit(
-        Nonfinite(
-            step=flight.step,
-            policy=policy,
-            loss=loss,
-            grad_norm=grad_norm,
-            sample_ids=flight.sample_ids.tolist(),
-        )
+    event = Nonfinite(
+        step=pending.step,
+        policy=policy,
+        loss=pending.loss,
+        grad_norm=pending.grad_norm,
+        sample_ids=pending.sample_ids.tolist(),
     )
-    if policy == "stop" or state.skips > (MAX_RESCALES if rescale else health.max_skips):
-        what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {flight.step}"
-        raise TrainingStopped(
-            what + f" ({state.skips} in a row)" * (policy != "stop"), where=where, fix=fix
-        )
+    emit(event)
+    if policy == "stop" or state.skips > most_in_a_row:
+        what = f"loss {pending.loss:g}, gradient norm {pending.grad_norm:g} at step {pending.step}"
+        if policy != "stop":
+            what += f" ({state.skips} in a row)"
+        raise TrainingStopped(what, where=where, fix=fix)
 
 
-def judged(
+def rate_evaluation(
     metrics: dict[str, float], options: EvalConfig, state: TrainState
 ) -> tuple[float | None, bool]:
-    """eval.metric of an evaluation (None: its task was not scored), and whether it is the best so far. Counts for eval.patience. The
-    untrained weights are the base line, not a candidate: a run exports something that it trained. Raises ConfigError."""
-    name, metric = options.metric, metrics.get(options.metric)
-    unscored = name.startswith("tasks/") and not any(each.startswith("tasks/") for each in metrics)
-    if metric is None and not unscored:
+    """Return eval.metric of an evaluation, and whether it is the best so far.
+
+    The metric is None if it is one of a task that was not scored this time. `state` takes the best
+    metric, and counts for eval.patience. The untrained weights are the base line, and never the
+    best: a run exports something that it trained.
+
+    Raises ConfigError if there is no such metric.
+    """
+    name = options.metric
+    metric = metrics.get(name)
+    if metric is None:
+        has_task_scores = any(each.startswith("tasks/") for each in metrics)
+        if name.startswith("tasks/") and not has_task_scores:
+            return None, False
         raise ConfigError(
             f"no metric {name!r}", where="eval.metric", fix=f"one of {', '.join(metrics)}"
         )
-    if metric is None or state.step == 0:
+    if state.step == 0:
         return metric, False
-
-    def beats(other: float | None, by: float) -> bool:
-        sign = 1.0 if options.mode == "min" else -1.0
-        return math.isfinite(metric) and (other is None or sign * metric < sign * other - by)
-
-    better, counts = beats(state.best, 0.0), beats(state.mark, options.min_delta)
-    state.best = metric if better else state.best
+    is_best = _is_better(metric, state.best, 0.0, options.mode)
+    if is_best:
+        state.best = metric
     if options.patience is not None:
-        state.mark, state.stale = (metric, 0) if counts else (state.mark, state.stale + 1)
-    return metric, better
+        if _is_better(metric, state.mark, options.min_delta, options.mode):
+            state.mark = metric
+            state.stale = 0
+        else:
+            state.stale += 1
+    return metric, is_best
 
 
-def due(every: int | None, before: int, now: int) -> bool:
+def _is_better(metric: float, other: float | None, min_delta: float, mode: str) -> bool:
+    """Whether a finite metric is better than another by more than `min_delta`. `mode`: min or max."""
+    if not math.isfinite(metric):
+        return False
+    if other is None:
+        return True
+    if mode == "min":
+        return metric < other - min_delta
+    return metric > other + min_delta
+
+
+def is_due(every: int | None, before: int, now: int) -> bool:
     """Whether a multiple of `every` lies in (before, now]."""
     return every is not None and now // every > before // every
 
 
 def fallback_folder(config: Config, run_dir: str) -> Path | None:
-    """Where the last checkpoint of a run goes whose own disk is full: a folder of the run's own in `checkpoint.fallback_dir`."""
+    """Return the folder for the last checkpoint of a run whose own disk is full.
+
+    It lies in `checkpoint.fallback_dir` and is the run's own; None if that key is not set.
+    """
     if config.checkpoint.fallback_dir is None:
         return None
     run = Path(run_dir).absolute()
-    own = f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
-    return expanded(config.checkpoint.fallback_dir).absolute() / own
+    digest = hashlib.sha256(str(run).encode()).hexdigest()
+    parent = expanded(config.checkpoint.fallback_dir).absolute()
+    return parent / f"{run.name}-{digest[:8]}"
 
 
 class Goodput:
-    """Seconds of this process by what they were spent on; what no category claims is start-up until the first step, then `other`."""
+    """The seconds of this process, by what they were spent on.
+
+    Time that no category claims counts as start-up until the first step, and as `other` after it.
+    """
 
     CATEGORIES = ("productive", "recompute", "eval", "save", "restore", "startup")
 
     def __init__(self, started: float) -> None:
+        """`started`: unix time."""
         self.started = started
         self.seconds = dict.fromkeys(self.CATEGORIES, 0.0)
-        # Of start-up, in order: from the process's begin, or the end of a part, to the end of the next.
-        self.parts = {"imports and plan": max(0.0, started - psutil.Process().create_time())}
-        self._first_step, self._part_began, self._begun = False, started, False
+        # Seconds of the parts of start-up, in order. The first part begins with the process, each other one where
+        # the part before it ends.
+        before_start = started - psutil.Process().create_time()
+        self.parts = {"imports and plan": max(0.0, before_start)}
+        self._part_began = started
+        self._has_stepped = False
+        self._has_reported_startup = False
 
     @contextmanager
     def spend(self, category: str) -> Iterator[None]:
+        """Add the seconds of a `with` block to a category."""
         before = time.time()
         try:
             yield
@@ -231,28 +343,33 @@ class Goodput:
             self.seconds[category] += time.time() - before
 
     def end_part(self, name: str) -> None:
-        """Of start-up, what was since the last part, or since `started`, is this one."""
+        """Give a name to the part of start-up that ends now."""
         now = time.time()
-        self.parts[name], self._part_began = now - self._part_began, now
+        self.parts[name] = now - self._part_began
+        self._part_began = now
 
-    def begun(self) -> dict[str, float] | None:
-        """After the first step, once: the seconds of the parts of start-up, that step among them (compilation is in it)."""
-        if self._begun:
+    def end_startup(self) -> None:
+        """Count all time that no category has claimed as start-up. Called as a step begins; only the first call counts."""
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        claimed = sum(self.seconds.values())
+        self.seconds["startup"] = time.time() - self.started - claimed
+
+    def report_startup(self) -> dict[str, float] | None:
+        """Return the seconds of each part of start-up once, after the first step; None from then on.
+
+        The first step is one of the parts, as it compiles.
+        """
+        if self._has_reported_startup:
             return None
-        self._begun = True
+        self._has_reported_startup = True
         self.end_part("first step")
         return {name: round(seconds, 3) for name, seconds in self.parts.items()}
 
-    def first_step(self) -> None:
-        """Start-up ends here: all time so far that nothing else has claimed."""
-        if not self._first_step:
-            self._first_step = True
-            claimed = sum(self.seconds.values())
-            self.seconds["startup"] = time.time() - self.started - claimed
-
     def report(self) -> dict[str, float]:
+        """Return seconds by category, with `elapsed` for all and `other` for the unclaimed rest."""
         elapsed = time.time() - self.started
         other = max(0.0, elapsed - sum(self.seconds.values()))
-        return {
-            k: round(v, 3) for k, v in {"elapsed": elapsed, **self.seconds, "other": other}.items()
-        }
+        seconds = {"elapsed": elapsed, **self.seconds, "other": other}
+        return {name: round(value, 3) for name, value in seconds.items()}

@@ -1,10 +1,12 @@
-"""Batches of one rank: what a sample becomes under each algorithm, the streams that the loop goes through, and numbers over a whole global
-batch that an objective needs before its loss: a pass without gradients comes first."""
+"""The batches of one rank, for training and evaluation.
+
+Some objectives need numbers over a whole global batch before their loss: `FirstPass` computes them in a pass without gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,115 +37,123 @@ Batches = Callable[[], Iterable[GlobalBatch]]
 
 @dataclass(frozen=True)
 class Streams:
-    """Batches of one data rank, on its device: `training`; each evaluation set by name, gone through once; `once`: all of a cache folder,
-    once."""
+    """Batches of one data rank, on its device."""
 
     training: Iterable[GlobalBatch]
+    # For each evaluation set, by name, what gives its batches, each sample once.
     held_out: dict[str, Batches]
+    # Gives all samples of a cache folder, once.
     once: Callable[[str], Iterable[GlobalBatch]]
 
 
 def fixed_width(plan: Plan) -> int | None:
-    """Tokens that every micro-batch is wide: compiled blocks and the stages of a pipeline want one shape. None: as its longest row."""
-    fixed = plan.config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1
-    return plan.config.data.max_length if fixed else None
+    """Return the width of every micro-batch in tokens; None if each is as wide as its longest row.
+
+    Compiled blocks and the stages of a pipeline need one shape.
+    """
+    if plan.config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1:
+        return plan.config.data.max_length
+    return None
 
 
 def open_samples(plan: Plan, folder: str) -> Any:
-    """The token cache in a folder; where any module is trained, the samples of the sources that `folder` names: train, or eval/SET."""
+    """Return the token cache in a folder.
+
+    For a module of the user's own, return the samples of the sources that `folder` names: train, or eval/SET.
+    """
     if not plan.config.plain:
         return TokenCache.open(Path(folder))
-    data, (section, _, name) = plan.config.data, folder.partition("/")
-    return read_samples(
-        data.train if section == "train" else data.eval_sets[name],
-        Path(plan.base_dir),
-        Draws(0).used,
-    )
+    section, _, name = folder.partition("/")
+    if section == "train":
+        sources = plan.config.data.train
+    else:
+        sources = plan.config.data.eval_sets[name]
+    return read_samples(sources, Path(plan.base_dir), Draws(0).used)
 
 
 def order_of(plan: Plan, samples: int) -> Order:
-    """The order of the training samples, of which there are so many."""
-    config, sources = plan.config, plan.data.sources if plan.data else ()
-    seed, shuffle, curriculum = (
-        derive(config.run.seed, "order"),
-        config.data.order == "shuffle",
-        config.data.curriculum,
-    )
+    """Return the order of the training samples. `samples`: how many there are."""
+    config = plan.config
+    seed = derive(config.run.seed, "order")
+    shuffles = config.data.order == "shuffle"
+    curriculum = config.data.curriculum
     if curriculum is None and not config.data.mixed:
-        return GlobalOrder(samples, seed, shuffle)
-    parts = (
-        [(each.samples or 0, each.per_epoch) for each in sources]
-        if config.data.mixed
-        else [(samples, samples)]
-    )
-    sizes, counts = zip(*parts, strict=True)
+        return GlobalOrder(samples, seed, shuffles)
+    sizes: tuple[int, ...] = (samples,)
+    counts: tuple[int, ...] = (samples,)
+    if config.data.mixed:
+        sources = plan.data.sources if plan.data else ()
+        sizes = tuple(source.samples or 0 for source in sources)
+        counts = tuple(source.per_epoch for source in sources)
     assert sum(sizes) == samples, "the plan is of this cache"
-    return MixedOrder(
-        sizes,
-        counts,
-        seed,
-        shuffle,
-        curriculum.epochs if curriculum else 0,
-        curriculum.reverse if curriculum else False,
-    )
+    if curriculum is None:
+        return MixedOrder(sizes, counts, seed, shuffles, 0, False)
+    return MixedOrder(sizes, counts, seed, shuffles, curriculum.epochs, curriculum.reverse)
 
 
 def open_blocks(plan: Plan, makes: bool, known: dict[str, Any]) -> Blocks:
-    config, data = plan.config, plan.data
-    assert data is not None and config.data.stream is not None
-    root, maker, curriculum = Path(data.train_cache), None, config.data.curriculum
+    """Return the blocks of a stream of data. `makes` and `known`: as in `build_streams`."""
+    config = plan.config
+    assert plan.data is not None and config.data.stream is not None
+    root = Path(plan.data.train_cache)
+    maker: Maker | None = None
     if makes and hold(root, plan.run_dir):
         remove_older_blocks(root)
         vision = vision_of(config, plan.model_path, load_config(plan.model_path, config.model))
         task = Task(config, config.data.train, root, None, vision)
-        maker = Maker(task, config.model.tokenizer or plan.model_path or "", Path(plan.base_dir))
-    seed = (
-        derive(config.run.seed, "order")
-        if config.data.order == "shuffle" and curriculum is None
-        else None
-    )
-    margin = (config.data.prefetch + 2) * plan.batch.global_samples
-    falling = curriculum is not None and curriculum.reverse
-    weighted = any(source.weight is not None for source in config.data.train)
+        tokenizer_path = config.model.tokenizer or plan.model_path or ""
+        maker = Maker(task, tokenizer_path, Path(plan.base_dir))
+    curriculum = config.data.curriculum
+    seed: int | None = None
+    if config.data.order == "shuffle" and curriculum is None:
+        seed = derive(config.run.seed, "order")
     return Blocks(
         root,
         config.data.stream,
         maker,
         seed,
-        falling=falling,
+        falling=curriculum is not None and curriculum.reverse,
         known=known,
-        margin=margin,
-        weighted=weighted,
+        # Global batches that are drawn ahead, that which is trained, and one more.
+        margin=(config.data.prefetch + 2) * plan.batch.global_samples,
+        weighted=any(source.weight is not None for source in config.data.train),
     )
 
 
 class Copies:
-    """Micro-batches onto the device. On a GPU they come from page-locked memory, which the thread that collates fills, by a stream of their
-    own: the host is ahead of the device, so a copy runs beside the step before."""
+    """Copies micro-batches to the device.
+
+    On a GPU they come from page-locked memory, which the thread that collates fills, through a CUDA stream of
+    their own. The host is ahead of the device, so a copy runs beside the step before.
+    """
 
     def __init__(self, device: str) -> None:
-        self.device, self.stream = (
-            device,
-            torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None,
-        )
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        if torch.device(device).type == "cuda":
+            self.stream = torch.cuda.Stream(device)
 
     def pinned(self, collate: Callable[..., Any]) -> Callable[..., Any]:
-        return collate if self.stream is None else lambda *columns: collate(*columns).each(pinned)
+        """Return `collate` with its tensors in page-locked memory."""
+        if self.stream is None:
+            return collate
+        return lambda *columns: collate(*columns).each(pinned)
 
     def moved(self, micro_batches: list[Any]) -> list[Any]:
+        """Return micro-batches on the device. The host does not wait for the copies; the step's stream does."""
         if self.stream is None:
             return [batch.to(self.device) for batch in micro_batches]
         with torch.cuda.stream(self.stream):
-            there = [batch.to(self.device) for batch in micro_batches]
-        user = torch.cuda.current_stream(self.device)
-        user.wait_stream(self.stream)
+            copies = [batch.to(self.device) for batch in micro_batches]
+        stream_of_step = torch.cuda.current_stream(self.device)
+        stream_of_step.wait_stream(self.stream)
 
-        def lent(tensor: torch.Tensor) -> torch.Tensor:
-            """Its memory is the copying stream's, which must not take it back for a next batch while the step still reads."""
-            tensor.record_stream(user)
+        def keep_until_step(tensor: torch.Tensor) -> torch.Tensor:
+            """Keep the copying stream from reusing the memory for a next batch while the step still reads."""
+            tensor.record_stream(stream_of_step)
             return tensor
 
-        return [batch.each(lent) for batch in there]
+        return [batch.each(keep_until_step) for batch in copies]
 
 
 def build_streams(
@@ -155,117 +165,166 @@ def build_streams(
     known: dict[str, Any] | None = None,
     step: int = 0,
 ) -> Streams:
-    """Training batches go on after `step`, from `position`. `makes`: this rank makes blocks of a stream; `known`: see `Blocks.state`."""
-    config, data = plan.config, plan.data
-    assert data is not None, "workers get plans of prepared data"
-    collator, copies = config.algorithm.collator(plan, fixed_width(plan)), Copies(device)
+    """Return the batches of a data rank; training goes on after `step`, from `position`.
 
-    def stream(
+    `makes`: this rank makes the blocks of a stream of data. `known`: see `Blocks.state`.
+    """
+    builder = StreamBuilder(plan, data_rank, device)
+    return builder.build(position, makes, known or {}, step)
+
+
+class StreamBuilder:
+    """Makes the streams of a data rank, which share the algorithm's collator and the copies to the device."""
+
+    def __init__(self, plan: Plan, data_rank: int, device: str) -> None:
+        self.plan = plan
+        self.data_rank = data_rank
+        self.collator = plan.config.algorithm.collator(plan, fixed_width(plan))
+        self.copies = Copies(device)
+
+    def build(self, position: int, makes: bool, known: dict[str, Any], step: int) -> Streams:
+        """Return all streams. Arguments as those of `build_streams`."""
+        plan = self.plan
+        data = plan.data
+        assert data is not None, "workers get plans of prepared data"
+        stop = total_samples(plan.config, plan.batch, data, step, position)
+        if data.stream:
+            blocks = open_blocks(plan, makes, known)
+            cache: Any = blocks
+            order: Order = blocks
+        else:
+            cache = open_samples(plan, data.train_cache)
+            order = order_of(plan, len(cache))
+        training = self._stream(
+            cache, order, plan.batch, position, stop, plan.config.data.prefetch, "batch"
+        )
+        heartbeat.answer("samples", lambda: training.ids(heartbeat.position()).tolist())
+        held_out: dict[str, Batches] = {}
+        for name, folder in data.eval_caches.items():
+            held_out[name] = partial(self.once, folder)
+        return Streams(self._on_device(training), held_out, self.once)
+
+    def once(self, folder: str) -> Iterable[GlobalBatch]:
+        """Return the batches of all samples of a folder, each once."""
+        cache = open_samples(self.plan, folder)
+        micro_batch = self.plan.batch.eval_micro_batch
+        # Stages of a pipeline work side by side on the micro-batches of one draw.
+        stages = self.plan.mesh.pp
+        batch = BatchPlan(
+            global_samples=micro_batch * stages * self.plan.mesh.data_ranks,
+            micro_batch=micro_batch,
+            accumulation=stages,
+            eval_micro_batch=micro_batch,
+        )
+        order = GlobalOrder(len(cache), 0, shuffle=False)
+        return self._on_device(self._stream(cache, order, batch, 0, len(cache), 0, "all"))
+
+    def _stream(
+        self,
         cache: Any,
         order: Order,
         batch: BatchPlan,
         start: int,
         stop: int,
         prefetch: int,
-        of: Literal["batch", "all"],
+        pairs_within: Literal["batch", "all"],
     ) -> BatchStream:
-        previous = of if config.algorithm.pairs_with_previous else "none"
+        """Return the batches from position `start` to `stop`, still on the host.
+
+        `pairs_within`: for an algorithm that pairs each sample with the one before it, whether the first
+        sample of a batch follows the last one of its batch, or of all samples.
+        """
+        previous: Literal["none", "batch", "all"] = "none"
+        if self.plan.config.algorithm.pairs_with_previous:
+            previous = pairs_within
         return BatchStream(
             cache,
             order,
             batch,
-            data_rank,
-            plan.mesh.data_ranks,
+            self.data_rank,
+            self.plan.mesh.data_ranks,
             start,
             stop,
-            copies.pinned(collator(cache)),
+            self.copies.pinned(self.collator(cache)),
             prefetch,
             previous,
         )
 
-    def on_device(batches: BatchStream) -> Iterable[GlobalBatch]:
-        with (
-            batches,
-            closing(batches.cache) if isinstance(batches.cache, Blocks) else nullcontext(),
-        ):
+    def _on_device(self, batches: BatchStream) -> Iterator[GlobalBatch]:
+        """Yield batches with their micro-batches on the device, and close the stream at the end."""
+        with ExitStack() as stack:
+            stack.enter_context(batches)
+            if isinstance(batches.cache, Blocks):
+                stack.enter_context(closing(batches.cache))
             for batch in batches:
-                yield replace(batch, micro_batches=copies.moved(batch.micro_batches))
-
-    def once(folder: str) -> Iterable[GlobalBatch]:
-        cache, micro = open_samples(plan, folder), plan.batch.eval_micro_batch
-        # Stages work side by side on the micro-batches of one draw.
-        stages = plan.mesh.pp
-        samples = micro * stages * plan.mesh.data_ranks
-        whole = BatchPlan(
-            global_samples=samples, micro_batch=micro, accumulation=stages, eval_micro_batch=micro
-        )
-        return on_device(
-            stream(cache, GlobalOrder(len(cache), 0, shuffle=False), whole, 0, len(cache), 0, "all")
-        )
-
-    stop, held_out = total_samples(config, plan.batch, data, step, position), data.eval_caches
-    cache: Any = (
-        open_blocks(plan, makes, known or {})
-        if data.stream
-        else open_samples(plan, data.train_cache)
-    )
-    order = cache if data.stream else order_of(plan, len(cache))
-    training = stream(cache, order, plan.batch, position, stop, config.data.prefetch, "batch")
-    heartbeat.answer("samples", lambda: training.ids(heartbeat.position()).tolist())
-    return Streams(
-        on_device(training),
-        {name: partial(once, folder) for name, folder in held_out.items()},
-        once,
-    )
+                yield replace(batch, micro_batches=self.copies.moved(batch.micro_batches))
 
 
 @dataclass(frozen=True)
 class FirstPass:
-    """`Algorithm.first_pass` on one rank. `counts`: no other rank adds the numbers of the same samples."""
+    """`Algorithm.first_pass` on one rank: numbers over a global batch that are known before its loss."""
 
     algorithm: Algorithm
     read: Read
     engine: Engine
+    # Whether this rank adds the numbers of its samples; another rank with the same samples does not.
     counts: bool
     device: str
 
     def prepared(self, streams: Streams) -> Streams:
-        """The streams, with `first` and `places_P` in every micro-batch. Drawing is collective. The numbers in a batch that is evaluated
-        are those of the whole evaluation set, which is gone through twice: how it is cut depends on how many ranks there are."""
+        """Return the streams with `first` and `places_P` in every micro-batch. Drawing from them is collective.
+
+        The numbers in a batch that is evaluated are those of the whole evaluation set, which is gone
+        through twice: how it is cut depends on how many ranks there are.
+        """
+        held_out: dict[str, Batches] = {}
+        for name, batches in streams.held_out.items():
+            held_out[name] = partial(self._whole, batches)
         return Streams(
-            training=(filled(batch, First(self.numbers(batch)), 0) for batch in streams.training),
-            held_out={
-                name: partial(self._whole, batches) for name, batches in streams.held_out.items()
-            },
+            training=self._filled_batches(streams.training),
+            held_out=held_out,
             once=lambda folder: self._whole(lambda: streams.once(folder)),
         )
 
+    def _filled_batches(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """Yield batches, each with the numbers of its own samples."""
+        for batch in batches:
+            yield filled(batch, First(self.numbers(batch)), 0)
+
     def numbers(self, batch: GlobalBatch) -> torch.Tensor:
-        """fp64[N, K]: what `read` gives for the N samples of the global batch, in its order, fillers left out. The same on every rank, and
-        on any number of ranks: one rank adds each sample's numbers, the others add zeros."""
-        numbers_of = self.engine.infer(
-            [self.algorithm.first_batch(b) for b in batch.micro_batches], self.read
-        )
+        """Return what `read` gives for the N samples of the global batch, without fillers, in its order: fp64[N, K].
+
+        It is the same on every rank, and on any number of ranks: one rank adds each sample's numbers, the
+        others add zeros.
+        """
+        first_batches = [self.algorithm.first_batch(each) for each in batch.micro_batches]
+        numbers_of = self.engine.infer(first_batches, self.read)
         table_GK = torch.zeros(
             len(batch.sample_ids), numbers_of[0].shape[1], dtype=torch.float64, device=self.device
         )
         if self.counts:
             for places, numbers_PK in zip(batch.places, numbers_of, strict=True):
-                table_GK[copied_to(self.device, torch.from_numpy(places))] = numbers_PK.double()
+                places_P = copied_to(self.device, torch.from_numpy(places))
+                table_GK[places_P] = numbers_PK.double()
         # By numbers of rows: of a mask the host would have to ask the device how many it chooses.
         real_N = torch.from_numpy(np.flatnonzero(batch.sample_ids >= 0))
         return add_up(table_GK)[copied_to(self.device, real_N)]
 
-    def _whole(self, batches: Callable[[], Iterable[GlobalBatch]]) -> Iterator[GlobalBatch]:
+    def _whole(self, batches: Batches) -> Iterator[GlobalBatch]:
+        """Yield the batches of a set, each with the numbers of all samples of the set."""
         numbers_of = [self.numbers(batch) for batch in batches()]
-        first, start = First(torch.cat(numbers_of)), 0
+        first = First(torch.cat(numbers_of))
+        start = 0
         for batch, numbers_NK in zip(batches(), numbers_of, strict=True):
             yield filled(batch, first, start)
             start += len(numbers_NK)
 
 
 def filled(batch: GlobalBatch, first: First, start: int) -> GlobalBatch:
-    """The batch with `first` and `places_P` in its micro-batches; its own samples begin at row `start` of the numbers."""
+    """Return a batch with `first` and `places_P` in its micro-batches.
+
+    Its own samples begin at row `start` of the numbers.
+    """
     is_real_G = batch.sample_ids >= 0
     rows_G = np.where(is_real_G, is_real_G.cumsum() - 1 + start, -1)
     device = first.numbers_NK.device

@@ -1,5 +1,7 @@
-"""The launcher that goes on with a run whose own has gone: an agent of another host starts it, with what that one had it know on standard
-input (`launchers.hosts.takeover`)."""
+"""The launcher that goes on with a run whose own launcher has gone.
+
+An agent of another host starts it, and writes what the lost launcher had told it to standard input (`launchers.hosts.takeover`).
+"""
 
 from __future__ import annotations
 
@@ -20,31 +22,30 @@ from drumline.launchers.ssh.spec import SSHLauncher
 from drumline.report.page import at_end
 from drumline.telemetry.events import EventLog, Takeover
 
+# File descriptors.
+STDOUT = 1
+STDERR = 2
+
 
 def take_over(known: dict[str, Any]) -> int:
-    """Have the run folder, wait for the agents that are left, and launch. Raises EnvironmentFault where another host has it."""
-    path, run_dir = Path(known["plan"]), Path(known["run_dir"])
+    """Take the run folder, wait for the agents that are left, and launch. Returns the exit code.
+
+    `known`: what the lost launcher had told the agent. Raises EnvironmentFault if another host has the folder.
+    """
+    path = Path(known["plan"])
+    run_dir = Path(known["run_dir"])
     launcher = Plan.load(path).config.launch
     assert isinstance(launcher, SSHLauncher)
+    if known["shared"]:
+        token = known["token"]
+        why = "the lease of the run folder"
+    else:
+        token = None
+        why = f"votes of a majority, term {known['term']}"
     with ExitStack() as stack:
         hosts = stack.enter_context(succeeding(launcher, known))
-        stack.enter_context(
-            Lease(
-                run_dir,
-                hosts.place,
-                known["token"] if known["shared"] else None,
-                tuple(known["frozen"]),
-            )
-        )
-        (run_dir / "logs").mkdir(exist_ok=True)
-        with (run_dir / "logs" / f"launcher-{known['name']}.log").open("ab") as log:
-            for number in (1, 2):
-                os.dup2(log.fileno(), number)
-        why = (
-            "the lease of the run folder"
-            if known["shared"]
-            else f"votes of a majority, term {known['term']}"
-        )
+        stack.enter_context(Lease(run_dir, hosts.place, token, tuple(known["frozen"])))
+        _redirect_output(run_dir / "logs" / f"launcher-{known['name']}.log")
         print(
             f"note: host {known['name']} goes on with the run; its launcher has gone: {known['host']}",
             file=sys.stderr,
@@ -63,9 +64,21 @@ def take_over(known: dict[str, Any]) -> int:
     return code
 
 
+def _redirect_output(path: Path) -> None:
+    """Write standard output and standard error of this process to a file."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), STDOUT)
+        os.dup2(log.fileno(), STDERR)
+
+
 def main() -> int:
+    line = sys.stdin.readline()
+    if not line:
+        # The agent has gone, too.
+        return DrumlineError.exit_code
     try:
-        return take_over(json.loads(sys.stdin.readline() or sys.exit(DrumlineError.exit_code)))
+        return take_over(json.loads(line))
     except DrumlineError as error:
         print(f"error: {error.line()}", file=sys.stderr)
         return error.exit_code

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval, scored while a run goes on: each rank answers its share of the questions with the weights as they are."""
+"""Tasks of lm-eval, scored during a run: each rank answers its share of the questions with the current weights."""
 
 from __future__ import annotations
 
@@ -19,97 +19,119 @@ from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import expanded, first_line, require_package
 from drumline.models.containers import LOW_PRECISION
 from drumline.rl.generate import generating, place
-from drumline.train.state import due
+from drumline.train.state import is_due
 
-TOGETHER = 8  # questions side by side
+# Questions that the model answers side by side.
+QUESTIONS_AT_ONCE = 8
 WHERE = "eval.tasks"
+# Characters of the harness's error in ours.
+MOST_ERROR = 300
 
 
 def metrics_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Task → metric → value, as the harness aggregates them; `metric_stderr` beside each, where it was computed. A metric is `NAME`, or
-    `NAME FILTER` where the answers were filtered."""
-    return {
-        task: {
-            name.replace(",none", "").replace(",", " "): float(value)
-            for name, value in found.items()
-            if "," in name and isinstance(value, float | int)
-        }
-        for task, found in results.items()
-    }
+    """Return task → metric → value of the harness's results.
+
+    A metric is `NAME`, or `NAME FILTER` if the answers were filtered. `metric_stderr` stands beside it, if it was computed.
+    """
+    metrics: dict[str, dict[str, float]] = {}
+    for task, values in results.items():
+        metrics[task] = {}
+        for name, value in values.items():
+            # The harness writes NAME,FILTER; what has no comma is no metric.
+            if "," in name and isinstance(value, float | int):
+                short_name = name.replace(",none", "").replace(",", " ")
+                metrics[task][short_name] = float(value)
+    return metrics
 
 
 def manager_of(options: EvalConfig, base_dir: Path) -> tuple[Any, list[str]]:
-    """lm-eval's manager and what it is to load: names, and paths of YAMLs. Raises EnvironmentFault without the package, ConfigError for a
-    path without a file, and for a name that it does not know."""
+    """Return lm-eval's task manager, and what it is to load: names, and paths of YAMLs.
+
+    Raises EnvironmentFault without the package, and ConfigError for a path without a file or an unknown name.
+    """
     require_package("lm_eval", WHERE, "pip install lm-eval, or leave the tasks out")
     import datasets
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-    named = [task for task in options.tasks if not task.endswith((".yaml", ".yml"))]
-    files = [(base_dir / expanded(task)).absolute() for task in options.tasks if task not in named]
-    if lost := [file for file in files if not file.is_file()]:
-        raise ConfigError(
-            f"there is no file {lost[0]}",
-            where=WHERE,
-            fix="paths of tasks are relative to the folder of the YAML",
-        )
-    manager = TaskManager(include_defaults=bool(named))  # a search through thousands of YAMLs
-    if unknown := [task for task in named if not manager.match_tasks([task])]:
-        fix = "`lm-eval ls tasks` lists them; one of your own is a path.yaml"
-        raise ConfigError(f"lm-eval has no task {unknown[0]!r}", where=WHERE, fix=fix)
-    return manager, [*named, *map(str, files)]
+    names = []
+    files = []
+    for task in options.tasks:
+        if task.endswith((".yaml", ".yml")):
+            files.append((base_dir / expanded(task)).absolute())
+        else:
+            names.append(task)
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(
+                f"there is no file {file}",
+                where=WHERE,
+                fix="paths of tasks are relative to the folder of the YAML",
+            )
+    # The defaults are found by a search through thousands of YAMLs.
+    manager = TaskManager(include_defaults=bool(names))
+    for name in names:
+        if not manager.match_tasks([name]):
+            fix = "`lm-eval ls tasks` lists them; one of your own is a path.yaml"
+            raise ConfigError(f"lm-eval has no task {name!r}", where=WHERE, fix=fix)
+    return manager, [*names, *(str(file) for file in files)]
 
 
 def require(options: EvalConfig, base_dir: Path) -> None:
-    """Load the tasks and their data, before a rank is started. Raises EnvironmentFault, and ConfigError also for an eval.metric that none
-    of the tasks has."""
-    manager, wanted = manager_of(options, base_dir)
+    """Load the tasks and their data, before a rank is started.
+
+    Raises EnvironmentFault, and ConfigError also for an eval.metric that none of the tasks has.
+    """
+    manager, to_load = manager_of(options, base_dir)
     with harness_errors():
-        found = manager.load(wanted)
+        loaded = manager.load(to_load)
     if options.metric.startswith("tasks/"):
-        _, name, metric = (*options.metric.split("/", 2), "")[:3]
-        known = [
-            f"tasks/{task}/{each}"
-            for task, loaded in found["tasks"].items()
-            for each in loaded.aggregation()
-        ]
-        if (
-            name not in found.get("groups", {})
-            and f"tasks/{name}/{metric.split(' ')[0]}" not in known
-        ):
-            raise ConfigError(
-                f"no task has {options.metric!r}",
-                where="eval.metric",
-                fix=f"one of {', '.join(known)}",
-            )
+        _require_metric(options.metric, loaded)
+
+
+def _require_metric(metric: str, loaded: dict[str, Any]) -> None:
+    """Raise ConfigError if loaded tasks do not have a metric. `metric`: tasks/NAME/METRIC."""
+    _, name, kind = (*metric.split("/", 2), "")[:3]
+    if name in loaded.get("groups", {}):
+        # What a group measures is known only when it is scored.
+        return
+    known = []
+    for task, content in loaded["tasks"].items():
+        known += [f"tasks/{task}/{each}" for each in content.aggregation()]
+    without_filter = kind.split(" ")[0]
+    if f"tasks/{name}/{without_filter}" not in known:
+        raise ConfigError(
+            f"no task has {metric!r}", where="eval.metric", fix=f"one of {', '.join(known)}"
+        )
 
 
 class Tasks:
-    """The tasks of a run on one rank. `model`: the whole model with the weights as they are, collective."""
+    """The tasks of a run on one rank."""
 
     def __init__(self, plan: Plan, model: Callable[[], Any], tokenizer: Any) -> None:
-        self.plan, self.options, self.model, self.tokenizer = (
-            plan,
-            plan.config.eval,
-            model,
-            tokenizer,
-        )
-        self.manager, self.wanted = manager_of(self.options, Path(plan.base_dir))
+        """`model`: returns the whole model with the current weights; collective."""
+        self.plan = plan
+        self.options = plan.config.eval
+        self.model = model
+        self.tokenizer = tokenizer
+        self.manager, self.to_load = manager_of(self.options, Path(plan.base_dir))
 
-    def due(self, before: int, step: int) -> bool:
-        """At an evaluation after `step` steps, where the last one was after `before`: the steps of a rollout may pass over a multiple."""
+    def is_due(self, before: int, step: int) -> bool:
+        """Whether an evaluation after `step` steps scores the tasks, when the last evaluation was after `before`.
+
+        The steps of a rollout may pass over a multiple.
+        """
         every = self.options.tasks_every
-        return every is None or step in (0, self.plan.steps) or due(every, before, step)
+        return every is None or step in (0, self.plan.steps) or is_due(every, before, step)
 
     def score(self) -> dict[str, float]:
-        """tasks/NAME/METRIC of the weights as they are, the same on all ranks. Collective. Raises EnvironmentFault."""
+        """Return tasks/NAME/METRIC of the current weights, the same on all ranks. Collective. Raises EnvironmentFault."""
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
         class Shared(HFLM):
-            """lm-eval deals the questions of a task to ranks, and gathers what they found."""
+            """A model over which lm-eval shares out the questions of a task to the ranks, and gathers their answers."""
 
             def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
                 return torch.tensor(from_all(tensor.tolist()))
@@ -118,7 +140,7 @@ class Tasks:
                 return from_all(obj)
 
             def barrier(self) -> None:
-                """What follows is gathered."""
+                """Nothing to wait for: what follows is gathered."""
 
             def _model_call(self, *arguments: Any, **options: Any) -> Any:
                 alive(math.inf)
@@ -131,42 +153,45 @@ class Tasks:
         # What the harness does before, between and after its calls takes as long as tasks and their rows want.
         alive(math.inf)
         module = self.model()
-        low = LOW_PRECISION.get(self.plan.precision)
         with generating(module):
             lm = Shared(
                 pretrained=module,
                 tokenizer=self.tokenizer,
-                batch_size=TOGETHER,
-                mixed_precision_dtype=low,
+                batch_size=QUESTIONS_AT_ONCE,
+                mixed_precision_dtype=LOW_PRECISION.get(self.plan.precision),
             )
             lm._rank, lm._world_size = place()
-            wanted = {
-                "tasks": self.wanted,
-                "task_manager": self.manager,
-                "limit": self.options.tasks_limit,
-            }
             with harness_errors():
                 found = lm_eval.simple_evaluate(
-                    model=lm, bootstrap_iters=0, log_samples=False, **wanted
+                    model=lm,
+                    tasks=self.to_load,
+                    task_manager=self.manager,
+                    limit=self.options.tasks_limit,
+                    bootstrap_iters=0,
+                    log_samples=False,
                 )
-        results = next(
-            each for each in from_all(found and metrics_of(found["results"])) if each is not None
-        )
-        return {
-            f"tasks/{task}/{name}": value
-            for task, metrics in results.items()
-            for name, value in metrics.items()
-        }
+        # Only the first rank gets results.
+        metrics_by_rank = from_all(metrics_of(found["results"]) if found else None)
+        metrics_by_task = next(metrics for metrics in metrics_by_rank if metrics is not None)
+        scores = {}
+        for task, metrics in metrics_by_task.items():
+            for name, value in metrics.items():
+                scores[f"tasks/{task}/{name}"] = value
+        return scores
 
 
 @contextmanager
 def harness_errors(where: str = WHERE) -> Iterator[None]:
-    """Raises EnvironmentFault for whatever the harness raises: tasks are code and data of strangers, mostly fetched over a network."""
+    """Raise whatever the harness raises as EnvironmentFault.
+
+    Tasks are code and data of strangers, mostly fetched over a network.
+    """
     try:
         yield
     except DrumlineError:
         raise
     except Exception as error:
+        reason = first_line(error)[:MOST_ERROR]
         raise EnvironmentFault(
-            f"lm-eval failed: {type(error).__name__}: {first_line(error)[:300]}", where=where
+            f"lm-eval failed: {type(error).__name__}: {reason}", where=where
         ) from error

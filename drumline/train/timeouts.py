@@ -39,7 +39,7 @@ class CollectiveTimeout:
         self._set(LONG_SECONDS)
 
     def after_step(self, step: int, seconds: list[float]) -> None:
-        """Set the limit of the steps that follow. `step`: as `Flight.step`; `seconds`: of the step before it on each rank."""
+        """Set the limit of the steps that follow. `step`: as `PendingStep.step`; `seconds`: of the step before it on each rank."""
         self.longest = max(self.longest, *seconds)
         if step > self.last:
             self._set(self.least)

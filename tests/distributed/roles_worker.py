@@ -62,7 +62,7 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
     from drumline.algorithms.tokens.objective import NextToken
     from drumline.parallel.norms import local
     from drumline.strategies.build import build_engine
-    from drumline.train.build import MODEL
+    from drumline.train.restore import MODEL
     from drumline.train.streams import build_streams
 
     batches = next(

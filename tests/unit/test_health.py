@@ -25,9 +25,9 @@ from drumline.data.stream import GlobalBatch
 from drumline.errors import PlanError, TrainingStopped
 from drumline.report.progress import Progress
 from drumline.telemetry.watched import Spike, Straggler, WeightsDiffer
-from drumline.train.build import Start
 from drumline.train.health import Spikes, checksum, odd_ones
 from drumline.train.loop import Loop
+from drumline.train.restore import Start
 from tests.fake_engine import FakeEngine
 from tests.unit.test_loop import batch, loop, of
 

@@ -17,7 +17,7 @@ from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.core.run import EvalConfig
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
-from drumline.train.build import Start
+from drumline.train.restore import Start
 from drumline.train.setup import Request, make_plan
 from drumline.train.state import TrainState
 from drumline.train.tasks import Tasks
@@ -113,7 +113,7 @@ def test_a_metric_that_there_is_not_loses_no_weights(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_tasks_that_break_lose_no_weights(tmp_path: Path) -> None:
     class Broken:
-        def due(self, before: int, step: int) -> bool:
+        def is_due(self, before: int, step: int) -> bool:
             return step == 6
 
         def score(self) -> dict[str, float]:

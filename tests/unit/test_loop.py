@@ -33,7 +33,7 @@ from drumline.telemetry.measure import Measure
 from drumline.telemetry.traffic import Traffic
 from drumline.train.loop import Loop
 from drumline.train.saving import Saver
-from drumline.train.state import Goodput, TrainState, judged
+from drumline.train.state import Goodput, TrainState, rate_evaluation
 from drumline.train.timeouts import CollectiveTimeout
 from tests.fake_engine import FakeEngine
 
@@ -228,7 +228,7 @@ def test_judged() -> None:
         TrainState(step=1),
     )
     values = [1.0, 1.4, math.nan, 1.6, -math.inf, 2.2]
-    assert [judged({"a": value}, options, state)[1] for value in values] == [
+    assert [rate_evaluation({"a": value}, options, state)[1] for value in values] == [
         True,
         True,
         False,
@@ -237,15 +237,17 @@ def test_judged() -> None:
         True,
     ]
     assert (state.best, state.mark, state.stale) == (2.2, 2.2, 0)
-    assert judged({"a": 9.0}, options, TrainState()) == (9.0, False), (
+    assert rate_evaluation({"a": 9.0}, options, TrainState()) == (9.0, False), (
         "untrained weights are the base line"
     )
     with pytest.raises(ConfigError, match=r"eval.metric: no metric 'a' — one of b"):
-        judged({"b": 1.0}, options, state)
+        rate_evaluation({"b": 1.0}, options, state)
     of_tasks = options.model_copy(update={"metric": "tasks/x/acc"})
-    assert judged({"b": 1.0}, of_tasks, state) == (None, False), "it is not scored each time"
+    assert rate_evaluation({"b": 1.0}, of_tasks, state) == (None, False), (
+        "it is not scored each time"
+    )
     with pytest.raises(ConfigError, match="no metric 'tasks/x/acc'"):
-        judged({"tasks/x/f1": 1.0}, of_tasks, state)
+        rate_evaluation({"tasks/x/f1": 1.0}, of_tasks, state)
 
 
 def test_sets_by_name(tmp_path: Path) -> None:
@@ -381,7 +383,7 @@ def test_random_numbers_depend_on_seed_step_and_rank_alone() -> None:
 def test_goodput_adds_up() -> None:
     clock = Goodput(time.time() - 10)
     clock.seconds["restore"] = 2.0
-    clock.first_step()
+    clock.end_startup()
     clock.seconds["productive"] += 1.0
     report = clock.report()
     assert report["startup"] == pytest.approx(8, abs=0.5)

@@ -42,7 +42,7 @@ from drumline.parallel.optimizer import (
 )
 from drumline.strategies.build import build_engine
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
-from drumline.train.build import Start
+from drumline.train.restore import Start
 from drumline.train.setup import Request, make_plan
 from drumline.train.state import TrainState
 from drumline.vendor.torch import FakeStore, FakeTensorMode

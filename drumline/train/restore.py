@@ -1,0 +1,252 @@
+"""The point that a run starts from: a checkpoint on disk, at a URL or in memory, or step 0."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drumline.checkpoint.disks import Disks, Gatherer, fetch
+from drumline.checkpoint.load import Found, check, compensations, load, newest, of_run, read_state
+from drumline.checkpoint.manifest import make_newest, read_manifest, step_of
+from drumline.checkpoint.memory import Memory
+from drumline.checkpoint.ranks import Ranks as RankGroup
+from drumline.checkpoint.remote import Store
+from drumline.checkpoint.retention import best_of, recover
+from drumline.checkpoint.save import Checkpointer
+from drumline.core.files import is_own_checkpoint
+from drumline.core.load import refused, saved_config
+from drumline.core.plan import Plan
+from drumline.core.run import EvalConfig
+from drumline.core.urls import FETCHED, is_url
+from drumline.errors import CheckpointError
+from drumline.parallel.engine import OPTIONAL, Engine
+from drumline.telemetry.events import Emit, Restore
+from drumline.train.state import TrainState, rate_evaluation
+
+# Matches the section of weights in a tensor's name, of the policy (model.…) or of another role (ROLE/model.…).
+MODEL = re.compile(r"(^|(?<=/))model\.")
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run goes on from: a whole checkpoint, or step 0 (`path` None)."""
+
+    path: Path | None
+    # Damaged checkpoints that were passed over: path and reason of each.
+    skipped: list[dict[str, str]]
+    # Names of the models' tensors in the checkpoint, without their section.
+    checkpoint_keys: frozenset[str]
+    # Of the plan: its metric and mode rate checkpoints.
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+
+    @classmethod
+    def find(cls, plan: Plan, resume: str, memory: Memory | None = None) -> Start:
+        """Find the checkpoint that `resume` names. Collective.
+
+        Args:
+            resume: `newest` for the run's newest whole checkpoint, on disk or in memory; the folder of
+                a run, for its newest; or a checkpoint's folder or URL.
+
+        Raises CheckpointError if none is whole.
+        """
+        ranks = RankGroup.all(error_type=CheckpointError)
+        ranks.each(partial(recover, Path(plan.run_dir) / CHECKPOINTS))
+        if resume == "newest":
+            found = _newest_of_run(plan, memory)
+            if found.path is None and found.skipped:
+                raise _none_is_whole(found, plan.run_dir)
+        elif ranks.first(lambda: of_run(resume)):
+            verify = plan.config.checkpoint.verify
+            found = newest(Path(resume) / CHECKPOINTS, verify, to_train=True)
+            if found.path is None:
+                raise _none_is_whole(found, resume)
+        elif is_url(resume):
+            found = Found(fetch(resume, Path(plan.run_dir) / FETCHED), [])
+        else:
+            found = Found(_check_named(plan, Path(resume)), [])
+        skipped = [{"path": str(path), "reason": reason} for path, reason in found.skipped]
+        return cls(found.path, skipped, _weights_in(found.path), plan.config.eval)
+
+    def keys_of(self, name: str) -> frozenset[str]:
+        """Return `checkpoint_keys` of one of the models that a session has; "" for the only one."""
+        prefix = f"{name}/" if name else ""
+        keys = set()
+        for key in self.checkpoint_keys:
+            if key.startswith(prefix):
+                keys.add(key.removeprefix(prefix))
+        return frozenset(keys)
+
+    def restore(self, engine: Engine, emit: Emit, began: float) -> TrainState:
+        """Fill the engine, and return the state of the run. Collective.
+
+        `began`: unix time, from which the seconds of the event count.
+        """
+        state = TrainState()
+        path: str | None = None
+        if self.path is not None:
+            state = self._restore_from(self.path, engine)
+            path = str(self.path)
+        seconds = time.time() - began
+        emit(Restore(step=state.step, path=path, seconds=seconds, skipped=self.skipped))
+        return state
+
+    def _restore_from(self, path: Path, engine: Engine) -> TrainState:
+        """Fill the engine from a checkpoint, and return the state that is in it. Collective."""
+        tensors = engine.tensors()
+        saved = read_state(path)
+        _load_tensors(path, tensors)
+        state = TrainState(**saved["trainer"])
+        self._rate_again(path, saved["config"].get("eval", {}), state)
+        engine.load_state({**saved["engine"], "step": state.step}, tensors)
+        if state.step < 0 or state.position < 0:
+            raise CheckpointError(
+                f"state.json says step {state.step}, position {state.position}", where=str(path)
+            )
+        if path.parent.name == FETCHED:
+            # It was fetched from a URL. It goes once all ranks have read it.
+            RankGroup.all().each(lambda: None)
+            shutil.rmtree(path.parent, ignore_errors=True)
+        return state
+
+    def _rate_again(self, path: Path, saved_eval: dict[str, Any], state: TrainState) -> None:
+        """Bring the metrics in `state` up to date. `saved_eval`: the section eval of the checkpoint's config."""
+        metric = self.evaluation.metric
+        mode = self.evaluation.mode
+        if saved_eval.get("metric", metric) != metric or saved_eval.get("mode", mode) != mode:
+            # They were measured by another metric.
+            state.best = None
+            state.mark = None
+            state.stale = 0
+        manifest = read_manifest(path)
+        # After steps that changed nothing (`skips`) the metric of the same weights was counted before the save.
+        was_rated_later = 0 <= state.evaluated < state.step and not state.skips
+        if was_rated_later and manifest.metric is not None and manifest.rated == f"{mode} {metric}":
+            # An evaluation after the save, whose metric was written beside it (Checkpointer.write_metric).
+            rate_evaluation({metric: manifest.metric}, self.evaluation, state)
+            state.evaluated = state.step
+
+
+def _load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill tensors from a checkpoint. Sections that only some runs have may be missing there."""
+    # What Kahan sums have lost goes into the weights, if this run has no place for it.
+    lost = compensations(path, tensors)
+    wanted = dict(tensors)
+    for name, (_, value) in lost.items():
+        wanted[name] = value
+    optional = set()
+    for name in tensors:
+        section = name.partition(".")[0]
+        kind = section.rpartition("/")[2]
+        if kind in OPTIONAL:
+            optional.add(section)
+    load(path, wanted, optional=frozenset(optional))
+    for weight, value in lost.values():
+        tensors[weight].add_(value)
+
+
+def _weights_in(path: Path | None) -> frozenset[str]:
+    """Return the names of the models' tensors in a checkpoint, without their section."""
+    if path is None:
+        return frozenset()
+    names = read_manifest(path).tensors
+    return frozenset(re.sub(MODEL, "", name) for name in names if re.search(MODEL, name))
+
+
+def _none_is_whole(found: Found, where: str) -> CheckpointError:
+    reasons = "; ".join(reason for _, reason in found.skipped)
+    return CheckpointError(
+        f"no checkpoint is whole: {reasons}",
+        where=where,
+        fix="start again in another folder with run.dir=…",
+    )
+
+
+def _newest_of_run(plan: Plan, memory: Memory | None) -> Found:
+    """Return the newest whole checkpoint of a run, on disk, at its URL or in memory. Collective."""
+    found = _newest_on_disk(plan)
+    if memory is None:
+        return found
+    step_on_disk = 0
+    if found.path is not None:
+        step_on_disk = step_of(found.path.name) or 0
+    in_memory = memory.newest(step_on_disk, lambda state: _misfit(plan, state))
+    return Found(in_memory.path or found.path, [*in_memory.skipped, *found.skipped])
+
+
+def _newest_on_disk(plan: Plan) -> Found:
+    """Return the newest whole checkpoint on disk. Collective.
+
+    If its files may lie on several disks or at a URL, they are put together on each disk.
+    """
+    options = plan.config.checkpoint
+    root = Path(plan.run_dir) / CHECKPOINTS
+    if not options.apart:
+        return newest(root, options.verify, to_train=True)
+    ranks = RankGroup.all(error_type=CheckpointError)
+    store = Store(options.url) if options.url else None
+    gatherer = Gatherer(root, options.verify, store, Disks.find(root, ranks))
+    mode = rating_of(plan)
+    return gatherer.newest(lambda known: best_of(known, mode) if options.keep_best else None)
+
+
+def _check_named(plan: Plan, path: Path) -> Path:
+    """Check a checkpoint that the user has named, and return its path. Collective.
+
+    One of the run's own becomes its newest: a restart, or a spike, goes back to it, and not beyond.
+    """
+    check(path, plan.config.checkpoint.verify)
+    keeps_files_together = not plan.config.checkpoint.apart
+    if plan.saves and keeps_files_together and is_own_checkpoint(path, Path(plan.run_dir)):
+        RankGroup.all(error_type=CheckpointError).first(partial(make_newest, path))
+    return path
+
+
+def _misfit(plan: Plan, state: dict[str, Any]) -> str | None:
+    """Return why a run cannot go on from a state in memory; None if it can.
+
+    Unlike a checkpoint on disk, it was not compared with this start's plan before the ranks began.
+    """
+    saved = saved_config(state["config"], plan.config, (), "memory")
+    changes, keys = refused(saved, plan.config, ())
+    if keys:
+        return f"made with another config: {changes}"
+    identity: dict[str, Any] | None = None
+    if plan.data and plan.data.identity:
+        identity = plan.data.identity.model_dump()
+    if state["data"] != identity:
+        return "made with other data"
+    return None
+
+
+def rating_of(plan: Plan) -> str:
+    """Return what rates the run's checkpoints, as `Retention` takes it: "min loss"."""
+    return f"{plan.config.eval.mode} {plan.config.eval.metric}"
+
+
+def checkpointer_of(plan: Plan, mode: str) -> Checkpointer:
+    """Return what writes the checkpoints of a run. `mode`: min or max, or as `rating_of` returns it. Collective."""
+    options = plan.config.checkpoint
+    return Checkpointer(
+        Path(plan.run_dir) / CHECKPOINTS,
+        options.keep,
+        options.keep_best,
+        mode,
+        options.asynchronous,
+        url=options.url,
+        replicas=options.replicas,
+    )
+
+
+def memory_of(plan: Plan, goes_on: bool) -> Memory | None:
+    """Return where hosts keep states in memory; None if they do not. `goes_on`: the run has started before. Collective."""
+    if not plan.config.checkpoint.in_memory_every:
+        return None
+    return Memory(Path(plan.run_dir), goes_on)
