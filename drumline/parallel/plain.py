@@ -60,10 +60,7 @@ class Plain(nn.Module):
         """Name the buffers in the log that were written or replaced since `before`."""
         changed: list[str] = []
         for name, version in buffer_versions(self.model).items():
-            known = before.get(name)
-            if known is None or known.buffer is not version.buffer:
-                changed.append(name)
-            elif known.writes != version.writes:
+            if not version.equals(before.get(name)):
                 changed.append(name)
         if changed:
             logger.warning(
@@ -91,6 +88,12 @@ class BufferVersion(NamedTuple):
 
     buffer: torch.Tensor
     writes: int
+
+    def equals(self, other: BufferVersion | None) -> bool:
+        """Return whether this is the same buffer, and nothing was written to it in between."""
+        if other is None:
+            return False
+        return self.buffer is other.buffer and self.writes == other.writes
 
 
 def buffer_versions(model: nn.Module) -> dict[str, BufferVersion]:
