@@ -76,7 +76,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tensor parallelism forgets to add a gradient up", "parallel/tensor_parallel.py",
-        "_moved(weight, mesh, Replicate(), Replicate(), Partial())", "_moved(weight, mesh, Replicate(), Replicate())",
+        "_redistribute(weight, mesh, Replicate(), Replicate(), Partial())", "_redistribute(weight, mesh, Replicate(), Replicate())",
         ("tests/distributed/test_tensor_parallel.py::test_same_gradients_as_in_one_process[norms between]",),
     ),
     Mutation(

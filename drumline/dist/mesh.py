@@ -12,38 +12,44 @@ from drumline.dist.timeouts import limit_between_steps, share_timeout
 
 
 def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
-    """All dimensions by name, those of size one too. Collective. One process alone becomes a process group of one.
+    """Return the device mesh of a plan, with all dimensions by name, also those of size one. Collective.
 
-    All models of a run share one: each group of NCCL takes memory of its own on every GPU.
+    One process alone becomes a process group of one. All models of a run share one mesh: each group of
+    NCCL takes memory of its own on every GPU.
     """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return _made(dist.group.WORLD, mesh, device)
+    return _cached_mesh(dist.group.WORLD, mesh, device)
 
 
 @lru_cache(maxsize=1)
-def _made(_world: dist.ProcessGroup, mesh: Mesh, device: str) -> DeviceMesh:
-    made = init_device_mesh(
-        device, tuple(getattr(mesh, name) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS
-    )
+def _cached_mesh(_world: dist.ProcessGroup, mesh: Mesh, device: str) -> DeviceMesh:
+    sizes = tuple(getattr(mesh, name) for name in DIMENSIONS)
+    made = init_device_mesh(device, sizes, mesh_dim_names=DIMENSIONS)
     share_timeout()
     return made
 
 
 @lru_cache(maxsize=1)
 def side_group(_world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """All ranks once more, for what is under way beside the steps. Collective where it is made."""
+    """Return another group of all ranks, for what is under way beside the steps.
+
+    Collective when it is made, at the first call.
+    """
     return dist.new_group(timeout=limit_between_steps(), group_desc=GROUP_BESIDE_STEPS)
 
 
 def data_mesh(whole: DeviceMesh) -> DeviceMesh:
-    """What FSDP2 spreads over: (shard,), or (replicate, shard) where there are several copies. Collective.
+    """Return what FSDP2 spreads over: (shard,), or (replicate, shard) for several copies. Collective.
 
-    Ranks that hold parts of the same sequence hold the same weights, so context parallel ranks shard with the data ranks; and so do
-    those that have different experts, but for these (`expert_mesh`).
+    Ranks that hold parts of the same sequence hold the same weights, so context-parallel ranks shard
+    with the data ranks. So do ranks that have different experts, except for these (`expert_mesh`).
     """
-    names = ["shard", *(name for name in ("ep", "cp") if whole[name].size() > 1)]
+    names = ["shard"]
+    for name in ("ep", "cp"):
+        if whole[name].size() > 1:
+            names.append(name)
     if len(names) > 1:
         shard = _flattened(whole[tuple(names)], "_".join(names))
     else:
@@ -54,17 +60,26 @@ def data_mesh(whole: DeviceMesh) -> DeviceMesh:
 
 
 def expert_mesh(whole: DeviceMesh) -> DeviceMesh:
-    """What FSDP2 spreads a rank's experts over: the ranks that hold the same."""
-    return whole["shard"] if whole["replicate"].size() == 1 else whole["replicate", "shard"]
+    """Return what FSDP2 spreads a rank's experts over: the ranks that hold the same experts."""
+    if whole["replicate"].size() == 1:
+        return whole["shard"]
+    return whole["replicate", "shard"]
 
 
 def first_row(rows: int, over: DeviceMesh) -> int:
-    """The first of the rows that this rank holds of a tensor cut by rows over one dimension, as DTensor's Shard(0) cuts it."""
-    return min(rows, over.get_local_rank() * -(-rows // over.size()))
+    """Return the first row that this rank holds of a tensor with `rows` rows.
+
+    The tensor is cut by rows over one dimension, as DTensor's Shard(0) cuts it.
+    """
+    rows_per_rank = -(-rows // over.size())  # rounded up
+    return min(rows, over.get_local_rank() * rows_per_rank)
 
 
 def gradient_group(whole: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks that hold the same weights and see different tokens: replicate × shard × ep × cp. Collective."""
+    """Return the group of ranks that hold the same weights and see different tokens. Collective.
+
+    These are replicate × shard × ep × cp.
+    """
     return _flattened(whole["replicate", "shard", "ep", "cp"], "gradients").get_group()
 
 

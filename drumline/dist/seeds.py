@@ -1,4 +1,7 @@
-"""Random numbers as a function of (seed, step, rank): no generator state is saved, and a resumed step draws what it would have drawn."""
+"""Random numbers as a function of (seed, step, rank).
+
+No generator state is saved, and a resumed step draws what it would have drawn.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,16 @@ import torch
 
 
 def derive(*parts: int | str) -> int:
-    """A 63-bit seed from any parts; equal parts give equal seeds, different parts independent ones."""
+    """Return a 63-bit seed for any parts: equal for equal parts, independent for different ones."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_step(seed: int, step: int, *stream: int) -> None:
-    """Seed python, numpy and torch (all devices) for one step of one stream of random numbers (`plan.mesh.Mesh.stream`)."""
+    """Seed python, numpy and torch (all devices) for one step.
+
+    `stream`: of random numbers, one for each rank that draws its own (`plan.mesh.Mesh.stream`).
+    """
     value = derive(seed, step, *stream)
     random.seed(value)
     np.random.seed(value % 2**32)
@@ -29,14 +35,14 @@ def seed_step(seed: int, step: int, *stream: int) -> None:
 
 @contextlib.contextmanager
 def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
-    """Within, what is drawn on `device` comes from `seed` (None: from wherever it would); afterwards its generator is as it was. Other
-    generators, those of other ranks' GPUs above all, are not touched: reading the state of one takes hold of the device."""
-    on_gpu = torch.device(device).type == "cuda"  # the meta device draws nothing
-    generator = (
-        torch.cuda.default_generators[torch.cuda.current_device()]
-        if on_gpu
-        else torch.default_generator
-    )
+    """Let what is drawn on `device` come from `seed` within, and restore the generator afterwards.
+
+    `seed` None: the numbers come from wherever they would. Other generators are not touched, those of
+    other ranks' GPUs above all: reading the state of one takes hold of the device.
+    """
+    generator = torch.default_generator
+    if torch.device(device).type == "cuda":
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
     before = generator.get_state()
     try:
         if seed is not None:
@@ -47,8 +53,10 @@ def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
 
 
 class Draws:
-    """Random numbers of python, numpy and torch's CPU generator from a seed. They go on from one use to the next, whatever is drawn in
-    between."""
+    """Random numbers of python, numpy and torch's CPU generator from a seed.
+
+    They go on from one use to the next, whatever is drawn in between.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -56,7 +64,7 @@ class Draws:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Within, what is drawn is drawn from here; afterwards the generators are as they were."""
+        """Draw from these numbers within, and restore the generators afterwards."""
         before = _states()
         if self.states is None:
             random.seed(self.seed)
@@ -82,12 +90,15 @@ def _restore(states: Any) -> None:
 
 
 def constructing(seed: int) -> contextlib.AbstractContextManager[None]:
-    """Within, a constructor draws from `seed`, whichever of python, numpy and torch's CPU generator it draws from."""
+    """Let a constructor draw from `seed` within, be it by python, numpy or torch's CPU generator."""
     return Draws(seed).used()
 
 
 def deterministic() -> None:
-    """Only kernels that give the same bits each time. Call before CUDA starts (cuBLAS reads its variable then)."""
+    """Use only kernels that give the same bits each time.
+
+    Call it before CUDA starts, which is when cuBLAS reads its variable.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -1,4 +1,7 @@
-"""Adafactor over parts of matrices: what it keeps of a matrix is sums over rows and columns, which ranks add up together."""
+"""Adafactor over parts of matrices.
+
+What it keeps of a matrix are sums over rows and columns, which the ranks add up together.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""Context parallelism: each rank runs the model on its part of every sequence; only attention sees the whole of it.
+"""Context parallelism: each rank runs the model on its part of every sequence; only attention sees the whole.
 
-Ulysses (Jacobs et al. 2023): before attention the ranks exchange parts of the sequence for heads (one all-to-all), attention runs over
-whole sequences for a share of the heads, and a second all-to-all changes back. Ring (Liu et al. 2023): each rank keeps its queries,
-keys and values go round; torch's own `context_parallel`, which has kernels for GPUs and takes no mask but the causal one.
-Either is laid under a model by transformers' own seam, an attention function and a mask function under a name of ours, so the model
-decides which tokens may meet (causal, sliding windows, chunks).
-B rows, T tokens of a sequence, t = T / N of a part, N ranks; H heads, of size D.
+Ulysses (Jacobs et al. 2023): before attention the ranks exchange parts of the sequence for heads (one
+all-to-all), attention runs over whole sequences for a share of the heads, and a second all-to-all
+changes back. Ring (Liu et al. 2023): each rank keeps its queries, and keys and values go round. It is
+torch's own `context_parallel`, which has kernels for GPUs and takes no mask but the causal one.
+
+Either is put under a model by transformers' own interface, as an attention function and a mask function
+under a name of ours. So the model decides which tokens may meet (causal, sliding windows, chunks).
+
+Shapes: B rows, T tokens of a sequence, t = T / N of a part, N ranks; H heads, of size D.
 """
 
 from __future__ import annotations
@@ -31,9 +34,13 @@ from drumline.models.sequence import SequencePart
 from drumline.models.small import Tokens, close, try_small
 from drumline.vendor.torch import all_to_all_single_autograd
 
+# Numbers for the names of attention functions.
 NUMBERS = itertools.count()
 # Tokens of a rank's part in the trial, which is in fp32. In a ring it has two chunks.
-TRIAL_TOKENS, TRIAL_TOKENS_OF_RING = 8, 2 * RING_CHUNK
+TRIAL_TOKENS = 8
+TRIAL_TOKENS_OF_RING = 2 * RING_CHUNK
+# Tokens of the second document of a pack in the trial. A part has more, so no document begins with one.
+TRIAL_TOKENS_OF_SECOND_DOCUMENT = 5
 Function = Callable[..., Any]
 
 
@@ -47,45 +54,61 @@ def apply_context_parallel(
     """Cut the sequences of `module`'s batches over the ranks of `mesh` (one dimension). Collective.
 
     Forward and backward must run in `module.sequence.around`.
-
-    Raises PlanError for a model whose tokens meet elsewhere than in attention, or whose attention is not transformers' own.
+    Raises PlanError for a model whose tokens meet elsewhere than in attention, or whose attention is
+    not transformers' own.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if method == "ring":
         part = SequencePart(mesh.get_group(), folded=True, around=lambda: _torch_ring(mesh))
-        attention, mask = ring, no_mask
+        attention = ring
+        mask = no_mask
+        tokens = TRIAL_TOKENS_OF_RING
     else:
         part = SequencePart(mesh.get_group())
-        attention, mask = ulysses, whole_mask
+        attention = ulysses
+        mask = whole_mask
+        tokens = TRIAL_TOKENS
     refused = f"context parallelism cannot run {type(model).__name__}: "
-    if why := whole_sequences(model):
-        raise NO_PARTS.error(refused + why)
-    # A name of its own: another model of this process looks its functions up by name, and has another part of another sequence.
+    reason = whole_sequences(model)
+    if reason:
+        raise NO_PARTS.error(refused + reason)
     before = model.config._attn_implementation
-    name = f"{before if by_documents(model) else 'drumline_sequence'}_part_{next(NUMBERS)}"
-    AttentionInterface.register(name, _where_cut(part, AttentionInterface()[before], attention))
-    AttentionMaskInterface.register(name, _where_cut(part, AttentionMaskInterface()[before], mask))
+    # A name of its own: another model of this process looks its functions up by name, and has
+    # another part of another sequence.
+    base_name = before if by_documents(model) else "drumline_sequence"
+    name = f"{base_name}_part_{next(NUMBERS)}"
+    whole_attention = AttentionInterface()[before]
+    whole_sequence_mask = AttentionMaskInterface()[before]
+    AttentionInterface.register(name, _replace_if_cut(part, whole_attention, attention))
+    AttentionMaskInterface.register(name, _replace_if_cut(part, whole_sequence_mask, mask))
     model.set_attn_implementation(name)
-    tokens = TRIAL_TOKENS_OF_RING if method == "ring" else TRIAL_TOKENS
     if not _same_in_parts(model, mesh.device_type, part, packing, tokens):
         model.set_attn_implementation(before)
         raise NO_PARTS.error(refused + "cut in parts it does not compute what it computes whole")
     module.sequence = part
 
 
-def _where_cut(part: SequencePart, whole: Function, cut: Callable[..., Any]) -> Function:
-    """A function of transformers' interface: `whole`, and where the sequence is cut in its place `cut(part, whole, …)`."""
+def _replace_if_cut(part: SequencePart, whole: Function, cut: Callable[..., Any]) -> Function:
+    """Return a function of transformers' interface that calls `cut(part, whole, …)` on cut sequences.
+
+    On whole sequences it calls `whole` itself.
+    """
 
     def run(*given: Any, **options: Any) -> Any:
-        return cut(part, whole, *given, **options) if part.active else whole(*given, **options)
+        if part.active:
+            return cut(part, whole, *given, **options)
+        return whole(*given, **options)
 
     return run
 
 
 @dataclass
 class _Heads:
-    """What transformers' sdpa reads of an attention module: query heads to one of keys, as they are on this rank."""
+    """What transformers' sdpa reads of an attention module.
+
+    `num_key_value_groups`: query heads to one of keys, as they are on this rank.
+    """
 
     num_key_value_groups: int
     is_causal: bool
@@ -101,57 +124,74 @@ def ulysses(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over whole sequences: [B, H, t, D] in, [B, t, H, D] out.
+    """Run attention over whole sequences: [B, H, t, D] in, [B, t, H, D] out.
 
-    Key and value heads that N does not divide are repeated (each at most H / kv times), so that each rank gets the same number.
+    Key and value heads that N does not divide are repeated (each at most H / kv times), so that each
+    rank gets the same number.
     """
     repeats = part.parts // math.gcd(key.shape[1], part.parts)
     if repeats > 1:
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    query, key, value = heads_for_parts(part, query, key, value)
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
+    query, key, value = _exchange_tokens_for_heads(part, query, key, value)
     heads = _Heads(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
     out_BThD, _ = sdpa(heads, query, key, value, attention_mask, **options)
-    # [N, B, t, H / N, D].
-    stretches = out_BThD.unflatten(1, (part.parts, -1)).transpose(0, 1).contiguous()
-    return _exchange(part, stretches).movedim(0, 2).flatten(2, 3), None  # [B, t, H, D]
+    # By the rank of the tokens: [N, B, t, H / N, D].
+    sent_NBthD = out_BThD.unflatten(1, (part.parts, -1)).transpose(0, 1).contiguous()
+    # By the rank of the heads: [N, B, t, H / N, D].
+    received_NBthD = _exchange(part, sent_NBthD)
+    out_BtHD = received_NBthD.movedim(0, 2).flatten(2, 3)
+    return out_BtHD, None
 
 
-def heads_for_parts(part: SequencePart, *tensors_BHtD: Tensor) -> list[Tensor]:
-    """[B, H / N, T, D] of each [B, H, t, D]: a share of the heads, all of the sequence. One all-to-all for all tensors."""
-    # [N, B, H / N, t, D].
+def _exchange_tokens_for_heads(part: SequencePart, *tensors_BHtD: Tensor) -> list[Tensor]:
+    """Return [B, H / N, T, D] of each [B, H, t, D]: a share of the heads, all of the sequence.
+
+    One all-to-all carries all tensors.
+    """
+    # Each [N, B, H / N, t, D], by the rank that the heads go to.
     shares = [tensor.unflatten(1, (part.parts, -1)).transpose(0, 1) for tensor in tensors_BHtD]
     received = _exchange(part, torch.cat([share.flatten(1) for share in shares], 1))
-    whole = received.split([share[0].numel() for share in shares], 1)
-    return [
-        flat.view(share.shape).movedim(0, 2).flatten(2, 3)
-        for flat, share in zip(whole, shares, strict=True)
-    ]
+    sizes = [share[0].numel() for share in shares]
+    whole: list[Tensor] = []
+    for flat, share in zip(received.split(sizes, 1), shares, strict=True):
+        whole.append(flat.view(share.shape).movedim(0, 2).flatten(2, 3))
+    return whole
 
 
 def _exchange(part: SequencePart, by_rank: Tensor) -> Tensor:
-    """Entry i of dimension 0 goes to rank i; what comes from rank i is entry i. Its gradient travels back the same way."""
-    received: Tensor = all_to_all_single_autograd(
-        by_rank, [1] * part.parts, [1] * part.parts, part.group
-    )
+    """Send entry i of dimension 0 to rank i, and return what comes from rank i as entry i.
+
+    The gradient travels back the same way.
+    """
+    sizes = [1] * part.parts
+    received: Tensor = all_to_all_single_autograd(by_rank, sizes, sizes, part.group)
     return received
 
 
 def whole_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
-    """The mask over whole sequences: bool[B, 1, T, T], or `Documents` where attention takes these, or None for the plain causal one.
+    """Return the mask over whole sequences, made by the model's own function `mask`.
 
-    The model decides by place which tokens may meet (`mask_function`: causal, a window, chunks). Which documents they belong to
-    depends on the positions of the whole sequence; the model has seen one part.
+    It is bool[B, 1, T, T], or `Documents` if attention takes these, or None for the plain causal one.
+    The model decides by place which tokens may meet (`mask_function`: causal, a window, chunks). Which
+    documents they belong to depends on the positions of the whole sequence; the model has seen one
+    part.
     """
     from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
 
     positions_BT = part.positions_BT
     assert positions_BT is not None
-    documents_BT = None if batch_in_hand() else find_packed_sequence_indices(positions_BT)
+    documents_BT: Tensor | None = None
+    if not batch_in_hand():
+        documents_BT = find_packed_sequence_indices(positions_BT)
     if documents_BT is not None:
         options["mask_function"] = packed_mask(options["mask_function"], positions_BT, documents_BT)
         options["allow_is_causal_skip"] = False
-    length, there_BT = positions_BT.shape[1], None if part.mask_BT is None else part.mask_BT.bool()
-    return mask(**options | {"q_length": length, "kv_length": length, "attention_mask": there_BT})
+    length = positions_BT.shape[1]
+    options["q_length"] = length
+    options["kv_length"] = length
+    options["attention_mask"] = None if part.mask_BT is None else part.mask_BT.bool()
+    return mask(**options)
 
 
 def ring(
@@ -164,15 +204,25 @@ def ring(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as `ulysses`, for inside torch's ring: every rank has all heads, and sdpa itself is torch's ring."""
+    """Run attention as `ulysses` does, within torch's ring.
+
+    Every rank has all heads, and sdpa itself is torch's ring.
+    """
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return sdpa(_Heads(1, True), query, key, value, None, **options)
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
+    heads = _Heads(num_key_value_groups=1, is_causal=True)
+    return sdpa(heads, query, key, value, None, **options)
 
 
 def no_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
-    """For the ring: None, the plain causal mask. Raises PlanError where the model requires another."""
-    if options.get("local_size") is not None or not options.get("allow_is_causal_skip", True):
+    """Return None, the plain causal mask, for the ring.
+
+    Raises PlanError if the model requires another mask.
+    """
+    has_window = options.get("local_size") is not None
+    is_plain_causal = options.get("allow_is_causal_skip", True)
+    if has_window or not is_plain_causal:
         what = "ring attention in torch takes no mask, and this model has layers with windows of their own"
         raise PlanError(what, where="strategy", fix="use ulysses")
     return None
@@ -180,9 +230,10 @@ def no_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
-    """sdpa is a ring over `mesh`, in forward and in backward. torch requires a tensor to cut; ours are cut already."""
+    """Within, sdpa is a ring over `mesh`, in forward and in backward."""
     from torch.distributed.tensor.experimental import context_parallel
 
+    # torch requires a tensor to cut; ours are cut already.
     stand_in = torch.empty(2 * mesh.size(), device=mesh.device_type)
     with context_parallel(
         mesh, buffers=[stand_in], buffer_seq_dims=[0], no_restore_buffers={stand_in}
@@ -191,8 +242,11 @@ def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool, tokens: int) -> bool:
-    """Whether the model's hidden states come out the same in parts as whole, tried on so many tokens a rank (two documents, where
-    rows are packs). State-space and other recurrent layers mix tokens without attention, and no flag of a class shows it."""
+    """Return whether the model's hidden states come out the same in parts as whole. Collective.
+
+    It is tried on `tokens` tokens a rank; two documents if rows are packs. State-space and other
+    recurrent layers mix tokens without attention, and no flag of a class shows it.
+    """
 
     def trial(small: Any, ids_BT: Tensor) -> bool:
         trunk = small.get_decoder() or small
@@ -200,15 +254,15 @@ def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool, t
         length = ids_BT.shape[1]
         positions_BT = torch.arange(length, device=ids_BT.device)[None]
         if packing:
-            positions_BT = torch.where(
-                positions_BT < length - 5, positions_BT, positions_BT - (length - 5)
-            )
-        whole = trunk(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)[0]
+            second = length - TRIAL_TOKENS_OF_SECOND_DOCUMENT
+            positions_BT = torch.where(positions_BT < second, positions_BT, positions_BT - second)
+        whole_BTD = trunk(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)[0]
         batch = Tokens(ids_BT, positions_BT)
         with part.around():
-            in_part = trunk(**part.inputs(batch), use_cache=False)[0]
-        return close(in_part, part.cut(whole))
+            part_BtD = trunk(**part.inputs(batch), use_cache=False)[0]
+        return close(part_BtD, part.cut(whole_BTD))
 
-    same = torch.tensor(float(try_small(model, device, trial)), device=device)
+    is_same = try_small(model, device, trial)
     part.active = False
-    return float(part.total(same)) == part.parts
+    ranks_that_agree = part.total(torch.tensor(float(is_same), device=device))
+    return float(ranks_that_agree) == part.parts

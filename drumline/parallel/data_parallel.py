@@ -1,4 +1,7 @@
-"""How a module is spread over data ranks, for the native engine: when gradients are reduced, which module evaluates."""
+"""How the native engine spreads a module over data ranks.
+
+This decides when gradients are reduced, and which module evaluates.
+"""
 
 from __future__ import annotations
 

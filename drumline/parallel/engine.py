@@ -1,6 +1,7 @@
-"""The interface between the training loop and whatever spreads a model: the loop sees only this.
+"""The interface between the training loop and the engine that spreads a model.
 
-Trainable models side by side (a policy, and a value model of its own) are one engine, `CompositeEngine`.
+The loop sees only this. Trainable models side by side (a policy, and a value model of its own) are one
+engine, `CompositeEngine`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from drumline.dist.reduce import exact
 from drumline.telemetry.memory_tracker import MemoryStats
 
 Sums = dict[str, float]
-DeviceSums = dict[str, torch.Tensor]  # fp64 scalars on this rank's device
+# Of fp64 scalars on this rank's device.
+DeviceSums = dict[str, torch.Tensor]
+# Called with the outputs of a model and the batch.
 Read = Callable[[Any, Any], torch.Tensor]
-# Sections of tensors, of any role, that only some runs have. What they hold is lost if a run without them resumes; a run that has them
-# and resumes without starts them afresh.
+# Sections of tensors, of any role, that only some runs have. What they hold is lost if a run without
+# them resumes. A run that has them, and resumes from a checkpoint without, starts them afresh.
 OPTIONAL = ("outer", "compensation")
 POLICY = "policy"
 T = TypeVar("T")
@@ -31,105 +34,149 @@ N = TypeVar("N", float, torch.Tensor)
 class Engine(Protocol):
     """Owns the model, its gradients and its optimizer on this rank.
 
-    Sums are those of this rank's samples: ranks that share samples (pp, cp, tp) all return the same ones, and the loop counts them once
-    (those of a training step come from the last stage alone; other stages return zeros).
+    Sums are those of this rank's samples. Ranks that share samples (pp, cp, tp) all return the same
+    ones, and the loop counts them once. Those of a training step come from the last stage of a pipeline
+    alone; other stages return zeros.
 
-    No call of a training step makes the host wait for the device, but for DeepSpeed's, for fp16 (its next scale depends on this step's
-    norm), for an optimizer without a fused kernel, and for gradients in host memory.
+    No call of a training step makes the host wait for the device, with four exceptions: DeepSpeed's
+    calls, fp16 (its next scale depends on this step's norm), an optimizer without a fused kernel, and
+    gradients in host memory.
     """
 
     def begin_step(self, lr: float) -> None:
-        """The learning rate of the step that begins, for an engine whose weights are updated in backward; others have it by `step`."""
+        """Set the learning rate of the step that begins, if weights are updated in backward.
+
+        Other engines get it by `step`.
+        """
 
     def forward_backward(
         self, micro_batches: list[Any], objective: Any, denominator: float
     ) -> DeviceSums:
-        """Accumulate the gradients of Σ loss / denominator over all samples of all ranks. Returns the sums, `loss` among them."""
+        """Accumulate the gradients of Σ loss / denominator over all samples of all ranks.
+
+        Returns the sums, `loss` among them.
+        """
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
-        """The sums without gradients; the model is left in training mode."""
+        """Return the sums, computed without gradients. The model is left in training mode."""
 
     def infer(
         self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
     ) -> list[torch.Tensor]:
-        """What `read(outputs, batch)` gives for each micro-batch, without gradients; the model is left in training mode.
+        """Return `read(outputs, batch)` of each micro-batch, computed without gradients.
 
-        The same on all ranks that share the samples. All ranks come with as many micro-batches. `adapter` False: without LoRA's product,
-        so the model is what it was before training.
+        It is the same on all ranks that share the samples. All ranks come with as many micro-batches.
+        The model is left in training mode. `adapter` False: without LoRA's product, so the model is
+        what it was before training.
         """
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of each weight, frozen ones too, and each persistent buffer, whole, on every rank, one after the other in the
-        same order on all, on this rank's device. Names are those of the Hugging Face model (with an adapter, of PEFT's). A tensor may be
-        the engine's own: copy, do not change. A tied weight comes once under each of its names, one after the other: a reader that does
-        not tie it (vLLM, as it reloads) needs them all. Collective: all ranks go through to the end.
+        """Yield (name, tensor) of each weight and each persistent buffer, whole, on every rank.
 
-        Raises ModelError where weights are packed in 4 or 8 bits.
+        Frozen weights are among them. They come one after the other, in the same order on all ranks, on
+        this rank's device. Names are those of the Hugging Face model (with an adapter, of PEFT's). A
+        tensor may be the engine's own: copy it, do not change it. A tied weight comes once under each
+        of its names, one after the other: a reader that does not tie it (vLLM, as it reloads) needs
+        them all. Collective: all ranks go through to the end.
+        Raises ModelError if weights are packed in 4 or 8 bits.
         """
 
     def unsharded_model(self) -> nn.Module | None:
-        """The whole Hugging Face model of this rank where it has one that can be called as it is, and None where the model is cut or
-        sharded. Put back what is changed on it (mode, cache); never its weights. Collective."""
+        """Return the whole Hugging Face model if this rank has one that can be called as it is.
+
+        None if the model is cut or sharded. What is changed on it (mode, cache) must be put back; its
+        weights must not be changed. Collective.
+        """
 
     def grad_norm(self) -> torch.Tensor:
-        """Global L2 norm of the accumulated gradients, before clipping: an fp64 scalar, the same on all ranks."""
+        """Return the global L2 norm of the accumulated gradients, before clipping.
+
+        It is an fp64 scalar, the same on all ranks.
+        """
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
-        """Clip by the norm given, update the weights where `finite` (a bool scalar) holds, and forget the gradients. Where it does not,
-        weights and moments stay as they are. `lr` None: at the rates that the optimizer has."""
+        """Clip by the norm given, update the weights, and delete the gradients.
+
+        If `finite`, a bool scalar of the device, does not hold, weights and moments stay as they are.
+        `lr` None: at the rates that the optimizer has.
+        """
 
     def rescales(self) -> bool:
-        """True where a non-finite gradient is an overflow of fp16 that `step` answers with a smaller loss scale."""
+        """Return whether a non-finite gradient is an overflow of fp16.
+
+        `step` answers it with a smaller loss scale.
+        """
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer state as they are now, under canonical names (`model.<fqn>`, `optim.<fqn>.<slot>`).
+        """Return weights and optimizer state as they are now, by their canonical names.
 
-        Between them the ranks name all; a rank may name a part. A checkpoint is saved from them; loading fills them and hands them to
+        These are `model.<fqn>` and `optim.<fqn>.<slot>`. Between them the ranks name all; a rank may
+        name a part. A checkpoint is saved from these tensors; loading fills them and hands them to
         `load_state`. Collective.
         """
 
     def state(self) -> dict[str, Any]:
-        """What else must survive, as JSON."""
+        """Return what else must survive, as JSON."""
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from `tensors`, what `tensors()` gave and a checkpoint filled, and from what `state` gave there, with `step`: steps done.
+        """Go on from a checkpoint.
 
-        The checkpoint may be another engine's: of `state` nothing but `step` is certain, and sections in `OPTIONAL` may not be filled.
+        `tensors`: what `tensors()` returned, filled by the checkpoint. `state`: what `state()` returned
+        when it was saved, with `step`, the number of steps done. The checkpoint may be another
+        engine's: of `state` nothing but `step` is certain, and sections in `OPTIONAL` may not be filled.
         """
 
     def memory_stats(self) -> MemoryStats:
-        """Bytes of parameters, gradients and optimizer state that this rank holds now; gradients exist between `forward_backward` and
-        `step`."""
+        """Return the bytes of parameters, gradients and optimizer state that this rank holds now.
+
+        Gradients exist between `forward_backward` and `step`.
+        """
 
     def exposed_communication(self) -> float | None:
-        """Seconds of the last forward_backward in which this rank only waited for gradients of others; None where nothing measures it."""
+        """Return the seconds of the last forward_backward in which this rank only waited for gradients.
+
+        None if nothing measures it.
+        """
 
 
 class OpenEngine(Engine, Protocol):
-    """An engine that a loop of the user's own drives: it calls the model, and comes with a loss for each micro-batch."""
+    """An engine for a loop of the user's own.
+
+    The loop calls the model, and comes with a loss for each micro-batch. `named`: the parameters as the
+    optimizer has them, whatever a forward puts in their place. `learned`: the names of those that
+    learned when the model was spread. `is_whole`: each rank has all of the model, and calls it as it is.
+    """
 
     model: nn.Module
-    # As the optimizer has them, whatever a forward puts in their place.
     named: dict[str, nn.Parameter]
-    learned: set[str]  # the names of those that learned when the model was spread
+    learned: set[str]
     max_grad_norm: float | None
     optimizer: torch.optim.Optimizer
-    is_whole: bool  # each rank has all of the model, and calls it as it is
+    is_whole: bool
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around the forwards and backwards of a micro-batch. `last`: of the global batch; at its end all gradients are reduced."""
+        """Return a context for the forwards and backwards of a micro-batch.
+
+        `last`: of the global batch. At the end of its context all gradients are reduced.
+        """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module gives; floating-point tensors of it in fp32 or more."""
+        """Return what the module returns; its floating-point tensors are in fp32 or more."""
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
         """Accumulate the gradients of Σ loss_sum / denominator over all ranks."""
 
     def divide(self, by: torch.Tensor) -> None:
-        """Divide the gradients of the global batch by a scalar of the device; before `grad_norm`."""
+        """Divide the gradients of the global batch by a scalar of the device.
+
+        Called before `grad_norm`.
+        """
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the model is evaluated: one state on all ranks, no gradients. Collective."""
+        """Return a context to evaluate the model in: one state on all ranks, no gradients.
+
+        Collective.
+        """
 
 
 def added(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
@@ -163,7 +210,10 @@ def total(outs: list[dict[str, torch.Tensor]]) -> Sums:
 
 
 def reader(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
-    """Return an objective for `Engine.evaluate` that appends to `kept` what `read` returns for each micro-batch."""
+    """Return an objective for `Engine.evaluate` that keeps what `read` returns for each micro-batch.
+
+    It appends to `kept`.
+    """
 
     def objective(outputs: Any, batch: Any) -> Any:
         kept.append(read(outputs, batch))
@@ -178,8 +228,9 @@ class CompositeEngine:
     Objectives are by role (role → objective) and sums are added up. The norm, by which gradients
     are clipped, is that of all gradients together.
 
-    Calls for one model (infer, whole_weights, unsharded_model, an objective that is no mapping) go to the policy. Canonical names of
-    another role's tensors have the role before them: `value/model.<fqn>`, so that an export or a run without it finds the policy's alone.
+    Calls for one model (infer, whole_weights, unsharded_model, an objective that is no mapping) go to
+    the policy. Canonical names of another role's tensors have the role before them:
+    `value/model.<fqn>`. So an export, or a run without that role, finds the policy's alone.
     """
 
     def __init__(self, engines: dict[str, Engine], rates: Mapping[str, float]) -> None:
@@ -282,7 +333,10 @@ def of_role(named: Mapping[str, T], role: str) -> dict[str, T]:
 
 
 def _added(parts: Iterable[dict[str, N]]) -> dict[str, N]:
-    """Return sums of several roles as one: the loss of all roles, and sums that share a name, are added up."""
+    """Return the sums of several roles as one.
+
+    The losses of all roles, and sums that share a name, are added up.
+    """
     total: dict[str, N] = {}
     for sums in parts:
         for key, value in sums.items():

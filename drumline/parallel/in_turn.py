@@ -1,9 +1,9 @@
-"""Optimizers that go parameter by parameter: in backward, as gradients come; or on the host, beside copies."""
+"""Optimizers that update parameter by parameter: in backward, as gradients come, or on the host beside copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,109 +13,133 @@ from drumline.parallel.muon import Joined
 from drumline.parallel.norms import Squares, add_squares, cut_alike, local
 from drumline.parallel.optimizer import take_step
 
-# The optimizer of some parameters, with its state.
+# Returns the optimizer of some parameters, with its state made.
 Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 class InBackward(Joined):
-    """Each parameter is updated when its gradient is there (of FSDP2's shards, when it is reduced), which is gone then: backward holds one
-    at a time. `squares`: what the gradient norm is made of, until `step`."""
+    """Updates each parameter as soon as its gradient is there, which is then deleted.
+
+    So backward holds one gradient at a time. Gradients of FSDP2's shards come when they are reduced.
+    `squares`: what the gradient norm is made of, until `zero_grad`.
+    """
 
     def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
-        self.own = {
-            parameter: build({name: parameter})
-            for name, parameter in named.items()
-            if parameter.requires_grad
-        }
-        super().__init__(*self.own.values())
+        self.optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+        for name, parameter in named.items():
+            if parameter.requires_grad:
+                self.optimizers[parameter] = build({name: parameter})
+        super().__init__(*self.optimizers.values())
         self.squares: Squares = {}
-        for parameter in self.own:
+        for parameter in self.optimizers:
             parameter.register_post_accumulate_grad_hook(self._update)
 
     @torch.no_grad()
     def _update(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         add_squares(self.squares, [parameter.grad])
-        take_step(self.own[parameter])  # type: ignore[index]
+        take_step(self.optimizers[parameter])
         parameter.grad = None
 
     def step(self) -> None:
-        """Each parameter has taken its own."""
+        """Do nothing: every parameter was already updated during backward."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.squares = {}
 
 
-class OnHost(Joined):
-    """Moments and a copy of the weights in host memory, where steps are taken (Ren et al. 2021). Gradients are copied there, all in a row;
-    each parameter is updated when its own has come, and goes back while the next one is updated.
+class _HostCopy(NamedTuple):
+    """The copy of a parameter in host memory, with a gradient there, and the optimizer of the copy."""
 
-    The host waits for each gradient, since it computes with them. Where `found_inf`, a scalar of the device, is 1, it takes no step."""
+    parameter: nn.Parameter
+    optimizer: torch.optim.Optimizer
+
+
+class _PendingUpdate(NamedTuple):
+    """A parameter whose gradient is on its way to the host.
+
+    `arrived`: when the gradient is there; None if it is there already.
+    """
+
+    parameter: nn.Parameter
+    copy: _HostCopy
+    arrived: torch.cuda.Event | None
+
+
+class OnHost(Joined):
+    """Keeps moments and a copy of the weights in host memory, and takes steps there (Ren et al. 2021).
+
+    Gradients are copied to the host, all in a row. Each parameter is updated when its own gradient has
+    come, and goes back while the next one is updated. The host waits for each gradient, since it
+    computes with them. If `found_inf`, a scalar of the device, is 1, it takes no step.
+    """
 
     def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
-        self.own: dict[nn.Parameter, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
+        self.host_copies: dict[nn.Parameter, _HostCopy] = {}
         for name, parameter in named.items():
             if parameter.requires_grad:
-                host = nn.Parameter(_on_host(parameter))
-                self.own[parameter] = host, build({name: host})
-                host.grad = _on_host(parameter)
-        super().__init__(*(optimizer for _, optimizer in self.own.values()))
+                copy = nn.Parameter(_on_host(parameter))
+                self.host_copies[parameter] = _HostCopy(copy, build({name: copy}))
+                copy.grad = _on_host(parameter)
+        super().__init__(*(copy.optimizer for copy in self.host_copies.values()))
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        return {
-            parameter: optimizer.state[host] for parameter, (host, optimizer) in self.own.items()
-        }
+        states: dict[torch.Tensor, Any] = {}
+        for parameter, copy in self.host_copies.items():
+            states[parameter] = copy.optimizer.state[copy.parameter]
+        return states
 
     @property
     def copies(self) -> list[torch.Tensor]:
         """Weights and gradients on the host."""
-        return [
-            tensor
-            for host, _ in self.own.values()
-            for tensor in (host, host.grad)
-            if tensor is not None
-        ]
+        tensors: list[torch.Tensor] = []
+        for copy in self.host_copies.values():
+            tensors.append(copy.parameter)
+            if copy.parameter.grad is not None:
+                tensors.append(copy.parameter.grad)
+        return tensors
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the weights, which a checkpoint has filled."""
-        for parameter, (host, _) in self.own.items():
-            local(host).copy_(local(parameter))
+        """Copy the weights, which a checkpoint has filled, to the host."""
+        for parameter, copy in self.host_copies.items():
+            local(copy.parameter).copy_(local(parameter))
 
     @torch.no_grad()
     def step(self) -> None:
-        passed_over = None if self.found_inf is None else LateCopy(self.found_inf)
-        arrived = []
-        for parameter, (host, optimizer) in self.own.items():
+        skips: LateCopy | None = None
+        if self.found_inf is not None:
+            skips = LateCopy(self.found_inf)
+        pending: list[_PendingUpdate] = []
+        for parameter, copy in self.host_copies.items():
             if parameter.grad is not None:
-                assert host.grad is not None
-                local(host.grad).copy_(local(parameter.grad), non_blocking=True)
-                arrived.append(
-                    (
-                        parameter,
-                        host,
-                        optimizer,
-                        torch.cuda.current_stream().record_event() if parameter.is_cuda else None,
-                    )
-                )
+                assert copy.parameter.grad is not None
+                host_gradient = local(copy.parameter.grad)
+                host_gradient.copy_(local(parameter.grad), non_blocking=True)
+                arrived: torch.cuda.Event | None = None
+                if parameter.is_cuda:
+                    arrived = torch.cuda.current_stream().record_event()
+                pending.append(_PendingUpdate(parameter, copy, arrived))
         # Read once the gradients are on their way: the device has work while the host finds out.
-        if passed_over is not None and passed_over.read():
+        if skips is not None and skips.read():
             return
-        for parameter, host, optimizer, event in arrived:
-            if event is not None:
-                event.synchronize()
-            take_step(optimizer)
-            local(parameter).copy_(local(host), non_blocking=True)
+        for update in pending:
+            if update.arrived is not None:
+                update.arrived.synchronize()
+            take_step(update.copy.optimizer)
+            local(update.parameter).copy_(local(update.copy.parameter), non_blocking=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in self.own:
+        for parameter in self.host_copies:
             parameter.grad = None
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, page-locked where there is a GPU; of a DTensor this rank's part, as one cut alike."""
+    """Return a copy in host memory, page-locked if there is a GPU.
+
+    The copy of a DTensor is one of this rank's part, cut alike.
+    """
     part = local(tensor.detach())
-    return cut_alike(
-        torch.empty_like(part, device="cpu", pin_memory=part.is_cuda).copy_(part), tensor
-    )
+    copy = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+    return cut_alike(copy.copy_(part), tensor)

@@ -1,4 +1,7 @@
-"""Muon over parts of matrices: ranks that hold parts of a matrix bring it to an owner, which makes it orthogonal and returns the parts."""
+"""Muon over parts of matrices.
+
+Ranks that hold parts of a matrix bring it to an owner, which makes it orthogonal and returns the parts.
+"""
 
 from __future__ import annotations
 

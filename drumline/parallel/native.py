@@ -1,7 +1,7 @@
-"""The native engines: PyTorch's autograd and optimizer over a model that is spread by ordered transforms.
+"""The native engines: PyTorch's autograd and optimizer over a model that is spread by transforms.
 
-`ForwardEngine` does what needs no gradients (evaluate, infer, return weights), which is all that a frozen model needs. `NativeEngine`
-trains.
+`ForwardEngine` does what needs no gradients (evaluate, infer, return weights), which is all that a
+frozen model needs. `NativeEngine` trains.
 """
 
 from __future__ import annotations
@@ -383,7 +383,8 @@ class NativeEngine(ForwardEngine):
             yield
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
-        # Gradients are averaged over ranks; a sum over ranks is wanted, and scaling the loss gives it without a second pass.
+        # Gradients are averaged over ranks, and a sum over ranks is wanted: scaling the loss gives it
+        # without a second pass.
         with self.spread.going_back(loss_sum):
             (loss_sum * self.loss_scale.scale(self.averaged_over / denominator)).backward()
 

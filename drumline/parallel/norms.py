@@ -1,4 +1,7 @@
-"""Gradients before a step: their global norm, whatever holds them (whole tensors, shards on one mesh, on several), and fp16's scale."""
+"""Gradients before a step: their global norm, whatever holds them, and the loss scale of fp16.
+
+Gradients may be whole tensors, shards on one mesh, or shards on several.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ def global_norm(
     device: str | torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """L2 norm over all entries of all gradients, each counted once: an fp64 scalar on `device`. `group`: ranks that hold other
-    layers (pipeline stages).
+    """Return the L2 norm over all entries of all gradients, each counted once: an fp64 scalar.
 
-    Entries are squared and summed in fp32 where they lie, summed over the groups that hold the other parts on `device`, the one of the
-    mesh, then added: gradients may lie in host memory, and a rank may have none. Collective.
+    It is on `device`, the one of the mesh. `group`: ranks that hold other layers (pipeline stages).
+    Entries are squared and summed in fp32 where they lie, then summed on `device` over the groups that
+    hold the other parts, then added: gradients may lie in host memory, and a rank may have none.
+    Collective.
     """
     found: Squares = {}
     add_squares(found, gradients)
@@ -37,31 +41,40 @@ def global_norm(
 
 def add_squares(found: Squares, gradients: list[torch.Tensor]) -> None:
     """Add this rank's squares of gradients to those that were found before."""
-    by_place: dict[Place, list[torch.Tensor]] = {}
+    parts_by_place: dict[Place, list[torch.Tensor]] = {}
     for gradient in gradients:
-        by_place.setdefault(spread_over(gradient), []).append(local(gradient))
-    for groups, parts in by_place.items():
+        parts_by_place.setdefault(spread_over(gradient), []).append(local(gradient))
+    for groups, parts in parts_by_place.items():
         # A rank may hold none: a head of one row has one shard.
-        here = [part for part in parts if part.numel()]
-        if not here and groups not in found:
+        not_empty = [part for part in parts if part.numel()]
+        if not not_empty and groups not in found:
             found[groups] = torch.zeros((), device=exact_on(parts[0].device), dtype=torch.float64)
-        for dtype in {
-            torch.promote_types(part.dtype, torch.float32) for part in here
-        }:  # fp64 is not narrowed
-            same = [
-                part for part in here if torch.promote_types(part.dtype, torch.float32) == dtype
-            ]
-            squares = exact(torch.stack(foreach_norm(same, 2.0, dtype=dtype))).square().sum()
-            found[groups] = found[groups] + squares if groups in found else squares
+        for dtype, same in _by_type_of_norm(not_empty).items():
+            norms_N = torch.stack(foreach_norm(same, 2.0, dtype=dtype))
+            squares = exact(norms_N).square().sum()
+            if groups in found:
+                found[groups] = found[groups] + squares
+            else:
+                found[groups] = squares
+
+
+def _by_type_of_norm(parts: list[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    """Return tensors by the type that they are squared in: fp32, or fp64 for fp64."""
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for part in parts:
+        dtype = torch.promote_types(part.dtype, torch.float32)
+        by_type.setdefault(dtype, []).append(part)
+    return by_type
 
 
 def total_norm(
     found: Squares, device: str | torch.device, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """The norm that squares make over all ranks, which have the same places; see global_norm."""
+    """Return the norm of all ranks' squares; all ranks have found the same places. See global_norm."""
     total = torch.zeros((), device=exact_on(device), dtype=torch.float64)
     for groups, here in found.items():
-        squares = copied_to(total.device, here)  # gradients may be on the host
+        # Gradients may be on the host.
+        squares = copied_to(total.device, here)
         for over in groups:
             dist.all_reduce(squares, group=over)
         total += squares
@@ -110,37 +123,40 @@ def distribute_alike(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def spread_over(tensor: torch.Tensor) -> Place:
-    """The groups over which a tensor is cut; copies are not counted."""
+    """Return the groups over which a tensor is cut; those with copies of it are not counted."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
-    for placement in tensor.placements:
+    groups: list[dist.ProcessGroup] = []
+    for dimension, placement in enumerate(tensor.placements):
         assert not placement.is_partial(), "a gradient must be reduced before it is measured"
-    return tuple(
-        mesh.get_group(i)
-        for i, placement in enumerate(tensor.placements)
-        if not placement.is_replicate() and mesh.size(i) > 1
-    )
+        if not placement.is_replicate() and mesh.size(dimension) > 1:
+            groups.append(mesh.get_group(dimension))
+    return tuple(groups)
 
 
 class LossScale:
-    """Loss scaling for fp16 (Micikevicius et al. 2018): small gradients are kept above fp16's zero while they are made.
+    """Loss scaling for fp16 (Micikevicius et al. 2018): it keeps small gradients above fp16's zero.
 
-    torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each of its ranks would judge by its own part. Here the
-    global norm shows an overflow, the same on all ranks. Scale and count lie on the device, so that the host waits for neither. Without
-    `enabled` nothing is scaled."""
+    torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each of its ranks would
+    judge by its own part. Here the global norm shows an overflow, the same on all ranks. Scale and count
+    lie on the device, so that the host waits for neither. If not `enabled`, nothing is scaled.
+    """
 
     def __init__(self, initial: float, enabled: bool, device: str) -> None:
         self.enabled = enabled
-        self.value = torch.tensor(initial if enabled else 1.0, dtype=torch.float32, device=device)
+        first_value = initial if enabled else 1.0
+        self.value = torch.tensor(first_value, dtype=torch.float32, device=device)
         self.good_steps = torch.tensor(0, dtype=torch.int64, device=device)
 
     def scale(self, factor: float) -> float | torch.Tensor:
-        """Return what a loss is multiplied by before backward, where `factor` is it without a scale."""
-        return factor * self.value if self.enabled else factor
+        """Return what a loss is multiplied by before backward; without a scale it is `factor`."""
+        if self.enabled:
+            return factor * self.value
+        return factor
 
     def unscale(self, gradients: list[torch.Tensor]) -> None:
-        """Bring this rank's parts of the gradients back, in place; once a step."""
+        """Divide this rank's parts of the gradients by the scale, in place; once a step."""
         if self.enabled and gradients:
             foreach_mul_(gradients, (1.0 / self.value).to(gradients[0]))
 
@@ -161,7 +177,7 @@ class LossScale:
         return {"scale": float(self.value), "good_steps": int(self.good_steps)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Does nothing where the state comes from a run in another precision."""
+        """Take over a saved state; do nothing if it comes from a run in another precision."""
         if self.enabled and "good_steps" in state:
             self.value.fill_(float(state["scale"]))
             self.good_steps.fill_(int(state["good_steps"]))

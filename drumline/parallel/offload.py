@@ -1,9 +1,11 @@
-"""What blocks keep for their backward, moved to host memory and back beside computing (`memory.activation_offload`).
+"""Move what blocks keep for their backward to host memory, and back, beside computing.
 
-Of two blocks it is on the device at once. In forward these are the block that computes and the one before, whose copies are on their
-way; in backward the block that computes and the one that is fetched ahead. The last two blocks keep theirs where it is. torch's
-saved-tensor hooks say what a block keeps: with full checkpointing its input. A storage is moved once, however many views of it are
-kept. On a GPU copies go to pinned memory on a stream of their own; on a CPU the same code runs without streams.
+This is `memory.activation_offload`. The activations of two blocks are on the device at once. In forward
+these are the block that computes and the one before, whose copies are on their way; in backward the
+block that computes and the one that is fetched ahead. The last two blocks keep theirs where it is.
+torch's saved-tensor hooks say what a block keeps: with full checkpointing its input. A storage is moved
+once, however many views of it are kept. On a GPU, copies go to pinned memory on a stream of their own;
+on a CPU the same code runs without streams.
 """
 
 from __future__ import annotations
@@ -18,93 +20,138 @@ from torch import Tensor, nn
 from drumline.models.blocks import blocks
 from drumline.vendor.torch import FakeTensor, tree_leaves
 
-LEAST_MOVED = 2**14  # bytes of a storage; smaller ones stay on the device
+# Bytes of a storage; smaller ones stay on the device.
+LEAST_MOVED = 2**14
+# Classes of tensors whose storage may be moved: subclasses may hold several, or none.
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class ActivationOffload:
-    """Of all blocks of a model, changed in place. `moved`: bytes that went to the host, in all; `here`, `most`: bytes of what is moved that
-    are on the device, now and at most."""
+    """The offload of all blocks of a model, which are changed in place.
+
+    `moved_bytes`: bytes that went to the host, in all. `device_bytes`: bytes of what is moved that are
+    on the device now. `most_device_bytes`: the most that were there at once.
+    """
 
     def __init__(self, model: nn.Module, device: str) -> None:
         self.stream = torch.cuda.Stream() if device == "cuda" else None
-        self.moved = self.here = self.most = 0
-        self.under_way: list[_Run] = []  # runs whose tensors are still on the device
+        self.moved_bytes = 0
+        self.device_bytes = 0
+        self.most_device_bytes = 0
+        # Runs whose tensors are still on the device, oldest first.
+        self.runs_on_device: list[_Run] = []
         found = blocks(model)
-        self.stay = len(found) - 2  # from this block on
+        # The blocks from this one on keep their activations on the device.
+        self.first_kept = len(found) - 2
         for index, block in enumerate(found):
-            # What is checkpointed keeps its input outside of the checkpoint.
-            name = (
-                "_gradient_checkpointing_func"
-                if getattr(block, "gradient_checkpointing", False)
-                else "forward"
-            )
+            name = "forward"
+            if getattr(block, "gradient_checkpointing", False):
+                # What is checkpointed keeps its input outside of the checkpoint.
+                name = "_gradient_checkpointing_func"
             setattr(block, name, partial(self.run, index, block, getattr(block, name)))
 
     def run(self, index: int, block: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        """The block's forward `inner`."""
+        """Run the forward `inner` of block `index`, and return its result."""
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        before = next((run for run in self.under_way if run.index == index - 1), None)
-        while self.under_way and (index == 0 or self.under_way[0].index < index - 1):
-            self.under_way.pop(0).leave()
-        if index >= self.stay:
+        run_before = self._run_of(index - 1)
+        # Only the block before may still have its activations on the device.
+        while self.runs_on_device and (index == 0 or self.runs_on_device[0].index < index - 1):
+            self.runs_on_device.pop(0).release_device_copies()
+        if index >= self.first_kept:
             out = inner(*args, **kwargs)
         else:
-            # Weights, and what all blocks share: masks, positions. The first tensor is what the block works on.
-            shared = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)][1:]
-            stays = [*block.parameters(), *shared]
-            run = _Run(
-                self,
-                index,
-                {tensor.untyped_storage()._cdata for tensor in stays if type(tensor) in PLAIN},
-            )
+            run = _Run(self, index, _storages_that_stay(block, args, kwargs))
             with torch.autograd.graph.saved_tensors_hooks(run.pack, run.unpack):
                 out = inner(*args, **kwargs)
-            run.end()
-            self.under_way.append(run)
-        hidden = next(
-            (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad),
-            None,
-        )
-        if before is not None and hidden is not None:
-            fetch = before.fetch
-            hidden.register_hook(lambda _: fetch())  # its backward begins
+            run.record_last_copy()
+            self.runs_on_device.append(run)
+        hidden = _first_requiring_grad(out)
+        if run_before is not None and hidden is not None:
+            _fetch_at_backward(hidden, run_before)
         return out
 
-    def count(self, bytes_: int) -> None:
-        self.here += bytes_
-        self.most = max(self.most, self.here)
+    def _run_of(self, index: int) -> _Run | None:
+        """Return the oldest run of a block whose tensors are still on the device."""
+        for run in self.runs_on_device:
+            if run.index == index:
+                return run
+        return None
 
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """On the stream of copies, behind all that is under way."""
+    def count_device_bytes(self, bytes_: int) -> None:
+        """Add to the bytes on the device; negative if some are released."""
+        self.device_bytes += bytes_
+        self.most_device_bytes = max(self.most_device_bytes, self.device_bytes)
+
+    def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context on the stream of copies, behind all that the device has been given."""
         if self.stream is None:
             return contextlib.nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self.stream)
 
 
+def _storages_that_stay(block: nn.Module, args: Any, kwargs: Any) -> set[int]:
+    """Return the storages of a block's weights, and of inputs that all blocks share (masks, positions).
+
+    The first tensor among the inputs is what the block works on.
+    """
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    storages: set[int] = set()
+    for tensor in (*block.parameters(), *inputs[1:]):
+        if type(tensor) in PLAIN:
+            storages.add(tensor.untyped_storage()._cdata)
+    return storages
+
+
+def _first_requiring_grad(out: Any) -> Tensor | None:
+    """Return the first tensor of a block's result that has a gradient: the hidden states."""
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            return leaf
+    return None
+
+
+def _fetch_at_backward(hidden: Tensor, run_before: _Run) -> None:
+    """Fetch what the block before needs when the backward of `hidden` begins."""
+    fetch = run_before.fetch
+
+    def on_gradient(_: Tensor) -> None:
+        fetch()
+
+    hidden.register_hook(on_gradient)
+
+
 class _Moved:
-    """A storage as uint8. `device`: None while only the host has it; `host`: None of FakeTensors, which the planner traces with; `uses`:
-    saved tensors in it that a graph still has."""
+    """A storage that is moved, as uint8.
+
+    `device`: its copy on the device; None while only the host has one. `host`: its copy there; None
+    for FakeTensors, which the planner traces with. `uses`: saved tensors in it that a graph still has.
+    """
 
     def __init__(self, device: Tensor) -> None:
         self.device: Tensor | None = device
-        self.place, self.bytes_ = device.device, device.numel()
+        self.place = device.device
+        self.bytes_ = device.numel()
         self.host: Tensor | None = None
         self.uses = 0
 
 
 class _Saved:
-    """What a graph has in the place of a tensor: it goes when no backward wants it any more, however often it was read."""
+    """What a graph has in the place of a saved tensor.
+
+    It is deleted when no backward needs the tensor any more, however often it was read.
+    """
 
     def __init__(self, run: _Run, key: tuple[int, int], tensor: Tensor) -> None:
-        self.run, self.key, self.dtype = run, key, tensor.dtype
+        self.run = run
+        self.key = key
+        self.dtype = tensor.dtype
         self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
         run.moved[key].uses += 1
 
     def __del__(self) -> None:
-        self.run.let_go(self.key)
+        self.run.release_use(self.key)
 
 
 class _Run:
@@ -112,79 +159,97 @@ class _Run:
 
     def __init__(self, owner: ActivationOffload, index: int, stays: set[int]) -> None:
         """`stays`: storages that are not moved."""
-        self.owner, self.index, self.stays = owner, index, stays
+        self.owner = owner
+        self.index = index
+        self.stays = stays
+        # By storage, and version of the tensor.
         self.moved: dict[tuple[int, int], _Moved] = {}
-        self.event: Any = None  # of the last copy of it
+        # Of the last copy of this run, either way.
+        self.event: Any = None
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage() if type(tensor) in PLAIN else None
-        if (
-            storage is None
-            or storage.nbytes() < LEAST_MOVED
-            or storage.nbytes() % tensor.element_size()
-        ):
+        if not self._is_movable(tensor):
             return tensor
-        if storage._cdata in self.stays or _of_weight(tensor):
-            return tensor
-        key = storage._cdata, tensor._version  # an operator in place makes another one of it
+        # An operator in place makes another tensor of it.
+        key = tensor.untyped_storage()._cdata, tensor._version
         if key not in self.moved:
-            bytes_N = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(
-                torch.uint8
-            )
-            moved = self.moved[key] = _Moved(bytes_N)
-            self.owner.count(storage.nbytes())
-            self.owner.moved += storage.nbytes()
-            if not isinstance(tensor, FakeTensor):
-                moved.host = torch.empty(
-                    storage.nbytes(), dtype=torch.uint8, pin_memory=self.owner.stream is not None
-                )
-                with self.owner.beside():
-                    moved.host.copy_(bytes_N, non_blocking=True)
+            self._move(key, tensor)
         return _Saved(self, key, tensor)
 
-    def end(self) -> None:
-        """All of it is on its way."""
-        self.event = self.owner.stream.record_event() if self.owner.stream else None
+    def _is_movable(self, tensor: Tensor) -> bool:
+        """Return whether the storage of a saved tensor is to be moved."""
+        if type(tensor) not in PLAIN:
+            return False
+        storage = tensor.untyped_storage()
+        bytes_ = storage.nbytes()
+        if bytes_ < LEAST_MOVED or bytes_ % tensor.element_size():
+            return False
+        return storage._cdata not in self.stays and not _is_cast_weight(tensor)
 
-    def leave(self) -> None:
-        """The device's copy goes, once the host has it."""
-        self.wait()
-        for moved in [*self.moved.values()]:
-            self.drop(moved)
+    def _move(self, key: tuple[int, int], tensor: Tensor) -> None:
+        """Begin to copy the storage of a tensor to the host."""
+        size = tensor.untyped_storage().nbytes()
+        entries = size // tensor.element_size()
+        bytes_N = tensor.as_strided((entries,), (1,), 0).view(torch.uint8)
+        moved = _Moved(bytes_N)
+        self.moved[key] = moved
+        self.owner.count_device_bytes(size)
+        self.owner.moved_bytes += size
+        if not isinstance(tensor, FakeTensor):
+            is_pinned = self.owner.stream is not None
+            moved.host = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+            with self.owner.on_copy_stream():
+                moved.host.copy_(bytes_N, non_blocking=True)
 
-    def let_go(self, key: tuple[int, int]) -> None:
-        """A saved tensor is gone. After the last one of a storage another may come to lie where it was, under the same key."""
+    def record_last_copy(self) -> None:
+        """Record that all copies of this run have been started."""
+        self.event = None
+        if self.owner.stream:
+            self.event = self.owner.stream.record_event()
+
+    def release_device_copies(self) -> None:
+        """Release the device's copies, as soon as the host has them."""
+        self.wait_for_copies()
+        for moved in list(self.moved.values()):
+            self._release_device_copy(moved)
+
+    def release_use(self, key: tuple[int, int]) -> None:
+        """Count that a saved tensor is gone, and release its storage with the last one.
+
+        Another storage may come to lie at the same address, under the same key, afterwards.
+        """
         moved = self.moved[key]
         moved.uses -= 1
-        if not moved.uses:
+        if moved.uses == 0:
             del self.moved[key]
             if moved.device is not None:
-                self.wait()
-            self.drop(moved)
+                self.wait_for_copies()
+            self._release_device_copy(moved)
 
-    def drop(self, moved: _Moved) -> None:
+    def _release_device_copy(self, moved: _Moved) -> None:
         if moved.device is not None:
-            self.owner.count(-moved.bytes_)
+            self.owner.count_device_bytes(-moved.bytes_)
             moved.device = None
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
+        """Let the device's current stream wait for the copies; the host does not wait."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Bring back what its backward wants."""
-        absent = [moved for moved in [*self.moved.values()] if moved.device is None]
+        """Bring back what the backward of this run needs."""
+        absent = [moved for moved in list(self.moved.values()) if moved.device is None]
         for moved in absent:
             moved.device = torch.empty(moved.bytes_, dtype=torch.uint8, device=moved.place)
-            self.owner.count(moved.bytes_)
-        with self.owner.beside():
+            self.owner.count_device_bytes(moved.bytes_)
+        with self.owner.on_copy_stream():
             for moved in absent:
                 if moved.host is not None and moved.device is not None:
                     moved.device.copy_(moved.host, non_blocking=True)
         if absent:
-            self.end()
+            self.record_last_copy()
 
     @torch.no_grad()
     def unpack(self, packed: Any) -> Tensor:
@@ -193,17 +258,21 @@ class _Run:
         moved = self.moved[packed.key]
         if moved.device is None:
             self.fetch()
-        self.wait()
+        self.wait_for_copies()
         assert moved.device is not None
         return moved.device.view(packed.dtype).as_strided(*packed.view)
 
 
-def _of_weight(tensor: Tensor) -> bool:
-    """Whether it is the low copy of a weight that autocast keeps until backward, for all who use it."""
+def _is_cast_weight(tensor: Tensor) -> bool:
+    """Return whether a tensor is the low copy of a weight that autocast keeps until backward.
+
+    All uses of the weight share it.
+    """
     base = tensor._base if tensor._is_view() else tensor
-    made: Any = None if base is None else base.grad_fn
-    return (
-        made is not None
-        and made.name() == "ToCopyBackward0"
-        and made.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"
-    )
+    if base is None or base.grad_fn is None:
+        return False
+    cast: Any = base.grad_fn
+    if cast.name() != "ToCopyBackward0":
+        return False
+    source = cast.next_functions[0][0]
+    return bool(source.name() == "torch::autograd::AccumulateGrad")

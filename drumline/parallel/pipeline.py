@@ -1,7 +1,8 @@
-"""The pipeline engine: each rank holds some stages of the model, and torch's schedules decide which runs when.
+"""The pipeline engine: each rank holds some stages of the model, and torch's schedules say which runs when.
 
-Every rank of a pipeline is given the same micro-batches, so only hidden states and their gradients travel between stages. The last
-stage's forward ends in the objective, which is the loss that the schedule differentiates; its sums then go to all ranks.
+Every rank of a pipeline is given the same micro-batches, so only hidden states and their gradients
+travel between stages. The last stage's forward ends in the objective. Its loss is what the schedule
+differentiates, and its sums go to all ranks afterwards.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, tota
 from drumline.parallel.experts import apply_expert_parallelism
 from drumline.parallel.native import ForwardEngine, NativeEngine, spread_over_data, whole
 from drumline.parallel.norms import local
-from drumline.parallel.stages import Cuts, Stage, find_cuts, part, tied
+from drumline.parallel.stages import Cuts, Stage, find_cuts, rank_part, weights_of_both_ends
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import apply_compile, apply_memory, gathered_in
 
@@ -38,46 +39,54 @@ SCHEDULES: dict[str, Any] = {
     "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
     "model_parallel": pipelining.ScheduleGPipe,
 }
+# Schedules that run several stages on each rank.
+INTERLEAVED = ("interleaved", "zero_bubble")
+# Fields of Outputs that an objective may differentiate.
+DIFFERENTIABLE = ("hidden_BTD", "logits_BTV", "logits_BC")
+META = torch.device("meta")
 P = TypeVar("P", bound="ForwardPipeline")
 
 
 def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
-    """Cut a model (laid out without weights, or whole on the CPU) as planned, spread this rank's stages, and fill those. Collective.
+    """Cut a model as planned, spread and fill this rank's stages, and return the engine over them.
 
+    The model was laid out without weights, or is whole on the CPU. Collective.
     Raises PlanError for a model that cannot be cut.
     """
     assert plan.pipeline is not None and plan.pipeline.layers, "workers get plans of known models"
-    whole = device_mesh(plan.mesh, plan.device)
-    rank, layers = whole["pp"].get_local_rank(), plan.pipeline.layers
+    mesh = device_mesh(plan.mesh, plan.device)
+    layers = plan.pipeline.layers
+    own_stages = range(mesh["pp"].get_local_rank(), len(layers), plan.mesh.pp)
+    own_layers = [layers[index] for index in own_stages]
     cuts = find_cuts(model)
-    mine = range(rank, len(layers), plan.mesh.pp)
-    shared = tied(model, cuts)
-    # Hidden states travel in the type of the residual stream, which autocast leaves in fp32, and FSDP2's cast weights do not.
+    shared = weights_of_both_ends(model, cuts)
+    # Hidden states travel in the type of the residual stream. Autocast leaves it in fp32, and
+    # weights that FSDP2 casts do not.
     dtype = gathered_in(plan) or torch.float32
-    model_part = part(model, cuts, [layers[index] for index in mine], dtype)
-    if not next(model_part.parameters()).is_meta:
-        model_part.to(values.device)
+    own_part = rank_part(model, cuts, own_layers, dtype)
+    if not next(own_part.parameters()).is_meta:
+        own_part.to(values.device)
     if plan.mesh.tp > 1:
-        apply_tp(
-            model_part, whole["tp"], plan.stream_parts > 1, plan.activation_checkpointing == "none"
-        )
+        is_sequence_parallel = plan.stream_parts > 1
+        keeps_parts = plan.activation_checkpointing == "none"
+        apply_tp(own_part, mesh["tp"], is_sequence_parallel, keeps_parts)
     if plan.mesh.ep > 1:
-        apply_expert_parallelism(model_part, whole["ep"])
-    apply_memory(model_part, plan)
-    apply_compile(model_part, plan.config.compile)
-    stages = [StageWithObjective(model_part, cuts, layers[index], dtype) for index in mine]
+        apply_expert_parallelism(own_part, mesh["ep"])
+    apply_memory(own_part, plan)
+    apply_compile(own_part, plan.config.compile)
+    stages = [StageWithObjective(own_part, cuts, bounds, dtype) for bounds in own_layers]
     roots = [(stage, stage.model) for stage in stages]
-    spread = spread_over_data(plan, whole, model_part, roots, model_part, values, overlaps=False)
-    return engine(
-        plan, model_part, spread, stages, cuts, whole["pp"], torch.device(values.device), shared
-    )
+    spread = spread_over_data(plan, mesh, own_part, roots, own_part, values, overlaps=False)
+    place = torch.device(values.device)
+    return engine(plan, own_part, spread, stages, cuts, mesh["pp"], place, shared)
 
 
 class StageWithObjective(Stage):
     """A stage as a schedule runs it; the last one ends in the loss, float32[1].
 
-    Every schedule runs a stage's micro-batches in their order, so the stage takes them in turn. A number from the schedule
-    would have to be a tensor, which FSDP2 copies to the device, and the host would wait to read it.
+    Every schedule runs a stage's micro-batches in their order, so the stage takes them in turn. A
+    number from the schedule would have to be a tensor. FSDP2 would copy that to the device, and the
+    host would wait to read it.
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -93,43 +102,52 @@ class StageWithObjective(Stage):
     def begin(
         self, micro_batches: list[Any], objective: Any, scale: float | torch.Tensor | None
     ) -> None:
-        """`scale`: what the loss is multiplied by before backward; None without gradients."""
-        self.micro_batches, self.objective, self.scale = iter(micro_batches), objective, scale
+        """Set what the next forwards run on.
+
+        `scale`: what the loss is multiplied by before backward; None without gradients.
+        """
+        self.micro_batches = iter(micro_batches)
+        self.objective = objective
+        self.scale = scale
 
     def forward(self, received: torch.Tensor | None = None) -> torch.Tensor:
         batch = next(self.micro_batches)
+        hidden_BTD = None if self.is_first else received
         with self.autocast():
-            out = self.run(batch, None if self.is_first else received)
+            out = self.run(batch, hidden_BTD)
             if isinstance(out, torch.Tensor):
                 return out
             if self.splits_backward and self.scale is not None:
-                return self._loss_at_once(out, batch)
+                return self._loss_with_gradients(out, batch)
             return self._loss(out, batch)
 
     def _loss(self, out: Any, batch: Any) -> torch.Tensor:
         answer = self.objective(out, batch)
         self.outs.append({"loss": answer.loss_sum.detach(), **answer.sums})
-        return (answer.loss_sum * (1.0 if self.scale is None else self.scale)).reshape(1)
+        scale = 1.0 if self.scale is None else self.scale
+        return (answer.loss_sum * scale).reshape(1)
 
-    def _loss_at_once(self, out: Any, batch: Any) -> torch.Tensor:
-        """The objective's backward right behind its forward, for a schedule that goes through a stage's graph twice: the chunked
-        cross-entropy makes its gradients in forward and gives them away once."""
-        values = {
-            name: value
-            for name in ("hidden_BTD", "logits_BTV", "logits_BC")
-            if (value := getattr(out, name)) is not None
-        }
+    def _loss_with_gradients(self, out: Any, batch: Any) -> torch.Tensor:
+        """Return the loss, and run the objective's backward at once, right behind its forward.
+
+        For a schedule that goes through a stage's graph twice: the chunked cross-entropy makes its
+        gradients in forward and gives them away once.
+        """
+        values: dict[str, torch.Tensor] = {}
+        for name in DIFFERENTIABLE:
+            value = getattr(out, name)
+            if value is not None:
+                values[name] = value
         leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
         loss = self._loss(replace(out, **leaves), batch)
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
-        return _Known.apply(
-            loss.detach(), [leaf.grad for leaf in leaves.values()], *values.values()
-        )
+        gradients = [leaf.grad for leaf in leaves.values()]
+        return _LossOfKnownGradients.apply(loss.detach(), gradients, *values.values())
 
 
-class _Known(torch.autograd.Function):
-    """A loss whose gradient is known already."""
+class _LossOfKnownGradients(torch.autograd.Function):
+    """A loss whose gradients by `values` are known already."""
 
     @staticmethod
     def forward(
@@ -140,18 +158,28 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
-        return (
-            None,
-            None,
-            *(
-                gradient if gradient is None else gradient * grad_loss
-                for gradient in ctx.saved_tensors
-            ),
-        )
+        grad_values: list[torch.Tensor | None] = []
+        for gradient in ctx.saved_tensors:
+            if gradient is None:
+                grad_values.append(None)
+            else:
+                grad_values.append(gradient * grad_loss)
+        return None, None, *grad_values
+
+
+class _Form(NamedTuple):
+    """A tensor of a rank, without its values. `aliases`: further names of a tied weight."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    aliases: list[str]
 
 
 class PartOfPipeline(ForwardEngine):
-    """What an engine over some stages of a model does with the others'. `place`: where they compute."""
+    """An engine over some stages of a model, which exchanges tensors with the ranks of the others.
+
+    `rank`, `ranks`: of the pipeline. `group`: its ranks. `place`: the device of this rank.
+    """
 
     rank: int
     ranks: int
@@ -160,43 +188,46 @@ class PartOfPipeline(ForwardEngine):
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._come_together()
-        mine = all_tensors(self.model)
+        own_tensors = all_tensors(self.model)
         tied = tied_names(self.model)
-        forms_of_mine = {
-            name: (tensor.shape, tensor.dtype, tied.get(name, [])) for name, tensor in mine.items()
-        }
-        of_ranks: list[Any] = [None] * self.ranks
-        dist.all_gather_object(of_ranks, forms_of_mine, group=self.group)
-        counted: set[str] = set()
-        for rank, forms in enumerate(of_ranks):
-            for name, (shape, dtype, aliases) in forms.items():
-                if name in counted:  # both ends hold tied weights
+        own_forms: dict[str, _Form] = {}
+        for name, tensor in own_tensors.items():
+            own_forms[name] = _Form(tensor.shape, tensor.dtype, tied.get(name, []))
+        forms_by_rank: list[Any] = [None] * self.ranks
+        dist.all_gather_object(forms_by_rank, own_forms, group=self.group)
+        yielded: set[str] = set()
+        for rank, forms in enumerate(forms_by_rank):
+            for name, form in forms.items():
+                if name in yielded:  # both ends hold tied weights
                     continue
-                counted.update((name, *aliases))
-                full = self._from(
-                    rank,
-                    whole(name, mine[name], self.place) if rank == self.rank else None,
-                    shape,
-                    dtype,
-                )
-                for each in (name, *aliases):
+                own = None
+                if rank == self.rank:
+                    own = whole(name, own_tensors[name], self.place)
+                full = self._broadcast_from(rank, own, form.shape, form.dtype)
+                for each in (name, *form.aliases):
+                    yielded.add(each)
                     yield each, full
 
-    def _from(
-        self, rank: int, mine: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
+    def _broadcast_from(
+        self, rank: int, own: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
     ) -> torch.Tensor:
-        """A tensor that one rank of the pipeline has, on all of them."""
-        full = (
-            torch.empty(shape, dtype=dtype, device=self.place)
-            if mine is None
-            else mine.contiguous()
-        )
+        """Return a tensor of one rank of the pipeline, on all of them. Collective.
+
+        `own`: the tensor on that rank; None on the others.
+        """
+        if own is None:
+            full = torch.empty(shape, dtype=dtype, device=self.place)
+        else:
+            full = own.contiguous()
         dist.broadcast(full, group=self.group, group_src=rank)
         return full
 
 
 class ForwardPipeline(PartOfPipeline):
-    """A rank's stages without gradients: the last stage makes the outputs, and all ranks of the pipeline get them."""
+    """A rank's stages without gradients.
+
+    The last stage makes the outputs, and all ranks of the pipeline get them.
+    """
 
     def __init__(
         self,
@@ -211,17 +242,26 @@ class ForwardPipeline(PartOfPipeline):
     ) -> None:
         """`place`: where stages compute. `shared`: names of the weights that both ends hold."""
         super().__init__(plan, model, spread)
-        self.stages, self.cuts, self.group = stages, cuts, pp.get_group()
-        self.rank, self.ranks = pp.get_local_rank(), pp.size()
+        self.stages = stages
+        self.cuts = cuts
+        self.group = pp.get_group()
+        self.rank = pp.get_local_rank()
+        self.ranks = pp.size()
         self.dtype = stages[0].dtype
-        self.place, self.shared = place, shared
+        self.place = place
+        self.shared = shared
         for stage in stages:
             stage.autocast = self._autocast
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
-        """Forward alone, each micro-batch through all stages, sent on without waiting: the next one starts behind it."""
-        sends: list[tuple[Any, torch.Tensor]] = []
+        """Return the sums of forwards alone.
+
+        Each micro-batch goes through all stages. A rank does not wait until its hidden states are
+        sent: the next micro-batch starts behind them.
+        """
         batches = list(micro_batches)
+        # With each send its tensor, which must live until it has left.
+        sends: list[tuple[Any, torch.Tensor]] = []
         with self.evaluating():
             for stage in self.stages:
                 stage.begin(batches, objective, None)
@@ -229,31 +269,28 @@ class ForwardPipeline(PartOfPipeline):
                 for stage in self.stages:
                     received = None
                     if not stage.is_first:
-                        received = torch.empty(
-                            *batch.input_ids_BT.shape,
-                            self.cuts.width,
-                            dtype=self.dtype,
-                            device=self.place,
-                        )
-                        dist.recv(
-                            received, group=self.group, group_src=(self.rank - 1) % self.ranks
-                        )
+                        received = self._receive_hidden(batch)
                     out = stage(received)
                     if not stage.is_last:
-                        sends.append(
-                            (
-                                dist.isend(
-                                    out, group=self.group, group_dst=(self.rank + 1) % self.ranks
-                                ),
-                                out,
-                            )
-                        )
+                        next_rank = (self.rank + 1) % self.ranks
+                        work = dist.isend(out, group=self.group, group_dst=next_rank)
+                        sends.append((work, out))
             for work, _ in sends:
                 work.wait()
         last = self.stages[-1]
-        sums: Sums = self._of_last(total(last.outs) if last.is_last else None)
+        own_sums = total(last.outs) if last.is_last else None
+        sums: Sums = self._object_of_last_rank(own_sums)
         last.outs.clear()
         return sums
+
+    def _receive_hidden(self, batch: Any) -> torch.Tensor:
+        """Receive the hidden states of a micro-batch from the rank before, [B, T, D]."""
+        hidden_BTD = torch.empty(
+            *batch.input_ids_BT.shape, self.cuts.width, dtype=self.dtype, device=self.place
+        )
+        rank_before = (self.rank - 1) % self.ranks
+        dist.recv(hidden_BTD, group=self.group, group_src=rank_before)
+        return hidden_BTD
 
     def infer(
         self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
@@ -263,16 +300,17 @@ class ForwardPipeline(PartOfPipeline):
             for stage in self.stages:
                 stack.enter_context(adapters.switched(stage.model, adapter))
             self.evaluate(micro_batches, reader(read, kept))
-        forms = self._of_last([(tensor.shape, tensor.dtype) for tensor in kept])
-        last = self.rank == self.ranks - 1
-        return [
-            self._from(self.ranks - 1, kept[i] if last else None, *form)
-            for i, form in enumerate(forms)
-        ]
+        own_forms = [(tensor.shape, tensor.dtype) for tensor in kept]
+        last_rank = self.ranks - 1
+        results: list[torch.Tensor] = []
+        for index, (shape, dtype) in enumerate(self._object_of_last_rank(own_forms)):
+            own = kept[index] if self.rank == last_rank else None
+            results.append(self._broadcast_from(last_rank, own, shape, dtype))
+        return results
 
-    def _of_last(self, mine: Any) -> Any:
-        """What the rank of the last stage has, on all ranks of the pipeline."""
-        box = [mine]
+    def _object_of_last_rank(self, own: Any) -> Any:
+        """Return what the rank of the last stage gives, on all ranks of the pipeline. Collective."""
+        box = [own]
         dist.broadcast_object_list(box, group=self.group, group_src=self.ranks - 1)
         return box[0]
 
@@ -283,31 +321,37 @@ class ForwardPipeline(PartOfPipeline):
 
 
 class LeanStage(pipelining.PipelineStage):
-    """torch makes room for what all micro-batches of a step receive, both ways, before the first. Here each gets its own when it is about
-    to receive, and gives it back after its backward: what 1F1B holds does not grow with accumulation."""
+    """A stage of torch's schedules whose buffers live only as long as they are needed.
+
+    Before the first micro-batch, torch allocates what all micro-batches of a step receive, both ways.
+    Here each gets its buffer when it is about to receive, and gives it back after its backward. So
+    what 1F1B holds does not grow with accumulation.
+    """
 
     def _setup_forward_recv_info(self, *given: Any) -> None:
-        with self._no_room():
+        with self._allocates_nothing():
             super()._setup_forward_recv_info(*given)
 
     def _create_grad_recv_info(self, *given: Any) -> Any:
-        with self._no_room():
+        with self._allocates_nothing():
             return super()._create_grad_recv_info(*given)
 
     @contextlib.contextmanager
-    def _no_room(self) -> Iterator[None]:
-        place, self.device = self.device, torch.device("meta")
+    def _allocates_nothing(self) -> Iterator[None]:
+        """Within, buffers are made on the meta device."""
+        device = self.device
+        self.device = META
         try:
             yield
         finally:
-            self.device = place
+            self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        _move(self.args_recv_info[fwd_chunk_id], self.device)
+        _move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        _move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(
@@ -318,73 +362,84 @@ class LeanStage(pipelining.PipelineStage):
         last_backward: bool = False,
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        _move(self.grad_recv_info.get(bwd_chunk_id, ()), torch.device("meta"))
-        for tensor in _move(self.args_recv_info[bwd_chunk_id], torch.device("meta")):
-            if (
-                full_backward
-            ):  # the graph of a loss, which the schedule keeps to the end of the step, holds it
-                tensor.untyped_storage().resize_(0)
+        _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), META)
+        received = _move_buffers(self.args_recv_info[bwd_chunk_id], META)
+        if full_backward:
+            # The graph of a loss still holds them, and the schedule keeps that to the end of the step.
+            for buffer in received:
+                buffer.untyped_storage().resize_(0)
 
 
-def _move(received: Iterable[Any], place: torch.device) -> list[torch.Tensor]:
-    """Give what another stage sends its room on another device; the tensors that were its room before. Ids come from no stage."""
+def _move_buffers(infos: Iterable[Any], device: torch.device) -> list[torch.Tensor]:
+    """Give received tensors empty buffers on another device, and return the buffers that they had.
+
+    Those that are on such a device stay, and so does what comes from no other stage (token ids).
+    """
     before = []
-    for info in received:
+    for info in infos:
         buffer = getattr(info, "buffer", None)
-        if buffer is not None and buffer.is_meta != (place.type == "meta"):
+        if buffer is not None and buffer.is_meta != (device.type == "meta"):
             before.append(buffer)
-            info.buffer = torch.empty_like(buffer, device=place)
+            info.buffer = torch.empty_like(buffer, device=device)
     return before
 
 
 class PipelineEngine(ForwardPipeline, NativeEngine):
-    """Engine over a rank's stages. What it does not override is done as on one process, to the parameters that this rank holds."""
+    """Engine over a rank's stages.
+
+    What it does not override is done as on one process, to the parameters that this rank holds.
+    """
 
     def __init__(self, plan: Plan, *parts: Any) -> None:
         """`parts`: as of ForwardPipeline."""
         super().__init__(plan, *parts)
         assert plan.pipeline is not None
-        self.shared = [
-            name
-            for name in self.shared
-            if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad
-        ]
-        self.counted_elsewhere = frozenset(self.shared if self.rank else ())
-        self.at_once = 1 if plan.pipeline.schedule == "model_parallel" else plan.batch.accumulation
+        if self.rank in (0, self.ranks - 1):
+            self.shared = [name for name in self.shared if self.named[name].requires_grad]
+        else:
+            self.shared = []
+        # The first rank counts the gradients of weights that both ends hold.
+        self.counted_elsewhere = frozenset(self.shared) if self.rank else frozenset()
+        schedule = plan.pipeline.schedule
+        # Micro-batches in one run of the schedule.
+        self.at_once = 1 if schedule == "model_parallel" else plan.batch.accumulation
         for stage in self.stages:
-            stage.splits_backward = plan.pipeline.schedule == "zero_bubble"
-        # torch's schedule over this rank's stages, with all shapes given: it needs no trial run, and no messages to agree on them.
-        B, T = plan.batch.micro_batch * plan.batch.rows_per_sample, plan.config.data.max_length
-        ids = torch.empty(B, T, dtype=torch.int64, device="meta")
-        hidden = torch.empty(
-            B, T, self.cuts.width, dtype=self.dtype, device="meta", requires_grad=True
-        )
-        loss = torch.empty(1, device="meta", requires_grad=True)
-        made = [
-            LeanStage(
+            stage.splits_backward = schedule == "zero_bubble"
+        self.schedule = self._build_schedule(plan, schedule, len(plan.pipeline.layers))
+        # What stages before the last one return; None until the names are known.
+        self.sums: DeviceSums | None = None
+        self._train(True)
+
+    def _build_schedule(self, plan: Plan, name: str, number_of_stages: int) -> Any:
+        """Return torch's schedule over this rank's stages.
+
+        All shapes are given, so it needs no trial run, and no messages to agree on them.
+        """
+        B = plan.batch.micro_batch * plan.batch.rows_per_sample
+        T = plan.config.data.max_length
+        D = self.cuts.width
+        ids_BT = torch.empty(B, T, dtype=torch.int64, device=META)
+        hidden_BTD = torch.empty(B, T, D, dtype=self.dtype, device=META, requires_grad=True)
+        loss = torch.empty(1, device=META, requires_grad=True)
+        stages = []
+        for turn, module in enumerate(self.stages):
+            stage = LeanStage(
                 module,
                 self.rank + turn * self.ranks,
-                len(plan.pipeline.layers),
+                number_of_stages,
                 self.place,
-                input_args=ids if module.is_first else hidden,
-                output_args=loss if module.is_last else hidden,
+                input_args=ids_BT if module.is_first else hidden_BTD,
+                output_args=loss if module.is_last else hidden_BTD,
                 group=self.group,
             )
-            for turn, module in enumerate(self.stages)
-        ]
-        kind = SCHEDULES[plan.pipeline.schedule]
-        interleaves = plan.pipeline.schedule in ("interleaved", "zero_bubble")
-        # The loss is a sum and scaled already.
-        self.schedule = kind(
-            made if interleaves else made[0],
+            stages.append(stage)
+        return SCHEDULES[name](
+            stages if name in INTERLEAVED else stages[0],
             self.at_once,
-            loss_fn=lambda out, _target: out.sum(),
+            loss_fn=_loss_of_output,
+            # The loss is a sum and scaled already.
             scale_grads=False,
         )
-        self.sums: DeviceSums | None = (
-            None  # what stages before the last one return, once they know the names
-        )
-        self._train(True)
 
     def forward_backward(
         self, micro_batches: list[Any], objective: Any, denominator: float
@@ -396,39 +451,51 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
                 batches = micro_batches[start : start + self.at_once]
                 for stage in self.stages:
                     stage.begin(batches, objective, scale)
-                unused = torch.arange(len(batches))  # a target for each, which schedules ask for
-                ids = [torch.cat([b.input_ids_BT for b in batches])] if self.rank == 0 else []
-                self.schedule.step(*ids, target=unused)
-        self._add_up_shared()
+                inputs = []
+                if self.rank == 0:
+                    inputs.append(torch.cat([batch.input_ids_BT for batch in batches]))
+                # A schedule requires a target for each micro-batch; the objective has its own.
+                unused = torch.arange(len(batches))
+                self.schedule.step(*inputs, target=unused)
+        self._sum_shared_gradients()
         return self._last_sums()
 
     def _last_sums(self) -> DeviceSums:
-        """The last stage's sums over all its micro-batches there; elsewhere zeros, which the loop does not count (of a key `max_…` −∞)."""
+        """Return the sums over all micro-batches, on the rank of the last stage.
+
+        Elsewhere they are zeros (−∞ for a key `max_…`), which the loop does not count.
+        """
         last = self.stages[-1]
-        found = added(last.outs)
+        own_sums = added(last.outs)
         last.outs.clear()
         if self.sums is None:
-            none = {
-                name: -math.inf if name.startswith("max_") else 0.0
-                for name in self._of_last(list(found))
-            }
-            self.sums = {
-                name: torch.tensor(value, dtype=torch.float64).to(self.place)
-                for name, value in none.items()
-            }
-        return found if last.is_last else self.sums
+            self.sums = {}
+            for name in self._object_of_last_rank(list(own_sums)):
+                value = -math.inf if name.startswith("max_") else 0.0
+                self.sums[name] = torch.tensor(value, dtype=torch.float64).to(self.place)
+        if last.is_last:
+            return own_sums
+        return self.sums
 
-    def _add_up_shared(self) -> None:
-        """Weights of both ends have a gradient from each: both ranks get the sum, and so take the same step."""
+    def _sum_shared_gradients(self) -> None:
+        """Give both ends the sum of their gradients of the weights that both hold.
+
+        So both take the same step.
+        """
         peer = self.ranks - 1 - self.rank
         for name in self.shared:
             parameter = self.named[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            mine = local(parameter.grad).contiguous()
-            theirs = torch.empty_like(mine)
-            ops = [dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer)]
-            ops.append(dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer))
-            for work in dist.batch_isend_irecv(ops):
+            own = local(parameter.grad).contiguous()
+            received = torch.empty_like(own)
+            send = dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)
+            receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer)
+            for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
-            local(parameter.grad).add_(theirs)
+            local(parameter.grad).add_(received)
+
+
+def _loss_of_output(out: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a micro-batch, which is all that the last stage returns."""
+    return out.sum()

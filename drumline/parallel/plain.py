@@ -1,11 +1,11 @@
-"""Any module as engines take it."""
+"""A wrapper that gives any module the interface that engines call."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,46 +17,64 @@ logger = logging.getLogger(__name__)
 
 
 class Plain(nn.Module):
-    """Any module as engines take it: an objective runs it on a batch, or it is called as it is."""
+    """Any module, with the interface that engines call.
 
-    splits, sequence = False, None  # it has no head to take off
+    An objective runs it on a batch, or it is called with arguments of its own.
+    """
+
+    # It has no head that could be split off, and its sequences are not cut.
+    splits = False
+    sequence = None
 
     def __init__(self, model: nn.Module, batch: BatchPlan) -> None:
-        """Where a global batch is cut, the buffers that the first forward changes are named in the log."""
+        """`batch`: of the plan. If it cuts a global batch, the log names the buffers that the first
+        forward changes.
+        """
         super().__init__()
-        self.model, self.names_changed = model, batch.global_samples > batch.micro_batch
-        self.over_devices: nn.Module | None = None  # what is called in the place of the model
+        self.model = model
+        self.names_changed = batch.global_samples > batch.micro_batch
+        # What is called in the place of the model.
+        self.over_devices: nn.Module | None = None
 
     def forward(self, batch: Any, objective: Any = None) -> Any:
-        """`objective(model, batch)`'s (loss sum, other sums); without an objective what `model(*args, **kwargs)` gives, `batch` = (args,
-        kwargs)."""
-        before = buffer_versions(self.model) if self.names_changed and self.training else None
+        """Return the loss sum and the other sums of `objective(model, batch)`.
+
+        Without an objective, `batch` is (args, kwargs), and the result is `model(*args, **kwargs)`.
+        """
+        before: dict[str, BufferVersion] | None = None
+        if self.names_changed and self.training:
+            before = buffer_versions(self.model)
         run = self.model if self.over_devices is None else self.over_devices
         if objective is None:
             args, kwargs = batch
             out = run(*args, **kwargs)
         else:
-            made = objective(run, batch)
-            out = made.loss_sum, made.sums
+            answer = objective(run, batch)
+            out = answer.loss_sum, answer.sums
         if before is not None:
             self.names_changed = False
-            after, same = (
-                buffer_versions(self.model),
-                lambda one, other: one[0] is other[0] and one[1] == other[1],
-            )
-            if changed := [
-                name for name in after if not same(after[name], before.get(name, (None, 0)))
-            ]:
-                logger.warning(
-                    "forward changes %s: what is kept there follows from how the global batch is cut",
-                    ", ".join(changed),
-                )
+            self._warn_of_changes(before)
         return out
+
+    def _warn_of_changes(self, before: dict[str, BufferVersion]) -> None:
+        """Name the buffers in the log that were written or replaced since `before`."""
+        changed: list[str] = []
+        for name, version in buffer_versions(self.model).items():
+            if not version.equals(before.get(name)):
+                changed.append(name)
+        if changed:
+            logger.warning(
+                "forward changes %s: what is kept there follows from how the global batch is cut",
+                ", ".join(changed),
+            )
 
 
 @contextlib.contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards each module is in the mode that it was in: a part of a model may be in eval mode for good."""
+    """Restore the mode of each module after the context.
+
+    A part of a model may be in eval mode for good.
+    """
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -65,16 +83,26 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def buffer_versions(model: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
-    """Each buffer, but those of batch norms, and how often it was written."""
-    owners = (
-        (path, module)
-        for path, module in model.named_modules()
-        if not isinstance(module, BatchNorm)
-    )
-    buffers = (
-        (f"{path}.{name}" if path else name, b)
-        for path, module in owners
-        for name, b in module.named_buffers(recurse=False)
-    )
-    return {name: (buffer, buffer._version) for name, buffer in buffers}
+class BufferVersion(NamedTuple):
+    """A buffer, and how often it was written."""
+
+    buffer: torch.Tensor
+    writes: int
+
+    def equals(self, other: BufferVersion | None) -> bool:
+        """Return whether this is the same buffer, and nothing was written to it in between."""
+        if other is None:
+            return False
+        return self.buffer is other.buffer and self.writes == other.writes
+
+
+def buffer_versions(model: nn.Module) -> dict[str, BufferVersion]:
+    """Return the versions of all buffers by name, except those of batch norms."""
+    versions: dict[str, BufferVersion] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, BatchNorm):
+            continue
+        for name, buffer in module.named_buffers(recurse=False):
+            full_name = f"{path}.{name}" if path else name
+            versions[full_name] = BufferVersion(buffer, buffer._version)
+    return versions

@@ -1,12 +1,17 @@
-"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019) by the plan that a Hugging Face model carries, or `models.blocks` has for it.
+"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019) by a plan of styles.
 
-The plan names a style for each module that is cut; all else is held whole on each rank and computed alike. Weights become DTensors, so
-a checkpoint holds them whole, under their own names. Between modules there are plain tensors, whole or this rank's part, as the next
-one expects them. transformers.distributed.tensor_parallel explains the styles.
+The plan comes with the Hugging Face model, or `models.blocks` has one for it. It names a style for
+each module that is cut; all other modules are held whole on each rank and computed alike. Weights
+become DTensors, so a checkpoint holds them whole, under their own names. Between modules there are
+plain tensors, whole or this rank's part, as the next module expects them.
+transformers.distributed.tensor_parallel explains the styles.
 
-With sequence parallelism (Korthikanti et al. 2022) norms and the residual stream between the layers that are cut are cut by tokens over
-the same ranks. A region (attention, a feed-forward) gathers the tokens that it begins with, and adds up and deals out what it ends with.
-Each rank's backward is then one summand of each gradient of what is not cut, so that is added up. B rows, T tokens, t of them here.
+With sequence parallelism (Korthikanti et al. 2022) the same ranks also cut the norms and the residual
+stream by tokens. A region (attention, a feed-forward) gathers the tokens that it begins with, and
+reduces and scatters what it ends with. Each rank's backward is then one summand of each gradient of a
+weight that is not cut, so these gradients are summed over the ranks.
+
+Shapes: B rows, T tokens, t of them on this rank.
 """
 
 from __future__ import annotations
@@ -44,113 +49,159 @@ from drumline.models.cut_trial import weights_on_parts
 from drumline.parallel.experts import apply_experts, with_weights
 from drumline.parallel.norms import local
 
+# Styles that leave a module whole.
+REPLICATED = "replicate"
+REPLICATED_ON_PARTS = "replicated_with_grad_allreduce"
+
 
 def apply_tp(
     model: Any, mesh: DeviceMesh, sequence_parallel: bool = False, keeps_parts: bool = True
 ) -> None:
-    """Cut the model over `mesh` (one dimension) in place. All ranks hold the same weights before, or meta tensors; LoRA may be in place.
-    `keeps_parts`: with sequence parallelism, what a region gathers is gathered again for its backward (nothing recomputes blocks). A
-    compiled region keeps it whole.
+    """Cut the model over `mesh` (one dimension) in place.
 
+    Before, all ranks hold the same weights, or meta tensors; LoRA may be in place. `keeps_parts`:
+    with sequence parallelism, what a region gathers is gathered again for its backward, because no
+    block is recomputed. A compiled region keeps it whole.
     Raises PlanError for a model without a plan, and for a style that is not known here.
     """
     plan = tensor_plan(model)
-    if not plan or not TP_STYLES.issuperset(plan.values()):
-        unknown = ", ".join(sorted({*plan.values()} - TP_STYLES))
-        what = f"{type(model).__name__} " + (
-            f"is cut in ways not known here: {unknown}" if plan else "has no tensor-parallel plan"
-        )
-        raise PlanError(what, where="strategy.tp", fix="use strategy=fsdp2")
+    _require_known_styles(model, plan)
     embedding, head = vocabulary(model)
     if embedding is not None:
-        _cut_vocabulary(whole_layer(embedding), head and whole_layer(head), mesh)
-    stream = Stream(mesh, keeps_parts) if sequence_parallel else None
-    if stream is None:  # else all gradients of weights that are not cut are added up
-        plan = dict.fromkeys(weights_on_parts(model), "replicated_with_grad_allreduce") | plan
-    _require_untied(model, [name for name, style in plan.items() if style != "replicate"])
+        whole_head = None if head is None else whole_layer(head)
+        _cut_vocabulary(whole_layer(embedding), whole_head, mesh)
+    stream: Stream | None = None
+    if sequence_parallel:
+        stream = Stream(mesh, keeps_parts)
+    else:
+        # With a stream, the gradients of all weights that are not cut are summed.
+        plan = dict.fromkeys(weights_on_parts(model), REPLICATED_ON_PARTS) | plan
+    _require_untied(model, [name for name, style in plan.items() if style != REPLICATED])
     for name, style in plan.items():
         _cut(model.get_submodule(name), style, mesh, stream)
     if stream is not None:
         _cut_stream(model, stream)
 
 
+def _require_known_styles(model: Any, plan: dict[str, str]) -> None:
+    """Raise PlanError for a model without a plan, and for a style that is not known here."""
+    class_name = type(model).__name__
+    unknown = sorted(set(plan.values()) - TP_STYLES)
+    if not plan:
+        what = f"{class_name} has no tensor-parallel plan"
+    elif unknown:
+        what = f"{class_name} is cut in ways not known here: {', '.join(unknown)}"
+    else:
+        return
+    raise PlanError(what, where="strategy.tp", fix="use strategy=fsdp2")
+
+
 def _require_untied(model: Any, names: list[str]) -> None:
-    """Raises PlanError for a weight that a module to be cut shares with another: each would get a part of its own, and train it alone."""
-    # Which are tied again.
-    ends = {
-        id(weight)
-        for layer in vocabulary(model)
-        if layer is not None
-        for weight in layer.parameters()
-    }
-    places = Counter(
-        id(weight) for module in model.modules() for weight in module._parameters.values()
-    )
+    """Raise PlanError for a weight that a module to be cut shares with another module.
+
+    Each of the two would get a part of its own, and train it alone.
+    """
+    # Embedding and head are tied again after they are cut.
+    ends: set[int] = set()
+    for layer in vocabulary(model):
+        if layer is not None:
+            ends.update(id(weight) for weight in layer.parameters())
+    uses: Counter[int] = Counter()
+    for module in model.modules():
+        uses.update(id(weight) for weight in module._parameters.values())
     for name in names:
-        for own, weight in model.get_submodule(name).named_parameters(name):
-            if places[id(weight)] > 1 and id(weight) not in ends:
+        for full_name, weight in model.get_submodule(name).named_parameters(name):
+            if uses[id(weight)] > 1 and id(weight) not in ends:
                 raise PlanError(
-                    f"{own} is also another module's weight",
+                    f"{full_name} is also another module's weight",
                     where="tp_plan",
                     fix="leave both out of it, or use fsdp2",
                 )
 
 
-def _moved(
+def _redistribute(
     x: Tensor,
     mesh: DeviceMesh,
-    lies: Placement,
+    before: Placement,
     after: Placement,
-    back: Placement | None = None,
+    grad: Placement | None = None,
     shape: Any = None,
 ) -> Tensor:
-    """A tensor that `lies` on the ranks in one way, in another; its gradient goes the opposite way. `back`: how that comes, if not as what
-    is returned lies. `shape`: of the whole, where parts may differ."""
-    stride = None if shape is None else torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(x, mesh, [lies], run_check=False, shape=shape, stride=stride)
-    moved: Tensor = placed.redistribute(placements=[after]).to_local(
-        grad_placements=None if back is None else [back]
-    )
-    return moved
+    """Bring a tensor from one placement on the ranks to another; its gradient goes the opposite way.
+
+    `grad`: the placement in which the gradient of the result comes; None: `after`. `shape`: of the
+    whole tensor, if parts may differ in size.
+    """
+    stride = None
+    if shape is not None:
+        stride = torch.empty(shape, device="meta").stride()
+    grad_placements = None
+    if grad is not None:
+        grad_placements = [grad]
+    placed = DTensor.from_local(x, mesh, [before], run_check=False, shape=shape, stride=stride)
+    moved = placed.redistribute(placements=[after])
+    result: Tensor = moved.to_local(grad_placements=grad_placements)
+    return result
 
 
 class Stream:
-    """The residual stream, cut by tokens. `rows`, `length`: B and T of the batch in hand. Until a block has begun it is whole, as in
-    trials."""
+    """The residual stream, cut by tokens over the ranks of `mesh`.
+
+    `rows`, `length`: B and T of the current batch. They are 0 until a block has begun: in trials of
+    a region the stream is whole.
+    """
 
     def __init__(self, mesh: DeviceMesh, keeps_parts: bool) -> None:
-        self.mesh, self.keeps_parts, self.rows, self.length = mesh, keeps_parts, 0, 0
+        """`keeps_parts`: see `apply_tp`."""
+        self.mesh = mesh
+        self.keeps_parts = keeps_parts
+        self.rows = 0
+        self.length = 0
 
     def cut(self, whole_BTD: Tensor) -> Tensor:
+        """Return this rank's tokens of a whole stream, [B, t, D]."""
         self.rows, self.length = whole_BTD.shape[:2]
-        return _moved(whole_BTD, self.mesh, Replicate(), Shard(1))
+        return _redistribute(whole_BTD, self.mesh, Replicate(), Shard(1))
 
-    def gathered(self, part_BtD: Tensor, back: Placement | None = None) -> Tensor:
-        """`back`: Partial, where what is computed of it differs by rank."""
+    def gather(self, part_BtD: Tensor, grad: Placement | None = None) -> Tensor:
+        """Return the whole stream, [B, T, D].
+
+        `grad`: Partial if the ranks compute different things of it; None: all compute the same.
+        """
         shape = (part_BtD.shape[0], self.length, *part_BtD.shape[2:])
-        return _moved(part_BtD, self.mesh, Shard(1), Replicate(), back, shape)
+        return _redistribute(part_BtD, self.mesh, Shard(1), Replicate(), grad, shape)
 
-    def summed(self, product: Tensor) -> Tensor:
-        """This rank's tokens of the sum over ranks of float[B, T, D], or of float[B·T, D]: float[B, t, D], or float[B·t, D]."""
+    def reduce_scatter(self, product: Tensor) -> Tensor:
+        """Return this rank's tokens of a sum over the ranks.
+
+        `product`: this rank's summand, float[B, T, D] or float[B·T, D]. The result is float[B, t, D]
+        or float[B·t, D].
+        """
         if product.ndim > 2:
-            return _moved(product, self.mesh, Partial(), Shard(1))
+            return _redistribute(product, self.mesh, Partial(), Shard(1))
         product_BTD = product.unflatten(0, (self.rows, self.length))
-        return self.summed(product_BTD).flatten(0, 1)
+        return self.reduce_scatter(product_BTD).flatten(0, 1)
 
 
-class _Parts:
-    """What autograd keeps in the place of a gathered tensor: this rank's part, which is gathered again when it is asked for."""
+class _SavedPart:
+    """What autograd keeps in the place of a gathered tensor: this rank's part.
+
+    It is gathered again when backward asks for it.
+    """
 
     def __init__(self, part: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
-        self.part, self.gather = part.detach(), gather
-        self.storage: Any = (
-            None  # of the gathered tensor, while it runs: autograd keeps this object
-        )
-        self.kept = self.left = 0
-        self.again: Tensor | None = None
+        self.part = part.detach()
+        self.gather = gather
+        # Storage of the gathered tensor, only while a forward runs: autograd keeps this object.
+        self.storage: Any = None
+        # How many saved tensors are views of the gathered one, and how many are still to be read.
+        self.saved = 0
+        self.left = 0
+        self.gathered_again: Tensor | None = None
 
     @contextlib.contextmanager
-    def instead_of(self, whole: Tensor) -> Iterator[None]:
+    def in_place_of(self, whole: Tensor) -> Iterator[None]:
+        """Within, autograd keeps the part in the place of `whole` and its views."""
         self.storage = whole.untyped_storage()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
@@ -161,113 +212,154 @@ class _Parts:
     def pack(self, tensor: Tensor) -> Any:
         if tensor.untyped_storage() is not self.storage:
             return tensor
-        self.kept += 1
+        self.saved += 1
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 
-    def unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        if self.again is None:
-            self.again, self.left = self.gather(self.part), self.kept
-        again, self.left = self.again, self.left - 1
-        if not self.left:
-            self.again = None
-        return again.as_strided(*kept)
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self.gathered_again is None:
+            self.gathered_again = self.gather(self.part)
+            self.left = self.saved
+        whole = self.gathered_again
+        self.left -= 1
+        if self.left == 0:
+            self.gathered_again = None
+        shape, stride, offset = packed
+        return whole.as_strided(shape, stride, offset)
 
 
-def _region(stream: Stream, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's forward on the tokens of all ranks, given this rank's."""
+def _on_all_tokens(stream: Stream, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a region's forward that is given this rank's tokens and runs on those of all ranks."""
 
     def run(*given: Any, **options: Any) -> Any:
         part_BtD = given[0] if given else options.pop("hidden_states")
-        is_flat = part_BtD.ndim == 2  # a mixture may give its shared expert rows end to end
+        # A mixture may give its shared expert rows end to end.
+        is_flat = part_BtD.ndim == 2
         if is_flat:
             part_BtD = part_BtD.unflatten(0, (stream.rows, -1))
         device = part_BtD.device.type
-        if torch.is_autocast_enabled(device):  # its layers would cast it, each for itself
+        if torch.is_autocast_enabled(device):
+            # Each layer of the region would cast the gathered tensor for itself.
             part_BtD = part_BtD.to(torch.get_autocast_dtype(device))
-        whole = stream.gathered(part_BtD, Partial())
+        whole = stream.gather(part_BtD, Partial())
         if is_flat:
             whole = whole.flatten(0, 1)
         # Hooks on what autograd keeps would break the graph of a compiled block.
         keeps_whole = torch.compiler.is_compiling() or not stream.keeps_parts
         if keeps_whole or not torch.is_grad_enabled():
             return forward(whole, *given[1:], **options)
-        with _Parts(part_BtD, torch.no_grad()(stream.gathered)).instead_of(whole):
+        saved = _SavedPart(part_BtD, torch.no_grad()(stream.gather))
+        with saved.in_place_of(whole):
             return forward(whole, *given[1:], **options)
 
     return run
 
 
 def _cut_stream(model: nn.Module, stream: Stream) -> None:
-    """Blocks in a row (of a pipeline, those of a stage) hand on this rank's tokens: the first cuts them, the last gathers them."""
-    row = blocks_in_a_row(model)
+    """Let blocks in a row hand on this rank's tokens: the first block cuts them, the last gathers.
+
+    In a pipeline these are the blocks of a stage.
+    """
     for name in regions(model):
         region = model.get_submodule(name)
-        region.forward = _region(stream, region.forward)
+        region.forward = _on_all_tokens(stream, region.forward)
+    row = blocks_in_a_row(model)
     for name, block in row.items():
         for module in block.modules():
-            # Also the experts' router, and factors of LoRA.
-            if any(
-                p is not None and p.requires_grad and not isinstance(p, DTensor)
-                for p in module._parameters.values()
-            ):
-                module.forward = with_weights(
-                    module, module.forward, _with_options(_summed, stream.mesh)
-                )
+            if _has_whole_weight(module):
+                sum_gradient = _with_options(_sum_gradient, stream.mesh)
+                module.forward = with_weights(module, module.forward, sum_gradient)
         path, _, number = name.rpartition(".")
-        if f"{path}.{int(number) - 1}" not in row:
-            block.register_forward_pre_hook(partial(_enter, stream), with_kwargs=True)
-        if f"{path}.{int(number) + 1}" not in row:
-            block.register_forward_hook(partial(_leave, stream))
+        is_first = f"{path}.{int(number) - 1}" not in row
+        is_last = f"{path}.{int(number) + 1}" not in row
+        if is_first:
+            block.register_forward_pre_hook(partial(_cut_inputs, stream), with_kwargs=True)
+        if is_last:
+            block.register_forward_hook(partial(_gather_outputs, stream))
 
 
-def _enter(
+def _has_whole_weight(module: nn.Module) -> bool:
+    """Return whether a module itself has a trainable weight that is not cut.
+
+    The router of experts and the factors of LoRA have some, too.
+    """
+    for parameter in module._parameters.values():
+        if parameter is None or isinstance(parameter, DTensor):
+            continue
+        if parameter.requires_grad:
+            return True
+    return False
+
+
+def _cut_inputs(
     stream: Stream, _block: Any, given: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hook before the first block: its hidden states become this rank's tokens."""
     if given:
         return (stream.cut(given[0]), *given[1:]), options
     return given, {**options, "hidden_states": stream.cut(options["hidden_states"])}
 
 
-def _leave(stream: Stream, _block: Any, _given: Any, result: Any) -> Any:
-    return (
-        (stream.gathered(result[0]), *result[1:])
-        if isinstance(result, tuple)
-        else stream.gathered(result)
-    )
+def _gather_outputs(stream: Stream, _block: Any, _given: Any, result: Any) -> Any:
+    """Hook behind the last block: its hidden states become those of all ranks."""
+    if isinstance(result, tuple):
+        return (stream.gather(result[0]), *result[1:])
+    return stream.gather(result)
 
 
-def _summed(mesh: DeviceMesh, weight: Tensor) -> Tensor:
-    """A weight that each rank uses on tokens or heads of its own, so that its gradient is the sum over ranks."""
-    return (
-        weight
-        if isinstance(weight, DTensor)
-        else _moved(weight, mesh, Replicate(), Replicate(), Partial())
-    )
+def _sum_gradient(mesh: DeviceMesh, weight: Tensor) -> Tensor:
+    """Return a weight with its gradient summed over the ranks.
+
+    For a weight that each rank uses on tokens or heads of its own. A weight that is cut stays as it
+    is.
+    """
+    if isinstance(weight, DTensor):
+        return weight
+    return _redistribute(weight, mesh, Replicate(), Replicate(), Partial())
 
 
 def _cut(module: nn.Module, style: str, mesh: DeviceMesh, stream: Stream | None) -> None:
-    """One module by its style."""
+    """Cut one module by its style. `stream`: None without sequence parallelism."""
+    if style == REPLICATED:
+        return
+    if style == REPLICATED_ON_PARTS:
+        # With a stream it is done for all such weights.
+        if stream is None:
+            sum_gradient = _with_options(_sum_gradient, mesh)
+            module.forward = with_weights(module, module.forward, sum_gradient)
+        return
     if style == "experts":
         apply_experts(module, mesh, shares_tokens=stream is None)
-    elif style == "replicated_with_grad_allreduce":
-        if stream is None:  # else it is done for all
-            module.forward = with_weights(module, module.forward, _with_options(_summed, mesh))
-    elif style != "replicate":
-        for layer in cut_layers(module, style):
-            by_rows, transposed = style in ROWS_CUT, _transposed(layer)
-            if not (isinstance(layer, nn.Linear) or transposed):
-                raise PlanError(
-                    f"{type(layer).__name__} is no linear layer",
-                    where="tp_plan",
-                    fix="cut linear layers alone",
-                )
-            _place(layer, "weight", mesh, Shard(int(by_rows == transposed)))
-            if by_rows and layer.bias is not None:
-                _place(layer, "bias", mesh, Shard(0))
-            how = _by_rows if by_rows else _by_columns
-            layer.forward = _with_options(how, layer, style, mesh, stream)
+        return
+    for layer in cut_layers(module, style):
+        _cut_linear(layer, style, mesh, stream)
+
+
+def _cut_linear(layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None) -> None:
+    """Cut the weight of one linear layer, and replace the layer's forward.
+
+    Raises PlanError for any other kind of layer.
+    """
+    is_transposed = _is_transposed(layer)
+    if not (isinstance(layer, nn.Linear) or is_transposed):
+        raise PlanError(
+            f"{type(layer).__name__} is no linear layer",
+            where="tp_plan",
+            fix="cut linear layers alone",
+        )
+    cuts_outputs = style in ROWS_CUT
+    dimension_of_outputs = 1 if is_transposed else 0
+    dimension_of_inputs = 1 - dimension_of_outputs
+    if cuts_outputs:
+        _cut_parameter(layer, "weight", mesh, Shard(dimension_of_outputs))
+        if layer.bias is not None:
+            _cut_parameter(layer, "bias", mesh, Shard(0))
+        run = _run_with_some_outputs
+    else:
+        _cut_parameter(layer, "weight", mesh, Shard(dimension_of_inputs))
+        run = _run_with_some_inputs
+    layer.forward = _with_options(run, layer, style, mesh, stream)
 
 
 def _with_options(function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
@@ -283,81 +375,116 @@ def _with_options(function: Callable[..., Any], *options: Any) -> Callable[..., 
     return run
 
 
-def _place(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+def _cut_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a parameter by this rank's part of it."""
     whole = module._parameters[name]
     assert whole is not None
     cut = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(cut, requires_grad=whole.requires_grad))
 
 
-def _by_rows(layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x: Tensor) -> Tensor:
-    """The outputs of this rank's rows of the weight; of all rows, where they are needed."""
-    weight = layer.weight
-    x = x if stream else _moved(x, mesh, Replicate(), Replicate(), Partial())
-    out = nn.functional.linear(x, _matrix(layer), None if layer.bias is None else local(layer.bias))
-    if style == "colwise":
-        return out
-    shape = (*out.shape[:-1], weight.shape[int(_transposed(layer))])
-    return _moved(out, mesh, Shard(out.ndim - 1), Replicate(), Partial() if stream else None, shape)
-
-
-def _by_columns(
+def _run_with_some_outputs(
     layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x: Tensor
 ) -> Tensor:
-    """This rank's columns of the weight times its part of the inputs, added up over the ranks; with a stream, of this rank's tokens."""
-    matrix = _matrix(layer)
-    if style != "rowwise" and stream is None:
-        x = _moved(x, mesh, Replicate(), Shard(x.ndim - 1))
-    elif style != "rowwise":
-        x = x.narrow(-1, first_row(x.shape[-1], mesh), matrix.shape[1])
+    """Return this rank's outputs of a linear layer, or the outputs of all ranks if its style gathers.
+
+    `x`: the inputs, whole.
+    """
+    if stream is None:
+        x = _redistribute(x, mesh, Replicate(), Replicate(), Partial())
+    bias = None if layer.bias is None else local(layer.bias)
+    out = nn.functional.linear(x, _own_matrix(layer), bias)
+    if style == "colwise":
+        return out
+    outputs = layer.weight.shape[1] if _is_transposed(layer) else layer.weight.shape[0]
+    shape = (*out.shape[:-1], outputs)
+    grad = None if stream is None else Partial()
+    return _redistribute(out, mesh, Shard(out.ndim - 1), Replicate(), grad, shape)
+
+
+def _run_with_some_inputs(
+    layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x: Tensor
+) -> Tensor:
+    """Return the outputs of a linear layer whose inputs are cut: a sum over the ranks.
+
+    `x`: this rank's part of the inputs for the style `rowwise`; otherwise it is whole. With a stream
+    the outputs are those of this rank's tokens.
+    """
+    matrix = _own_matrix(layer)
+    if style != "rowwise":
+        if stream is None:
+            x = _redistribute(x, mesh, Replicate(), Shard(x.ndim - 1))
+        else:
+            x = x.narrow(-1, first_row(x.shape[-1], mesh), matrix.shape[1])
     product = nn.functional.linear(x, matrix)
-    out = stream.summed(product) if stream else _moved(product, mesh, Partial(), Replicate())
-    return out if layer.bias is None else out + local(layer.bias).to(out.dtype)
+    if stream is None:
+        out = _redistribute(product, mesh, Partial(), Replicate())
+    else:
+        out = stream.reduce_scatter(product)
+    if layer.bias is None:
+        return out
+    return out + local(layer.bias).to(out.dtype)
 
 
-def _transposed(layer: Any) -> bool:
-    """GPT-2's layers have inputs first."""
+def _is_transposed(layer: Any) -> bool:
+    """Return whether a layer's weight is [inputs, outputs], as GPT-2's are."""
     return type(layer).__name__ == "Conv1D"
 
 
-def _matrix(layer: Any) -> Tensor:
-    """This rank's part of a layer's weight: [outputs, inputs]."""
-    return local(layer.weight).T if _transposed(layer) else local(layer.weight)
+def _own_matrix(layer: Any) -> Tensor:
+    """Return this rank's part of a layer's weight, [outputs, inputs]."""
+    weight = local(layer.weight)
+    if _is_transposed(layer):
+        return weight.T
+    return weight
 
 
 def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMesh) -> None:
-    """Each rank holds some rows of embedding and head, of the last ones fewer where they do not divide; a tied pair stays one parameter.
+    """Cut embedding and head by rows; a tied pair stays one parameter.
 
-    The head's own forward gathers all logits; where the loss can take hidden states it is never called (`models.head.Outputs`).
+    The last ranks hold fewer rows if the rows do not divide. The head's own forward gathers all
+    logits. If the loss can take hidden states, it is never called (`models.head.Outputs`).
     """
-    # A pipeline's stage has something else in the place of what other stages hold.
-    tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", head)
-    if tied and not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)):
+    # On a stage of a pipeline, something else is in the place of a layer that another stage holds.
+    is_tied = False
+    if head is not None and hasattr(embedding, "weight"):
+        is_tied = getattr(head, "weight", None) is embedding.weight
+    if is_tied and not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)):
         return
     if isinstance(head, nn.Linear):
         _cut(head, "colwise_gather_output", mesh, None)
-    if not isinstance(embedding, nn.Embedding):
-        return
+    if isinstance(embedding, nn.Embedding):
+        _cut_embedding(embedding, mesh)
+        if is_tied:
+            assert isinstance(head, nn.Linear)
+            embedding.weight = head.weight
+
+
+def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+    """Cut an embedding by rows, and replace its forward."""
     first = first_row(embedding.num_embeddings, mesh)
-    _place(embedding, "weight", mesh, Shard(0))
-    rows, padding = local(embedding.weight).shape[0], embedding.padding_idx
+    _cut_parameter(embedding, "weight", mesh, Shard(0))
+    rows = local(embedding.weight).shape[0]
+    padding = embedding.padding_idx
     own_padding = None
     if padding is not None and first <= padding < first + rows:
         own_padding = padding - first
-    if tied:
-        embedding.weight = head.weight  # type: ignore[union-attr,assignment]
     inner = with_weights(embedding, embedding.forward, local)
 
     def look_up(ids: Tensor) -> Tensor:
-        """A token's row is looked up on the rank that has it and is zero elsewhere; the sum over ranks is the embedding."""
-        mine = ids - first
-        elsewhere = (mine < 0) | (mine >= rows)
+        """Return the embedding of each token, summed over the ranks.
+
+        A token's row is looked up on the rank that has it, and is zero on the others.
+        """
+        own_ids = ids - first
+        is_elsewhere = (own_ids < 0) | (own_ids >= rows)
         # An adapter over the embedding reads the number of the padding's row among all rows.
         embedding.padding_idx = own_padding
         try:
-            part = inner(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+            looked_up = inner(own_ids.masked_fill(is_elsewhere, 0))
+            part = looked_up.masked_fill(is_elsewhere[..., None], 0)
         finally:
             embedding.padding_idx = padding
-        return _moved(part, mesh, Partial(), Replicate())
+        return _redistribute(part, mesh, Partial(), Replicate())
 
     embedding.forward = look_up  # type: ignore[assignment]

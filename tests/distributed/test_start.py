@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drumline.dist.start import Ranks, _round, gpu
+from drumline.dist.start import Ranks, _agree_on_start, gpu
 from drumline.errors import EnvironmentFault
 from tests.distributed.test_launch_join import end, free_port, two
 from tests.faults.live import kill
@@ -60,7 +60,9 @@ def test_ranks_agree_on_a_start_whatever_an_earlier_one_left() -> None:
         """The word of three ranks, rank 0 last to come or first."""
         words: list[str] = []
         threads = [
-            threading.Thread(target=lambda r=rank: words.append(_round(store, Ranks(r, r, 3))))
+            threading.Thread(
+                target=lambda r=rank: words.append(_agree_on_start(store, Ranks(r, r, 3)))
+            )
             for rank in range(3)
         ]
         for thread in threads[::-1] if late else threads:

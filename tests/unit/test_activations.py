@@ -115,8 +115,12 @@ def test_bytes_that_are_moved(made: Any, name: str, within: float) -> None:
     assert isinstance(moves, ActivationOffload)
     on_gpu = plan.model_copy(update={"device": "cuda"})
     planned = offloaded(on_gpu, facts_of(plan), rounds=False)
-    assert planned > 0 and moves.moved == pytest.approx(planned, rel=within)
-    assert moves.most <= 2 * moves.moved / (LAYERS - 2) and moves.here == 0 and not moves.under_way
+    assert planned > 0 and moves.moved_bytes == pytest.approx(planned, rel=within)
+    assert (
+        moves.most_device_bytes <= 2 * moves.moved_bytes / (LAYERS - 2)
+        and moves.device_bytes == 0
+        and not moves.runs_on_device
+    )
     kept, plain = (
         formula(on_gpu, facts_of(plan)),
         formula(on_gpu.model_copy(update={"config": without_offload(plan)}), facts_of(plan)),
@@ -329,7 +333,7 @@ def test_what_is_offloaded_is_there_as_long_as_a_graph_has_it(backwards: int) ->
             ).sum()
             for left in reversed(range(backwards)):
                 loss.backward(retain_graph=left > 0)
-        assert moves is None or (moves.moved > 0 and moves.here == 0)
+        assert moves is None or (moves.moved_bytes > 0 and moves.device_bytes == 0)
         return [block.w.grad for block in model.children()]
 
     assert all(

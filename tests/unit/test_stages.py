@@ -27,10 +27,10 @@ from drumline.parallel.stages import (
     Absent,
     Stage,
     find_cuts,
-    look,
-    part,
-    stages_make_the_whole,
-    tied,
+    rank_part,
+    stages_reproduce_model,
+    trace_cuts,
+    weights_of_both_ends,
 )
 
 MACHINE = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
@@ -222,10 +222,10 @@ def tiny(kind: str, **over: Any) -> Any:
 def test_stages_make_the_whole_model_with_its_gradients(kind: str) -> None:
     model = tiny(kind).eval()
     cuts = find_cuts(model)
-    held = [part(model, cuts, list(RANGES[rank::2])) for rank in range(2)]
+    held = [rank_part(model, cuts, list(RANGES[rank::2])) for rank in range(2)]
     names = [{name for name, _ in one.named_parameters()} for one in held]
     assert names[0] | names[1] == {name for name, _ in model.named_parameters()}
-    assert names[0] & names[1] == set(tied(model, cuts))
+    assert names[0] & names[1] == set(weights_of_both_ends(model, cuts))
 
     ids = torch.arange(24).view(2, 12) % 64
     batch = Tokens(ids)
@@ -259,7 +259,7 @@ def test_weights_used_between_blocks_are_refused() -> None:
     norm, block = model.model.norm, model.model.layers[2]
     block.register_forward_hook(lambda _m, _i, out: norm(out))
     with pytest.raises(PlanError, match=r"model\.norm between its blocks"):
-        look(model, IDS_BT)
+        trace_cuts(model, IDS_BT)
 
 
 def test_a_trunk_that_looks_into_its_blocks_is_refused() -> None:
@@ -270,15 +270,15 @@ def test_a_trunk_that_looks_into_its_blocks_is_refused() -> None:
     model.model.register_forward_pre_hook(lambda *_: seen.clear())
     for block in model.model.layers:
         block.register_forward_hook(lambda _m, _i, out: out + seen[-1] if seen else out)
-    cuts = look(model, IDS_BT)
+    cuts = trace_cuts(model, IDS_BT)
     with torch.no_grad():
-        assert not stages_make_the_whole(model, cuts, ((0, 2), (2, 4)), 2, IDS_BT)
+        assert not stages_reproduce_model(model, cuts, ((0, 2), (2, 4)), 2, IDS_BT)
 
 
 def test_a_part_holds_no_weights_of_others() -> None:
     model = tiny("llama", tie_word_embeddings=False)
     cuts = find_cuts(model)
-    middle = part(model, cuts, [(1, 2)])
+    middle = rank_part(model, cuts, [(1, 2)])
     assert {name.split(".")[2] for name, _ in middle.named_parameters()} == {"1"}
     assert isinstance(middle.model.layers[0], Absent) and not isinstance(
         model.model.layers[0], Absent
