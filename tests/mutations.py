@@ -35,7 +35,8 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "a rank divides by its own tokens", "train/loop.py",
-        "weight, tokens = batch.of_all or self._sum_weight_and_tokens(batch)", "weight, tokens = sum(float(b.weight) for b in batch.micro_batches), 1.0",
+        "weight, tokens = batch.of_all or self._sum_weight_and_tokens(batch)",
+        "weight, tokens = sum(float(b.weight) for b in batch.micro_batches), 1.0",
         (f"{PARITY}[ddp 2, accumulation 4-clipped hard]",),
     ),
     Mutation(
@@ -92,7 +93,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the larger of two surrogates", "algorithms/policy.py",
-        "return -torch.minimum(free_BT, bounded_BT)", "return -torch.maximum(free_BT, bounded_BT)",
+        "loss_BT = -torch.minimum(free_BT, bounded_BT)", "loss_BT = -torch.maximum(free_BT, bounded_BT)",
         ("tests/unit/test_grpo.py::test_losses_and_gradients_equal_trl", "tests/unit/test_ppo.py"),
     ),
     Mutation(
@@ -102,7 +103,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a value goes on behind the end of a completion", "algorithms/policy.py",
-        "value_N = torch.where(mask_NM[:, t], values_NM[:, t], 0.0)", "value_N = values_NM[:, t]",
+        "next_value_N = torch.where(mask_N, values_NM[:, t], 0.0)", "next_value_N = values_NM[:, t]",
         ("tests/unit/test_ppo.py::test_gae_is_the_sum_of_discounted_errors",),
     ),
     Mutation(

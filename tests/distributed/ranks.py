@@ -92,7 +92,7 @@ def share_groups() -> None:
     from drumline.checkpoint.ranks import Ranks
     from drumline.dist import mesh
 
-    mesh._made = functools.cache(mesh._made.__wrapped__)  # type: ignore[assignment]
+    mesh._cached_mesh = functools.cache(mesh._cached_mesh.__wrapped__)  # type: ignore[assignment]
     Ranks.all_apart = staticmethod(functools.cache(Ranks.all_apart))  # type: ignore[method-assign]
 
 
