@@ -31,8 +31,8 @@ class InBackward(Joined):
                 self.optimizers[parameter] = build({name: parameter})
         super().__init__(*self.optimizers.values())
         self.squares: Squares = {}
-        for parameter in self.optimizers:
-            parameter.register_post_accumulate_grad_hook(self._update)
+        for learned in self.optimizers:
+            learned.register_post_accumulate_grad_hook(self._update)
 
     @torch.no_grad()
     def _update(self, parameter: torch.Tensor) -> None:
