@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 import stat
@@ -348,3 +349,16 @@ def _is_users(path: Path) -> bool:
     if path.suffix != ".py" or not _PACKAGES.isdisjoint(path.parts):
         return False
     return not any(path.is_relative_to(folder) for folder in _NOT_USERS)
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a number or a number's text as a float; None if it is neither, or not finite, or a bool."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if not math.isfinite(number):
+        return None
+    return number

@@ -113,7 +113,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a changed manifest is believed", "checkpoint/manifest.py",
-        'if outer["sha256"] != _checksum(content):', "if False:",
+        'if outer["sha256"] != json_digest(content):', "if False:",
         ("tests/faults/test_checkpoint_damage.py::test_a_changed_manifest",),
     ),
     Mutation(

@@ -21,7 +21,7 @@ FIX = "name another folder with --to"
 
 
 class Study:
-    """The study of a sweep: it chooses points, and is told their results."""
+    """The study of a sweep: it chooses points and learns from their results."""
 
     def __init__(
         self, folder: Path, axes: Sequence[Axis], number: int, options: EvalConfig, seed: int

@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from drumline.core.files import STEP_FOLDER, write_whole
+from drumline.core.files import STEP_FOLDER, json_digest, write_whole
 from drumline.errors import CheckpointError
 from drumline.foreign import disk_errors
 
@@ -129,7 +129,7 @@ def write_part(folder: Path, manifest: Manifest, present: set[str]) -> None:
 def sealed(record: Record) -> bytes:
     """Return a record as JSON with its own checksum."""
     content = record.model_dump()
-    outer = {"sha256": _checksum(content), "manifest": content}
+    outer = {"sha256": json_digest(content), "manifest": content}
     return json.dumps(outer, indent=1).encode()
 
 
@@ -207,7 +207,7 @@ def unsealed(raw: bytes, kind: type[R], place: str) -> R:
     try:
         outer = json.loads(raw)
         content = outer["manifest"]
-        if outer["sha256"] != _checksum(content):
+        if outer["sha256"] != json_digest(content):
             raise CheckpointError(
                 "changed since it was written (its own checksum differs)", where=place
             )
@@ -249,12 +249,6 @@ def _require_step_of_folder(manifest: Manifest, path: Path) -> None:
         raise CheckpointError(
             f"is of step {manifest.step}, the folder's name says {step}", where=str(path)
         )
-
-
-def _checksum(content: Any) -> str:
-    """Return the sha256, in hex, of a JSON value, whatever the order of its keys."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class HashingFile(io.BufferedWriter):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from drumline.compat.sheet import (
     translation_error,
 )
 from drumline.core.registry import nearest
+from drumline.foreign import finite_number
 
 Rule = Callable[[Sheet, OldKey], None]
 Converter = Callable[[OldKey], Any]
@@ -39,25 +39,12 @@ def read_flag(old: OldKey) -> bool:
     )
 
 
-def _finite_float(value: Any) -> float | None:
-    """Return a number or a number's text as a float; None if it is neither, or not finite."""
-    if isinstance(value, bool):
-        return None
-    try:
-        result = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    if not math.isfinite(result):
-        return None
-    return result
-
-
 def read_number(old: OldKey) -> float:
     """Return a number, also written as text. Raises ConfigError for any other value.
 
     PyYAML reads 1e-5 as text, so old files may have put it in quotes.
     """
-    value = _finite_float(old.value)
+    value = finite_number(old.value)
     if value is None:
         raise translation_error(
             old,
@@ -69,7 +56,7 @@ def read_number(old: OldKey) -> float:
 
 def read_integer(old: OldKey) -> int:
     """Return a whole number, also written as text. Raises ConfigError for any other value."""
-    value = _finite_float(old.value)
+    value = finite_number(old.value)
     if value is None or not value.is_integer():
         raise translation_error(
             old,

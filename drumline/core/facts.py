@@ -640,3 +640,8 @@ def _is_unit(weight: Weight, wrap: tuple[str, ...] | None) -> bool:
     if wrap is None:
         return weight.place == "block"
     return any(owner in wrap for owner in weight.owners)
+
+
+def has_ending(name: str, ending: str) -> bool:
+    """Return whether the last parts of a dotted name are `ending`."""
+    return name == ending or name.endswith(f".{ending}")

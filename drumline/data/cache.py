@@ -125,7 +125,7 @@ def read_info(folder: Path) -> dict[str, Any] | None:
         text = (folder / "info.json").read_text()
         info = json.loads(text)
         checksum = info.pop("checksum")
-        if checksum != digest_of(info):
+        if checksum != files.json_digest(info):
             return None
         sizes = _sizes_of(folder, info["files"])
         is_whole = sizes == info["files"]
@@ -301,7 +301,7 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
         blocks = math.ceil(size / BLOCK)
         checksums[name] = [_digest(temporary / name, block) for block in range(blocks)]
     info = {**info, "files": sizes, "sha256": checksums}
-    text = json.dumps({**info, "checksum": digest_of(info)}, indent=2)
+    text = json.dumps({**info, "checksum": files.json_digest(info)}, indent=2)
     (temporary / "info.json").write_text(text + "\n")
     for name in (*names, "info.json"):
         files.sync(temporary / name)
@@ -330,12 +330,6 @@ def temporary_folder(root: Path) -> Iterator[Path]:
             where=str(root),
             fix="free some space there, or set data.cache_dir",
         ) from error
-
-
-def digest_of(value: Any) -> str:
-    """Return the sha256, in hex, of a JSON value, whatever the order of its keys."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int = 1) -> None:

@@ -7,7 +7,6 @@ follows from all rows.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from hashlib import sha256
@@ -24,7 +23,7 @@ from drumline.data.sources import Row, holds_images
 from drumline.data.templates import Encoded, Encoder, Example, Policy, truncate
 from drumline.data.turns import as_messages
 from drumline.errors import ConfigError, DataError
-from drumline.foreign import expanded
+from drumline.foreign import expanded, finite_number
 
 DIGEST_DIGITS = 16  # of sha256 over a prompt
 MOST_DIGITS = 600  # of a number; Python reads 640 at least
@@ -244,19 +243,6 @@ def _meta(row: Row) -> dict[str, Any] | None:
             fix="take the column's mapping or the row out",
         )
     return {"margin": number}
-
-
-def finite_number(value: Any) -> float | None:
-    """Return a value of a row as a float; None for what is no finite number, and for a bool."""
-    if isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    if not math.isfinite(number):
-        return None
-    return number
 
 
 def cut_pair(

@@ -23,10 +23,11 @@ from drumline.core.data import (
     SqlSource,
     TasksSource,
 )
+from drumline.core.files import json_digest
 from drumline.core.model import TEMPLATES
 from drumline.core.plan import DataIdentity
 from drumline.core.registry import imported
-from drumline.data.cache import VERSION, TokenCache, digest_of, read_info
+from drumline.data.cache import VERSION, TokenCache, read_info
 from drumline.data.files import no_reasoning_gym
 from drumline.data.formats import judges_answers
 from drumline.data.places import hash_file, locate
@@ -243,7 +244,7 @@ def identify(cache: TokenCache) -> DataIdentity:
     files = {name: digests for name, digests in cache.info["sha256"].items() if name != "rows.npy"}
     return DataIdentity(
         cache=str(cache.folder),
-        content=digest_of(files),
+        content=json_digest(files),
         rows=cache.info["rows"],
         row_set=cache.info["row_set"],
     )

@@ -25,13 +25,13 @@ from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.data import DataConfig
 from drumline.core.model import ModelConfig
 from drumline.core.process import worker_pool
-from drumline.data.encode import RowEncoder, finite_number
+from drumline.data.encode import RowEncoder
 from drumline.data.overlap import PERMUTATIONS, Evaluation, bands_of, print_of, text_of
 from drumline.data.sources import Row
 from drumline.data.stage import ROW, Chunk
 from drumline.data.templates import Encoded
 from drumline.errors import DataError, EnvironmentFault
-from drumline.foreign import content_of, number_errors
+from drumline.foreign import content_of, finite_number, number_errors
 from drumline.hardware.detect import usable_cores
 
 # The module imports torch, which other processes do without.

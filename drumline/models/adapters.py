@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from drumline.core.config import LoRAConfig, LoRAFactors
+from drumline.core.facts import has_ending
 from drumline.core.registry import nearest
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import DrumlineError, ModelError
@@ -142,9 +143,9 @@ def _layers_by_endings(
     no candidate's.
     """
     for ending in endings:
-        if any(_ends(name, ending) for name in candidates):
+        if any(has_ending(name, ending) for name in candidates):
             continue
-        if any(_ends(name, ending) for name in all_layers):
+        if any(has_ending(name, ending) for name in all_layers):
             what = f"the weight of {ending} is trained whole, and gets no adapter"
             fix = f"take {ending} out here, or its weight out of adapter.modules_to_save"
             raise ModelError(what, where=WHERE, fix=fix)
@@ -153,7 +154,7 @@ def _layers_by_endings(
         what = f"no layer of {type(model).__name__} that can get an adapter is named {ending!r}"
         fix = f"did you mean {guess}?" if guess else f"there are {', '.join(last_names)}"
         raise ModelError(what, where=WHERE, fix=fix)
-    chosen = {name for name in candidates if any(_ends(name, ending) for ending in endings)}
+    chosen = {name for name in candidates if any(has_ending(name, ending) for ending in endings)}
     return [name for name, _ in model.named_modules() if name in chosen]
 
 
@@ -747,7 +748,7 @@ def _named_below(model: nn.Module, endings: Iterable[str]) -> set[str]:
     first_name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     found: set[str] = set()
     for ending in endings:
-        chosen = [f"{name}." for name, _ in model.named_modules() if _ends(name, ending)]
+        chosen = [f"{name}." for name, _ in model.named_modules() if has_ending(name, ending)]
         below = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name.startswith(tuple(chosen)):
@@ -881,7 +882,9 @@ def trains_rows(model: Any, adapter: LoRAConfig) -> bool:
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = vocabulary(model)
     layers = [layer for layer in (embedding, head) if layer is not None]
-    adapted = [layer for layer in layers if any(_ends(names[id(layer)], end) for end in targets)]
+    adapted = [
+        layer for layer in layers if any(has_ending(names[id(layer)], end) for end in targets)
+    ]
     learning = [
         layer for layer in layers if layer in adapted or id(layer.weight) in trained_weights
     ]
@@ -900,11 +903,6 @@ def _number(alpha: float) -> Any:
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
-def _ends(name: str, ending: str) -> bool:
-    """Return whether the last parts of a dotted name are `ending`."""
-    return name == ending or name.endswith(f".{ending}")
-
-
 def _short(model: nn.Module, names: list[str]) -> list[str]:
     """Return the last parts of the names if they mean the same layers; else the full names.
 
@@ -913,6 +911,6 @@ def _short(model: nn.Module, names: list[str]) -> list[str]:
     last_names = _last_names(names)
     meant = set()
     for name, _ in model.named_modules():
-        if any(_ends(name, ending) for ending in last_names):
+        if any(has_ending(name, ending) for ending in last_names):
             meant.add(name)
     return last_names if meant == set(names) else names

@@ -190,11 +190,11 @@ def common_facts(model: Any) -> dict[str, Any]:
     found = block_list(model)
     if found is not None:
         _, module_list = found
-        block_parameters = [_count_entries(block.parameters()) for block in module_list]
+        block_parameters = [count_entries(block.parameters()) for block in module_list]
     block_weights, end_weights = _weights_by_block(model)
     return {
-        "parameters": _count_entries(model.parameters()),
-        "frozen": _count_entries(frozen),
+        "parameters": count_entries(model.parameters()),
+        "frozen": count_entries(frozen),
         "batch_norms": len(batch_norms),
         "classes": frozenset(type(module).__name__ for module in model.modules()),
         "block_parameters": tuple(block_parameters),
@@ -205,7 +205,8 @@ def common_facts(model: Any) -> dict[str, Any]:
     }
 
 
-def _count_entries(parameters: Iterable[nn.Parameter]) -> int:
+def count_entries(parameters: Iterable[nn.Parameter]) -> int:
+    """Return how many numbers some parameters hold."""
     return sum(parameter.numel() for parameter in parameters)
 
 

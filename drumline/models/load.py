@@ -22,6 +22,7 @@ from drumline.models import adapters
 from drumline.models.attention import has_score_dropout, has_soft_caps
 from drumline.models.blocks import (
     common_facts,
+    count_entries,
     expert_modules,
     is_head_tied,
     needs_mask,
@@ -318,8 +319,8 @@ def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
         heads=heads,
         kv_heads=_kv_heads(text_config, heads),
         head_dim=head_dim,
-        embedding_parameters=outside_blocks - _count_entries(only_in_head),
-        head_parameters=_count_entries(head_parameters),
+        embedding_parameters=outside_blocks - count_entries(only_in_head),
+        head_parameters=count_entries(head_parameters),
         attention_flops=float(12 * width * length),
         bidirectional=is_bidirectional_classifier,
         first_position=first_position(model) if is_bidirectional_classifier else 0,
@@ -387,10 +388,6 @@ def _head_parameters(model: Any) -> list[torch.nn.Parameter]:
             for parameter in layer.parameters():
                 parameters[id(parameter)] = parameter
     return list(parameters.values())
-
-
-def _count_entries(parameters: Sequence[torch.nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
 
 
 def _kv_heads(text_config: Any, heads: int) -> int:

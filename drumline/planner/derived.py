@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from drumline.core.config import LoRAConfig
-from drumline.core.facts import ModelFacts, Weight
+from drumline.core.facts import ModelFacts, Weight, has_ending
 
 MOST_LAYERS = 10**4
 # FLOPs of a weight's entry for each token: a multiplication and an addition in forward, twice as many in backward.
@@ -345,9 +345,9 @@ def _are_targets_in_blocks(
     """Return whether each target names a layer of the blocks (`layers`), and none the embedding or the head."""
     outside = [weight.name.rpartition(".")[0] for weight in end_weights]
     for target in targets:
-        if any(_ends_with(name, target) for name in outside):
+        if any(has_ending(name, target) for name in outside):
             return False
-        if not any(_ends_with(name, target) for name in layers):
+        if not any(has_ending(name, target) for name in layers):
             return False
     return True
 
@@ -387,12 +387,7 @@ def _factors(layer: str, weight: Weight, rank: int) -> Iterator[Weight]:
 def _is_targeted(layer: str, owners: tuple[str, ...], targets: str | list[str]) -> bool:
     """Return whether an adapter's targets include a linear layer. `owners`: the classes that it lies in, and its own."""
     if isinstance(targets, list):
-        return any(_ends_with(layer, target) for target in targets)
+        return any(has_ending(layer, target) for target in targets)
     if targets == "all-linear":
         return True
     return any("attention" in owner.lower() for owner in owners[:-1])
-
-
-def _ends_with(name: str, ending: str) -> bool:
-    """Return whether a name is `ending`, or ends with it behind a dot."""
-    return name == ending or name.endswith(f".{ending}")

@@ -4,7 +4,7 @@ A finished sequence makes room for the next, and equal prompts share their cache
 
 transformers' own processors sample from one generator for all requests, in the order in which they
 happen to run. `RequestNoise` replaces their list (`ContinuousBatchingManager.logit_processor`, before
-the manager starts). It is told the requests of each step before the step, and adds the noise of each.
+the manager starts). It gets the requests of each step before the step, and adds the noise of each.
 It is Python that runs at every step, so CUDA graphs and concurrent batches are switched off.
 """
 

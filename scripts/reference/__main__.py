@@ -21,25 +21,26 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-def stale_pages() -> list[str]:
-    """Return the names of pages that are not what the code says now."""
-    stale = []
+def stale_pages() -> dict[str, str]:
+    """Return the pages that are not what the code says now: their names and new texts."""
+    stale = {}
     for name, make_page in PAGES.items():
         path = DOCS / name
-        if not path.exists() or path.read_text() != make_page():
-            stale.append(name)
+        text = make_page()
+        if not path.exists() or path.read_text() != text:
+            stale[name] = text
     return stale
 
 
 def main() -> int:
-    """Write all pages, or with `--check` only compare them. Return the exit code."""
+    """Write the stale pages, or with `--check` only name them. Return the exit code."""
     stale = stale_pages()
     if "--check" in sys.argv[1:]:
         for name in stale:
             print(f"docs/{name} is stale: run `python -m scripts.reference`")
         return 1 if stale else 0
-    for name in stale:
-        (DOCS / name).write_text(PAGES[name]())
+    for name, text in stale.items():
+        (DOCS / name).write_text(text)
         print(f"wrote docs/{name}")
     return 0
 

@@ -66,8 +66,8 @@ def exit_codes_page() -> str:
     for error in vars(errors).values():
         if not (isinstance(error, type) and issubclass(error, errors.DrumlineError)):
             continue
-        is_own = "exit_code" in vars(error) or error.__base__ is errors.DrumlineError
-        if is_own or error is errors.DrumlineError:
+        has_own_code = "exit_code" in vars(error)
+        if has_own_code or error.__base__ is errors.DrumlineError:
             meaning = inspect.cleandoc(error.__doc__ or "")
             rows.append([str(error.exit_code), code(error.__name__), cell(meaning)])
     rows.append(["130", "", "Ctrl-C ended a command that had nothing to save."])

@@ -9,6 +9,8 @@ from drumline.core.load import schema as json_schema
 from scripts.reference.markdown import cell, code, links_to, paragraph, table
 
 Schema = dict[str, Any]
+# A larger upper limit only catches a slip of the keyboard, so it is not shown.
+LARGEST_SHOWN = 1e5
 HEAD = """# YAML keys
 
 Every key of the YAML: its type, its default, and what it does. `drumline schema` prints the same as a JSON Schema,
@@ -58,19 +60,20 @@ class KeysPage:
         values = []
         for choice in section.get("anyOf", []):
             if "enum" in choice:
-                values += [code(f"{_yaml(value)}") for value in choice["enum"]]
+                values += [code(_yaml(value)) for value in choice["enum"]]
             for example in choice.get("examples", []):
-                values.append(code(f"{example}"))
+                values.append(code(example))
         return ", ".join(values)
 
     def add_sections(self, path: str, schema: Schema) -> None:
         """Add a table for each section that may stand at a path, and for the sections in it."""
-        for name in self.referenced(schema):
+        names = self.referenced(schema)
+        for name in names:
             if name in self.headings:
                 continue
-            kind = self.kind_of(name)
             heading = path
-            if kind and len(self.referenced(schema)) > 1:
+            kind = self.kind_of(name)
+            if kind and len(names) > 1:
                 heading = f"{path}: {kind}"
             self.headings[name] = heading
             self.add_table(path, heading, name)
@@ -90,8 +93,7 @@ class KeysPage:
             if self.referenced(value):
                 nested.append((f"{path}.{key}", value))
         if heading != path or "." in path:
-            level = "###"
-            self.parts.append(f"{level} {heading}\n")
+            self.parts.append(f"### {heading}\n")
         if rows:
             self.parts.append(table(["key", "type", "default", "meaning"], rows))
         else:
@@ -181,22 +183,21 @@ class KeysPage:
 def _limits(schema: Schema) -> str:
     """Return the limits of a number in words: ` from 1 to 64`, ` > 0`. Very large ones are left out."""
     low = schema.get("minimum")
-    above = schema.get("exclusiveMinimum")
     high = schema.get("maximum")
-    below = schema.get("exclusiveMaximum")
-    is_high_told = high is not None and high < 1e5
-    if low is not None and is_high_told:
+    if high is not None and high >= LARGEST_SHOWN:
+        high = None
+    if low is not None and high is not None:
         return f" from {low} to {high}"
-    words = ""
-    if low is not None:
-        words += f" ≥ {low}"
-    if above is not None:
-        words += f" > {above}"
-    if below is not None:
-        words += f" < {below}" if not words else f" and < {below}"
-    if is_high_told:
-        words += f" ≤ {high}" if not words else f" and ≤ {high}"
-    return words
+    limits = {
+        "≥": low,
+        ">": schema.get("exclusiveMinimum"),
+        "<": schema.get("exclusiveMaximum"),
+        "≤": high,
+    }
+    words = [f"{sign} {limit}" for sign, limit in limits.items() if limit is not None]
+    if not words:
+        return ""
+    return f" {' and '.join(words)}"
 
 
 def _link_mark(definition: str) -> str:
