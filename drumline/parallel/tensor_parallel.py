@@ -147,8 +147,8 @@ def _redistribute(
 class Stream:
     """The residual stream, cut by tokens over the ranks of `mesh`.
 
-    `rows`, `length`: B and T of the current batch. They are 0 until a block has begun: in trials of
-    a region the stream is whole.
+    `rows`, `length`: B and T of the current batch. They are 0 until a block has begun; until then the
+    stream is whole, as in trials.
     """
 
     def __init__(self, mesh: DeviceMesh, keeps_parts: bool) -> None:
