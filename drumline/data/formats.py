@@ -496,6 +496,7 @@ def _complete(
 
 
 def _read_alpaca(present: Values, kind: str, origin: str) -> Reading | None:
+    """Read Alpaca's columns: an instruction, perhaps an input and a history, and an answer."""
     if not isinstance(present.get("instruction"), str) or kind == "class":
         return None
     answer = find_column(present, ANSWERS)
@@ -551,6 +552,7 @@ def _find_talk(present: Values) -> str | None:
 
 
 def _read_sharegpt(present: Values, kind: str, origin: str) -> Reading | None:
+    """Read a conversation that is one column, such as ShareGPT's `conversations`."""
     name = _find_talk(present)
     if name is None or kind == "class":
         return None
@@ -580,6 +582,7 @@ def _read_sharegpt(present: Values, kind: str, origin: str) -> Reading | None:
 
 
 def _read_verdict(present: Values, kind: str, origin: str) -> Reading | None:
+    """Read two answers to a prompt, and a column that says which of them is better."""
     if kind != "pair":
         return None
     two_answers = read_two_answers(present)
@@ -636,6 +639,7 @@ def _is_first_better(verdict: Any, names: VerdictColumns, origin: str) -> bool:
 
 
 def _read_ranked(present: Values, kind: str, origin: str) -> Reading | None:
+    """Read a list of answers to a prompt, each with a score or a rank."""
     prompt = find_column(present, PROMPTS, str | list)
     name = find_column(present, LISTS, list)
     if kind != "pair" or prompt is None or name is None:
@@ -697,6 +701,7 @@ def _prepend_system_to_sides(present: Values, chosen: str, rejected: str) -> Rea
 
 
 def _read_pair(present: Values, kind: str, origin: str) -> Reading | None:
+    """Read a chosen and a rejected side, with a prompt of their own or in both."""
     sides = _find_sides(present)
     if kind != "pair" or sides is None:
         return None
@@ -731,6 +736,7 @@ def _read_pair_of_talks(present: Values, sides: tuple[str, str]) -> Reading | No
 
 
 def _read_answer(present: Values, kind: str, origin: str) -> Reading | None:
+    """Read a prompt and its answer."""
     prompt = find_column(present, PROMPTS, str | list)
     if kind in ("pair", "class") or prompt is None:
         return None
@@ -777,6 +783,7 @@ def _read_reply(name: str, present: Values) -> Any:
 
 
 def _read_transcript(present: Values, kind: str, origin: str) -> Reading | None:
+    """Read a chosen and a rejected transcript, whose turns begin with the speaker."""
     if kind != "pair":
         return None
     columns = {}
@@ -789,6 +796,7 @@ def _read_transcript(present: Values, kind: str, origin: str) -> Reading | None:
 
 
 def _read_document(present: Values, kind: str, origin: str) -> Reading | None:
+    """Read a column of plain text under another name than `text`."""
     name = find_column(present, TEXTS)
     if name is None or "text" in present:
         return None
