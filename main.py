@@ -10,7 +10,7 @@ sys.path.append(sys.path.pop(0))  # this folder shadows nothing
 import argparse
 
 from drumline.cli import main
-from drumline.launchers.environment import first_rank_reports
+from drumline.launch.environment import first_rank_reports
 
 NAMES = {"reward_model": "reward"}  # of algorithms in guides
 MODES = {"train": ["train"], "plan": ["train", "--dry-run"], "prepare": ["prepare"]}

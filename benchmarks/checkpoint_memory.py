@@ -50,18 +50,18 @@ def main() -> None:
 def work(folder: str) -> dict[str, Any]:
     from drumline.checkpoint.load import load
     from drumline.checkpoint.save import Checkpointer
-    from drumline.core.config import OptimizerConfig
-    from drumline.core.mesh import Mesh
-    from drumline.core.model import ModelConfig
+    from drumline.config.config import OptimizerConfig
+    from drumline.config.mesh import Mesh
+    from drumline.config.model import ModelConfig
+    from drumline.config.strategies.fsdp2 import FSDP2Strategy
     from drumline.dist.mesh import data_mesh, device_mesh
     from drumline.dist.start import start, stop
+    from drumline.engine.norms import local
+    from drumline.engine.optimizer import build_optimizer, optimizer_tensors
+    from drumline.engine.strategies.fsdp2 import apply_fsdp2
     from drumline.models.build import lay_out
     from drumline.models.head import ForwardWithObjective
     from drumline.models.shards import Values, canonical_tensors
-    from drumline.parallel.norms import local
-    from drumline.parallel.optimizer import build_optimizer, optimizer_tensors
-    from drumline.strategies.fsdp2.spec import FSDP2Strategy
-    from drumline.strategies.fsdp2.transform import apply_fsdp2
 
     ranks = start("cpu", "gloo", 600)
     path = str(Path(folder) / "model")

@@ -127,7 +127,7 @@ def plan(work: Path, model: Path, name: str, seed: int, steps: int) -> Path:
     """plan.json of one run."""
     import yaml
 
-    from drumline.core.load import load
+    from drumline.config.load import load
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
     def problems(size: int, seed: int) -> list[dict[str, Any]]:

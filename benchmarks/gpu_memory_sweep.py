@@ -156,8 +156,8 @@ def rows_within_targets(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 def measure(run: Run, folder: Path) -> dict[str, Any]:
     """One run in a process of its own: its plan's verdict, whether it was out of memory, and by category predicted and measured."""
-    from drumline.core.plan import Plan
     from drumline.models.shapes import find
+    from drumline.plan.plan import Plan
 
     known = None if run.model == "tiny" else find(run.model)
     path = ready(
@@ -192,9 +192,9 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
 
 def train(path: Path, steps: int) -> None:
     """The worker: a few steps of the plan, and the `measured` event; no checkpoint."""
-    from drumline.core.plan import Plan
-    from drumline.core.signals import StopFlag
     from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
+    from drumline.system.signals import StopFlag
     from drumline.telemetry.events import EventLog
     from drumline.train.build import build
     from drumline.train.failure import watched

@@ -59,16 +59,16 @@ def load(case: str, folder: str) -> dict[str, int]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from drumline.core.mesh import Mesh
-    from drumline.core.model import ModelConfig
+    from drumline.config.mesh import Mesh
+    from drumline.config.model import ModelConfig
+    from drumline.config.strategies.fsdp2 import FSDP2Strategy
     from drumline.dist.mesh import data_mesh, device_mesh
     from drumline.dist.start import start, stop
+    from drumline.engine.norms import local
+    from drumline.engine.strategies.fsdp2 import apply_fsdp2
     from drumline.models.build import lay_out
     from drumline.models.head import ForwardWithObjective
     from drumline.models.shards import Values
-    from drumline.parallel.norms import local
-    from drumline.strategies.fsdp2.spec import FSDP2Strategy
-    from drumline.strategies.fsdp2.transform import apply_fsdp2
 
     ranks = start("cpu", "gloo", 600)
     init: Any = "random" if "random" in case else "pretrained"

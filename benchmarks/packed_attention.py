@@ -62,8 +62,8 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
     import torch
 
     from drumline.algorithms.tokens.objective import NextToken
-    from drumline.core.attention import as_before
     from drumline.models.head import ForwardWithObjective
+    from drumline.plan.attention import as_before
     from drumline.telemetry.memory_tracker import LiveBytes
 
     device: Any = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,13 +119,13 @@ def compare(name: str, length: int, documents: int, pairs: int) -> dict[str, Any
 
 def by_documents(name: str, device: Any) -> Any:
     """A model that computes attention document by document."""
-    from drumline.core.config import Config
-    from drumline.core.mesh import Mesh
-    from drumline.core.model import ModelConfig
-    from drumline.core.plan import BatchPlan, Layout
+    from drumline.config.config import Config
+    from drumline.config.mesh import Mesh
+    from drumline.config.model import ModelConfig
     from drumline.models.attention import attend_by_documents
     from drumline.models.build import build_model
     from drumline.models.files import resolve
+    from drumline.plan.plan import BatchPlan, Layout
 
     source = ModelConfig(id=None, config=TINY) if name == "tiny" else ModelConfig(id=name)
     model = build_model(

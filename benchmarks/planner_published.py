@@ -374,7 +374,7 @@ def candidates(row: Published) -> tuple[tuple[dict[str, Any], Question, Candidat
     """For each way to fill in what is open: its values, the question, and the layout with its estimate."""
     import yaml
 
-    from drumline.core.load import Loaded, load_text
+    from drumline.config.load import Loaded, load_text
     from drumline.planner.question import ask
     from drumline.planner.search.search import evaluate
 

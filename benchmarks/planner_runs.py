@@ -160,8 +160,8 @@ TIMED = (
 def timed(rounds: int, names: Sequence[str] = TIMED) -> Iterator[dict[str, Any]]:
     """Predicted and measured seconds of a step of each run, measured in turn, `rounds` times. Threads are those that the launcher gives a
     rank; the prediction is by this machine's calibration."""
-    from drumline.core.plan import Plan
-    from drumline.launchers.local import launch_trial
+    from drumline.launch.local import launch_trial
+    from drumline.plan.plan import Plan
     from drumline.telemetry.events import last_measurement, read
 
     found: dict[str, dict[str, Any]] = {}
@@ -207,7 +207,7 @@ def ready(
     """
     import yaml
 
-    from drumline.core.load import load
+    from drumline.config.load import load
     from drumline.train.setup import Request, claim_run_dir, make_plan
     from tests.tiny import tiny_tokenizer
 
@@ -255,7 +255,7 @@ def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
     """By category what the planner says now of a run that has ended, and what was measured in it. The plan speaks of one rank of a
     pipeline, the fullest; where two are nearly as full, another may have had the highest peak, so states are those of the rank that is
     nearest to the plan's."""
-    from drumline.core.plan import Plan
+    from drumline.plan.plan import Plan
     from drumline.telemetry.events import last_measurement, read
     from drumline.telemetry.truth import compare
     from drumline.train.replan import question

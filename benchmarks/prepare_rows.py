@@ -85,7 +85,7 @@ class Peak:
 
 def tool(name: str, base: Path, rows: Path, workers: int, extra: dict[str, Any]) -> dict[str, Any]:
     """One tool in this process: seconds and memory, without its imports."""
-    from drumline.core.config import Config
+    from drumline.config.config import Config
     from drumline.data.prepare import cached, prepare
     from drumline.models.tokenizer import load_tokenizer
 

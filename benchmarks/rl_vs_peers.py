@@ -80,7 +80,7 @@ def prepare(options: argparse.Namespace, work: Path) -> None:
     """The rows and the YAML of all contenders, and bench.json: where the model lies, the device, the number of steps."""
     import yaml
 
-    from drumline.core.load import load
+    from drumline.config.load import load
     from drumline.train.setup import Request, make_plan
 
     subjects = (
@@ -228,7 +228,7 @@ def _start(bench: dict[str, Any], work: Path) -> tuple[Any, Any]:
     """(model, tokenizer), both as Drumline starts from them."""
     from transformers import AutoTokenizer
 
-    from drumline.core.load import load
+    from drumline.config.load import load
     from drumline.models.build import build_model
 
     model = build_model(

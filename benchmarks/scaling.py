@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def planned(root: Path, name: str, ranks: int) -> Path:
-    from drumline.core.load import load
+    from drumline.config.load import load
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
     root.mkdir(exist_ok=True)

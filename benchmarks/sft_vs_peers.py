@@ -171,7 +171,7 @@ def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 def _configuration(options: argparse.Namespace, work: Path) -> Any:
     import yaml
 
-    from drumline.core.load import lay_over, load
+    from drumline.config.load import lay_over, load
 
     rows = options.micro_batch * options.steps
     words = [
@@ -305,15 +305,15 @@ class CoreSeconds:
 
 def drumline(bench: dict[str, Any], work: Path) -> None:
     """What `drumline train` does, of a plan that saves nothing."""
-    from drumline.core.process import uncollected
-    from drumline.launchers.early import EarlyRanks
+    from drumline.launch.early import EarlyRanks
+    from drumline.system.process import uncollected
     from drumline.train.command import requested
 
     run_dir = work / bench["run"]
     request = requested(work / "bench.yaml", [f"run.dir={run_dir}"], None, (), None)()
     with EarlyRanks(request.loaded.config) as early:
         with uncollected():
-            from drumline.launchers.local import launch
+            from drumline.launch.local import launch
             from drumline.train.setup import claim_run_dir, make_plan
 
         plan = make_plan(request, on_progress=lambda *_: None).model_copy(update={"saves": False})
@@ -359,8 +359,8 @@ def _batch(rows: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
 
 
 def _model(bench: dict[str, Any], work: Path) -> Any:
-    from drumline.core.config import NoAdapter
-    from drumline.core.load import load
+    from drumline.config.config import NoAdapter
+    from drumline.config.load import load
     from drumline.models.adapters import inject
     from drumline.models.build import build_model
 

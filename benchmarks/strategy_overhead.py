@@ -98,7 +98,7 @@ def _prepare(root: Path, name: str) -> Path:
 
 
 def measure(name: str, options: argparse.Namespace, config: Path) -> dict[str, Any]:
-    from drumline.core.load import load
+    from drumline.config.load import load
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
     request = Request(load(config, []), world_size=RANKS)
@@ -173,8 +173,8 @@ def rank_main(plan: str, name: str, sides: list[str], steps: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from drumline.core.plan import Plan
     from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
 
     global RANKS
     RANKS = int(os.environ["WORLD_SIZE"])  # benchmarks/scaling.py has other numbers of them
@@ -226,7 +226,7 @@ def rank_main(plan: str, name: str, sides: list[str], steps: int) -> None:
 
 
 def drumline_loop(plan: Any, ranks: Any) -> Any:
-    from drumline.core.signals import StopFlag
+    from drumline.system.signals import StopFlag
     from drumline.telemetry.events import EventLog
     from drumline.train.build import build
     from drumline.train.entry import Reporter

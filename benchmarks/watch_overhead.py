@@ -39,7 +39,7 @@ def main() -> None:
     if options.rank is not None:
         print(json.dumps(rank(options.steps, options.hidden)))
         return
-    from drumline.launchers.watch import Watch
+    from drumline.launch.watch import Watch
 
     watch = Watch(RANKS)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -97,10 +97,10 @@ def rank(steps: int, hidden: int) -> dict[str, float]:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-    from drumline.core import heartbeat
-    from drumline.core.run import HealthConfig
+    from drumline.config.run import HealthConfig
     from drumline.dist.reduce import Gather
     from drumline.dist.start import start, stop
+    from drumline.system import heartbeat
     from drumline.telemetry.stragglers import Stragglers
     from drumline.train.health import Spikes, checksum
 

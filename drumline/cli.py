@@ -22,13 +22,13 @@ from drumline.cli_runs import (
     model_place,
 )
 from drumline.cli_runs import path_of as _path
-from drumline.core.output import let_go_of_output, lossy, say
-from drumline.core.redact import redact
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import first_line
+from drumline.system.output import let_go_of_output, lossy, say
+from drumline.system.redact import redact
 
 if TYPE_CHECKING:
-    from drumline.launchers.early import EarlyRanks
+    from drumline.launch.early import EarlyRanks
 
 app = typer.Typer(
     name="drumline",
@@ -168,7 +168,7 @@ def launch(
     ] = None,
 ) -> None:
     """Run a script with a training loop of its own on several processes."""
-    from drumline.launchers.script import launch_script as run
+    from drumline.launch.script import launch_script as run
 
     raise typer.Exit(run(script, arguments or [], nproc, max_restarts))
 
@@ -429,7 +429,7 @@ def chat(
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk to a trained model in the terminal."""
-    from drumline.core.process import uncollected
+    from drumline.system.process import uncollected
 
     with uncollected():
         from drumline.inference.model import chat as run
@@ -506,8 +506,8 @@ def evaluate(
 
 def _early_ranks(config_path: Path, overrides: list[str]) -> EarlyRanks:
     """Return ranks of a config that import what they need while the plan is made."""
-    from drumline.core.load import load
-    from drumline.launchers.early import EarlyRanks
+    from drumline.config.load import load
+    from drumline.launch.early import EarlyRanks
 
     return EarlyRanks(load(config_path, overrides).config)
 
@@ -604,7 +604,7 @@ def strategies(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
 ) -> None:
     """Print which features each strategy supports: tensor, context and pipeline parallelism, LoRA, offload and more."""
-    from drumline.core.matrix import as_markdown, as_text, as_text_of
+    from drumline.planner.matrix import as_markdown, as_text, as_text_of
 
     if device not in ("cpu", "cuda"):
         raise UserError(f"no device {device!r}", where="--device", fix="cpu or cuda")
@@ -627,7 +627,7 @@ def schema() -> None:
     """Print the JSON Schema of the YAML, for editors."""
     import json
 
-    from drumline.core.load import schema as json_schema
+    from drumline.config.load import schema as json_schema
 
     print(json.dumps(json_schema(), indent=2))
 
@@ -658,9 +658,9 @@ def _main(given: list[str]) -> None:
 
     So does a signal, as long as there is nothing to lose, and any other error.
     """
-    from drumline.core.signals import LEFT, NOTHING_LOST, Interrupted, Stoppable
-    from drumline.launchers.environment import expandable_segments, first_rank, other_rank_runs
-    from drumline.launchers.tasks import join_tasks
+    from drumline.launch.environment import expandable_segments, first_rank, other_rank_runs
+    from drumline.launch.tasks import join_tasks
+    from drumline.system.signals import LEFT, NOTHING_LOST, Interrupted, Stoppable
 
     arguments = _own(given)
     try:
@@ -692,7 +692,7 @@ def _report(error: DrumlineError) -> int:
 
 def _report_unexpected(error: Exception) -> int:
     """Report an error that was not raised on purpose, in one line. Returns its exit code."""
-    from drumline.core.out_of_memory import is_out_of_memory, memory_fault
+    from drumline.plan.out_of_memory import is_out_of_memory, memory_fault
 
     if isinstance(error, PermissionError) and error.filename:
         fault = EnvironmentFault(
@@ -723,7 +723,7 @@ def _run(arguments: list[str], speaks: bool) -> None:
     `speaks`: whether this rank reports such a mistake. Under another launcher all ranks make the same
     one, and the others exit silently.
     """
-    from drumline.launchers.environment import first_rank_reports
+    from drumline.launch.environment import first_rank_reports
 
     try:
         code = app(arguments, standalone_mode=False)

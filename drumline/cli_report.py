@@ -57,7 +57,7 @@ def watch(
     ] = None,
 ) -> None:
     """Follow runs on a page in the browser until Ctrl-C. Nothing is asked of the runs."""
-    from drumline.launchers.stages import stages
+    from drumline.launch.stages import stages
     from drumline.report.watch import watch as serve
 
     serve(list(dict.fromkeys(runs)), host, port, stages)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from drumline.core.registry import nearest
-from drumline.core.urls import is_url
+from drumline.config.registry import nearest
+from drumline.config.urls import is_url
 from drumline.errors import UserError
 from drumline.foreign import expanded, path_mistake
 
@@ -79,7 +79,7 @@ def model_place(given: str) -> str:
 
 def _keys(incomplete: str) -> list[str]:
     """Return the keys that complete a word, for the shell."""
-    from drumline.core.complete import keys
+    from drumline.config.complete import keys
 
     return keys(incomplete)
 
@@ -118,7 +118,7 @@ def ps(
     ] = Path("runs"),
 ) -> None:
     """List runs: state, last step, and where each is running."""
-    from drumline.launchers.runs import states, table
+    from drumline.launch.runs import states, table
 
     runs = states(folder)
     if runs:
@@ -131,7 +131,7 @@ def logs(
     run: Run, rank: Annotated[int | None, typer.Option(min=0, help="Of this rank alone.")] = None
 ) -> None:
     """Print what the ranks of a run's newest attempt have printed."""
-    from drumline.launchers.runs import print_logs
+    from drumline.launch.runs import print_logs
 
     print_logs(run, rank)
 
@@ -140,7 +140,7 @@ def follow(run: Run) -> None:
     """Show a run that was launched elsewhere until it ends, and exit with its exit code. Ctrl-C leaves it alone."""
     from rich.console import Console
 
-    from drumline.launchers.runs import follow as show
+    from drumline.launch.runs import follow as show
     from drumline.report.progress import Progress
 
     with Progress(Console()) as progress:
@@ -150,7 +150,7 @@ def follow(run: Run) -> None:
 
 def stop(run: Run) -> None:
     """Have a run save and end, wherever it is running; `drumline train --resume` continues it."""
-    from drumline.launchers.runs import stop as end
+    from drumline.launch.runs import stop as end
 
     end(run)
 

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from drumline.core.registry import nearest
+from drumline.config.registry import nearest
 from drumline.errors import UserError
 from drumline.foreign import MOST_WHOLE
 
@@ -151,7 +151,7 @@ def _describe_value(error: Any) -> str:
     cause = error.__cause__
     if not isinstance(cause, ValidationError):
         return str(error.message).rstrip(".")
-    from drumline.core.mistakes import describe_value
+    from drumline.config.mistakes import describe_value
 
     detail = cause.errors(include_url=False)[0]
     if str(detail["input"]).lower().lstrip("+-") in ("nan", "inf", "infinity"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.models.classes import with_classes
 from drumline.models.load import facts, load_config
 from drumline.models.shapes import KNOWN, OF_IMAGES, with_config

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drumline.core.matrix import as_markdown
+from drumline.planner.matrix import as_markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "parity-cpu.json"

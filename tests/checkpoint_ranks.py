@@ -26,7 +26,7 @@ FORKS.set_forkserver_preload(
         *PRELOADED,
         "drumline.checkpoint.save",
         "drumline.checkpoint.load",
-        "drumline.parallel.native",
+        "drumline.engine.native",
         "s3fs",
     ]
 )

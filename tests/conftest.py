@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core import registry
+from drumline.config import registry
 from tests.harness import ENV
 
 # What a test does in process may start processes, too: of rewards, which find `tests.harness:letters` by this alone. One thread, set

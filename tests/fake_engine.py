@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drumline.parallel.engine import DeviceSums, Read, Sums
+from drumline.engine.engine import DeviceSums, Read, Sums
 from drumline.telemetry.memory_tracker import MemoryStats
 
 

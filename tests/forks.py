@@ -41,7 +41,7 @@ from drumline.hardware.detect import likely_gpus
 HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 MODULES = (HANDLER, "torch.distributed.run", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
            "transformers.models.llama.modeling_llama", "drumline.cli", "drumline.train.command", "drumline.train.entry",
-           "drumline.train.build", "drumline.train.setup", "drumline.launchers.agent", "drumline.strategies.zero.engine",
+           "drumline.train.build", "drumline.train.setup", "drumline.launch.agent", "drumline.engine.strategies.zero.engine",
            "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
 ROOM = "x" * 8192  # for a child's arguments, and for its variables, where other processes read them
 
@@ -254,7 +254,7 @@ def become(
         handler = importlib.import_module(HANDLER)
         handler.Popen = RankFork  # type: ignore[attr-defined]
         importlib.import_module(
-            "drumline.core.process"
+            "drumline.system.process"
         ).Helper._execute_child = RankFork._execute_child
         warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)

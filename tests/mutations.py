@@ -40,7 +40,7 @@ MUTATIONS = [
         (f"{PARITY}[ddp 2, accumulation 4-clipped hard]",),
     ),
     Mutation(
-        "a sum is taken for a mean", "parallel/native.py",
+        "a sum is taken for a mean", "engine/native.py",
         "(loss_sum * self.loss_scale.scale(self.averaged_over / denominator", "(loss_sum * self.loss_scale.scale(1 / denominator",
         (f"{PARITY}[ddp 2, accumulation 4-clipped hard]",),
     ),
@@ -76,18 +76,18 @@ MUTATIONS = [
         ("tests/unit/test_loop.py::test_random_numbers_depend_on_seed_step_and_rank_alone",),
     ),
     Mutation(
-        "tensor parallelism forgets to add a gradient up", "parallel/tensor_parallel.py",
+        "tensor parallelism forgets to add a gradient up", "engine/tensor_parallel.py",
         "_redistribute(weight, mesh, Replicate(), Replicate(), Partial())", "_redistribute(weight, mesh, Replicate(), Replicate())",
         ("tests/distributed/test_tensor_parallel.py::test_same_gradients_as_in_one_process[norms between]",),
     ),
     Mutation(
-        "every micro-batch but the last is lost", "parallel/data_parallel.py",
+        "every micro-batch but the last is lost", "engine/data_parallel.py",
         "self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)",
         "self.fsdp.set_requires_gradient_sync(not last)",
         (f"{PARITY}[fsdp2 2, accumulation 4-lora]",),
     ),
     Mutation(
-        "the norm is clipped to its square", "parallel/native.py",
+        "the norm is clipped to its square", "engine/native.py",
         "(self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)", "(self.max_grad_norm / (grad_norm + 1e-6) ** 2).clamp(max=1.0)",
         ("tests/unit/test_native.py::test_clipping_scales_the_gradient",),
     ),
@@ -128,12 +128,12 @@ MUTATIONS = [
         ("tests/unit/test_launch_decisions.py::test_crash_loop_is_the_same_step_rank_and_words",),
     ),
     Mutation(
-        "ranks outlive their launcher", "core/process.py",
+        "ranks outlive their launcher", "system/process.py",
         "ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)", "pass",
         ("tests/faults/test_launch.py::test_no_rank_outlives_its_launcher",),
     ),
     Mutation(
-        "two hold one run folder", "core/files.py",
+        "two hold one run folder", "system/files.py",
         "return own.stat().st_nlink > 1", "return True",
         ("tests/unit/test_launch_lease.py",),
     ),
@@ -148,7 +148,7 @@ MUTATIONS = [
         ("tests/unit/test_launch_takeover.py::test_the_lease_of_a_dead_launcher_goes_to_one_heir",),
     ),
     Mutation(
-        "a secret is written down", "core/redact.py",
+        "a secret is written down", "system/redact.py",
         "text = text.replace(value, REDACTED)", "pass",
         ("tests/unit/test_report_events.py::test_secrets_are_nowhere_in_a_text",),
     ),

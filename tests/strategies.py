@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from drumline.core.strategy import Compression, StrategySpec
-from drumline.strategies.auto.spec import AutoStrategy
-from drumline.strategies.cp.spec import CPStrategy
-from drumline.strategies.ddp.spec import DDPStrategy
-from drumline.strategies.diloco.spec import DiLoCoStrategy
-from drumline.strategies.dp.spec import DPStrategy
-from drumline.strategies.fsdp2.spec import FSDP2Strategy
-from drumline.strategies.local_sgd.spec import LocalSGDStrategy
-from drumline.strategies.model_parallel.spec import ModelParallelStrategy
-from drumline.strategies.pp.spec import PPStrategy
-from drumline.strategies.single.spec import SingleStrategy
-from drumline.strategies.tp.spec import TPStrategy
-from drumline.strategies.zero.config import Offload
-from drumline.strategies.zero.spec import Zero1Strategy, Zero2Strategy, Zero3Strategy
+from drumline.config.strategies.auto import AutoStrategy
+from drumline.config.strategies.cp import CPStrategy
+from drumline.config.strategies.ddp import DDPStrategy
+from drumline.config.strategies.diloco import DiLoCoStrategy
+from drumline.config.strategies.dp import DPStrategy
+from drumline.config.strategies.fsdp2 import FSDP2Strategy
+from drumline.config.strategies.local_sgd import LocalSGDStrategy
+from drumline.config.strategies.model_parallel import ModelParallelStrategy
+from drumline.config.strategies.pp import PPStrategy
+from drumline.config.strategies.single import SingleStrategy
+from drumline.config.strategies.tp import TPStrategy
+from drumline.config.strategies.zero import Zero1Strategy, Zero2Strategy, Zero3Strategy
+from drumline.config.strategy import Compression, StrategySpec
+from drumline.engine.strategies.zero.config import Offload
 
 __all__ = [
     "AutoStrategy", "CPStrategy", "Compression", "DDPStrategy", "DPStrategy", "DiLoCoStrategy", "FSDP2Strategy", "LocalSGDStrategy",

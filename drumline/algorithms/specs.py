@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec, HeadOutput
-from drumline.core.data import JUDGED_FORMS, PAIR_FORMS, DataConfig, Forms
-from drumline.core.plan import Plan
-from drumline.core.rollouts import RolloutSpec
+from drumline.config.algorithm import AlgorithmSpec, ChunkedSpec, HeadOutput
+from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, DataConfig, Forms
+from drumline.config.rollouts import RolloutSpec
+from drumline.plan.plan import Plan
 
 if TYPE_CHECKING:
     from drumline.data.collators import Collator

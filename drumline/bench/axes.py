@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from drumline.core.load import Loaded, reader
-from drumline.core.yaml_lines import read_yaml
+from drumline.config.load import Loaded, reader
 from drumline.errors import ConfigError, UserError
+from drumline.system.yaml_lines import read_yaml
 
 SEED = "run.seed"
 # Keys that a sweep sets itself, and what the user can do instead.

@@ -27,9 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from drumline.bench.block import besides_products
-from drumline.core.files import write_whole
-from drumline.core.process import tied
-from drumline.core.signals import LauncherSignals
 from drumline.dist.reduce import from_all
 from drumline.dist.start import Ranks, start, stop
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
@@ -45,9 +42,12 @@ from drumline.hardware.cluster import (
     software,
 )
 from drumline.hardware.detect import Machine, cache_dir, detect, free_bytes
-from drumline.launchers.agent import Agent
-from drumline.launchers.environment import listen
-from drumline.launchers.postmortem import root_cause
+from drumline.launch.agent import Agent
+from drumline.launch.environment import listen
+from drumline.launch.postmortem import root_cause
+from drumline.system.files import write_whole
+from drumline.system.process import tied
+from drumline.system.signals import LauncherSignals
 from drumline.telemetry.traffic import CommunicatedBytes
 from drumline.train.failure import note, recording
 

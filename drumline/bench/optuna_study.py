@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from drumline.bench.axes import Axis, Point
 from drumline.bench.trials import Outcome
-from drumline.core.run import EvalConfig
+from drumline.config.run import EvalConfig
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.foreign import judged
 

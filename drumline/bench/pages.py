@@ -17,11 +17,11 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from drumline.core.files import write_whole
 from drumline.errors import EnvironmentFault
 from drumline.foreign import disk_errors
 from drumline.report.bars import notes
 from drumline.report.markup import Html, table, tag, text
+from drumline.system.files import write_whole
 
 # Of a table; the first is its head.
 Rows = Sequence[Sequence[str]]

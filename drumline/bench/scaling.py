@@ -20,16 +20,16 @@ from drumline.bench import pages
 from drumline.bench.axes import as_name
 from drumline.bench.pages import Rows, claim, write_pages
 from drumline.bench.verify import spell
-from drumline.core.batch import resolve_batch
-from drumline.core.config import Config
-from drumline.core.estimate import Estimate
-from drumline.core.explain import size, strategy_name
-from drumline.core.files import remove, write_whole
-from drumline.core.load import Loaded, Request, override, reader
-from drumline.core.plan import Plan
-from drumline.core.signals import NOTHING_LOST
+from drumline.config.config import Config
+from drumline.config.load import Loaded, Request, override, reader
 from drumline.errors import DrumlineError, UserError
+from drumline.plan.batch import resolve_batch
+from drumline.plan.estimate import Estimate
+from drumline.plan.explain import size, strategy_name
+from drumline.plan.plan import Plan
 from drumline.report.bars import bars
+from drumline.system.files import remove, write_whole
+from drumline.system.signals import NOTHING_LOST
 from drumline.telemetry.events import Event, Fault, Measured, Step, read
 
 WARM = 4  # steps that are not counted: the first are slower, and one is under the tracker of memory and traffic

@@ -31,15 +31,15 @@ from drumline.bench.axes import (
 from drumline.bench.optuna_study import Study
 from drumline.bench.pages import claim, write_pages
 from drumline.bench.trials import Outcome, Trial, Trials, outcome
-from drumline.core.config import Config
-from drumline.core.files import write_whole
-from drumline.core.load import Loaded, refused
-from drumline.core.run import EvalConfig
-from drumline.core.signals import NOTHING_LOST
+from drumline.config.config import Config
+from drumline.config.load import Loaded, refused
+from drumline.config.run import EvalConfig
 from drumline.errors import ConfigError, EnvironmentFault, UserError
 from drumline.foreign import judged, read_object
 from drumline.hardware.detect import detect
 from drumline.report.bars import notes
+from drumline.system.files import write_whole
+from drumline.system.signals import NOTHING_LOST
 
 STATE = "sweep.json"
 # A key with numbers whose largest is so many times the smallest has a logarithmic axis in the figure.

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import IO
 
 from drumline.bench.axes import Point, overrides_of
-from drumline.core.files import remove
-from drumline.core.load import override
-from drumline.core.process import Process, start_command, tied
-from drumline.core.run import EvalConfig
-from drumline.core.signals import NOTHING_LOST, LauncherSignals
+from drumline.config.load import override
+from drumline.config.run import EvalConfig
 from drumline.errors import EnvironmentFault, UserError
-from drumline.launchers import runs
-from drumline.launchers.slurm import queue
+from drumline.launch import runs
+from drumline.launch.slurm import queue
+from drumline.system.files import remove
+from drumline.system.process import Process, start_command, tied
+from drumline.system.signals import NOTHING_LOST, LauncherSignals
 from drumline.telemetry.events import Eval, Event, RunEnd, Step, read, series
 
 # Between two looks at the trials, and at Slurm's queue.

@@ -17,13 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from drumline.core.batch import resolve_batch
-from drumline.core.config import Config
-from drumline.core.load import Loaded, Overrides, override, overrides_of, reader
-from drumline.core.out_of_memory import memory_errors
-from drumline.core.plan import Plan
-from drumline.core.registry import kinds
-from drumline.core.strategy import StrategySpec
+from drumline.config.config import Config
+from drumline.config.load import Loaded, Overrides, override, overrides_of, reader
+from drumline.config.registry import kinds
+from drumline.config.strategy import StrategySpec
 from drumline.errors import (
     CheckpointError,
     DrumlineError,
@@ -31,6 +28,9 @@ from drumline.errors import (
     UserError,
     WorkerFailed,
 )
+from drumline.plan.batch import resolve_batch
+from drumline.plan.out_of_memory import memory_errors
+from drumline.plan.plan import Plan
 from drumline.report.bars import OnProgress, aside
 from drumline.telemetry import events
 
@@ -417,7 +417,7 @@ def _outcome(
 
 def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
     """Train to the end. Raises WorkerFailed if a rank failed."""
-    from drumline.launchers.local import launch_trial
+    from drumline.launch.local import launch_trial
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
     request = Request(loaded)

@@ -43,10 +43,10 @@ from drumline.checkpoint.manifest import (
 )
 from drumline.checkpoint.ranks import Ranks
 from drumline.checkpoint.remote import CHECKPOINTS, Store, choose, copy_here, manifests
-from drumline.core.files import sync, take_name
-from drumline.core.mesh import share
+from drumline.config.mesh import share
 from drumline.errors import CheckpointError
 from drumline.foreign import disk_errors
+from drumline.system.files import sync, take_name
 
 PIECE_BYTES = 16 << 20  # of a file on its way to another disk
 HERE = ".here-"  # the name of a rank's mark begins so

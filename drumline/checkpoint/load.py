@@ -39,8 +39,8 @@ from drumline.checkpoint.manifest import (
 from drumline.checkpoint.ranks import Ranks, describe_error
 from drumline.checkpoint.remote import CHECKPOINTS, choose_or_none, state_at
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
-from drumline.core.mesh import share
-from drumline.core.urls import is_url
+from drumline.config.mesh import share
+from drumline.config.urls import is_url
 from drumline.errors import CheckpointError
 from drumline.foreign import disk_errors
 

@@ -28,9 +28,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from drumline.core.files import STEP_FOLDER, json_digest, write_whole
 from drumline.errors import CheckpointError
 from drumline.foreign import disk_errors
+from drumline.system.files import STEP_FOLDER, json_digest, write_whole
 
 WRITE_BUFFER = 1 << 20  # bytes
 

@@ -26,9 +26,9 @@ from drumline.checkpoint.load import Found, read_state
 from drumline.checkpoint.manifest import step_of
 from drumline.checkpoint.ranks import Ranks
 from drumline.checkpoint.save import Checkpointer, SaveResult
-from drumline.core.files import write_whole
-from drumline.core.process import named, process
 from drumline.errors import CheckpointError, EnvironmentFault
+from drumline.system.files import write_whole
+from drumline.system.process import named, process
 
 HOST_MEMORY = Path("/dev/shm")
 NAME = "memory.json"  # of the file in the run folder

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from drumline.core.mesh import GROUP_OF_SAVES
+from drumline.config.mesh import GROUP_OF_SAVES
 from drumline.errors import DrumlineError
 
 T = TypeVar("T")

@@ -41,11 +41,11 @@ from drumline.checkpoint.manifest import (
     unsealed,
 )
 from drumline.checkpoint.retention import BEST, LATEST, Retention
-from drumline.core.process import this_process
-from drumline.core.redact import redact
-from drumline.core.urls import is_url, url_mistake
+from drumline.config.urls import is_url, url_mistake
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.foreign import disk_errors, first_line
+from drumline.system.process import this_process
+from drumline.system.redact import redact
 
 CHECKPOINTS = "checkpoints"
 OWNER = "owner.json"

@@ -20,8 +20,8 @@ from drumline.checkpoint.manifest import (
     step_of,
     write_metric,
 )
-from drumline.core.files import discard, give_name, remove, sync, take_name, write_whole
 from drumline.errors import CheckpointError
+from drumline.system.files import discard, give_name, remove, sync, take_name, write_whole
 
 LATEST = "latest"
 BEST = "best"

@@ -56,9 +56,9 @@ from drumline.checkpoint.remote import Remote
 from drumline.checkpoint.retention import Retention, best_of
 from drumline.checkpoint.staging import Staging
 from drumline.checkpoint.storage import Writer, records_of
-from drumline.core.heartbeat import TIMES, alive
-from drumline.core.threads import on_this_gpu
 from drumline.errors import CheckpointError, EnvironmentFault
+from drumline.system.heartbeat import TIMES, alive
+from drumline.system.threads import on_this_gpu
 
 # Free space that a save requires, as a multiple of its estimated bytes.
 HEADROOM = 1.2

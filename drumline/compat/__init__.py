@@ -20,9 +20,9 @@ from drumline.compat.deepspeed import deepspeed_file
 from drumline.compat.llama_factory import llama_factory
 from drumline.compat.sheet import Sheet, Source, section_keys
 from drumline.compat.trl import trl_arguments
-from drumline.core.config import Config
-from drumline.core.data import is_own
-from drumline.core.yaml_lines import Place
+from drumline.config.config import Config
+from drumline.config.data import is_own
+from drumline.system.yaml_lines import Place
 
 Kind = Literal["accelerate", "deepspeed", "training", "llama_factory", "axolotl"]
 READERS = {

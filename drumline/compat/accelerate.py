@@ -33,7 +33,7 @@ from drumline.compat.rules import (
     set_key,
 )
 from drumline.compat.sheet import AUTO, OldKey, Sheet, take_waiting, translation_error
-from drumline.core.mistakes import by_word
+from drumline.config.mistakes import by_word
 
 WHAT = "an accelerate config"
 DEVICES = "Drumline runs on GPUs that torch calls cuda (NVIDIA, AMD) and on CPUs"

@@ -40,8 +40,8 @@ from drumline.compat.rules import (
     set_key,
 )
 from drumline.compat.sheet import AUTO, OldKey, Sheet, Unsupported, translation_error
-from drumline.core.mistakes import by_word
-from drumline.core.section import MOST_SECONDS
+from drumline.config.mistakes import by_word
+from drumline.config.section import MOST_SECONDS
 
 
 def _note_backend(sheet: Sheet, old: OldKey) -> None:

@@ -57,7 +57,7 @@ from drumline.compat.trl import (
     set_grpo_loss,
     set_rollouts,
 )
-from drumline.core.mistakes import by_word
+from drumline.config.mistakes import by_word
 
 WHAT = "Axolotl's config"
 ALGORITHMS = {

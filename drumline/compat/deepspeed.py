@@ -34,10 +34,10 @@ from drumline.compat.sheet import (
     take_waiting,
     translation_error,
 )
-from drumline.core.mistakes import by_word
-from drumline.core.yaml_lines import read_yaml
+from drumline.config.mistakes import by_word
 from drumline.errors import ConfigError
 from drumline.foreign import expanded, read_text
+from drumline.system.yaml_lines import read_yaml
 
 STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 WHAT = "a DeepSpeed config"

@@ -39,8 +39,8 @@ from drumline.compat.sheet import (
     take_waiting,
     translation_error,
 )
-from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.registry import find
+from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.registry import find
 
 SCHEDULES = {
     "linear": "linear",

@@ -40,8 +40,8 @@ from drumline.compat.rules import (
 )
 from drumline.compat.sheet import AUTO, OldKey, Sheet, format_value, take_waiting, translation_error
 from drumline.compat.trl import ROLLOUT, note_template, set_rollouts
-from drumline.core.mistakes import by_word
-from drumline.core.registry import nearest
+from drumline.config.mistakes import by_word
+from drumline.config.registry import nearest
 from drumline.foreign import expanded
 
 STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward", "pt": "pretrain", "ppo": "ppo"}

@@ -12,8 +12,8 @@ from drumline.compat import recognise
 from drumline.compat.deepspeed import deepspeed_file, load_file, low_precision
 from drumline.compat.rules import apply_rules
 from drumline.compat.sheet import AUTO, OldKey, Sheet, Source, format_value
-from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
+from drumline.system.yaml_lines import Place
 
 
 def from_file(path: Path) -> Sheet:

@@ -21,9 +21,9 @@ from drumline.compat.rules import (
     set_key,
 )
 from drumline.compat.sheet import OldKey, Sheet, contradiction, take_waiting, translation_error
-from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.mistakes import by_word
-from drumline.core.registry import find
+from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.mistakes import by_word
+from drumline.config.registry import find
 
 _DPO, _KTO = find(AlgorithmSpec, "dpo"), find(AlgorithmSpec, "kto")
 assert _DPO is not None and _KTO is not None

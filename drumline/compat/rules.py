@@ -15,7 +15,7 @@ from drumline.compat.sheet import (
     format_value,
     translation_error,
 )
-from drumline.core.registry import nearest
+from drumline.config.registry import nearest
 from drumline.foreign import finite_number
 
 Rule = Callable[[Sheet, OldKey], None]

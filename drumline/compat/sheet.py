@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drumline.core.redact import SECRET, redact
-from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
+from drumline.system.redact import SECRET, redact
+from drumline.system.yaml_lines import Place
 
 AUTO = ("auto", None)  # values that set nothing
 

@@ -29,11 +29,11 @@ from drumline.compat.rules import (
     set_key,
 )
 from drumline.compat.sheet import OldKey, Sheet, Source, take_waiting
-from drumline.core.mistakes import by_word
-from drumline.core.model import TEMPLATES
-from drumline.core.redact import redact
-from drumline.core.yaml_lines import read_yaml
+from drumline.config.mistakes import by_word
+from drumline.config.model import TEMPLATES
 from drumline.errors import ConfigError
+from drumline.system.redact import redact
+from drumline.system.yaml_lines import read_yaml
 
 # The trainers of TRL → the kinds of algorithm here.
 TRAINERS = {

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from drumline.core.plan import Plan
 from drumline.data.cache import Segment, TokenCache
+from drumline.plan.plan import Plan
 
 Tokens = npt.NDArray[np.int64]
 IGNORE = -100  # a target that carries no loss, as torch's cross_entropy has it

@@ -33,9 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from drumline.core import heartbeat
-from drumline.core.files import write_whole
-from drumline.core.mixing import Mixed, StreamConfig, epoch_counts
+from drumline.config.mixing import Mixed, StreamConfig, epoch_counts
 from drumline.data.cache import Segment, TokenCache, read_info, temporary_folder, verify
 from drumline.data.filters import RawRows
 from drumline.data.make import Task, finish, job_of, require_rows, rows_of, token_type
@@ -44,6 +42,8 @@ from drumline.data.stage import TRAIN, Ints, Stage
 from drumline.data.stream import GlobalOrder, interleaved, mix, places_before
 from drumline.data.workers import encode_all
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
+from drumline.system import heartbeat
+from drumline.system.files import write_whole
 
 LEDGER = "stream.json"
 PULSE = "pulse"

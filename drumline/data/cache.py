@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.core import files
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import disk_errors
+from drumline.system import files
 
 VERSION = 6  # raise it when the same input gives other files
 BLOCK = 1 << 26  # bytes that a checksum covers, so that ranks can divide one large file
@@ -312,7 +312,7 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
 
 @contextmanager
 def temporary_folder(root: Path) -> Iterator[Path]:
-    """Give a folder under `root` that is removed at the end, see `core.files.temporary_folder`.
+    """Give a folder under `root` that is removed at the end, see `system.files.temporary_folder`.
 
     Raises EnvironmentFault if `root` cannot be written or the disk is full.
     """

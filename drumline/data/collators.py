@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from drumline.core.plan import Plan
 from drumline.data.batches import collate, collate_pairs, collate_texts
 from drumline.data.cache import TokenCache
 from drumline.data.images import collate_images, collate_vision
@@ -16,6 +15,7 @@ from drumline.data.judged import collate_judged, collate_mismatched
 from drumline.models.load import load_config
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import load_processor, side_of, vision_of
+from drumline.plan.plan import Plan
 
 # A collator gets a token cache, and returns the function from ids of samples (-1 is a filler) to a
 # micro-batch.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from drumline.core.data import DataConfig
+from drumline.config.data import DataConfig
 from drumline.data.cache import TokenCache
 from drumline.data.files import as_json, image_path, root_of
 from drumline.data.formats import LABELS

@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from drumline.core.data import (
+from drumline.config.data import (
     PAIR_FORMS,
     PROMPT_FORMS,
     DataConfig,
@@ -29,11 +29,11 @@ from drumline.core.data import (
     Forms,
     TasksSource,
 )
-from drumline.core.files import whole_file
 from drumline.data.places import DataFile
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import MIB, disk_errors, expanded, import_quietly, judged, parse_json
 from drumline.hardware.detect import cache_dir
+from drumline.system.files import whole_file
 
 MOST_LINE = 256 * MIB  # bytes of one row
 MOST_ARRAY = 16 * MOST_LINE  # bytes of a file that is one JSON array: it is read whole

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.core.config import Config
-from drumline.core.data import (
+from drumline.config.config import Config
+from drumline.config.data import (
     DigitsSource,
     FileSource,
     HubSource,
@@ -23,10 +23,8 @@ from drumline.core.data import (
     SqlSource,
     TasksSource,
 )
-from drumline.core.files import json_digest
-from drumline.core.model import TEMPLATES
-from drumline.core.plan import DataIdentity
-from drumline.core.registry import imported
+from drumline.config.model import TEMPLATES
+from drumline.config.registry import imported
 from drumline.data.cache import VERSION, TokenCache, read_info
 from drumline.data.files import no_reasoning_gym
 from drumline.data.formats import judges_answers
@@ -39,6 +37,8 @@ from drumline.hardware.detect import cache_dir
 from drumline.models.files import tokenizer_folder, tokenizer_revision
 from drumline.models.templates import read_template
 from drumline.models.vision import Vision
+from drumline.plan.plan import DataIdentity
+from drumline.system.files import json_digest
 
 # Settings of a source that change none of its tokens.
 _APART = {"set", "weight", "repeats", "cap"}

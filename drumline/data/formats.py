@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from drumline.core.data import JUDGED_FORMS, PAIR_FORMS, TEXT_FORMS, Forms
+from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, TEXT_FORMS, Forms
 from drumline.data.questions import (
     build_question,
     find_column,

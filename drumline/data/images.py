@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from drumline.core.data import DataConfig
+from drumline.config.data import DataConfig
 from drumline.data.batches import (
     Batch,
     TokenBatch,

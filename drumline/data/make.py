@@ -17,9 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from drumline.core.config import Config
-from drumline.core.data import Source, TasksSource
-from drumline.core.plan import LEFT_OUT
+from drumline.config.config import Config
+from drumline.config.data import Source, TasksSource
 from drumline.data.cache import Column, Layout, bounds, commit, read_info, temporary_folder
 from drumline.data.files import DIGITS, IMAGES, root_of
 from drumline.data.filters import RawRows, where
@@ -33,6 +32,7 @@ from drumline.data.workers import Job, encode_all
 from drumline.errors import DataError
 from drumline.hardware.detect import cache_dir
 from drumline.models.vision import Vision
+from drumline.plan.plan import LEFT_OUT
 
 # Called with a phase, the rows done, and all rows if their number is known.
 Progress = Callable[[str, int, "int | None"], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from drumline.core.data import PAIR_FORMS, Forms
+from drumline.config.data import PAIR_FORMS, Forms
 from drumline.data.formats import convert_row, judges_answers
 from drumline.data.turns import Messages, as_messages
 from drumline.errors import DataError

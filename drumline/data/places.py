@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
-from drumline.core.data import COMPRESSED, KINDS_OF_FILES, FileSource, kind_of_file
-from drumline.core.files import kept
-from drumline.core.redact import redact
-from drumline.core.urls import is_url
+from drumline.config.data import COMPRESSED, KINDS_OF_FILES, FileSource, kind_of_file
+from drumline.config.urls import is_url
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import MIB, expanded, first_line, judged, open_plain
 from drumline.hardware.detect import cache_dir
+from drumline.system.files import kept
+from drumline.system.redact import redact
 
 # Bytes of a file. All are hashed before the first row is read (minutes), and holes of sparse files are
 # hashed too.

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drumline.core.config import Config
-from drumline.core.data import Source
-from drumline.core.mixing import epoch_counts
-from drumline.core.plan import DataIdentity, DataPlan, SourcePlan
-from drumline.core.rollouts import require_room
-from drumline.core.rules import compared_images
+from drumline.config.config import Config
+from drumline.config.data import Source
+from drumline.config.mixing import epoch_counts
+from drumline.config.rollouts import require_room
 from drumline.data.blocks import begin, is_begun, read_ledger
 from drumline.data.cache import TokenCache, left_out, read_info, verify
 from drumline.data.encode import OWN
@@ -23,6 +21,8 @@ from drumline.data.make import Progress, Task, make
 from drumline.data.sources import domains
 from drumline.errors import ConfigError, DataError
 from drumline.models.vision import Vision
+from drumline.plan.plan import DataIdentity, DataPlan, SourcePlan
+from drumline.plan.rules import compared_images
 
 
 def prepare(

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from drumline.core.config import Config
+from drumline.config.config import Config
 from drumline.data.make import Task, rows_of
 from drumline.data.sources import Row
 from drumline.data.stage import Stage

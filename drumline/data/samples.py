@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from drumline.core.data import FileSource, PythonSource, Source, SqlSource
-from drumline.core.plan import BatchPlan, DataIdentity
-from drumline.core.registry import find_object, imported
+from drumline.config.data import FileSource, PythonSource, Source, SqlSource
+from drumline.config.registry import find_object, imported
 from drumline.data.places import locate
 from drumline.data.sources import describe, open_rows
 from drumline.data.stream import GlobalOrder, assign
 from drumline.errors import DataError, DrumlineError
 from drumline.foreign import class_and_line, first_line, judged
 from drumline.models.containers import each_tensor
+from drumline.plan.plan import BatchPlan, DataIdentity
 from drumline.vendor.torch import tree_leaves
 
 NAME_COLLATE = "name a function of yours as algorithm.collate: it gets a list of rows"

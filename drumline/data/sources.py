@@ -30,8 +30,7 @@ from urllib.parse import urlparse
 
 import numpy as np
 
-from drumline.core import mirror
-from drumline.core.data import (
+from drumline.config.data import (
     PAIR_FORMS,
     TEXT_FORMS,
     Columns,
@@ -52,6 +51,7 @@ from drumline.data.sql import read_sql
 from drumline.data.turns import ROLES, parse_arguments, read_weight
 from drumline.errors import DataError
 from drumline.foreign import expanded, first_line, judged, number_errors
+from drumline.system import mirror
 
 Tools = list[dict[str, Any]]
 # Raw rows, each with the folder that its paths are relative to.

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from drumline.core.data import SqlSource
-from drumline.core.redact import redact
+from drumline.config.data import SqlSource
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import expanded, first_line, open_plain
+from drumline.system.redact import redact
 
 SQLITE_HEADER = b"SQLite format 3\0"
 

@@ -18,8 +18,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from drumline.core.plan import BatchPlan
-from drumline.core.threads import on_this_gpu
+from drumline.plan.plan import BatchPlan
+from drumline.system.threads import on_this_gpu
 
 Ints = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from drumline.core.data import DataConfig
+from drumline.config.data import DataConfig
 from drumline.data.sources import Row
 from drumline.data.thoughts import REASONING, mask_thoughts, thoughts_of, without_thoughts
 from drumline.data.tokens import Tokens

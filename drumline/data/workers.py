@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.data import DataConfig
-from drumline.core.model import ModelConfig
-from drumline.core.process import worker_pool
+from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.data import DataConfig
+from drumline.config.model import ModelConfig
 from drumline.data.encode import RowEncoder
 from drumline.data.overlap import PERMUTATIONS, Evaluation, bands_of, print_of, text_of
 from drumline.data.sources import Row
@@ -33,6 +32,7 @@ from drumline.data.templates import Encoded
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import content_of, finite_number, number_errors
 from drumline.hardware.detect import usable_cores
+from drumline.system.process import worker_pool
 
 # The module imports torch, which other processes do without.
 if TYPE_CHECKING:

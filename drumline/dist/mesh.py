@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from drumline.core.mesh import DIMENSIONS, GROUP_BESIDE_STEPS, Mesh
+from drumline.config.mesh import DIMENSIONS, GROUP_BESIDE_STEPS, Mesh
 from drumline.dist.timeouts import limit_between_steps, share_timeout
 
 

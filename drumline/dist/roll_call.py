@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from drumline.core import heartbeat
+from drumline.system import heartbeat
 
 # Keys of the store: how many questions there were, the step of the last one, how many answers.
 CALLS = "calls"

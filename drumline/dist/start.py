@@ -17,14 +17,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from drumline.core.munge import SECRET, seal, unseal
-from drumline.core.network import CHOOSE, addresses, interface_of, interface_to, is_loopback
-from drumline.core.process import SECRET_COMES
-from drumline.core.sockets import for_store
 from drumline.dist.roll_call import RollCall
 from drumline.dist.timeouts import begin_timeouts, forget_timeouts
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
+from drumline.system.munge import SECRET, seal, unseal
+from drumline.system.network import CHOOSE, addresses, interface_of, interface_to, is_loopback
+from drumline.system.process import SECRET_COMES
+from drumline.system.sockets import for_store
 from drumline.vendor.torch import abort_process_group
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from drumline.core.mesh import GROUPS_APART
-from drumline.core.network import LONG_SECONDS
+from drumline.config.mesh import GROUPS_APART
+from drumline.system.network import LONG_SECONDS
 from drumline.vendor.torch import groups_of_process, set_group_timeout
 
 _seconds: float | None = None  # None: the groups are not ours, or there are none

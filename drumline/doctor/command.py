@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from drumline.core.launcher import LauncherSpec
+from drumline.config.launcher import LauncherSpec
 from drumline.doctor.check import Host, table
 from drumline.doctor.diagnose import STDIN, Finding, diagnose, rank_without_log
 from drumline.doctor.host import Question, examine
@@ -142,9 +142,9 @@ def asked_by(config: Path) -> tuple[Question, str, LauncherSpec]:
 
     Raises ConfigError.
     """
-    from drumline.core.data import FileSource, SavedSource
-    from drumline.core.explain import default_run_dir
-    from drumline.core.load import load
+    from drumline.config.data import FileSource, SavedSource
+    from drumline.config.load import load
+    from drumline.plan.explain import default_run_dir
 
     loaded = load(config, [])
     run = loaded.config
@@ -186,7 +186,7 @@ def _files(pattern: str, base: Path) -> list[str]:
     """
     from glob import glob
 
-    from drumline.core.urls import is_url
+    from drumline.config.urls import is_url
 
     if is_url(pattern):
         return []

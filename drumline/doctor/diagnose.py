@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import BinaryIO, NamedTuple
 
-from drumline.core.files import numbered
-from drumline.core.redact import redact
 from drumline.doctor.signatures import ANY, Signature, signatures
 from drumline.errors import UserError
 from drumline.foreign import open_plain, read_object
+from drumline.system.files import numbered
+from drumline.system.redact import redact
 from drumline.telemetry.events import Step, examined, read
 
 STDIN = "-"

@@ -25,12 +25,12 @@ from typing import Any
 import psutil
 
 from drumline import __version__
-from drumline.core.files import digest
-from drumline.core.munge import SECRET, seal
-from drumline.core.network import addresses, is_loopback, source_address
-from drumline.core.process import output_of
 from drumline.doctor.check import Check, Host, Verdict, fail_if, warn_if
 from drumline.hardware.detect import Groups, Machine, cache_dir, detect, free_bytes, likely_gpus
+from drumline.system.files import digest
+from drumline.system.munge import SECRET, seal
+from drumline.system.network import addresses, is_loopback, source_address
+from drumline.system.process import output_of
 
 INFINIBAND = Path("/sys/class/infiniband")
 SHM = Path("/dev/shm")

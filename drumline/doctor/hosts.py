@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
-from drumline.core.launcher import Reached
+from drumline.config.launcher import Reached
 from drumline.doctor.check import Check, Host, differences, warn_if
 from drumline.doctor.diagnose import advice
 from drumline.doctor.host import Question

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from drumline.core.process import run_module
+from drumline.system.process import run_module
 
 LIMIT = 120.0  # seconds of all ranks together, including the import of torch
 TIMEOUT = 30.0  # seconds of one collective

@@ -13,8 +13,8 @@ from itertools import chain, combinations
 import torch
 import torch.distributed as dist
 
-from drumline.core.process import die_with_parent
 from drumline.dist.start import start, stop
+from drumline.system.process import die_with_parent
 
 SMALL = 1024  # bytes, whose time is the latency
 LARGE = 2**24  # bytes, whose time is that of the bandwidth

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from drumline.core.config import Config
-from drumline.core.data import HubSource
-from drumline.core.explain import count, explain, strategy_name
-from drumline.core.load import changed_values
-from drumline.core.plan import DataPlan, Plan
-from drumline.core.redact import redact
-from drumline.core.yaml_lines import write_yaml
+from drumline.config.config import Config
+from drumline.config.data import HubSource
+from drumline.config.load import changed_values
 from drumline.errors import ModelError
 from drumline.foreign import expanded, read_object
 from drumline.models.export import PROVENANCE
+from drumline.plan.explain import count, explain, strategy_name
+from drumline.plan.plan import DataPlan, Plan
+from drumline.system.redact import redact
+from drumline.system.yaml_lines import write_yaml
 from drumline.telemetry.events import Eval, Event, Step, read
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -23,12 +23,9 @@ from drumline import __version__
 from drumline.checkpoint.load import check, newest, pointed
 from drumline.checkpoint.manifest import step_of
 from drumline.checkpoint.remote import at_hand, choose_or_none
-from drumline.core.data import PROMPT_FORMS, TasksSource
-from drumline.core.explain import default_run_dir, strategy_name
-from drumline.core.files import write_whole
-from drumline.core.load import Loaded, load, override
-from drumline.core.plan import Plan
-from drumline.core.rollouts import HFGenerator, TaskReward
+from drumline.config.data import PROMPT_FORMS, TasksSource
+from drumline.config.load import Loaded, load, override
+from drumline.config.rollouts import HFGenerator, TaskReward
 from drumline.data.answers import last_answer
 from drumline.data.cache import TokenCache
 from drumline.data.sources import read_rows
@@ -43,17 +40,20 @@ from drumline.errors import (
 )
 from drumline.foreign import disk_errors, read_object, require_package
 from drumline.inference.model import Model, exported_folder, open_model, open_plan
-from drumline.launchers.early import EarlyRanks
-from drumline.launchers.environment import launched_by
-from drumline.launchers.local import launch
+from drumline.launch.early import EarlyRanks
+from drumline.launch.environment import launched_by
+from drumline.launch.local import launch
 from drumline.models.build import lay_out
 from drumline.models.classes import LM, require_classes
 from drumline.models.export import plan_of
 from drumline.models.load import load_config
+from drumline.plan.explain import default_run_dir, strategy_name
+from drumline.plan.plan import Plan
 from drumline.report.bars import bars
 from drumline.report.progress import failed
 from drumline.rl.generate import Completion, positions
 from drumline.rl.rewards import Item, Rewards
+from drumline.system.files import write_whole
 from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
 from drumline.train.tasks import harness_errors, metrics_of

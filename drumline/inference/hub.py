@@ -9,14 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from drumline.core.explain import size
-from drumline.core.plan import Plan
-from drumline.core.redact import REDACTED
 from drumline.errors import EnvironmentFault, UserError, printable
 from drumline.foreign import first_line
 from drumline.inference.card import card
 from drumline.models.export import PROVENANCE, exported
+from drumline.plan.explain import size
+from drumline.plan.plan import Plan
 from drumline.report.bars import bars
+from drumline.system.redact import REDACTED
 
 LOGIN = "`hf auth login`, or set HF_TOKEN to a token that may write"
 # The ends of the names of files that an earlier export may have left in the repository.

@@ -22,12 +22,8 @@ from rich.console import Console
 from transformers import TextStreamer
 
 from drumline.checkpoint.load import check
-from drumline.core.model import MOST_MULTIPLE, ModelConfig
-from drumline.core.out_of_memory import memory_errors
-from drumline.core.plan import Plan
-from drumline.core.process import uncollected
-from drumline.core.rollouts import HFGenerator as HFConfig
-from drumline.core.signals import CtrlC
+from drumline.config.model import MOST_MULTIPLE, ModelConfig
+from drumline.config.rollouts import HFGenerator as HFConfig
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, UserError
 from drumline.foreign import expanded, judged, read_object, require_package
@@ -41,8 +37,12 @@ from drumline.models.load import load_config
 from drumline.models.own import read_module
 from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vocabulary import Growth, grow_whole
+from drumline.plan.out_of_memory import memory_errors
+from drumline.plan.plan import Plan
 from drumline.report.bars import OnProgress, aside, bars
 from drumline.rl.generate import Completion, HFGenerator, Request, end_tokens
+from drumline.system.process import uncollected
+from drumline.system.signals import CtrlC
 from drumline.train.run import Run
 
 COMMANDS = "/exit or Ctrl-D leaves, /clear starts a new conversation, Ctrl-C stops an answer"

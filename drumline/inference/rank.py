@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from drumline.core.plan import Plan
-from drumline.core.signals import StopFlag
 from drumline.dist.start import start, stop
+from drumline.plan.plan import Plan
+from drumline.system.signals import StopFlag
 from drumline.train.build import build
 from drumline.train.entry import MainReporter, Reporter, main
 from drumline.train.state import Goodput

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from drumline.core.process import Process, exit_code, start_command, tied
-from drumline.core.signals import CtrlC
 from drumline.errors import EnvironmentFault, ModelError
-from drumline.launchers.environment import listen
+from drumline.launch.environment import listen
 from drumline.models.export import exported, plan_of
 from drumline.report.bars import bars
+from drumline.system.process import Process, exit_code, start_command, tied
+from drumline.system.signals import CtrlC
 
 # Seconds that the server has to end.
 END_SECONDS = 10.0

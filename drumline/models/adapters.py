@@ -26,9 +26,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from drumline.core.config import LoRAConfig, LoRAFactors
-from drumline.core.facts import has_ending
-from drumline.core.registry import nearest
+from drumline.config.config import LoRAConfig, LoRAFactors
+from drumline.config.registry import nearest
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import require_package
@@ -36,6 +35,7 @@ from drumline.models.blocks import blocks, is_head_tied, vocabulary, whole_layer
 from drumline.models.classes import reads_images
 from drumline.models.packed import PackedLinear
 from drumline.models.scores import extra_heads
+from drumline.plan.facts import has_ending
 
 logger = logging.getLogger(__name__)
 

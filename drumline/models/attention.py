@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drumline.core.attention import Kernel, by_documents, choose, has_padding, name_of
-from drumline.core.plan import Layout
-from drumline.core.threads import on_this_gpu
 from drumline.foreign import first_line
 from drumline.models.blocks import needs_mask
 from drumline.models.classes import of_layers
 from drumline.models.sequence import SequencePart
+from drumline.plan.attention import Kernel, by_documents, choose, has_padding, name_of
+from drumline.plan.plan import Layout
+from drumline.system.threads import on_this_gpu
 
 logger = logging.getLogger(__name__)
 # Config keys of GPT-2, Llama and BERT for dropout over attention's scores.

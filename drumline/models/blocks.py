@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from drumline.core.facts import ROWS_CUT, Place, Weight
 from drumline.errors import ModelError, PlanError
 from drumline.models.classes import reads_images
+from drumline.plan.facts import ROWS_CUT, Place, Weight
 from drumline.vendor.torch import BatchNorm
 
 Units = Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
@@ -330,7 +330,7 @@ def _patches_per_token(config: Any) -> int:
 
 
 def _styles_by_layer(model: Any) -> dict[int, str]:
-    """Return the id of each layer that tensor parallelism cuts → its style (see parallel.tensor_parallel).
+    """Return the id of each layer that tensor parallelism cuts → its style (see engine.tensor_parallel).
 
     Embedding and head are cut by the vocabulary, and experts by their number, also where no plan names them.
     """

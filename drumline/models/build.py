@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from drumline.core.model import Head, ModelConfig
+from drumline.config.model import Head, ModelConfig
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.models.classes import LM, auto_class, with_classes

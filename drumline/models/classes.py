@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumline.core.model import Head
+from drumline.config.model import Head
 from drumline.errors import ModelError
 
 CLASSES = "single_label_classification"

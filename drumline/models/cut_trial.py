@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core.facts import COLUMNS_CUT, ROWS_CUT, TP_STYLES
 from drumline.dist.seeds import drawing
 from drumline.errors import PlanError
 from drumline.foreign import first_line
 from drumline.models.blocks import blocks, expert_modules, tensor_plan, vocabulary
 from drumline.models.classes import of_layers
 from drumline.models.small import with_few_layers
+from drumline.plan.facts import COLUMNS_CUT, ROWS_CUT, TP_STYLES
 
 # Tokens of the trial's row.
 TOKENS = 8
@@ -224,7 +224,7 @@ def _pass_tokens_on(hidden: Tensor, *_choices: Any) -> Tensor:
 
 
 def _experts(graph: _Graph) -> Callable[..., Tensor]:
-    """Return the forward of experts, which take tokens, their choices, and weights of these (`parallel.experts`)."""
+    """Return the forward of experts, which take tokens, their choices, and weights of these (`engine.experts`)."""
 
     def run(*inputs: Tensor) -> Tensor:
         if len(inputs) != 3:

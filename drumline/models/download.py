@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.models.files import OnProgress, from_hub
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")

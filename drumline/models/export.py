@@ -18,10 +18,8 @@ from safetensors.torch import save_file
 from drumline import __version__
 from drumline.checkpoint.load import check, load, newest, pointed
 from drumline.checkpoint.manifest import folder_name, read_manifest
-from drumline.core.config import LoRAConfig
-from drumline.core.files import take_name
-from drumline.core.model import Head, ModelConfig
-from drumline.core.plan import Plan
+from drumline.config.config import LoRAConfig
+from drumline.config.model import Head, ModelConfig
 from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, ModelError
 from drumline.foreign import read_object
@@ -51,6 +49,8 @@ from drumline.models.small import probe
 from drumline.models.templates import end_ids, special_ids
 from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import PROCESSOR_FILES, load_processor
+from drumline.plan.plan import Plan
+from drumline.system.files import take_name
 
 Which = Literal["last", "best"] | int
 PROVENANCE = "drumline.json"

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
-from drumline.core import mirror
-from drumline.core.files import digest, give_name, temporary_folder
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import DrumlineError, EnvironmentFault, ModelError
 from drumline.foreign import PICKLE, expanded, first_line, read_object
 from drumline.hardware.detect import cache_dir
 from drumline.models.classes import AUTO
+from drumline.system import mirror
+from drumline.system.files import digest, give_name, temporary_folder
 
 T = TypeVar("T")
 OnProgress = Callable[[str, int, int | None], None]

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from drumline.core.registry import nearest
+from drumline.config.registry import nearest
 from drumline.errors import ModelError
 
 WHERE = "model.freeze"

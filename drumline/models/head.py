@@ -14,8 +14,6 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from drumline.core.attention import by_documents
-from drumline.core.rules import NO_PACKS
 from drumline.dist.mesh import first_row
 from drumline.models import kernels
 from drumline.models.attention import attending
@@ -34,6 +32,8 @@ from drumline.models.router import loads_of, router_of, trains_router
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.sequence import SequencePart
 from drumline.models.small import Tokens, close, probe, try_small
+from drumline.plan.attention import by_documents
+from drumline.plan.rules import NO_PACKS
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core.rules import NO_LIGER
+from drumline.plan.rules import NO_LIGER
 
 # Arguments of Liger's functions. The loss is not among them: `linear_cross_entropy` below calls its kernel.
 PARTS = {

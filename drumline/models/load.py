@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from drumline.core.config import Adapter, LoRAConfig
-from drumline.core.facts import ModelFacts
-from drumline.core.model import Head, ModelConfig
-from drumline.core.registry import nearest
+from drumline.config.config import Adapter, LoRAConfig
+from drumline.config.model import Head, ModelConfig
+from drumline.config.registry import nearest
 from drumline.errors import ModelError
 from drumline.foreign import first_line, judged
 from drumline.models import adapters
@@ -49,6 +48,7 @@ from drumline.models.router import trains_router
 from drumline.models.scores import first_position, is_bidirectional, score_head, with_head
 from drumline.models.shapes import check_length, full_config
 from drumline.models.vocabulary import Growth, growth_of, set_rows
+from drumline.plan.facts import ModelFacts
 
 # Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")

@@ -13,9 +13,8 @@ from safetensors.torch import save_model
 from torch import nn
 
 from drumline.checkpoint.load import best_or_latest, check, load, pointed, read_state
-from drumline.core.model import ModelConfig
-from drumline.core.plan import Plan
-from drumline.core.registry import find_function, imported
+from drumline.config.model import ModelConfig
+from drumline.config.registry import find_function, imported
 from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, ModelError
 from drumline.models.freeze import freeze
@@ -27,6 +26,7 @@ from drumline.models.shards import (
     set_extra_states,
 )
 from drumline.models.tape import lay_out_module
+from drumline.plan.plan import Plan
 
 # Bytes of a number → the integer type of that size.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

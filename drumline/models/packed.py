@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from drumline.core.facts import packs
 from drumline.models.blocks import blocks
+from drumline.plan.facts import packs
 
 # Entries of a 4-bit weight that share a scale.
 BLOCK = 64

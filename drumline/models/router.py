@@ -142,7 +142,7 @@ def _is_loss_of_transformers(
 def loads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the experts' loads in the last forward by their names in sums, padding among them.
 
-    These are over the layers whose experts are cut over ranks (parallel.experts); {} without such layers.
+    These are over the layers whose experts are cut over ranks (engine.experts); {} without such layers.
     """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "load_E")]
     if not layers:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.core.model import Head
+from drumline.config.model import Head
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.models.attention import attending

@@ -56,7 +56,7 @@ class SequencePart:
         """Return the arguments of a model for this part of a batch.
 
         The mask of ones has the whole length: without it transformers would take documents from the
-        positions of one part. `parallel.context_parallel` makes the real mask.
+        positions of one part. `engine.context_parallel` makes the real mask.
         """
         self.positions_BT = batch.position_ids_BT
         self.mask_BT = getattr(batch, "attention_mask_BT", None)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drumline.core.model import ModelConfig, ModelShape
+from drumline.config.model import ModelConfig, ModelShape
 from drumline.errors import ModelError
 
 

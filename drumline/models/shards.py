@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import ModelError
 from drumline.models import adapters

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from drumline.core.model import TEMPLATES
-from drumline.core.registry import nearest
+from drumline.config.model import TEMPLATES
+from drumline.config.registry import nearest
 from drumline.errors import ConfigError, ModelError
 from drumline.foreign import read_text
 from drumline.models.rendering import MOST_SOURCE

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.files import (
     check_folder,

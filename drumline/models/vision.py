@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.core.config import Config
-from drumline.core.model import ModelConfig
+from drumline.config.config import Config
+from drumline.config.model import ModelConfig
 from drumline.errors import DataError, ModelError
 from drumline.foreign import require_package
 from drumline.models.classes import LM, is_vision_language

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.tokenizer import add_new_tokens, read_tokenizer
 

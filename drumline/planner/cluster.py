@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from drumline.core.cluster import ClusterConfig
-from drumline.core.config import Config
+from drumline.config.cluster import ClusterConfig
+from drumline.config.config import Config
 from drumline.hardware import catalog
 from drumline.hardware.cluster import (
     Calibration,

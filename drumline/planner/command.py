@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from drumline.core.config import NoAdapter
-from drumline.core.load import Loaded
+from drumline.config.config import NoAdapter
+from drumline.config.load import Loaded
 from drumline.errors import UserError
 from drumline.planner.cluster import network_assumed
 from drumline.planner.cost.times import estimate

@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from drumline.core.config import LoRAConfig
-from drumline.core.facts import ModelFacts, Weight, has_ending
+from drumline.config.config import LoRAConfig
+from drumline.plan.facts import ModelFacts, Weight, has_ending
 
 MOST_LAYERS = 10**4
 # FLOPs of a weight's entry for each token: a multiplication and an addition in forward, twice as many in backward.

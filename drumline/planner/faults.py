@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from drumline.core.facts import ModelFacts
 from drumline.hardware.cluster import Cluster
+from drumline.plan.facts import ModelFacts
 from drumline.planner.cost.memory import checkpoint_bytes
 from drumline.planner.search.answer import Candidate
 

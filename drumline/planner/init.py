@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.config import Config
-from drumline.core.data import DigitsSource, FileSource, SavedSource, SourceSpec
-from drumline.core.load import Loaded, load_text, schema
-from drumline.core.registry import kinds_alone
-from drumline.core.urls import is_url
+from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.config import Config
+from drumline.config.data import DigitsSource, FileSource, SavedSource, SourceSpec
+from drumline.config.load import Loaded, load_text, schema
+from drumline.config.registry import kinds_alone
+from drumline.config.urls import is_url
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError, UserError
 from drumline.foreign import disk_errors, expanded, read_object
 from drumline.models.shapes import find

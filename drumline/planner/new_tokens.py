@@ -6,9 +6,9 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from drumline.core.config import Config, LoRAConfig
-from drumline.core.model import ModelConfig
-from drumline.core.rollouts import VLLMGenerator
+from drumline.config.config import Config, LoRAConfig
+from drumline.config.model import ModelConfig
+from drumline.config.rollouts import VLLMGenerator
 from drumline.errors import ModelError
 from drumline.models import shapes
 from drumline.planner.sizes import Found

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.core.load import Overrides, overrides_of
-from drumline.core.out_of_memory import memory_errors
-from drumline.core.yaml_lines import write_yaml
+from drumline.config.load import Overrides, overrides_of
+from drumline.plan.out_of_memory import memory_errors
 from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.explanation import explain
 from drumline.planner.report.output import full_config
@@ -18,6 +17,7 @@ from drumline.planner.search.answer import Answer, Candidate, Refused
 from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
 from drumline.report.bars import aside
+from drumline.system.yaml_lines import write_yaml
 
 
 @dataclass(frozen=True)

@@ -16,24 +16,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drumline.core import mirror
-from drumline.core.cluster import cluster_from_string
-from drumline.core.config import Config, LoRAConfig
-from drumline.core.load import Loaded, load_lines, load_text, override_label, reader
-from drumline.core.model import ModelConfig
-from drumline.core.plan import DataPlan, RolePlan
-from drumline.core.registry import entry_points, package_of
-from drumline.core.rollouts import require_room
-from drumline.core.unadapted import describe_unadapted, find_unadapted
+from drumline.config.cluster import cluster_from_string
+from drumline.config.config import Config, LoRAConfig
+from drumline.config.load import Loaded, load_lines, load_text, override_label, reader
+from drumline.config.model import ModelConfig
+from drumline.config.registry import entry_points, package_of
+from drumline.config.rollouts import require_room
 from drumline.errors import ConfigError, DataError, ModelError, PlanError, UserError
 from drumline.hardware.cluster import Cluster, calibration_for
 from drumline.hardware.detect import detect
 from drumline.models import shapes
+from drumline.plan.plan import DataPlan, RolePlan
+from drumline.plan.unadapted import describe_unadapted, find_unadapted
 from drumline.planner.cluster import cluster_of
 from drumline.planner.new_tokens import rows_notes, shape_of, with_new_rows
 from drumline.planner.search.answer import Question
 from drumline.planner.sizes import Found, sizes_of
 from drumline.report.bars import OnProgress
+from drumline.system import mirror
 
 OVERRIDE = re.compile(r"[\w.]+=")
 CLUSTER_FORM = "write 8xh100-80g, or 2x8xh100-80g for two hosts of eight; `drumline plan --devices` lists devices"

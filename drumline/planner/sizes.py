@@ -20,19 +20,19 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 import drumline
-from drumline.core.config import Adapter, LoRAConfig
-from drumline.core.facts import ModelFacts, with_length
-from drumline.core.files import kept
-from drumline.core.model import Head, ModelConfig
+from drumline.config.config import Adapter, LoRAConfig
+from drumline.config.model import Head, ModelConfig
 from drumline.errors import ModelError
 from drumline.foreign import read_object, read_text
 from drumline.hardware.detect import cache_dir
 from drumline.models.shapes import KNOWN, full_config
+from drumline.plan.facts import ModelFacts, with_length
 from drumline.planner.derived import NO_SIZES, of_family, with_lora
+from drumline.system.files import kept
 
 PACKAGE = Path(drumline.__file__).parent
 # The code that decides the sizes.
-COUNTED_BY = ("core/facts.py", "models/*.py")
+COUNTED_BY = ("plan/facts.py", "models/*.py")
 # Written by scripts/known_sizes.py: transformers' version, then a line with name and sizes for each shape.
 SHIPPED = PACKAGE / "models" / "known_sizes.txt"
 # Keys of a model's section on which its sizes do not depend.

@@ -24,16 +24,16 @@ from torch import nn
 
 import drumline
 from drumline.algorithms.base import policy_objective
-from drumline.core.attention import choice_of
-from drumline.core.config import CompileConfig, Config, LoRAConfig
-from drumline.core.estimate import Activations
-from drumline.core.facts import ModelFacts
-from drumline.core.files import kept
-from drumline.core.mesh import Mesh
-from drumline.core.plan import DataPlan, Layout, Plan, Predicted
-from drumline.core.process import run_module
-from drumline.core.registry import make
-from drumline.core.strategy import StrategySpec
+from drumline.config.config import CompileConfig, Config, LoRAConfig
+from drumline.config.mesh import Mesh
+from drumline.config.registry import make
+from drumline.config.strategy import StrategySpec
+from drumline.engine import context_parallel
+from drumline.engine.build import keep_frozen_low
+from drumline.engine.data_parallel import Spread
+from drumline.engine.native import NativeEngine, prepare
+from drumline.engine.norms import distribute_alike, local
+from drumline.engine.transforms import DTYPES
 from drumline.errors import DrumlineError
 from drumline.foreign import class_and_line, first_line
 from drumline.hardware.detect import cache_dir
@@ -44,13 +44,13 @@ from drumline.models.build import lay_out
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config
 from drumline.models.shards import Loaded, Values
-from drumline.parallel import context_parallel
-from drumline.parallel.data_parallel import Spread
-from drumline.parallel.native import NativeEngine, prepare
-from drumline.parallel.norms import distribute_alike, local
-from drumline.parallel.transforms import DTYPES
+from drumline.plan.attention import choice_of
+from drumline.plan.estimate import Activations
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import DataPlan, Layout, Plan, Predicted
 from drumline.planner.cost.activations import by_kind, mixed
-from drumline.strategies.build import keep_frozen_low
+from drumline.system.files import kept
+from drumline.system.process import run_module
 from drumline.telemetry.memory_tracker import LiveBytes, plain_parts
 from drumline.vendor.torch import (
     FakeStore,

@@ -19,8 +19,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from drumline.core.output import lossy, say
 from drumline.errors import printable
+from drumline.system.output import lossy, say
 
 OnProgress = Callable[[str, int, int | None], None]
 # Phases of planning that take long for large models on many devices.

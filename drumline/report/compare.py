@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from drumline.core.load import flat
-from drumline.core.mistakes import kind_of, models_at
-from drumline.core.redact import redact
+from drumline.config.load import flat
+from drumline.config.mistakes import kind_of, models_at
 from drumline.errors import UserError, printable
 from drumline.report.bars import notes
 from drumline.report.facts import APART, HELD_OUT, RunFacts, Trace, short_names
 from drumline.report.sections import short
+from drumline.system.redact import redact
 
 SIGNIFICANT = 0.05  # p of Welch's test below which a difference counts
 # Relative difference up to which two means count as equal. The parity tests allow the losses of

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from drumline.core.explain import count
-from drumline.core.load import override
-from drumline.core.plan import LEFT_OUT
+from drumline.config.load import override
+from drumline.plan.explain import count
+from drumline.plan.plan import LEFT_OUT
 from drumline.report.curves import MOST_POINTS, Series, binned
 from drumline.report.facts import Points, RunFacts, as_mapping, as_number, as_numbers
 from drumline.report.markup import (

@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from drumline.core.files import numbered
-from drumline.core.load import flat
-from drumline.core.redact import plain
+from drumline.config.load import flat
 from drumline.errors import DrumlineError, UserError
 from drumline.foreign import read_object
+from drumline.system.files import numbered
+from drumline.system.redact import plain
 from drumline.telemetry import events
 from drumline.telemetry.damage import MOST
 from drumline.telemetry.truth import Comparison
@@ -390,7 +390,7 @@ class RunFacts:
 
         Empty if nothing was measured, or if the estimate is of another version.
         """
-        from drumline.core.estimate import Estimate
+        from drumline.plan.estimate import Estimate
         from drumline.telemetry.truth import Measurement, compare
 
         measured = [event for event in self.of("measured") if event.get("memory")]

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from drumline.core.explain import size
-from drumline.core.redact import plain, redact
+from drumline.plan.explain import size
 from drumline.report.progress import duration
+from drumline.system.redact import plain, redact
 
 LONG_WORD = 24  # characters; a column with a longer word may break it
 SHORT_TEXT = 24  # characters; a column without longer texts breaks none

@@ -17,9 +17,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from drumline.core.redact import redact
 from drumline.errors import printable
 from drumline.report.waiting import Waits, duration
+from drumline.system.redact import redact
 from drumline.telemetry import events, watched
 
 REFRESH_PER_SECOND = 4

@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from drumline.core.config import Config
-from drumline.core.explain import flow
-from drumline.core.section import Section
+from drumline.config.config import Config
+from drumline.config.section import Section
 from drumline.errors import DrumlineError
+from drumline.plan.explain import flow
 from drumline.report.facts import (
     HELD_OUT,
     RATES,

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from drumline.core.files import write_whole
+from drumline.system.files import write_whole
 from drumline.telemetry import events
 
 # Phases of a rank's heartbeat that a person waits for. `done`: rank 0 exports.
@@ -36,7 +36,7 @@ def duration(seconds: float) -> str:
 class Waits:
     """How long the phases between steps take, learned from this run and from earlier ones of its kind.
 
-    `ranks`: returns what each rank does now, as `launchers.stages.stages` does. `memory`: the file
+    `ranks`: returns what each rank does now, as `launch.stages.stages` does. `memory`: the file
     that keeps the durations of earlier runs; None: nothing is kept.
     """
 

@@ -21,8 +21,6 @@ from urllib.parse import parse_qs, urlsplit
 
 from rich.console import Console
 
-from drumline.core.redact import plain
-from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault
 from drumline.report.curves import MOST_POINTS, binned
 from drumline.report.facts import (
@@ -38,6 +36,8 @@ from drumline.report.facts import (
 from drumline.report.markup import Html, join, tag
 from drumline.report.page import asset, document
 from drumline.report.progress import Progress
+from drumline.system.redact import plain
+from drumline.system.signals import LauncherSignals
 from drumline.telemetry.events import Event, tail
 
 Stages = Callable[[Path], list[dict[str, Any]]]  # run folder → what each of its ranks does now

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from drumline.core import rollouts as configs
+from drumline.config import rollouts as configs
 from drumline.rl.continuous import ContinuousGenerator
 from drumline.rl.generate import Endings, Generator, HFGenerator, InferenceCopy, Sampler, Weights
 from drumline.rl.vllm import VLLMEngine, VLLMServer, WeightFolder

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
-from drumline.core.attention import as_before
 from drumline.dist.copies import copied_to
 from drumline.errors import DrumlineError
+from drumline.plan.attention import as_before
 from drumline.rl.generate import (
     WHERE,
     Completion,

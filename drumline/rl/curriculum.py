@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from drumline.core.rollouts import CurriculumConfig
+from drumline.config.rollouts import CurriculumConfig
 from drumline.data.stream import GlobalOrder
 from drumline.dist.seeds import derive
 from drumline.errors import PlanError

@@ -38,15 +38,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from drumline.core import rollouts as configs
-from drumline.core.attention import known_padding
-from drumline.core.heartbeat import alive
-from drumline.core.threads import on_this_gpu
+from drumline.config import rollouts as configs
 from drumline.data.templates import end_ids
 from drumline.dist.copies import LateCopy, copied_to
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import DataError, ModelError, PlanError
+from drumline.plan.attention import known_padding
+from drumline.system.heartbeat import alive
+from drumline.system.threads import on_this_gpu
 from drumline.vendor.transformers import DynamicLayer, DynamicSlidingWindowLayer, ask_the_host
 
 WHERE = "algorithm.generator"

@@ -17,7 +17,7 @@ import time
 
 import psutil
 
-from drumline.core.process import adopt_orphans, die_with_parent, fork
+from drumline.system.process import adopt_orphans, die_with_parent, fork
 
 
 def main() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.core.plan import Plan
 from drumline.data.batches import EpisodeBatch, Episodes, Tokens, collate_episodes
 from drumline.data.stream import assign
 from drumline.dist.copies import copied_to
 from drumline.dist.reduce import add_up
-from drumline.parallel.engine import Engine
+from drumline.engine.engine import Engine
+from drumline.plan.plan import Plan
 
 Score = Callable[[Episodes], torch.Tensor]
 Read = Callable[[Any, EpisodeBatch], torch.Tensor]

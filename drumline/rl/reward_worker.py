@@ -28,12 +28,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from drumline.core.redact import redact, redacted_streams, reveal
-from drumline.core.registry import find_function
-from drumline.core.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
+from drumline.config.registry import find_function
+from drumline.config.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
 from drumline.errors import ConfigError, DrumlineError
 from drumline.foreign import class_and_line, import_quietly
 from drumline.rl.rewards import LARGEST, Channel
+from drumline.system.redact import redact, redacted_streams, reveal
 
 NICENESS = 10
 LONGEST_REASON = 200

@@ -27,10 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drumline import errors
-from drumline.core import heartbeat
-from drumline.core.process import exit_code, start_module
-from drumline.core.redact import reveal
-from drumline.core.rollouts import (
+from drumline.config.rollouts import (
     FunctionReward,
     LengthReward,
     MathReward,
@@ -41,6 +38,9 @@ from drumline.core.rollouts import (
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import require_package
 from drumline.hardware.detect import usable_cores
+from drumline.system import heartbeat
+from drumline.system.process import exit_code, start_module
+from drumline.system.redact import reveal
 
 MOST_WORKERS = 4
 # Kind of a reward → the package that it needs.

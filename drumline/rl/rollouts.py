@@ -24,9 +24,7 @@ import numpy as np
 import torch
 
 from drumline.algorithms.policy import KLController, differs, divergence
-from drumline.core.heartbeat import beat
-from drumline.core.plan import Plan
-from drumline.core.rollouts import RolloutSpec
+from drumline.config.rollouts import RolloutSpec
 from drumline.data.batches import Episodes
 from drumline.data.cache import TokenCache
 from drumline.data.encode import OWN
@@ -34,11 +32,13 @@ from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
+from drumline.plan.plan import Plan
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Completion, Request, Together, place
 from drumline.rl.reading import Readers, Reading
 from drumline.rl.rewards import Item, Rewards, Scored, count_reasons
 from drumline.rl.sampler_check import SamplerCheck
+from drumline.system.heartbeat import beat
 from drumline.telemetry.events import Emit, Rollout
 from drumline.telemetry.watched import Completions
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.core import rollouts as configs
+from drumline.config import rollouts as configs
 from drumline.data.batches import Episodes
 from drumline.dist.reduce import from_all
 from drumline.errors import TrainingStopped

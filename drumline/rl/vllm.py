@@ -34,9 +34,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from drumline.core.heartbeat import alive
-from drumline.core.redact import reveal
-from drumline.core.rollouts import VLLMGenerator as Config
+from drumline.config.rollouts import VLLMGenerator as Config
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault
@@ -50,6 +48,8 @@ from drumline.rl.generate import (
     request_seed,
     require_room,
 )
+from drumline.system.heartbeat import alive
+from drumline.system.redact import reveal
 
 # Bytes of a file of weights: what rank 0 has in host memory at once.
 SHARD_BYTES = 2 * 2**30

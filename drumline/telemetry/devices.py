@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drumline.core.output import say
+from drumline.system.output import say
 from drumline.telemetry.events import Number
 from drumline.telemetry.watched import Devices
 

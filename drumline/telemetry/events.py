@@ -17,10 +17,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, dataclass_transform
 
-from drumline.core.files import following
-from drumline.core.redact import plain
 from drumline.errors import EnvironmentFault
 from drumline.foreign import open_plain, read_bytes
+from drumline.system.files import following
+from drumline.system.redact import plain
 from drumline.telemetry.damage import fits, parse, types_of
 from drumline.telemetry.truth import Measurement
 
@@ -120,7 +120,7 @@ class RunStart(Event, kind="run_start"):
 class Planned(Event, kind="planned"):
     """What was predicted."""
 
-    # Bytes by category, on the fullest rank, as core.estimate.Memory has them; `phase`: where its peak lies.
+    # Bytes by category, on the fullest rank, as plan.estimate.Memory has them; `phase`: where its peak lies.
     memory: dict[str, Any]
     host: dict[str, int]  # bytes of one host, all its ranks: {load, train, save}
     seconds: dict[str, float]  # of a step, by category, and their `total`

@@ -22,11 +22,11 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from drumline.core import heartbeat
-from drumline.core.estimate import Estimate
-from drumline.core.plan import Plan
-from drumline.core.rule import plain
 from drumline.dist.reduce import Gather
+from drumline.plan.estimate import Estimate
+from drumline.plan.plan import Plan
+from drumline.plan.rule import plain
+from drumline.system import heartbeat
 from drumline.telemetry.events import Emit, Measured, Planned
 from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats, Phase
 from drumline.telemetry.traffic import Traffic

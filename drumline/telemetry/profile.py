@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from drumline.core.plan import Plan
+from drumline.plan.plan import Plan
 from drumline.telemetry.events import Emit, Profiled
 
 # Operators of the event, the most expensive ones.

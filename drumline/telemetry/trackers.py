@@ -18,13 +18,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drumline.core.files import write_whole
-from drumline.core.output import say
-from drumline.core.redact import plain, redact
-from drumline.core.registry import find_function, find_object
-from drumline.core.run import TrackerConfig
+from drumline.config.registry import find_function, find_object
+from drumline.config.run import TrackerConfig
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.foreign import class_and_line, first_line
+from drumline.system.files import write_whole
+from drumline.system.output import say
+from drumline.system.redact import plain, redact
 from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step
 from drumline.telemetry.watched import Devices, Samples
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from drumline.core.estimate import Estimate, Frozen
-from drumline.core.explain import size
+from drumline.plan.estimate import Estimate, Frozen
+from drumline.plan.explain import size
 
 # A share of the prediction: if a category differs by more, there is a warning.
 OFF = 0.15

@@ -14,19 +14,19 @@ import torch
 
 from drumline.algorithms.base import Algorithm
 from drumline.checkpoint.ranks import Ranks as RankGroup
-from drumline.core.plan import Plan
-from drumline.core.resolve import going_on
-from drumline.core.signals import StopFlag
 from drumline.data.cache import TokenCache, verify_in_background
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
 from drumline.dist.start import Ranks, gpu
+from drumline.engine.build import build_engine, build_module, stats_with_frozen
+from drumline.engine.engine import Engine
 from drumline.errors import CheckpointError, DataError
 from drumline.hardware.detect import cache_dir
 from drumline.models.own import own_build
-from drumline.parallel.engine import Engine
-from drumline.strategies.build import build_engine, build_module, stats_with_frozen
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import going_on
+from drumline.system.signals import StopFlag
 from drumline.telemetry.devices import Meter
 from drumline.telemetry.events import Emit, Event, series
 from drumline.telemetry.measure import Measure, process_bytes

@@ -13,29 +13,29 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
-from drumline.core.explain import default_run_dir, explain, plan_line
-from drumline.core.load import Request, changed_values, load, reader, to_yaml
-from drumline.core.plan import Plan
-from drumline.core.process import uncollected
-from drumline.core.resolve import default_processes
-from drumline.core.yaml_lines import write_yaml
+from drumline.config.load import Request, changed_values, load, reader, to_yaml
 from drumline.errors import UserError
 from drumline.hardware.detect import cache_dir, likely_gpus
-from drumline.launchers.environment import die_with_launchers, first_rank, launched_by
-from drumline.launchers.lease import Lease
-from drumline.launchers.local import newest_or
-from drumline.launchers.stages import stages
-from drumline.launchers.tasks import (
+from drumline.launch.environment import die_with_launchers, first_rank, launched_by
+from drumline.launch.lease import Lease
+from drumline.launch.local import newest_or
+from drumline.launch.stages import stages
+from drumline.launch.tasks import (
     become,
     requeued,
     require_rendezvous,
     step_of_allocation,
     torchrun_of_node,
 )
+from drumline.plan.explain import default_run_dir, explain, plan_line
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import default_processes
 from drumline.report.bars import aside, bars, notes
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
 from drumline.report.waiting import Waits
+from drumline.system.process import uncollected
+from drumline.system.yaml_lines import write_yaml
 from drumline.telemetry.events import Event, read
 
 if TYPE_CHECKING:

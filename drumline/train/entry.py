@@ -15,19 +15,19 @@ from pathlib import Path
 
 from drumline import __version__
 from drumline.checkpoint.remote import Store, copy_run_files
-from drumline.core import heartbeat
-from drumline.core.explain import EXPORT_FAILED, plan_line, strategy_name, way_to_export
-from drumline.core.output import say
-from drumline.core.plan import Plan
-from drumline.core.redact import redact
-from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks, drawn, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
 from drumline.foreign import class_and_line, first_line
 from drumline.hardware.detect import hide_gpus
-from drumline.launchers import watcher
-from drumline.launchers.environment import expandable_segments, launched_by
-from drumline.launchers.lease import guarded
+from drumline.launch import watcher
+from drumline.launch.environment import expandable_segments, launched_by
+from drumline.launch.lease import guarded
+from drumline.plan.explain import EXPORT_FAILED, plan_line, strategy_name, way_to_export
+from drumline.plan.plan import Plan
+from drumline.system import heartbeat
+from drumline.system.output import say
+from drumline.system.redact import redact
+from drumline.system.signals import StopFlag
 from drumline.telemetry import flight
 from drumline.telemetry.events import (
     Emit,

@@ -19,16 +19,16 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from drumline.core.files import write_whole
-from drumline.core.out_of_memory import Exhausted, is_out_of_memory
-from drumline.core.output import say
-from drumline.core.plan import Plan
-from drumline.core.redact import redact, redacted_streams
 from drumline.dist.start import leave_process
+from drumline.engine.engine import Engine
 from drumline.errors import DrumlineError, Preempted
 from drumline.foreign import class_and_line
 from drumline.hardware.detect import detect
-from drumline.parallel.engine import Engine
+from drumline.plan.out_of_memory import Exhausted, is_out_of_memory
+from drumline.plan.plan import Plan
+from drumline.system.files import write_whole
+from drumline.system.output import say
+from drumline.system.redact import redact, redacted_streams
 from drumline.telemetry import flight
 from drumline.telemetry.measure import process_bytes
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from drumline.core.copies import same_weights
-from drumline.core.plan import Plan
-from drumline.core.run import HealthConfig
+from drumline.config.run import HealthConfig
 from drumline.dist.reduce import Gather, from_all
+from drumline.engine.engine import CompositeEngine, Engine
+from drumline.engine.norms import local
 from drumline.errors import DrumlineError, TrainingStopped
-from drumline.parallel.engine import CompositeEngine, Engine
-from drumline.parallel.norms import local
+from drumline.plan.copies import same_weights
+from drumline.plan.plan import Plan
 from drumline.telemetry import flight as recorder
 from drumline.telemetry.events import Emit
 from drumline.telemetry.watched import Spike, WeightsDiffer

@@ -8,7 +8,7 @@ from typing import Any
 
 from drumline.dist.start import leave_process
 from drumline.errors import DataError, DrumlineError, UserError
-from drumline.launchers.environment import first_rank_reports
+from drumline.launch.environment import first_rank_reports
 from drumline.train.failure import note
 
 # The user's own hook.

@@ -15,22 +15,22 @@ from typing import Any
 
 from rich.console import Console
 
-from drumline.core.files import write_whole
-from drumline.core.load import to_yaml
-from drumline.core.plan import Plan
-from drumline.core.process import process
-from drumline.core.redact import withheld
-from drumline.core.signals import NOTHING_LOST, Interrupted
+from drumline.config.load import to_yaml
 from drumline.dist.start import Ranks, publish, receive, rendezvous
 from drumline.errors import DrumlineError, EnvironmentFault, TrainingStopped
 from drumline.hardware.detect import hide_gpus
-from drumline.launchers.environment import launched_by
-from drumline.launchers.lease import Lease, has_lease
-from drumline.launchers.local import newest_or
-from drumline.launchers.ssh.spec import SSHLauncher
+from drumline.launch.environment import launched_by
+from drumline.launch.lease import Lease, has_lease
+from drumline.launch.local import newest_or
+from drumline.launch.ssh.spec import SSHLauncher
+from drumline.plan.plan import Plan
 from drumline.report.bars import aside, notes
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
+from drumline.system.files import write_whole
+from drumline.system.process import process
+from drumline.system.redact import withheld
+from drumline.system.signals import NOTHING_LOST, Interrupted
 from drumline.telemetry.events import last
 from drumline.telemetry.watched import Hang
 from drumline.train.entry import run

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drumline.algorithms.base import Algorithm
-from drumline.core import heartbeat
-from drumline.core.plan import Plan
-from drumline.core.signals import StopFlag
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
+from drumline.engine.engine import Engine
 from drumline.errors import ConfigError, TrainingStopped
 from drumline.models.router import router_metrics
-from drumline.parallel.engine import Engine
+from drumline.plan.plan import Plan
+from drumline.system import heartbeat
+from drumline.system.signals import StopFlag
 from drumline.telemetry.devices import Meter
 from drumline.telemetry.events import Emit, Eval, Started, Step
 from drumline.telemetry.measure import Measure

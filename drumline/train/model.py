@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from drumline.engine.engine import OpenEngine
 from drumline.errors import UserError
-from drumline.parallel.engine import OpenEngine
 
 
 class Model:

@@ -18,23 +18,23 @@ from drumline.checkpoint.load import newest_state, read_state
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import require_unused
 from drumline.checkpoint.retention import recover
-from drumline.core.load import Draft, refused, saved_config, strategy_change, validated
-from drumline.core.output import say
-from drumline.core.plan import Plan
-from drumline.core.resolve import resolve
+from drumline.config.load import Draft, refused, saved_config, strategy_change, validated
 from drumline.data.samples import indexed
 from drumline.dist.seeds import derive
 from drumline.dist.start import Ranks
+from drumline.engine.engine import OpenEngine
+from drumline.engine.optimizer import MakeOptimizer
 from drumline.errors import CheckpointError, EnvironmentFault, UserError
 from drumline.foreign import disk_errors
 from drumline.hardware.detect import detect
-from drumline.launchers.lease import Lease
-from drumline.launchers.local import ATTEMPT, newest_or
-from drumline.launchers.script import link_logs
+from drumline.launch.lease import Lease
+from drumline.launch.local import ATTEMPT, newest_or
+from drumline.launch.script import link_logs
 from drumline.models.freeze import learning
 from drumline.models.tape import Build
-from drumline.parallel.engine import OpenEngine
-from drumline.parallel.optimizer import MakeOptimizer
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import resolve
+from drumline.system.output import say
 from drumline.telemetry.events import Step
 from drumline.train.state import PendingStep
 

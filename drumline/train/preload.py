@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.registry import find
-from drumline.core.strategy import StrategySpec
+from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.registry import find
+from drumline.config.strategy import StrategySpec
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.train.build import build
 from drumline.train.failure import watched

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from drumline.core.load import Loaded, load
+from drumline.config.load import Loaded, load
 from drumline.data.cache import TokenCache
 from drumline.data.prepare import prepare
 from drumline.data.preview import NO_LIMIT, Piece, Reader, Seen, visible

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.core.config import CheckpointConfig, Config
-from drumline.core.data import DataConfig, FileSource
-from drumline.core.load import Loaded
-from drumline.core.run import EvalConfig
+from drumline.config.config import CheckpointConfig, Config
+from drumline.config.data import DataConfig, FileSource
+from drumline.config.load import Loaded
+from drumline.config.run import EvalConfig
 from drumline.errors import EnvironmentFault
 from drumline.planner.search.answer import Answer, Candidate, Probe, corrected_answer, require_here
 from drumline.report.bars import OnProgress
@@ -95,7 +95,7 @@ def _try(
     candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None, on_progress: OnProgress
 ) -> Probe:
     """Run a few steps of a candidate, and return what they took. `rows`: data to train on, in place of the run's."""
-    from drumline.launchers.local import launch_trial
+    from drumline.launch.local import launch_trial
     from drumline.train.setup import Request, make_plan
 
     name = candidate.name

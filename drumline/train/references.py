@@ -20,16 +20,16 @@ import numpy as np
 import torch
 
 from drumline.algorithms.base import Referenced
-from drumline.core.files import whole_file
-from drumline.core.plan import DataPlan, Plan
-from drumline.core.signals import StopFlag
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import add_up, sum_over_ranks
 from drumline.dist.start import Ranks
+from drumline.engine.build import build_engine
+from drumline.engine.engine import Engine
 from drumline.errors import Preempted
-from drumline.parallel.engine import Engine
-from drumline.strategies.build import build_engine
+from drumline.plan.plan import DataPlan, Plan
+from drumline.system.files import whole_file
+from drumline.system.signals import StopFlag
 from drumline.telemetry import events
 from drumline.train.streams import Batches, Streams
 

@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 
 from drumline.algorithms.base import Algorithm
-from drumline.core.plan import Plan
-from drumline.core.rollouts import RolloutSpec
+from drumline.config.rollouts import RolloutSpec
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
 from drumline.dist.start import Ranks
+from drumline.engine.build import build_engine
+from drumline.engine.engine import CompositeEngine, Engine
 from drumline.models.templates import special_ids, turn_tail
 from drumline.models.tokenizer import pad_token_id
-from drumline.parallel.engine import CompositeEngine, Engine
+from drumline.plan.plan import Plan
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.reading import (
     Readers,
@@ -28,7 +29,6 @@ from drumline.rl.reading import (
 from drumline.rl.rewards import Rewards, reward_names
 from drumline.rl.rollouts import Rollouts
 from drumline.rl.sampler_check import SamplerCheck, probe_prompts
-from drumline.strategies.build import build_engine
 from drumline.telemetry.events import Emit
 from drumline.train.sampling import Sampling, tokenizer_of
 from drumline.train.state import TrainState

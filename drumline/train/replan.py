@@ -8,17 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from drumline.core.config import BatchConfig, Config
-from drumline.core.estimate import Estimate
-from drumline.core.explain import size, strategy_name
-from drumline.core.out_of_memory import Exhausted, limit, verdict
-from drumline.core.plan import Plan
-from drumline.core.registry import make
-from drumline.core.resolve import resolve
-from drumline.core.strategy import StrategySpec
+from drumline.config.config import BatchConfig, Config
+from drumline.config.registry import make
+from drumline.config.strategy import StrategySpec
 from drumline.errors import PlanError
 from drumline.hardware.detect import Machine, detect
-from drumline.launchers.local import furthest_step
+from drumline.launch.local import furthest_step
+from drumline.plan.estimate import Estimate
+from drumline.plan.explain import size, strategy_name
+from drumline.plan.out_of_memory import Exhausted, limit, verdict
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import resolve
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.question import Found, assemble

@@ -20,13 +20,13 @@ from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.remote import Store
 from drumline.checkpoint.retention import best_of, recover
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.files import is_own_checkpoint
-from drumline.core.load import refused, saved_config
-from drumline.core.plan import Plan
-from drumline.core.run import EvalConfig
-from drumline.core.urls import FETCHED, is_url
+from drumline.config.load import refused, saved_config
+from drumline.config.run import EvalConfig
+from drumline.config.urls import FETCHED, is_url
+from drumline.engine.engine import OPTIONAL, Engine
 from drumline.errors import CheckpointError
-from drumline.parallel.engine import OPTIONAL, Engine
+from drumline.plan.plan import Plan
+from drumline.system.files import is_own_checkpoint
 from drumline.telemetry.events import Emit, Restore
 from drumline.train.state import TrainState, rate_evaluation
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.core.load import Overrides, Request, overrides_of
-from drumline.core.out_of_memory import memory_errors
-from drumline.core.output import lossy
+from drumline.config.load import Overrides, Request, overrides_of
 from drumline.errors import ConfigError, Preempted, TrainingStopped, UserError, WorkerFailed
-from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by
-from drumline.launchers.tasks import join_tasks
+from drumline.launch.environment import die_with_launchers, expandable_segments, launched_by
+from drumline.launch.tasks import join_tasks
+from drumline.plan.out_of_memory import memory_errors
+from drumline.system.output import lossy
 from drumline.telemetry.events import Eval, Event, Step, read
 
 # Exit codes of runs that leave weights to go on with: `train` returns, and raises nothing.

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.core import rollouts as c
-from drumline.core.plan import Plan
-from drumline.core.run import MOST_NEW
+from drumline.config import rollouts as c
+from drumline.config.run import MOST_NEW
 from drumline.data.answers import last_answer
 from drumline.data.cache import TokenCache
 from drumline.dist.seeds import derive
+from drumline.engine.engine import Engine
 from drumline.errors import DataError
 from drumline.models import adapters
 from drumline.models.build import lay_out
@@ -25,7 +25,7 @@ from drumline.models.load import load_config, load_grown
 from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.models.tokenizer import load_tokenizer
-from drumline.parallel.engine import Engine
+from drumline.plan.plan import Plan
 from drumline.rl.build import generator, greedy
 from drumline.rl.generate import Completion, Generator, Request, Together, generate_together
 from drumline.rl.sampler_check import SamplerCheck

@@ -15,11 +15,11 @@ import torch
 
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.save import Checkpointer, SaveResult
-from drumline.core.heartbeat import alive
-from drumline.core.plan import Plan
-from drumline.core.signals import StopFlag
 from drumline.dist.reduce import Gather
 from drumline.errors import NotSaved, Preempted
+from drumline.plan.plan import Plan
+from drumline.system.heartbeat import alive
+from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Emit, Preempt, Save
 from drumline.train.state import TrainState, fallback_folder
 

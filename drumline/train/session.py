@@ -29,23 +29,23 @@ from torch.utils.data import default_collate
 
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
-from drumline.core.explain import default_run_dir
-from drumline.core.output import say
-from drumline.core.resolve import batch_norm_why
-from drumline.core.signals import StopFlag
 from drumline.data.samples import global_batches, held_out
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import Draws, derive, deterministic, seed_step
 from drumline.dist.start import Ranks, gpu, start, stop
+from drumline.engine.build import build_module
+from drumline.engine.optimizer import MakeOptimizer
+from drumline.engine.transforms import batch_norms
 from drumline.errors import DataError, EnvironmentFault, Preempted, TrainingStopped, UserError
-from drumline.launchers.environment import die_with_launchers
-from drumline.launchers.tasks import join_tasks
+from drumline.launch.environment import die_with_launchers
+from drumline.launch.tasks import join_tasks
 from drumline.models.blocks import Units
 from drumline.models.containers import each_tensor
 from drumline.models.tape import Build
-from drumline.parallel.optimizer import MakeOptimizer
-from drumline.parallel.transforms import batch_norms
-from drumline.strategies.build import build_module
+from drumline.plan.explain import default_run_dir
+from drumline.plan.resolve import batch_norm_why
+from drumline.system.output import say
+from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Emit, Eval
 from drumline.train import own, session_checks
 from drumline.train.entry import MainReporter, Reporter, run_start
@@ -102,7 +102,7 @@ class Session:
             micro_batch: Samples that a rank takes at once; by default all of its own.
             resume: Go on from the newest checkpoint of `run_dir` (True), or from a checkpoint's folder.
             allow: Keys of the config that may differ on a resume.
-            units: See strategies.build.build_module, also for `tp_plan`.
+            units: See engine.build.build_module, also for `tp_plan`.
             options: Those of train.own.OPTIONS.
 
         Raises UserError, as all methods of the session do, for what cannot be done.

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from drumline.core.output import say
-from drumline.core.plan import Plan
 from drumline.errors import UserError
+from drumline.plan.plan import Plan
+from drumline.system.output import say
 from drumline.train.own import MAIN
 from drumline.train.state import keyed
 

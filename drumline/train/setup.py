@@ -15,26 +15,22 @@ from drumline.checkpoint.load import named, newest_state, of_run
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import Store, require_unused
 from drumline.checkpoint.retention import recover
-from drumline.core import network
-from drumline.core.config import Config, ScheduleConfig
-from drumline.core.explain import default_run_dir, size
-from drumline.core.facts import ModelFacts
-from drumline.core.files import temporary_folder, write_whole
-from drumline.core.load import Request, allowed, refused, saved_config, strategy_change, to_yaml
-from drumline.core.model import Head, ModelConfig
-from drumline.core.plan import DataIdentity, DataPlan, Plan, RolePlan
-from drumline.core.resolve import batch_norm_why, device_of, processes_of, resolve
-from drumline.core.rollouts import RolloutSpec
+from drumline.config.config import Config, ScheduleConfig
+from drumline.config.load import Request, allowed, refused, saved_config, strategy_change, to_yaml
+from drumline.config.model import Head, ModelConfig
+from drumline.config.rollouts import RolloutSpec
 from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.dist.seeds import Draws
+from drumline.engine.build import lay_out_spreadable
+from drumline.engine.transforms import batch_norms
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, ModelError, PlanError
 from drumline.foreign import disk_errors, require_package
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Machine, detect, free_bytes
-from drumline.launchers import lease
-from drumline.launchers.slurm.queue import forget_job
+from drumline.launch import lease
+from drumline.launch.slurm.queue import forget_job
 from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.attention import attend_by_documents
@@ -47,7 +43,10 @@ from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
 from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import vision_of
-from drumline.parallel.transforms import batch_norms
+from drumline.plan.explain import default_run_dir, size
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import DataIdentity, DataPlan, Plan, RolePlan
+from drumline.plan.resolve import batch_norm_why, device_of, processes_of, resolve
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.faults import MTBF_HOURS, campaign
@@ -59,7 +58,8 @@ from drumline.planner.search.budget import kinds_of, within_budget
 from drumline.report.bars import COMPARING, OnProgress, notes, told_if_slow
 from drumline.rl import rewards
 from drumline.rl.curriculum import require_domains
-from drumline.strategies.build import lay_out_spreadable
+from drumline.system import network
+from drumline.system.files import temporary_folder, write_whole
 from drumline.telemetry.trackers import check_installed, find_callbacks
 from drumline.train.state import fallback_folder
 
@@ -306,7 +306,7 @@ def _require_model_runs(plan: Plan, path: str | None, config: ModelConfig, head:
         attend_by_documents(model, plan, on_host=True)
         require_next_token(model, "cpu", plan.config.packs)
     if plan.engine == "pipeline":
-        from drumline.parallel.stages import find_cuts
+        from drumline.engine.stages import find_cuts
 
         find_cuts(model)
 
@@ -379,7 +379,7 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     )
     config.optimizer.require_groups(learning(module))
     if plan.engine == "pipeline":
-        from drumline.parallel.own_pipeline import cut
+        from drumline.engine.own_pipeline import cut
 
         # Raises PlanError if the module cannot be cut.
         cut(module, plan.mesh.pp)

@@ -7,10 +7,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from drumline.core.launcher import OnOutOfMemory
-from drumline.core.plan import Plan
+from drumline.config.launcher import OnOutOfMemory
 from drumline.errors import DrumlineError
-from drumline.launchers.slurm.job import run
+from drumline.launch.slurm.job import run
+from drumline.plan.plan import Plan
 from drumline.report.page import at_end
 
 

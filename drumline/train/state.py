@@ -15,13 +15,13 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 import psutil
 
-from drumline.core.config import Config
-from drumline.core.plan import Plan
-from drumline.core.run import EvalConfig
+from drumline.config.config import Config
+from drumline.config.run import EvalConfig
 from drumline.data.stream import Ints
 from drumline.dist.reduce import Gathered
 from drumline.errors import ConfigError, TrainingStopped
 from drumline.foreign import expanded
+from drumline.plan.plan import Plan
 from drumline.telemetry.events import Emit, Nonfinite
 
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.

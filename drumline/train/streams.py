@@ -16,9 +16,6 @@ import numpy as np
 import torch
 
 from drumline.algorithms.base import Algorithm
-from drumline.core import heartbeat
-from drumline.core.plan import BatchPlan, Plan
-from drumline.core.resolve import total_samples
 from drumline.data.batches import First, pinned
 from drumline.data.blocks import Blocks, Maker, hold, remove_older_blocks
 from drumline.data.cache import TokenCache
@@ -28,9 +25,12 @@ from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, MixedOrd
 from drumline.dist.copies import copied_to
 from drumline.dist.reduce import add_up
 from drumline.dist.seeds import Draws, derive
+from drumline.engine.engine import Engine, Read
 from drumline.models.load import load_config
 from drumline.models.vision import vision_of
-from drumline.parallel.engine import Engine, Read
+from drumline.plan.plan import BatchPlan, Plan
+from drumline.plan.resolve import total_samples
+from drumline.system import heartbeat
 
 Batches = Callable[[], Iterable[GlobalBatch]]
 

@@ -1,6 +1,6 @@
 """The launcher that goes on with a run whose own launcher has gone.
 
-An agent of another host starts it, and writes what the lost launcher had told it to standard input (`launchers.hosts.takeover`).
+An agent of another host starts it, and writes what the lost launcher had told it to standard input (`launch.hosts.takeover`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from drumline.core.plan import Plan
-from drumline.core.redact import redacted_streams
 from drumline.errors import DrumlineError
-from drumline.launchers.hosts.gathered import succeeding
-from drumline.launchers.lease import Lease
-from drumline.launchers.local import furthest_step, newest_or
-from drumline.launchers.ssh.spec import SSHLauncher
+from drumline.launch.hosts.gathered import succeeding
+from drumline.launch.lease import Lease
+from drumline.launch.local import furthest_step, newest_or
+from drumline.launch.ssh.spec import SSHLauncher
+from drumline.plan.plan import Plan
 from drumline.report.page import at_end
+from drumline.system.redact import redacted_streams
 from drumline.telemetry.events import EventLog, Takeover
 
 # File descriptors.

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from drumline.core.heartbeat import alive
-from drumline.core.plan import Plan
-from drumline.core.run import EvalConfig
+from drumline.config.run import EvalConfig
 from drumline.dist.reduce import from_all
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.foreign import expanded, first_line, require_package
 from drumline.models.containers import LOW_PRECISION
+from drumline.plan.plan import Plan
 from drumline.rl.generate import generating, place
+from drumline.system.heartbeat import alive
 from drumline.train.state import is_due
 
 # Questions that the model answers side by side.

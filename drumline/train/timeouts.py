@@ -1,14 +1,14 @@
 """After how many seconds a collective fails, by what the ranks are doing: little within a step, more between steps.
 
-The watcher of heartbeats names and ends ranks that hang long before (`core.heartbeat`). These limits are for runs that nobody watches.
+The watcher of heartbeats names and ends ranks that hang long before (`system.heartbeat`). These limits are for runs that nobody watches.
 NCCL counts from when the host begins a collective, so all that the device has to do before it counts as well.
 """
 
 from __future__ import annotations
 
-from drumline.core.network import LONG_SECONDS, START_SECONDS, STEP_SECONDS
-from drumline.core.plan import Plan
 from drumline.dist.timeouts import set_timeout
+from drumline.plan.plan import Plan
+from drumline.system.network import LONG_SECONDS, START_SECONDS, STEP_SECONDS
 
 TIMES = 3.0  # a collective may take so many times the longest step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from drumline.core.load import schema as json_schema
+from drumline.config.load import schema as json_schema
 from scripts.reference.markdown import cell, code, links_to, paragraph, table
 
 Schema = dict[str, Any]

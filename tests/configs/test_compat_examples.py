@@ -8,7 +8,7 @@ import pytest
 
 from drumline.compat.convert import convert
 from drumline.compat.overlay import from_file
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.harness import ROOT, drumline, events, losses, write_config

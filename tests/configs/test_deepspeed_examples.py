@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.explain import explain
-from drumline.core.load import load
+from drumline.config.load import load
+from drumline.plan.explain import explain
 from drumline.train.setup import Request, make_plan
 from tests.harness import ENV, ROOT, write_config
 from tests.tiny import tiny_model_dir

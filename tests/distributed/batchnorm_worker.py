@@ -47,17 +47,17 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 def main(folder: Path) -> None:
     from torch.distributed.tensor import DTensor
 
-    from drumline.core.mesh import Mesh
+    from drumline.config.mesh import Mesh
     from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
     from drumline.dist.start import start, stop
-    from drumline.models.shards import canonical_tensors
-    from drumline.parallel.transforms import (
+    from drumline.engine.strategies.fsdp2 import apply_fsdp2
+    from drumline.engine.transforms import (
         agree_on_statistics,
         apply_ddp,
         apply_sync_batchnorm,
         batch_norms,
     )
-    from drumline.strategies.fsdp2.transform import apply_fsdp2
+    from drumline.models.shards import canonical_tensors
     from tests.strategies import DDPStrategy, FSDP2Strategy
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:

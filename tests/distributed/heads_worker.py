@@ -46,10 +46,10 @@ def read(outputs: Any, batch: Any) -> torch.Tensor:
 
 
 def look(plan: Any, rank: int) -> dict[str, Any]:
-    from drumline.core.algorithm import AlgorithmSpec
-    from drumline.core.registry import make
+    from drumline.config.algorithm import AlgorithmSpec
+    from drumline.config.registry import make
     from drumline.dist.reduce import Gather, sum_over_ranks
-    from drumline.strategies.build import build_engine
+    from drumline.engine.build import build_engine
     from drumline.train.build import build_streams
 
     text = plan.model_copy(
@@ -84,8 +84,8 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
 
 
 def main(paths: list[str]) -> None:
-    from drumline.core.plan import Plan
     from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
 
     share_groups()
     ranks = start("cpu", "gloo", 60.0)

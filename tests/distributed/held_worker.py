@@ -16,7 +16,7 @@ from tests.distributed.ranks import share_groups
 
 def steps(plan: Any) -> dict[str, Any]:
     from drumline.algorithms.base import policy_objective
-    from drumline.strategies.build import build_engine
+    from drumline.engine.build import build_engine
     from drumline.telemetry.memory_tracker import LiveBytes
     from drumline.telemetry.traffic import CommunicatedBytes
 
@@ -49,8 +49,8 @@ def steps(plan: Any) -> dict[str, Any]:
 
 
 def main(paths: list[str]) -> None:
-    from drumline.core.plan import Plan
     from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
 
     share_groups()
     ranks = start("cpu", "gloo", 60.0)

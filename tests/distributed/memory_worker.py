@@ -17,7 +17,7 @@ from tests.distributed.ranks import share_groups
 def measure(plan: Any, rank: int) -> dict[str, Any]:
     """{"held": [parameters, gradients, optimizer], "peaks": {phase: bytes}, "base": bytes}."""
     from drumline.data.batches import TokenBatch, bounds
-    from drumline.strategies.build import build_engine
+    from drumline.engine.build import build_engine
     from drumline.telemetry.memory_tracker import LiveBytes
 
     gc.collect()
@@ -62,8 +62,8 @@ def measure(plan: Any, rank: int) -> dict[str, Any]:
 
 
 def main(paths: list[str]) -> None:
-    from drumline.core.plan import Plan
     from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
 
     share_groups()
     ranks = start("cpu", "gloo", 60.0)

@@ -20,7 +20,7 @@ def judge(
     how: str, engine: Any, before: dict[str, torch.Tensor], log: list[dict[str, Any]]
 ) -> None:
     """Take the step as the loop does it, and write down what came of it. `before`: this rank's parts of the state."""
-    from drumline.parallel.norms import local
+    from drumline.engine.norms import local
 
     norm = engine.grad_norm()
     finite = math.isfinite(norm)
@@ -35,12 +35,12 @@ def main(model_dir: Path, folder: Path) -> None:
     from torch.distributed.tensor import DTensor
 
     from drumline.algorithms.tokens.objective import NextToken
-    from drumline.core.config import Config
-    from drumline.core.plan import BatchPlan, Plan, Predicted
+    from drumline.config.config import Config
     from drumline.data.batches import TokenBatch
     from drumline.dist.start import start, stop
-    from drumline.parallel.norms import local
-    from drumline.strategies.build import build_engine
+    from drumline.engine.build import build_engine
+    from drumline.engine.norms import local
+    from drumline.plan.plan import BatchPlan, Plan, Predicted
 
     share_groups()
     ranks = start("cpu", "gloo", 60.0)

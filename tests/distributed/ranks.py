@@ -97,9 +97,9 @@ def share_groups() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    from drumline.core.plan import Plan
-    from drumline.core.signals import StopFlag
     from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
+    from drumline.system.signals import StopFlag
     from drumline.telemetry.events import EventLog
     from drumline.telemetry.traffic import Traffic
     from drumline.train.entry import Reporter, train_on

@@ -60,8 +60,8 @@ def train(engine: Any, plan: Any, batches: list[Any], objective: Any) -> float:
 def look(plan: Any, rank: int) -> dict[str, Any]:
     """A policy and a value that take a step together, and a reference that does not."""
     from drumline.algorithms.tokens.objective import NextToken
-    from drumline.parallel.norms import local
-    from drumline.strategies.build import build_engine
+    from drumline.engine.build import build_engine
+    from drumline.engine.norms import local
     from drumline.train.restore import MODEL
     from drumline.train.streams import build_streams
 
@@ -107,8 +107,8 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
 
 
 def main(paths: list[str]) -> None:
-    from drumline.core.plan import Plan
     from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
 
     share_groups()
     ranks = start("cpu", "gloo", 60.0)

@@ -15,7 +15,7 @@ def vllm(model_dir: str, out: str, url: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from drumline.core import rollouts as c
+    from drumline.config import rollouts as c
     from drumline.dist.start import start, stop
     from drumline.errors import DrumlineError
     from drumline.rl.build import generator
@@ -62,7 +62,7 @@ def main(model_dir: str, out: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from drumline.core.rollouts import HFGenerator as Config
+    from drumline.config.rollouts import HFGenerator as Config
     from drumline.dist.start import start, stop
     from drumline.rl.generate import HFGenerator, Request, generate_together
     from tests.tiny import tiny_tokenizer

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from drumline.checkpoint.ranks import Ranks
-from drumline.core.mesh import DIMENSIONS, Mesh
+from drumline.config.mesh import DIMENSIONS, Mesh
 from drumline.dist.mesh import device_mesh, gradient_group, side_group
 from drumline.dist.start import start, stop
 from drumline.dist.timeouts import set_timeout

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from drumline.core.load import load
-from drumline.core.plan import Plan
+from drumline.config.load import load
 from drumline.models import load as models
+from drumline.plan.plan import Plan
 from drumline.planner.cost.memory import stage_of, state_of
 from drumline.planner.cost.traffic import flows
 from drumline.telemetry.events import last_measurement, read

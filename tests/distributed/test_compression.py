@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.harness import events, same_weights, weights, write_config

@@ -60,7 +60,7 @@ RING = ["llama", "qwen3, one head of keys"]
 
 
 def build(kind: str) -> Any:
-    from drumline.core.model import ModelConfig
+    from drumline.config.model import ModelConfig
     from drumline.models.build import build_model
 
     return build_model(None, ModelConfig(id=None, config=KINDS[kind]), seed=0)
@@ -112,9 +112,9 @@ def apart(kind: str, method: str, packed: bool, by_documents: bool = False) -> f
 
     from torch.distributed.device_mesh import init_device_mesh
 
+    from drumline.engine.context_parallel import apply_context_parallel
     from drumline.models.attention import attend_by_documents
     from drumline.models.head import ForwardWithObjective
-    from drumline.parallel.context_parallel import apply_context_parallel
     from tests.unit.test_attention import layout
 
     whole, parted = (ForwardWithObjective(copy.deepcopy(model)) for model in [build(kind)] * 2)
@@ -214,11 +214,11 @@ REFUSED: dict[str, dict[str, Any]] = {
 def refusals() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from drumline.core.model import ModelConfig
+    from drumline.config.model import ModelConfig
+    from drumline.engine.context_parallel import apply_context_parallel
     from drumline.errors import PlanError
     from drumline.models.build import build_model
     from drumline.models.head import ForwardWithObjective
-    from drumline.parallel.context_parallel import apply_context_parallel
 
     lines = []
     for config in REFUSED.values():

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import load
-from drumline.core.plan import Plan
+from drumline.config.load import load
+from drumline.plan.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.harness import chat_rows, events, losses, write_config, write_rows

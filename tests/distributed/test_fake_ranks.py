@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import load
-from drumline.core.plan import Plan
+from drumline.config.load import load
+from drumline.plan.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir
@@ -34,7 +34,7 @@ def build(plans: list[str], results: Any) -> None:
     from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from drumline.strategies.build import build_engine
+    from drumline.engine.build import build_engine
 
     for path in plans:
         for rank in range(RANKS):

@@ -15,9 +15,9 @@ RATE, PEAK = 10.0, 1e6  # FLOPs of a token, and a device's FLOP/s
 
 def last_step(degrees: dict[str, int], devices: int) -> dict[str, float]:
     """The last step event of a run with the fake engine, on this rank. Each data rank has two tokens a step."""
-    from drumline.core.mesh import Mesh
-    from drumline.core.plan import Predicted
+    from drumline.config.mesh import Mesh
     from drumline.dist.reduce import Gather
+    from drumline.plan.plan import Predicted
     from tests.unit.test_loop import loop
 
     mesh, rank = Mesh(**degrees), dist.get_rank()

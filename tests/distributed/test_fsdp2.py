@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from drumline.core.load import load
-from drumline.core.mesh import Mesh
-from drumline.core.model import ModelConfig
+from drumline.config.load import load
+from drumline.config.mesh import Mesh
+from drumline.config.model import ModelConfig
 from drumline.dist.mesh import data_mesh, device_mesh
+from drumline.engine.strategies.fsdp2 import apply_fsdp2
+from drumline.engine.tensor_parallel import apply_tp
 from drumline.errors import PlanError
 from drumline.models.build import build_model, lay_out
 from drumline.models.head import ForwardWithObjective
 from drumline.models.shards import Values
-from drumline.parallel.tensor_parallel import apply_tp
-from drumline.strategies.fsdp2.transform import apply_fsdp2
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.checkpoint_ranks import run
 from tests.distributed.ranks import run_plans

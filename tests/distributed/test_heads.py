@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_module
 from tests.distributed.rows import CUT, FOURS, Case, Row
@@ -124,7 +124,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def with_algorithm(plan: Any, case: Case) -> Any:
-    from drumline.core.config import Config
+    from drumline.config.config import Config
 
     config = Config.model_validate(
         plan.config.model_dump() | {"algorithm": case.sections["algorithm"]}

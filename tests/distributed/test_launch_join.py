@@ -11,7 +11,7 @@ import pytest
 
 from drumline.dist.start import Ranks, start
 from drumline.errors import EnvironmentFault
-from drumline.launchers.environment import listen
+from drumline.launch.environment import listen
 from tests.faults.live import gone
 from tests.forks import Forked
 from tests.harness import ENV, ROOT

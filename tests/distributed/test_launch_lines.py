@@ -148,7 +148,7 @@ def test_ranks_die_with_their_launcher(name: str, config: Path, tmp_path: Path) 
         ranks = [
             process
             for process in below
-            if "RANK" in process.environ() and "drumline.launchers.watcher" not in process.cmdline()
+            if "RANK" in process.environ() and "drumline.launch.watcher" not in process.cmdline()
         ]
         launcher.kill()
         launcher.wait(60)

@@ -3,7 +3,7 @@
 On a CPU nothing is far away, so what is counted is what would make the host wait for a GPU. Three kinds of steps read and sum
 more: those that are logged (evaluated, saved), the one whose traffic is counted, and the one after which `measured` is written.
 DeepSpeed, fp16, an optimizer without a fused kernel and gradients in host memory read at once whether the step is finite
-(drumline/parallel/engine.py). Rows are packs, which transformers would look for in their positions.
+(drumline/engine/engine.py). Rows are packs, which transformers would look for in their positions.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[
     """The ledger of this rank over a run."""
     import torch.distributed as dist
 
-    from drumline.core.config import Config
-    from drumline.core.mesh import Mesh
+    from drumline.config.config import Config
+    from drumline.config.mesh import Mesh
     from drumline.data.batches import collate, learned_segment
     from drumline.dist.reduce import Gather, Gathered
-    from drumline.strategies.build import build_engine
+    from drumline.engine.build import build_engine
     from tests.unit.test_loop import loop
 
     ledger, rank, ranks = Ledger(), dist.get_rank(), dist.get_world_size()

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from drumline.core.facts import ModelFacts, experts_over
-from drumline.core.load import load
-from drumline.core.plan import Plan
+from drumline.config.load import load
 from drumline.models import load as models
+from drumline.plan.facts import ModelFacts, experts_over
+from drumline.plan.plan import Plan
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import memory, of_rank, stage_of, state_of
 from drumline.train.setup import Request, claim_run_dir, make_plan

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import Request, load
+from drumline.config.load import Request, load
 from drumline.train.setup import claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.harness import chat_rows, events, write_config, write_rows

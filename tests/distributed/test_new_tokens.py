@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.load import load
-from drumline.core.plan import Plan
+from drumline.config.load import load
 from drumline.errors import CheckpointError
 from drumline.models import load as models
+from drumline.plan.plan import Plan
 from drumline.planner.cost.memory import stage_of, state_of
 from drumline.telemetry.events import last_measurement, read
 from drumline.train.setup import Request, claim_run_dir, make_plan

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.load import load
-from drumline.core.registry import _own
+from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.load import load
+from drumline.config.registry import _own
 from tests.harness import ROOT, drumline, losses, write_config
 from tests.tiny import tiny_model_dir
 

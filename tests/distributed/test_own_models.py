@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 import drumline
-from drumline.core.load import load_values
-from drumline.core.plan import DataIdentity, Plan
+from drumline.config.load import load_values
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.errors import DrumlineError
 from drumline.models.own import export_weights
+from drumline.plan.plan import DataIdentity, Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan, resume_from
 from tests.distributed.ranks import run_plans
 from tests.harness import drumline as drumline_command
@@ -217,7 +217,7 @@ def test_the_loss_is_the_one_of_plain_torch(runs: Path) -> None:
 
 def test_goes_on_and_is_exported(runs: Path, tmp_path: Path) -> None:
 
-    from drumline.core.plan import Plan
+    from drumline.plan.plan import Plan
 
     done = Plan.load(runs / "vit" / "alone" / "plan.json")
     written = load_file(export_weights(done, "last") / "model.safetensors")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import load
-from drumline.core.plan import Plan
+from drumline.config.load import load
 from drumline.models.load import facts, load_config
+from drumline.plan.plan import Plan
 from drumline.planner.cost.traffic import flows
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans

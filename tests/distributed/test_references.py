@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.harness import events, losses, write_config

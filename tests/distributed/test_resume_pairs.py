@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.distributed.rows import CUT

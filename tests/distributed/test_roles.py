@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.load import load
-from drumline.core.model import ModelConfig
-from drumline.core.plan import Plan, RolePlan
-from drumline.core.stages import stage_layers
+from drumline.config.load import load
+from drumline.config.model import ModelConfig
 from drumline.models.load import facts, load_config
+from drumline.plan.plan import Plan, RolePlan
+from drumline.plan.stages import stage_layers
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_module
 from tests.distributed.rows import CUT, FOURS, Row

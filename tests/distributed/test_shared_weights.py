@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import load_values
+from drumline.config.load import load_values
+from drumline.engine.tensor_parallel import _require_untied
 from drumline.errors import ModelError, PlanError
 from drumline.models.own import require_trainable
-from drumline.parallel.tensor_parallel import _require_untied
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.distributed.shared import Tied, UpsTied

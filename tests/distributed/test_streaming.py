@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from drumline.strategies.diloco.spec import DiLoCoStrategy
-from drumline.strategies.diloco.streaming import StreamingEngine
+from drumline.config.strategies.diloco import DiLoCoStrategy
+from drumline.engine.strategies.diloco.streaming import StreamingEngine
 from tests.distributed import session_loop
 from tests.distributed.ranks import run_module
 from tests.distributed.streaming_worker import OPTIONS, STEPS, build

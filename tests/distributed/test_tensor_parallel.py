@@ -20,15 +20,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.core.config import CompileConfig, LoRAConfig
-from drumline.core.model import ModelConfig
-from drumline.core.stream import PROVEN
+from drumline.config.config import CompileConfig, LoRAConfig
+from drumline.config.model import ModelConfig
 from drumline.data.batches import TokenBatch
+from drumline.engine.tensor_parallel import apply_tp
+from drumline.engine.transforms import apply_activation_checkpointing, apply_compile
 from drumline.models.adapters import inject
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, require_next_token
-from drumline.parallel.tensor_parallel import apply_tp
-from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
+from drumline.plan.stream import PROVEN
 from tests.distributed.ranks import free_port
 
 SIZES = {

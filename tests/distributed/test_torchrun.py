@@ -104,7 +104,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(config: Path, tmp_path: Path) 
     )
     wait_for(run, "save", 10, process)
     below = psutil.Process(process.pid).children(recursive=True)
-    ranks = [child for child in below if "drumline.launchers.watcher" not in child.cmdline()]
+    ranks = [child for child in below if "drumline.launch.watcher" not in child.cmdline()]
     kill(process.pid)
     process.wait()
     left = psutil.wait_procs(ranks, timeout=3 * 1.0)[1]

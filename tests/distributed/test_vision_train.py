@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.errors import DrumlineError
 from drumline.train.setup import Request, make_plan
 from tests.harness import drumline, events, vision_rows, weights, write_config, write_rows

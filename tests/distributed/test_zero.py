@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import load
-from drumline.strategies.zero.machine import compile_helper
+from drumline.config.load import load
+from drumline.engine.strategies.zero.machine import compile_helper
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.distributed.rows import CUT

@@ -12,7 +12,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from drumline.core.mesh import DIMENSIONS, Mesh
+from drumline.config.mesh import DIMENSIONS, Mesh
 from drumline.dist.mesh import device_mesh, gradient_group
 from drumline.dist.start import start, stop
 from drumline.telemetry import flight

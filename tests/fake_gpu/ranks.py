@@ -21,8 +21,8 @@ COMPUTE_UP_TO = "FAKE_GPU_COMPUTE_UP_TO"  # bytes
 
 
 def main(arguments: list[str]) -> None:
-    from drumline.core.plan import Plan
     from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
     from drumline.telemetry.traffic import Traffic
 
     if COMPUTE_UP_TO in os.environ:
@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> None:
 def train(path: Path, ranks: Any) -> None:
     import torch
 
-    from drumline.core.plan import Plan
-    from drumline.core.signals import StopFlag
+    from drumline.plan.plan import Plan
+    from drumline.system.signals import StopFlag
     from drumline.telemetry.events import EventLog
     from drumline.train.entry import Reporter, train_on
     from drumline.train.state import Goodput

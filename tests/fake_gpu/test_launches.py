@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.fake_gpu.environment import PYTHON
 from tests.fake_gpu.ledger_file import LedgerFile

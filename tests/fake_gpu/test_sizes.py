@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_runs import ready
-from drumline.core.plan import Plan
 from drumline.models.shapes import find
+from drumline.plan.plan import Plan
 from tests.fake_gpu.environment import PYTHON
 from tests.fake_gpu.ledger_file import LedgerFile
 from tests.fake_gpu.ranks import COMPUTE_UP_TO

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drumline.core import heartbeat
-from drumline.core.plan import Plan
 from drumline.dist.start import start, stop
+from drumline.plan.plan import Plan
+from drumline.system import heartbeat
 from drumline.telemetry.events import Eval, EventLog
 from drumline.train.entry import watch
 from drumline.train.failure import note, recording

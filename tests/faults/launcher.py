@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from drumline.core.plan import Plan
-from drumline.launchers.local import launch
+from drumline.launch.local import launch
+from drumline.plan.plan import Plan
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drumline.core.plan import Plan
-from drumline.core.signals import StopFlag
 from drumline.dist.start import start, stop
 from drumline.errors import Preempted
+from drumline.plan.plan import Plan
+from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Eval, EventLog, Restore, Save
 from drumline.train.failure import note, recording
 

@@ -20,8 +20,8 @@ from drumline.checkpoint.load import load, read_state
 from drumline.checkpoint.manifest import step_of
 from drumline.checkpoint.memory import HOST_MEMORY, NAME, OWNER, PREFIX, Memory, require_room
 from drumline.checkpoint.ranks import Ranks
-from drumline.core.process import this_process
 from drumline.errors import EnvironmentFault
+from drumline.system.process import this_process
 from tests.checkpoint_ranks import blank, content, differing, end, run, start
 from tests.faults.live import kill, ranks_of, wait_for
 from tests.harness import drumline, events, losses, same_weights, start_drumline, write_config

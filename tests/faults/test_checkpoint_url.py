@@ -30,7 +30,7 @@ from drumline.checkpoint.remote import (
     state_at,
 )
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.config import Config
+from drumline.config.config import Config
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault
 from tests.buckets import SECRET, Relay, environment, server
 from tests.checkpoint_ranks import blank, content, differing, end, run, start
@@ -260,7 +260,7 @@ def lose_one(folder: Path, url: str) -> int:
     ],
 )
 def test_urls_that_cannot_be(override: str, mistake: str) -> None:
-    from drumline.core.load import load_text
+    from drumline.config.load import load_text
 
     with pytest.raises(ConfigError, match=mistake) as caught:
         load_text("data: {train: [{kind: file, path: x.jsonl}]}", [override])

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drumline.core.config import Config
-from drumline.core.mesh import Mesh
-from drumline.core.plan import BatchPlan, Plan, Predicted
+from drumline.config.config import Config
+from drumline.config.mesh import Mesh
+from drumline.plan.plan import BatchPlan, Plan, Predicted
 from tests.faults.live import gone, wait_for
 from tests.forks import Forked
 from tests.harness import ENV, ROOT, events

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.common import status_bytes
-from drumline.core.plan import Plan
+from drumline.plan.plan import Plan
 from tests.forks import Forked
 from tests.harness import ENV, events, losses, survivors, write_config
 from tests.tiny import tiny_model_dir

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from drumline.core.plan import Plan
-from drumline.core.signals import StopFlag
 from drumline.dist.start import start, stop
 from drumline.errors import TrainingStopped
+from drumline.plan.plan import Plan
+from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Eval, EventLog
 from drumline.train.failure import note, recording
 

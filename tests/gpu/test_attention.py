@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.core.attention import PACKAGES
 from drumline.models.attention import KERNELS, _works, attend_by_documents
 from drumline.models.head import ForwardWithObjective
+from drumline.plan.attention import PACKAGES
 from tests.unit.test_attention import batch_of, build, layout
 
 pytestmark = pytest.mark.skipif(

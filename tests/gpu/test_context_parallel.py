@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from drumline.engine.context_parallel import apply_context_parallel
 from drumline.models.head import ForwardWithObjective
-from drumline.parallel.context_parallel import apply_context_parallel
 from tests.distributed.test_context_parallel import answers, build, made_batch
 from tests.harness import drumline, losses, write_config
 from tests.tiny import tiny_model_dir

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from drumline.parallel.muon import _orthogonal
+from drumline.engine.muon import _orthogonal
 from drumline.vendor.torch import FakeStore
 from tests.harness import drumline, events, losses, weights, write_config
 from tests.tiny import tiny_model_dir

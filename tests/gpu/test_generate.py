@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.core import rollouts as c
+from drumline.config import rollouts as c
 from drumline.rl.continuous import ContinuousGenerator
 from drumline.rl.generate import HFGenerator, Request, gumbel, request_seed
 from tests.tiny import tiny_model_dir, tiny_tokenizer

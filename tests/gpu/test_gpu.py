@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from drumline.checkpoint.staging import Staging
-from drumline.core.strategy import Compression
-from drumline.core.threads import on_this_gpu
+from drumline.config.strategy import Compression
 from drumline.data.batches import TokenBatch
+from drumline.system.threads import on_this_gpu
 from drumline.train.streams import Copies
 from tests.harness import drumline, events, losses, write_config
 from tests.strategies import DDPStrategy
@@ -162,9 +162,9 @@ def test_qlora_learns_over_packed_weights(tmp_path: Path, bits: str, strategy: A
 def test_the_host_does_not_wait_to_know_how_long_copies_did(kind: Any) -> None:
     import torch.distributed as dist
 
-    from drumline.parallel.compress import compress_ddp
-    from drumline.parallel.data_parallel import Replicated
-    from drumline.parallel.transforms import apply_ddp
+    from drumline.engine.compress import compress_ddp
+    from drumline.engine.data_parallel import Replicated
+    from drumline.engine.transforms import apply_ddp
 
     dist.init_process_group(
         "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
@@ -201,7 +201,7 @@ def test_synchronised_batch_norm_is_torchs_own_over_nccl() -> None:
     import torch.distributed as dist
     from torch import nn
 
-    from drumline.parallel.transforms import apply_ddp, apply_sync_batchnorm
+    from drumline.engine.transforms import apply_ddp, apply_sync_batchnorm
 
     dist.init_process_group(
         "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)

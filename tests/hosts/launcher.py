@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
-from drumline.core.plan import Plan
 from drumline.errors import DrumlineError
-from drumline.launchers.local import launch
-from drumline.launchers.ray.spec import RayLauncher
-from drumline.launchers.ssh.spec import SSHLauncher
-from drumline.launchers.ssh.start import counts
+from drumline.launch.local import launch
+from drumline.launch.ray.spec import RayLauncher
+from drumline.launch.ssh.spec import SSHLauncher
+from drumline.launch.ssh.start import counts
+from drumline.plan.plan import Plan
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])

@@ -14,8 +14,8 @@ from typing import Any, cast
 from torch import nn
 
 import drumline
+from drumline.engine.strategies.diloco.peers import PeersEngine
 from drumline.errors import DrumlineError
-from drumline.strategies.diloco.peers import PeersEngine
 from tests.distributed import session_loop
 
 STRATEGY: dict[str, Any] = {

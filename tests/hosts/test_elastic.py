@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import Request, load_values
+from drumline.config.load import Request, load_values
 from drumline.dist.start import Ranks
 from drumline.errors import EnvironmentFault
-from drumline.launchers.hosts.coordinator import Remote
-from drumline.launchers.hosts.elastic import ElasticHosts
-from drumline.launchers.hosts.link import SILENT_SECONDS
+from drumline.launch.hosts.coordinator import Remote
+from drumline.launch.hosts.elastic import ElasticHosts
+from drumline.launch.hosts.link import SILENT_SECONDS
 from drumline.train.replan import Replanner
 from tests.faults.live import wait_for
 from tests.harness import ENV, ROOT, events, losses, same_weights, write_config
@@ -238,8 +238,8 @@ def test_under_torchrun_hosts_do_not_come_and_go(monkeypatch: pytest.MonkeyPatch
 
 def test_another_number_of_ranks_takes_the_same_steps(tmp_path: Path) -> None:
     """By the planner: same global batch, learning rate and steps, in a new plan.json."""
-    from drumline.core.load import load
-    from drumline.core.plan import Plan
+    from drumline.config.load import load
+    from drumline.plan.plan import Plan
     from drumline.train.setup import Request, make_plan
 
     path = write_config(

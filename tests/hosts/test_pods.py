@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import Request, load
+from drumline.config.load import Request, load
 from tests.distributed.ranks import free_port
 from tests.faults.live import gone, wait_for
 from tests.forks import Forked
@@ -20,7 +20,7 @@ from tests.tiny import tiny_model_dir
 pytest.importorskip("kubernetes", reason="the package kubernetes is not installed")
 pytestmark = pytest.mark.full
 
-from drumline.launchers.kubernetes.submit import submission_of  # noqa: E402
+from drumline.launch.kubernetes.submit import submission_of  # noqa: E402
 
 
 def test_two_pods_train_and_go_on_when_they_start_again(tmp_path: Path) -> None:

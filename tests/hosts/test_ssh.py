@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from drumline.launchers.hosts.link import SILENT_SECONDS
+from drumline.launch.hosts.link import SILENT_SECONDS
 from tests.faults.live import wait_for
 from tests.harness import ENV, ROOT, events, losses, same_weights, write_config
 from tests.hosts.namespaces import Host, ended, hosts
@@ -349,7 +349,7 @@ def test_a_dry_run_says_what_would_be_run_on_each_host(
     assert code == 0, out
     assert (
         "# host b: ssh -o BatchMode=yes" in out
-        and "drumline.launchers.hosts.agent" in out
+        and "drumline.launch.hosts.agent" in out
         and "# host a: " in out
     )
     assert (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.launchers.slurm.queue import job_of
+from drumline.launch.slurm.queue import job_of
 from tests.harness import write_config
 from tests.slurm.cluster import require, slurm
 from tests.tiny import tiny_model_dir

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from drumline.core.registry import Spec
+from drumline.config.registry import Spec
 
 PACKAGE = Path(__file__).parents[2] / "drumline"
 

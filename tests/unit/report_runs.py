@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from drumline.core.load import load_text
+from drumline.config.load import load_text
 from drumline.telemetry import watched
 from drumline.telemetry.events import (
     Eval,

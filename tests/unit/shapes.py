@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from drumline.core.config import Adapter, Config, LoRAConfig, NoAdapter
-from drumline.core.facts import ModelFacts
+from drumline.config.config import Adapter, Config, LoRAConfig, NoAdapter
 from drumline.hardware.detect import Machine
+from drumline.plan.facts import ModelFacts
 from drumline.planner.cluster import cluster_of
 from drumline.planner.search.answer import Question
 

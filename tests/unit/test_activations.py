@@ -14,17 +14,18 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM
 
 from drumline.algorithms.base import policy_objective
-from drumline.core.config import Config
-from drumline.core.facts import ModelFacts, Weight, chunkable
-from drumline.core.load import load
-from drumline.core.plan import Layout, Plan
-from drumline.core.rule import Case
-from drumline.core.rules import check_rules
+from drumline.config.config import Config
+from drumline.config.load import load
+from drumline.engine.build import build_engine
+from drumline.engine.offload import ActivationOffload
+from drumline.engine.transforms import apply_mlp_chunks
 from drumline.errors import PlanError
 from drumline.models.blocks import set_blocks
 from drumline.models.load import facts, load_config
-from drumline.parallel.offload import ActivationOffload
-from drumline.parallel.transforms import apply_mlp_chunks
+from drumline.plan.facts import ModelFacts, Weight, chunkable
+from drumline.plan.plan import Layout, Plan
+from drumline.plan.rule import Case
+from drumline.plan.rules import check_rules
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import memory, offloaded
 from drumline.planner.cost.times import estimate
@@ -32,7 +33,6 @@ from drumline.planner.search.advice import _of_length
 from drumline.planner.search.budget import CHECKPOINTING, within_budget
 from drumline.planner.search.search import search
 from drumline.planner.trace import run
-from drumline.strategies.build import build_engine
 from drumline.train.setup import Request, make_plan
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir, tiny_tokenizer

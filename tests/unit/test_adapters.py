@@ -11,13 +11,10 @@ import pytest
 import torch
 
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.config import Config, LoRAConfig, LoRAFactors
-from drumline.core.load import load
-from drumline.core.mesh import Mesh
-from drumline.core.model import ModelConfig
-from drumline.core.plan import BatchPlan, DataPlan, Plan, Predicted
-from drumline.core.rule import Case
-from drumline.core.rules import check_rules
+from drumline.config.config import Config, LoRAConfig, LoRAFactors
+from drumline.config.load import load
+from drumline.config.mesh import Mesh
+from drumline.config.model import ModelConfig
 from drumline.errors import EnvironmentFault, ModelError, PlanError
 from drumline.inference.card import card
 from drumline.models import adapters
@@ -25,6 +22,9 @@ from drumline.models.build import build_model
 from drumline.models.export import export
 from drumline.models.load import facts, load_config
 from drumline.models.shards import canonical_tensors
+from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
+from drumline.plan.rule import Case
+from drumline.plan.rules import check_rules
 from drumline.train.setup import Request, make_plan
 from tests.harness import write_config
 from tests.tiny import tiny_architecture_dir, tiny_model_dir

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from drumline.core.config import Config, LoRAConfig
-from drumline.core.facts import with_length
+from drumline.config.config import Config, LoRAConfig
 from drumline.errors import PlanError
+from drumline.plan.facts import with_length
 from drumline.planner.derived import with_lora
 from drumline.planner.report.table import show_heuristics
 from drumline.planner.search.advice import (

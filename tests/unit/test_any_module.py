@@ -17,16 +17,16 @@ from torch import nn
 from torch.nn.init import trunc_normal_
 from transformers.initialization import meta_device_safe_creation_ops
 
-from drumline.core.config import Config
-from drumline.core.mesh import Mesh
-from drumline.core.plan import BatchPlan, Plan, Predicted
+from drumline.config.config import Config
+from drumline.config.mesh import Mesh
+from drumline.engine.build import build_module
+from drumline.engine.engine import OpenEngine
+from drumline.engine.own_pipeline import cut, trace
 from drumline.errors import ModelError, PlanError
 from drumline.models.own import require_trainable
 from drumline.models.shards import Loaded, Values
 from drumline.models.tape import Played, lay_out_module
-from drumline.parallel.engine import OpenEngine
-from drumline.parallel.own_pipeline import cut, trace
-from drumline.strategies.build import build_module
+from drumline.plan.plan import BatchPlan, Plan, Predicted
 from drumline.vendor.torch import device_constructors
 from tests.distributed.staged import Staged, sequence
 from tests.harness import ENV
@@ -447,7 +447,7 @@ def by_hand_norm(engine: OpenEngine) -> float:
 
 @pytest.mark.slow
 def test_no_transformers_on_the_way() -> None:
-    code = "import sys; import drumline.strategies.build, drumline.parallel.native; print([n for n in sys.modules if n == 'transformers'])"
+    code = "import sys; import drumline.engine.build, drumline.engine.native; print([n for n in sys.modules if n == 'transformers'])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

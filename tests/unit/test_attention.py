@@ -15,11 +15,9 @@ import torch
 from torch._dynamo import lookup_backend
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.core.attention import PACKAGES, as_before, by_documents, choice_of, choose
-from drumline.core.config import CompileConfig, Config
-from drumline.core.mesh import Mesh
-from drumline.core.model import ModelConfig
-from drumline.core.plan import BatchPlan, Layout
+from drumline.config.config import CompileConfig, Config
+from drumline.config.mesh import Mesh
+from drumline.config.model import ModelConfig
 from drumline.data.batches import (
     Episodes,
     LabelledBatch,
@@ -28,6 +26,7 @@ from drumline.data.batches import (
     collate_episodes,
     learned_segment,
 )
+from drumline.engine.transforms import apply_activation_checkpointing
 from drumline.errors import PlanError
 from drumline.models import attention
 from drumline.models.attention import KERNELS, Documents, _works, attend_by_documents, one_by_one
@@ -41,7 +40,8 @@ from drumline.models.head import (
     split,
 )
 from drumline.models.load import facts, load_config
-from drumline.parallel.transforms import apply_activation_checkpointing
+from drumline.plan.attention import PACKAGES, as_before, by_documents, choice_of, choose
+from drumline.plan.plan import BatchPlan, Layout
 from drumline.planner.cost.activations import formula
 from drumline.vendor.torch import TorchDispatchMode
 from tests.unit.test_models_head import KINDS, LLAMA
@@ -559,7 +559,7 @@ def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return choose(layout(**of), size, caps, own, needs_mask).kernel
 
     gpu = {"device": "cuda", "precision": "bf16"}
-    monkeypatch.setattr("drumline.core.attention.installed", lambda name: False)
+    monkeypatch.setattr("drumline.plan.attention.installed", lambda name: False)
     assert kernel() == kernel(device="cuda") == kernel(own=True, **gpu) == "documents"
     assert (
         kernel(**gpu) == "varlen"
@@ -573,7 +573,7 @@ def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         == kernel(devices=2, **gpu)
         == "masked"
     )
-    monkeypatch.setattr("drumline.core.attention.installed", lambda name: name == "flash_attn")
+    monkeypatch.setattr("drumline.plan.attention.installed", lambda name: name == "flash_attn")
     assert (
         kernel(**gpu) == kernel(caps=True, **gpu) == "flash_attention_2"
         and kernel(attention="varlen", **gpu) == "varlen"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from drumline.core.config import Config
-from drumline.core.explain import strategy_name
-from drumline.core.load import load
-from drumline.core.plan import Plan
+from drumline.config.config import Config
+from drumline.config.load import load
 from drumline.errors import EnvironmentFault, PlanError
 from drumline.hardware.detect import Device, Machine
+from drumline.plan.explain import strategy_name
+from drumline.plan.plan import Plan
 from drumline.planner.cluster import cluster_here
 from drumline.train import setup
 from drumline.train.setup import Request, claim_run_dir, make_plan

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drumline.bench.calibrate import group_sizes, rate_of_large, write
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.errors import EnvironmentFault
 from drumline.hardware.cluster import (
     Calibration,

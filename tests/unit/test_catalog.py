@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from drumline.bench.calibrate import write
-from drumline.core.load import load_text, schema
+from drumline.config.load import load_text, schema
 from drumline.errors import ConfigError
 from drumline.hardware import catalog
 from drumline.hardware.cluster import Calibration, Cluster, Collective, Measured, Product

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drumline.core.config import LoRAConfig
-from drumline.core.model import ModelConfig
+from drumline.config.config import LoRAConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
 from drumline.inference.evaluate import Question, completed, with_room
 from drumline.inference.model import CONTROLS, Conversation, Model, Printer, open_model

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.data import DataConfig, FileSource
-from drumline.core.load import load, load_text
-from drumline.core.model import TEMPLATES, ModelConfig
-from drumline.core.registry import make
+from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.data import DataConfig, FileSource
+from drumline.config.load import load, load_text
+from drumline.config.model import TEMPLATES, ModelConfig
+from drumline.config.registry import make
 from drumline.data.cache import left_out
 from drumline.data.fingerprint import cache_key
 from drumline.data.sources import Row

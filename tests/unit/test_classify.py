@@ -15,9 +15,8 @@ import torch
 
 from drumline.algorithms.classify.objective import Classify
 from drumline.algorithms.classify.spec import ClassifyConfig
-from drumline.core.load import load
-from drumline.core.model import ModelConfig
-from drumline.core.plan import Plan
+from drumline.config.load import load
+from drumline.config.model import ModelConfig
 from drumline.data.cache import TokenCache
 from drumline.data.encode import label_of
 from drumline.data.prepare import prepare
@@ -29,6 +28,7 @@ from drumline.models.freeze import freeze
 from drumline.models.scores import grey_image
 from drumline.models.tokenizer import load_tokenizer
 from drumline.models.vision import load_processor, side_of
+from drumline.plan.plan import Plan
 from drumline.train.entry import run
 from drumline.train.setup import Request, make_plan
 from tests.harness import events, labelled_rows, write_config, write_rows

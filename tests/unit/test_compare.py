@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.load import load_text
+from drumline.config.load import load_text
 from drumline.errors import UserError
 from drumline.report.compare import Verdict, compare, judge, sides, welch
 from drumline.report.curves import groups

@@ -14,9 +14,9 @@ from drumline.compat.accelerate import DEEPSPEED, FSDP, MEGATRON, PARALLELISM, T
 from drumline.compat.arguments import TABLE as ARGUMENTS
 from drumline.compat.deepspeed import ENGINE_ONLY, OPTIMIZER, ZERO
 from drumline.compat.deepspeed import TABLE as JSON_TABLE
-from drumline.core.load import drafted, load, load_text
-from drumline.core.resolve import warmup_steps
+from drumline.config.load import drafted, load, load_text
 from drumline.errors import ConfigError
+from drumline.plan.resolve import warmup_steps
 
 ACC = "compute_environment: LOCAL_MACHINE\n"
 DATA = "train_file: x.jsonl\n"

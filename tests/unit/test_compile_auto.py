@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from drumline.core.config import CompileConfig
-from drumline.core.load import load_text
+from drumline.config.config import CompileConfig
+from drumline.config.load import load_text
 from drumline.errors import ConfigError
 from drumline.hardware.cluster import Cluster
 from drumline.planner.public import Plans, plan

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.load import load
-from drumline.core.rule import Case
-from drumline.core.rules import check_rules
+from drumline.config.load import load
+from drumline.engine.build import build_engine
 from drumline.errors import PlanError
 from drumline.models import losses
-from drumline.strategies.build import build_engine
+from drumline.plan.rule import Case
+from drumline.plan.rules import check_rules
 from drumline.train.setup import Request, make_plan
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir

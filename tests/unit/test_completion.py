@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.complete import keys
-from drumline.core.load import load_values
+from drumline.config.complete import keys
+from drumline.config.load import load_values
 from tests.harness import ENV
 
 # As pip writes it.

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drumline.engine.compress import BLOCK, KINDS, Compressor, decode, encode, orthonormal
+from drumline.engine.strategies.diloco.streaming import cut
 from drumline.errors import ConfigError
-from drumline.parallel.compress import BLOCK, KINDS, Compressor, decode, encode, orthonormal
-from drumline.strategies.diloco.streaming import cut
 from drumline.telemetry.traffic import CommunicatedBytes
 from tests.strategies import Compression
 

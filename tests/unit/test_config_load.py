@@ -13,12 +13,12 @@ import pytest
 
 from drumline import cli
 from drumline.compat.convert import convert
-from drumline.core.config import Config
-from drumline.core.load import changed_values, load, load_text, override, refused, schema, to_yaml
-from drumline.core.mistakes import SYNONYMS, field_at, kinds_at
-from drumline.core.model import ModelConfig
-from drumline.core.yaml_lines import read_yaml
+from drumline.config.config import Config
+from drumline.config.load import changed_values, load, load_text, override, refused, schema, to_yaml
+from drumline.config.mistakes import SYNONYMS, field_at, kinds_at
+from drumline.config.model import ModelConfig
 from drumline.errors import ConfigError
+from drumline.system.yaml_lines import read_yaml
 from tests.strategies import DDPStrategy
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"
@@ -468,12 +468,12 @@ def test_schema_describes_every_key_and_allows_short_forms() -> None:
 def test_light_rooms_do_not_import_torch() -> None:
     rooms = (
         "cli",
-        "core.load",
-        "core.resolve",
+        "config.load",
+        "plan.resolve",
         "telemetry.events",
         "report.progress",
         "hardware.detect",
-        "launchers.local",
+        "launch.local",
     )
     code = f"import sys, {', '.join(f'drumline.{room}' for room in rooms)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

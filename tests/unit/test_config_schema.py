@@ -12,11 +12,11 @@ import pytest
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from drumline.core.config import Config
-from drumline.core.load import load_text, schema
-from drumline.core.mistakes import kind_of, kinds_at, models_at, null_means_default_at
-from drumline.core.registry import Registered
-from drumline.core.section import Short
+from drumline.config.config import Config
+from drumline.config.load import load_text, schema
+from drumline.config.mistakes import kind_of, kinds_at, models_at, null_means_default_at
+from drumline.config.registry import Registered
+from drumline.config.section import Short
 from drumline.errors import ConfigError
 
 DATA = {"train": [{"kind": "file", "path": "x.jsonl"}]}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from drumline.core.files import write_whole
-from drumline.core.load import load, load_text, to_yaml
-from drumline.core.redact import OURS, redact, reveal, withheld, withhold
+from drumline.config.load import load, load_text, to_yaml
 from drumline.errors import ConfigError
+from drumline.system.files import write_whole
+from drumline.system.redact import OURS, redact, reveal, withheld, withhold
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"
 GRPO = DATA + "algorithm: {kind: grpo, rewards: [{kind: function, path: 'm.py:f', options: %s}]}\n"
@@ -22,7 +22,7 @@ KEY = OURS + "ALGORITHM_REWARDS_0_OPTIONS_API_KEY"
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Any:
     before = dict(os.environ)
-    monkeypatch.setattr("drumline.core.redact._kept", set())
+    monkeypatch.setattr("drumline.system.redact._kept", set())
     yield
     for name in set(os.environ) - set(before):
         del os.environ[name]

@@ -13,7 +13,7 @@ from drumline import cli
 from drumline.compat.axolotl import TALKS
 from drumline.compat.convert import convert
 from drumline.compat.llama_factory import READ
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.data import formats
 from drumline.data.turns import ROLES
 from drumline.errors import ConfigError

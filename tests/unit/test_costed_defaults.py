@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from drumline.core.estimate import Estimate
+from drumline.config.strategies.fsdp2 import FSDP2Strategy
+from drumline.plan.estimate import Estimate
 from drumline.planner.public import plan
 from drumline.planner.search.search import evaluate
-from drumline.strategies.fsdp2.spec import FSDP2Strategy
 
 
 def estimated(strategy: str, model: str = "llama-3.1-8b") -> Estimate:

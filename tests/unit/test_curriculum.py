@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.rollouts import CurriculumConfig
+from drumline.config.rollouts import CurriculumConfig
 from drumline.rl.curriculum import Curriculum
 
 DOMAINS = ["sums"] * 30 + ["logic"] * 10 + ["words"] * 60

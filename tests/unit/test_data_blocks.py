@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from drumline.core import heartbeat
-from drumline.core.config import Config
-from drumline.core.heartbeat import LIMITS, Heart
-from drumline.core.plan import BatchPlan
+from drumline.config.config import Config
 from drumline.data.batches import TokenBatch, collate
 from drumline.data.blocks import _POLL_SECONDS, Blocks, Maker, hold, read_ledger
 from drumline.data.make import Task
 from drumline.data.prepare import cached, prepare
 from drumline.data.stream import BatchStream
 from drumline.errors import CheckpointError, DataError, EnvironmentFault
+from drumline.plan.plan import BatchPlan
+from drumline.system import heartbeat
+from drumline.system.heartbeat import LIMITS, Heart
 from tests.tiny import tiny_tokenizer
 
 SIZE = 8

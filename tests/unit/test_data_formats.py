@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from drumline.core.data import (
+from drumline.config.data import (
     PAIR_FORMS,
     PROMPT_FORMS,
     TEXT_FORMS,
@@ -18,7 +18,7 @@ from drumline.core.data import (
     FileSource,
     Forms,
 )
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.data import prepare
 from drumline.data.formats import FORMATS
 from drumline.data.sources import Row, read_rows

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from drumline.core.config import Config
-from drumline.core.mixing import Mixed, epoch_counts
-from drumline.core.plan import BatchPlan, DataPlan
-from drumline.core.resolve import total_samples
+from drumline.config.config import Config
+from drumline.config.mixing import Mixed, epoch_counts
 from drumline.data import places
 from drumline.data.cache import TokenCache
 from drumline.data.overlap import grams, print_of
 from drumline.data.prepare import prepare
 from drumline.data.stream import MixedOrder
 from drumline.errors import DataError
+from drumline.plan.plan import BatchPlan, DataPlan
+from drumline.plan.resolve import total_samples
 from tests.tiny import tiny_tokenizer
 
 WORDS = [f"word{n}" for n in range(400)]

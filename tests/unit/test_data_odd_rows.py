@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from drumline.core.data import (
+from drumline.config.data import (
     PAIR_FORMS,
     PROMPT_FORMS,
     TEXT_FORMS,

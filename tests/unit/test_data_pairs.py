@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.core.config import Config
-from drumline.core.data import PAIR_FORMS, DataConfig, TasksSource
+from drumline.config.config import Config
+from drumline.config.data import PAIR_FORMS, DataConfig, TasksSource
 from drumline.data.batches import collate_pairs
 from drumline.data.cache import TokenCache
 from drumline.data.encode import PairRows

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from drumline.core.config import Config
-from drumline.core.data import Source, kind_of_file
-from drumline.core.load import drafted, load, load_text, validated
+from drumline.config.config import Config
+from drumline.config.data import Source, kind_of_file
+from drumline.config.load import drafted, load, load_text, validated
 from drumline.data.fingerprint import cache_key
 from drumline.data.places import locate
 from drumline.data.sources import read_rows

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from drumline.core.config import Config
+from drumline.config.config import Config
 from drumline.data import workers
 from drumline.data.cache import TokenCache, temporary_folder
 from drumline.data.prepare import cached
@@ -462,7 +462,7 @@ def test_two_processes_prepare_at_once(tmp_path: Path, tokenizer_dir: str) -> No
     wanted = config(tmp_path, holdout=7)
     (tmp_path / "config.json").write_text(wanted.model_dump_json())
     code = (
-        "import sys, pathlib; from drumline.core.config import Config; from drumline.data.prepare import prepare\n"
+        "import sys, pathlib; from drumline.config.config import Config; from drumline.data.prepare import prepare\n"
         "base = pathlib.Path(sys.argv[1]); config = Config.model_validate_json((base / 'config.json').read_text())\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "made = prepare(config, sys.argv[2], base); print(made.train_cache, *made.eval_caches.values())"
@@ -502,7 +502,7 @@ def test_a_killed_preparation_leaves_no_process_and_no_cache(
     (tmp_path / "config.json").write_text(wanted.model_dump_json())
     script = tmp_path / "run.py"
     script.write_text(
-        "import sys, pathlib\nfrom drumline.core.config import Config\nfrom drumline.data.prepare import prepare\n"
+        "import sys, pathlib\nfrom drumline.config.config import Config\nfrom drumline.data.prepare import prepare\n"
         "if __name__ == '__main__':\n"
         "    base = pathlib.Path(sys.argv[1]); config = Config.model_validate_json((base / 'config.json').read_text())\n"
         "    prepare(config, sys.argv[2], base, lambda phase, done, total: print(phase, flush=True))\n"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from drumline.algorithms.grpo.spec import GRPOConfig
-from drumline.core.data import PROMPT_FORMS, DataConfig, FileSource, TasksSource
-from drumline.core.rollouts import HFGenerator
+from drumline.config.data import PROMPT_FORMS, DataConfig, FileSource, TasksSource
+from drumline.config.rollouts import HFGenerator
 from drumline.data.encode import OWN, PromptRows
 from drumline.data.sources import Row, domains, read_rows
 from drumline.errors import ConfigError, DataError
@@ -133,7 +133,7 @@ def test_a_domain_has_a_name_where_its_files_have_a_pattern(path: str, name: str
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    from drumline.core.load import load
+    from drumline.config.load import load
     from drumline.errors import PlanError
     from drumline.train.setup import Request, make_plan
 
@@ -168,7 +168,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 def test_a_column_that_no_function_can_get_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from drumline.core.load import load
+    from drumline.config.load import load
     from drumline.train.setup import Request, make_plan
 
     (tmp_path / "mine.py").write_text("def score(prompt, completion, **columns):\n    return 1.0\n")

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.load import load
-from drumline.core.plan import DataIdentity, Plan
+from drumline.config.load import load
 from drumline.data.cache import TokenCache, verify
 from drumline.data.fingerprint import identify, what_changed
 from drumline.data.prepare import prepare
 from drumline.dist.start import Ranks
 from drumline.errors import CheckpointError, DataError
+from drumline.plan.plan import DataIdentity, Plan
 from drumline.train.build import build
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from drumline.train.state import Goodput

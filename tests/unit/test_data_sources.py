@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from drumline.core.data import Source, SourceSpec
+from drumline.config.data import Source, SourceSpec
 from drumline.data.sources import Row, read_rows
 from drumline.errors import DataError
 

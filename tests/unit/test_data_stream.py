@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.core.plan import BatchPlan
 from drumline.data.batches import TokenBatch, collate
 from drumline.data.cache import Layout, TokenCache, commit, temporary_folder
 from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, assign, predecessors
+from drumline.plan.plan import BatchPlan
 
 Threads = Callable[[], list[threading.Thread]]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drumline.core.data import DataConfig
+from drumline.config.data import DataConfig
 from drumline.data.sources import Row
 from drumline.data.templates import Encoder, Example, truncate
 from drumline.errors import DataError

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, TEXT_FORMS, Columns, DataConfig, FileSource
+from drumline.config.data import (
+    PAIR_FORMS,
+    PROMPT_FORMS,
+    TEXT_FORMS,
+    Columns,
+    DataConfig,
+    FileSource,
+)
 from drumline.data.encode import PairRows, PromptRows, TextRows
 from drumline.data.places import find
 from drumline.data.sources import Row, read_rows

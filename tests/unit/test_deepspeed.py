@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from drumline.engine.strategies.zero import machine as helpers
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.core.config import Config
-from drumline.core.model import ModelConfig
-from drumline.core.plan import Plan
-from drumline.core.resolve import resolve
+from drumline.config.config import Config
+from drumline.config.model import ModelConfig
+from drumline.engine.native import NativeEngine
+from drumline.engine.native import prepare as native
+from drumline.engine.strategies.zero.fill import fill_parameters, shard_of_rank
 from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Machine
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
-from drumline.parallel.native import NativeEngine
-from drumline.parallel.native import prepare as native
-from drumline.strategies.zero import machine as helpers
-from drumline.strategies.zero.fill import fill_parameters, shard_of_rank
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import resolve
 from tests.harness import ENV
 from tests.tiny import tiny_model_dir
 from tests.unit.test_native import batches
@@ -83,7 +83,7 @@ def engine(model_dir: Path, strategy: Any, precision: str = "fp32", **sections: 
     values = Values(source, "cpu", 0)
     if made.engine == "native":
         return native(made, model, values, NativeEngine)
-    from drumline.strategies.zero.engine import prepare
+    from drumline.engine.strategies.zero.engine import prepare
 
     return prepare(made, model, values)
 
@@ -218,7 +218,7 @@ def test_the_flops_profile(model_dir: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile.txt"
     made.deepspeed["flops_profiler"]["output_file"] = str(profile)
     model, source = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)
-    from drumline.strategies.zero.engine import prepare
+    from drumline.engine.strategies.zero.engine import prepare
 
     steps(prepare(made, model, Values(source, "cpu", 0)), 2)
     assert "LlamaForCausalLM" in profile.read_text()
@@ -313,7 +313,7 @@ def test_what_is_missing_is_told_before_launch(
     # This machine may lack libaio.
     monkeypatch.setattr(helpers.ctypes.util, "find_library", lambda name: f"lib{name}.so")
     if breaks:
-        monkeypatch.setattr(f"drumline.strategies.zero.machine.{breaks[0]}", breaks[1])
+        monkeypatch.setattr(f"drumline.engine.strategies.zero.machine.{breaks[0]}", breaks[1])
         monkeypatch.setattr("pathlib.Path.exists", lambda _: False)
     with pytest.raises(EnvironmentFault, match=said):
         made.config.strategy.require(made, lambda *_: None)

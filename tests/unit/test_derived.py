@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from drumline.core.config import LoRAConfig
-from drumline.core.facts import ModelFacts
-from drumline.core.model import ModelConfig
+from drumline.config.config import LoRAConfig
+from drumline.config.model import ModelConfig
 from drumline.models.load import facts, load_config
 from drumline.models.shapes import KNOWN, with_config
+from drumline.plan.facts import ModelFacts
 from drumline.planner.derived import FAMILIES, with_lora
 from drumline.planner.sizes import Found, sizes_of
 from tests.tiny import tiny_model_dir

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from drumline.core.load import load_values
+from drumline.config.load import load_values
 from tests.commands import PAGES, PROGRAMS, commands, parsed
 from tests.harness import ROOT
 

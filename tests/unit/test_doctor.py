@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from drumline.core.files import digest
 from drumline.doctor import command, host
 from drumline.doctor.check import Check, Host, differences
 from drumline.doctor.command import as_text, asked_by, doctor
@@ -31,7 +30,8 @@ from drumline.doctor.hosts import expected, judged
 from drumline.doctor.reduce import rounds
 from drumline.errors import UserError
 from drumline.hardware.detect import Device, Machine
-from drumline.launchers.postmortem import RankEnd, report
+from drumline.launch.postmortem import RankEnd, report
+from drumline.system.files import digest
 from drumline.telemetry.events import EventLog, Fault, Nonfinite, Step
 from tests.harness import write_config
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from drumline.core.launcher import Reached
-from drumline.core.process import run_module
+from drumline.config.launcher import Reached
 from drumline.doctor import host
 from drumline.doctor.host import Question
 from drumline.doctor.hosts import compared, examined, preflight
 from drumline.errors import EnvironmentFault
+from drumline.system.process import run_module
 from tests.unit.test_doctor import CPU, RESULT
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.download import download
 

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from drumline.core.config import Config
+from drumline.config.config import Config
 from drumline.errors import PlanError
 from drumline.hardware.detect import HIDING
-from drumline.launchers.early import EarlyRanks
+from drumline.launch.early import EarlyRanks
 from drumline.train import entry
 from drumline.vendor.transformers import import_without_torchao
 from tests.harness import ENV, write_config
@@ -33,10 +33,10 @@ sys.exit(7)
 LAUNCHER = """
 import json, os, signal, sys, types
 sys.modules["drumline.train.preload"] = types.ModuleType("preload")
-from drumline.core.config import Config
-from drumline.core.process import tied
-from drumline.launchers import early
-from drumline.launchers.early import EarlyRanks
+from drumline.config.config import Config
+from drumline.system.process import tied
+from drumline.launch import early
+from drumline.launch.early import EarlyRanks
 signal.signal(signal.SIGTERM, lambda *more: None)
 folder, case = sys.argv[1:]
 device = "auto" if case.startswith("GPU") else "cpu"

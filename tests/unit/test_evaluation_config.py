@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from drumline import cli
-from drumline.core.load import load, refused, to_yaml
-from drumline.core.run import EvalConfig, direction
+from drumline.config.load import load, refused, to_yaml
+from drumline.config.run import EvalConfig, direction
 from drumline.errors import ConfigError, DataError, EnvironmentFault, PlanError, UserError
 from drumline.train.setup import Request, make_plan
 from drumline.train.tasks import manager_of, metrics_of, require

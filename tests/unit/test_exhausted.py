@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.config import Config
-from drumline.core.estimate import Memory
-from drumline.core.mesh import Mesh
-from drumline.core.out_of_memory import (
+from drumline.config.config import Config
+from drumline.config.mesh import Mesh
+from drumline.hardware.detect import Groups, detect
+from drumline.launch.postmortem import RankEnd, exhausted
+from drumline.plan.estimate import Memory
+from drumline.plan.out_of_memory import (
     Exhausted,
     correction,
     is_out_of_memory,
@@ -20,8 +22,6 @@ from drumline.core.out_of_memory import (
     misestimate,
     verdict,
 )
-from drumline.hardware.detect import Groups, detect
-from drumline.launchers.postmortem import RankEnd, exhausted
 from drumline.planner.search.advice import changed
 from drumline.train.failure import Watched, doing, reported_by_cuda
 from tests.unit.test_loop import plan

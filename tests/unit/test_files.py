@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.files import (
+from drumline.system.files import (
     create_whole,
     give_name,
     take_name,
@@ -20,7 +20,7 @@ from drumline.core.files import (
 PACKAGE = Path(__file__).parents[2] / "drumline"
 # Who renames besides: a lease that is taken away, what torch's checkpoint writer asks for, and files between two temporary folders.
 RENAME = {
-    "core/files.py",
+    "system/files.py",
     "launchers/lease.py",
     "checkpoint/storage.py",
     "data/blocks.py",
@@ -91,7 +91,7 @@ def test_nobody_else_renames() -> None:
 
 @pytest.mark.slow
 def test_nobody_else_starts_processes() -> None:
-    """What starts one imports these; torch's agent, which starts ranks, gets its command from core.process."""
+    """What starts one imports these; torch's agent, which starts ranks, gets its command from system.process."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         tree = list(ast.walk(ast.parse(path.read_text())))
@@ -105,4 +105,4 @@ def test_nobody_else_starts_processes() -> None:
         )
         if forks or names & {"subprocess", "multiprocessing"}:
             found.add(str(path.relative_to(PACKAGE)))
-    assert found == {"core/process.py"}
+    assert found == {"system/process.py"}

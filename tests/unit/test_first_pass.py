@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from drumline.algorithms.base import Algorithm, LossOut
-from drumline.core.plan import BatchPlan
 from drumline.data.batches import First, collate
 from drumline.data.stream import GlobalBatch, assign
+from drumline.plan.plan import BatchPlan
 from drumline.train import streams as rank_streams
 from drumline.train.streams import FirstPass, Streams
 from tests.fake_engine import FakeEngine

@@ -15,11 +15,11 @@ import pytest
 from pydantic import BaseModel
 
 from drumline import cli, foreign
-from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.config import Config
-from drumline.core.load import load_text
-from drumline.core.registry import Spec, find_object, kinds
-from drumline.core.rollouts import RolloutSpec
+from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.config import Config
+from drumline.config.load import load_text
+from drumline.config.registry import Spec, find_object, kinds
+from drumline.config.rollouts import RolloutSpec
 from drumline.data.fingerprint import hash_file
 from drumline.errors import ConfigError, DataError, EnvironmentFault
 from drumline.telemetry.events import EventLog, Preempt, read

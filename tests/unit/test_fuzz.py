@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from drumline import cli
-from drumline.core.config import Config
-from drumline.core.load import load, load_text, to_yaml
+from drumline.config.config import Config
+from drumline.config.load import load, load_text, to_yaml
 from drumline.errors import ConfigError, DataError
 from drumline.foreign import judged, parse_json
 from drumline.models import rendering
@@ -147,7 +147,7 @@ values = st.recursive(
 
 
 def places(model: Any = Config, prefix: str = "", depth: int = 0) -> list[str]:
-    from drumline.core.mistakes import _sections
+    from drumline.config.mistakes import _sections
 
     found = []
     for name, field in model.model_fields.items():

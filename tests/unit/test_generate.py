@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.model import ModelConfig
-from drumline.core.rollouts import ContinuousGenerator as ContinuousConfig
-from drumline.core.rollouts import HFGenerator as HFConfig
+from drumline.config.model import ModelConfig
+from drumline.config.rollouts import ContinuousGenerator as ContinuousConfig
+from drumline.config.rollouts import HFGenerator as HFConfig
 from drumline.errors import DataError, DrumlineError, PlanError
 from drumline.models.attention import attend_by_documents
 from drumline.models.build import build_model

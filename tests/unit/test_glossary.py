@@ -13,7 +13,7 @@ import pytest
 import typer.main
 
 from drumline.cli import app
-from drumline.core.load import schema
+from drumline.config.load import schema
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from drumline.core import heartbeat
-from drumline.core.heartbeat import LIMITS, Board, Heart
-from drumline.launchers.hangs import Seen, main_lines, name_hang
-from drumline.launchers.watch import Watch, state_of
+from drumline.launch.hangs import Seen, main_lines, name_hang
+from drumline.launch.watch import Watch, state_of
+from drumline.system import heartbeat
+from drumline.system.heartbeat import LIMITS, Board, Heart
 from drumline.telemetry.flight import blame, describe, first_difference
 from tests.harness import ENV, ROOT
 
@@ -158,7 +158,7 @@ def test_a_rank_that_waits_is_not_to_blame_where_what_it_waits_for_is_not_known(
 
 def test_the_stack_shows_the_main_thread_and_those_at_work() -> None:
     stacks = (
-        'Thread 0x1 (most recent call first):\n  File "/x/core/heartbeat.py", line 1 in _answer\n\n'
+        'Thread 0x1 (most recent call first):\n  File "/x/system/heartbeat.py", line 1 in _answer\n\n'
         'Thread 0x2 (most recent call first):\n  File "mine.py", line 5 in endless\n\n'
         'Current thread 0x3 (most recent call first):\n  File "base.py", line 9 in result\n  File "loop.py", line 2 in run\n'
     )
@@ -329,7 +329,7 @@ def test_a_suspended_rank_hangs_whatever_it_was_at(
     one.beat("save")
     two.beat("report")
     assert late(watch, 500.0) is None
-    monkeypatch.setattr("drumline.launchers.watch._state", lambda folder: "T")
+    monkeypatch.setattr("drumline.launch.watch._state", lambda folder: "T")
     hang = watch.look({0: os.getpid(), 1: os.getpid()})
     assert hang is not None and hang.why == "it is suspended (SIGSTOP)"
 
@@ -338,7 +338,7 @@ def test_a_suspended_rank_hangs_whatever_it_was_at(
 def test_a_host_that_waits_does_not_hang_while_another_one_is_at_work(
     gone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drumline.launchers.watch.ELSEWHERE_SECONDS", 0.2)
+    monkeypatch.setattr("drumline.launch.watch.ELSEWHERE_SECONDS", 0.2)
     watch, mine = Watch(1, 0, 2), {0: os.getpid()}
     try:
         folder, _, _ = watch.variable(0)[heartbeat.VARIABLE].rpartition(":")
@@ -391,7 +391,7 @@ def test_a_rank_that_answers_is_sent_no_signal(
 ) -> None:
     """In C its frames would be read while another thread of it changes them: one in a thousand such reads is a crash."""
     signalled: list[int] = []
-    monkeypatch.setattr("drumline.launchers.watch._signal", signalled.append)
+    monkeypatch.setattr("drumline.launch.watch._signal", signalled.append)
     hearts(watch)
     hang = late(watch, 500.0)
     assert hang is not None and not signalled
@@ -426,7 +426,7 @@ def test_time_in_which_any_thread_of_a_rank_had_no_core_does_not_count(
 ) -> None:
     hearts(watch)
     waited = {1: 0.0, 2: 7.0}
-    monkeypatch.setattr("drumline.launchers.watch.starved", lambda pid: {**waited})
+    monkeypatch.setattr("drumline.launch.watch.starved", lambda pid: {**waited})
     assert late(watch, 50.0) is None
     waited[2] += 60.0  # a thread of OpenMP; the main thread waits for it
     assert late(watch, 100.0) is None

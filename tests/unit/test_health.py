@@ -12,17 +12,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from drumline.core.config import Config
-from drumline.core.copies import same_weights
-from drumline.core.mesh import Mesh
-from drumline.core.registry import make
-from drumline.core.rule import Case
-from drumline.core.rules import check_rules
-from drumline.core.run import HealthConfig
-from drumline.core.strategy import StrategySpec
+from drumline.config.config import Config
+from drumline.config.mesh import Mesh
+from drumline.config.registry import make
+from drumline.config.run import HealthConfig
+from drumline.config.strategy import StrategySpec
 from drumline.data.batches import TokenBatch
 from drumline.data.stream import GlobalBatch
 from drumline.errors import PlanError, TrainingStopped
+from drumline.plan.copies import same_weights
+from drumline.plan.rule import Case
+from drumline.plan.rules import check_rules
 from drumline.report.progress import Progress
 from drumline.telemetry.watched import Spike, Straggler, WeightsDiffer
 from drumline.train.health import Spikes, checksum, odd_ones

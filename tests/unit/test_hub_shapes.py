@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, TEXT_FORMS, DataConfig, FileSource, Forms
+from drumline.config.data import PAIR_FORMS, PROMPT_FORMS, TEXT_FORMS, DataConfig, FileSource, Forms
 from drumline.data.encode import PairRows, TextRows
 from drumline.data.formats import convert_row
 from drumline.data.sources import read_rows

@@ -324,14 +324,12 @@ def test_every_room_has_its_rules() -> None:
     assert {room_of(path) for path in FILES} <= set(MAY)
 
 
-IMPORT = f"import sys, {', '.join(f'drumline.{name}' for name in ('core.load', 'core.plan', 'telemetry.events', 'hardware.detect'))}"
+IMPORT = f"import sys, {', '.join(f'drumline.{name}' for name in ('config.load', 'plan.plan', 'telemetry.events', 'hardware.detect'))}"
 HELP = "import sys; from drumline.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
 
 
 def test_keys_of_other_tools_are_imported_where_one_is_met() -> None:
-    code = (
-        "from drumline.core.load import load_values; from drumline.train.command import requested\n"
-    )
+    code = "from drumline.config.load import load_values; from drumline.train.command import requested\n"
     code += "requested({'data': {'train': [{'kind': 'digits'}]}, 'model': 'gpt2'}, [], None, ())()\nimport sys; print(*sys.modules)"
     loaded = set(
         subprocess.run(

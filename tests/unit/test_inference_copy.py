@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core import rollouts as c
-from drumline.core.config import LoRAConfig
+from drumline.config import rollouts as c
+from drumline.config.config import LoRAConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.rl.build import generator

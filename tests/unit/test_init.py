@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from drumline.core.registry import _of_package, entry_points
+from drumline.config.registry import _of_package, entry_points
 from tests.distributed.test_own_algorithm import write_files
 from tests.harness import ENV, write_config
 from tests.unit.conftest import Run

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drumline.dist.seeds import drawing
-from drumline.launchers import environment as environment_of_launchers
+from drumline.launch import environment as environment_of_launchers
 from drumline.train import build
 from tests.harness import ROOT, environment
 

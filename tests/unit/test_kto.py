@@ -18,11 +18,9 @@ from pydantic import ValidationError
 from drumline.algorithms.base import LossOut
 from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.algorithms.kto.spec import KTOConfig
-from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.batch import resolve_batch
-from drumline.core.config import Config
-from drumline.core.data import JUDGED_FORMS, DataConfig, FileSource
-from drumline.core.plan import DataPlan
+from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.config import Config
+from drumline.config.data import JUDGED_FORMS, DataConfig, FileSource
 from drumline.data.batches import First
 from drumline.data.cache import TokenCache
 from drumline.data.encode import JudgedRows
@@ -32,6 +30,8 @@ from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
 from drumline.errors import ConfigError, DataError, PlanError
 from drumline.models.head import ForwardWithObjective
+from drumline.plan.batch import resolve_batch
+from drumline.plan.plan import DataPlan
 from tests.reference.pairs import gradients, model, tokenizer, unpaired
 from tests.unit.test_pairs_trl import close
 

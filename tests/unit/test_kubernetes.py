@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from drumline.core.load import Request, load
+from drumline.config.load import Request, load
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from tests.kubernetes_api import RUNNING, Api, Look, ended, pod, serving
 
@@ -22,9 +22,9 @@ pytest.importorskip(
     "kubeflow_trainer_api", reason="the package kubeflow-trainer-api is not installed"
 )
 
-from drumline.launchers.kubernetes import follow
-from drumline.launchers.kubernetes.manifest import checked
-from drumline.launchers.kubernetes.submit import submission_of
+from drumline.launch.kubernetes import follow
+from drumline.launch.kubernetes.manifest import checked
+from drumline.launch.kubernetes.submit import submission_of
 from drumline.train.command import launch_ranks, train
 
 pytestmark = pytest.mark.slow

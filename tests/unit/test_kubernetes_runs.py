@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from drumline.errors import UserError
-from drumline.launchers import runs
-from drumline.launchers.kubernetes import follow
+from drumline.launch import runs
+from drumline.launch.kubernetes import follow
 from tests.kubernetes_api import RUNNING, Api, Look, pod, serving
 from tests.unit.test_kubernetes import DONE, FAILED, on_request, run
 

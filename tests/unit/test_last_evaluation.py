@@ -13,10 +13,10 @@ from drumline.checkpoint.load import check, newest, pointed
 from drumline.checkpoint.manifest import make_newest, read_manifest
 from drumline.checkpoint.remote import choose
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.load import load
-from drumline.core.plan import Plan
-from drumline.core.run import EvalConfig
+from drumline.config.load import load
+from drumline.config.run import EvalConfig
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
+from drumline.plan.plan import Plan
 from drumline.train.restore import Start
 from drumline.train.setup import Request, make_plan
 from drumline.train.state import TrainState

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from drumline.core.plan import Plan
-from drumline.core.signals import LauncherSignals
-from drumline.launchers.local import exit_code, launch, newest_or, next_attempt, progress_since
-from drumline.launchers.postmortem import (
+from drumline.launch.local import exit_code, launch, newest_or, next_attempt, progress_since
+from drumline.launch.postmortem import (
     RankEnd,
     Restarts,
     exhausted,
@@ -20,6 +18,8 @@ from drumline.launchers.postmortem import (
     report,
     root_cause,
 )
+from drumline.plan.plan import Plan
+from drumline.system.signals import LauncherSignals
 from drumline.telemetry.events import Eval, EventLog, Restore, Save, read
 from tests.faults.test_launch import toy
 from tests.unit.report_runs import start

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault
-from drumline.launchers.hosts import elastic as hosts_elastic
-from drumline.launchers.hosts.agent import _reported
-from drumline.launchers.hosts.coordinator import Attempt, Hosts
-from drumline.launchers.hosts.elastic import ElasticHosts
-from drumline.launchers.hosts.link import Message, call
-from drumline.launchers.postmortem import RankEnd
+from drumline.launch.hosts import elastic as hosts_elastic
+from drumline.launch.hosts.agent import _reported
+from drumline.launch.hosts.coordinator import Attempt, Hosts
+from drumline.launch.hosts.elastic import ElasticHosts
+from drumline.launch.hosts.link import Message, call
+from drumline.launch.postmortem import RankEnd
+from drumline.system.signals import LauncherSignals
 from tests.unit.test_links import free_ports, until
 
 

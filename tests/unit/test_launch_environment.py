@@ -16,16 +16,16 @@ import psutil
 import pytest
 
 from drumline.cli import main
-from drumline.core.signals import CtrlC, Interrupted, LauncherSignals, Stoppable
 from drumline.errors import EnvironmentFault
-from drumline.launchers.environment import (
+from drumline.launch.environment import (
     first_rank,
     launched_by,
     listen,
     other_rank_runs,
     port_holder,
 )
-from drumline.launchers.tasks import JOINED
+from drumline.launch.tasks import JOINED
+from drumline.system.signals import CtrlC, Interrupted, LauncherSignals, Stoppable
 
 ALL = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
 
@@ -116,7 +116,7 @@ def test_without_prctl_a_rank_dies_with_its_parent_all_the_same() -> None:
     """On macOS a thread looks after the parent."""
     rank = (
         "import os, psutil, sys, time; sys.platform = 'darwin'; "
-        "from drumline.core.process import die_with_parent; die_with_parent(os.getppid())"
+        "from drumline.system.process import die_with_parent; die_with_parent(os.getppid())"
     )
     rank += "; print(os.getpid(), flush=True); time.sleep(600)"
     parent = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {rank!r}], stdout=subprocess.PIPE).stdout.readline())"
@@ -228,7 +228,7 @@ def test_a_lost_terminal_that_is_ignored_stays_ignored() -> None:
 
 
 # A chain as of deepspeed: a runner starts a launcher, which starts a rank with one more argument; a shell stands above them.
-RANK = "import sys, time; from drumline.launchers.environment import die_with_launchers, launchers; die_with_launchers()\n"
+RANK = "import sys, time; from drumline.launch.environment import die_with_launchers, launchers; die_with_launchers()\n"
 RANK += "print(*[p.pid for p in launchers()], flush=True); time.sleep(600)"
 INNER = "import subprocess, sys, os; print(os.getpid(), flush=True)\n"
 INNER += (

@@ -17,21 +17,21 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore
 
-from drumline.core import network
-from drumline.core.files import digest
-from drumline.core.load import load_values
-from drumline.core.munge import SECRET
-from drumline.core.process import SECRET_COMES
+from drumline.config.load import load_values
 from drumline.dist import start
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.launchers.agent import open_store
-from drumline.launchers.environment import listen
-from drumline.launchers.hosts import link
-from drumline.launchers.hosts.facts import facts, machine_of, require_same_versions
-from drumline.launchers.spec import LocalLauncher
-from drumline.launchers.ssh.spec import SSHLauncher
-from drumline.launchers.ssh.start import _target, _targets, ssh_command
+from drumline.launch.agent import open_store
+from drumline.launch.environment import listen
+from drumline.launch.hosts import link
+from drumline.launch.hosts.facts import facts, machine_of, require_same_versions
+from drumline.launch.spec import LocalLauncher
+from drumline.launch.ssh.spec import SSHLauncher
+from drumline.launch.ssh.start import _target, _targets, ssh_command
 from drumline.planner.cluster import cluster_here
+from drumline.system import network
+from drumline.system.files import digest
+from drumline.system.munge import SECRET
+from drumline.system.process import SECRET_COMES
 
 DATA = {"data": {"train": [{"kind": "digits"}]}}
 
@@ -207,7 +207,7 @@ def test_versions_and_devices_that_differ_are_named() -> None:
 def test_a_digest_is_of_names_sizes_and_contents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drumline.core.files.PIECE", 16)
+    monkeypatch.setattr("drumline.system.files.PIECE", 16)
     assert digest(tmp_path / "none") is None
     (tmp_path / "large").write_bytes(bytes(1000))
     seen = {digest(tmp_path)}
@@ -280,9 +280,9 @@ def test_of_hosts_that_come_and_go_those_that_are_there_are_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared: list[list[str]] = []
-    monkeypatch.setattr("drumline.launchers.hosts.gathered.compare", lambda *_: None)
+    monkeypatch.setattr("drumline.launch.hosts.gathered.compare", lambda *_: None)
     monkeypatch.setattr(
-        "drumline.launchers.preflight.require",
+        "drumline.launch.preflight.require",
         lambda reached, plan: compared.append(sorted(reached)),
     )
     monkeypatch.setattr(SSHLauncher, "reach", lambda self: dict.fromkeys(self.hosts))
@@ -304,8 +304,7 @@ def test_the_command_of_a_host_is_quoted() -> None:
         and "-p 2222" in " ".join(line)
     )
     assert (
-        line[-1]
-        == """cd '/a'"'"'b' && exec '/opt/my python' -u -m drumline.launchers.hosts.agent"""
+        line[-1] == """cd '/a'"'"'b' && exec '/opt/my python' -u -m drumline.launch.hosts.agent"""
     )
 
 

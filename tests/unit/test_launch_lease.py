@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from drumline.core.process import ProcessId, here, named, process, this_process
 from drumline.errors import EnvironmentFault
-from drumline.launchers import lease
-from drumline.launchers.lease import NAME, STOP, Lease, has_lease
+from drumline.launch import lease
+from drumline.launch.lease import NAME, STOP, Lease, has_lease
+from drumline.system.process import ProcessId, here, named, process, this_process
 
 pytestmark = pytest.mark.slow
 
-HOLD = "import sys, time; from pathlib import Path; from drumline.launchers.lease import Lease\n"
+HOLD = "import sys, time; from pathlib import Path; from drumline.launch.lease import Lease\n"
 HOLD += "with Lease(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
 
 
@@ -161,7 +161,7 @@ def test_what_is_no_lease_is_waited_for_and_taken_away(tmp_path: Path, text: byt
         assert time.monotonic() - began >= 0.6 and has_lease(held.token, tmp_path, 0.0)
 
 
-GUARDED = "import sys, time; from pathlib import Path; from drumline.launchers import lease\nlease.RENEW_SECONDS = 0.05\n"
+GUARDED = "import sys, time; from pathlib import Path; from drumline.launch import lease\nlease.RENEW_SECONDS = 0.05\n"
 GUARDED += "with lease.guarded(Path(sys.argv[2])):\n    time.sleep(0.1)\n"
 GUARDED += (
     "with lease.guarded(Path(sys.argv[1])):\n    print('guarded', flush=True)\n    time.sleep(600)"

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from drumline.errors import DrumlineError, EnvironmentFault
-from drumline.launchers import lease
-from drumline.launchers.hosts import elastic as hosts_elastic
-from drumline.launchers.hosts import vote
-from drumline.launchers.hosts.elastic import ElasticHosts
-from drumline.launchers.hosts.facts import facts
-from drumline.launchers.hosts.takeover import RUN_ID, StandbyLauncher
-from drumline.launchers.hosts.vote import Voter
-from drumline.launchers.lease import Lease, place_of
-from drumline.launchers.ssh import start as ssh_start
-from drumline.launchers.ssh.spec import SSHLauncher
-from drumline.launchers.ssh.start import SSH
+from drumline.launch import lease
+from drumline.launch.hosts import elastic as hosts_elastic
+from drumline.launch.hosts import vote
+from drumline.launch.hosts.elastic import ElasticHosts
+from drumline.launch.hosts.facts import facts
+from drumline.launch.hosts.takeover import RUN_ID, StandbyLauncher
+from drumline.launch.hosts.vote import Voter
+from drumline.launch.lease import Lease, place_of
+from drumline.launch.ssh import start as ssh_start
+from drumline.launch.ssh.spec import SSHLauncher
+from drumline.launch.ssh.start import SSH
 from drumline.telemetry.events import EventLog, Save
 from tests.hosts.test_elastic import Starter, there
 from tests.unit.test_launch_lease import write

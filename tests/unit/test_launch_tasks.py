@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from drumline.errors import EnvironmentFault
-from drumline.launchers import tasks
-from drumline.launchers.tasks import (
+from drumline.launch import tasks
+from drumline.launch.tasks import (
     expand,
     join_tasks,
     require_rendezvous,
@@ -252,7 +252,7 @@ def test_a_task_of_mpirun_is_a_rank(env: dict[str, str]) -> None:
 
 def test_ranks_below_scripts_of_their_own_have_one_port(tmp_path: Path) -> None:
     """`mpirun -np 2 bash run.sh`: a shell that waits stands between the proxy and each rank."""
-    rank = "import os; from drumline.launchers.tasks import task_variables; print(task_variables(os.environ)['MASTER_PORT'])"
+    rank = "import os; from drumline.launch.tasks import task_variables; print(task_variables(os.environ)['MASTER_PORT'])"
     proxy = tmp_path / "hydra_pmi_proxy"
     started = """PMI_RANK=$r MPI_LOCALRANKID=$r bash -c '"$0" -c "$1"; true' "$1" "$2\""""
     proxy.write_text(f"#!/bin/sh\nfor r in 0 1; do {started}; done\n")

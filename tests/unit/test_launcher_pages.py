@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drumline.core.load import load_values
+from drumline.config.load import load_values
 from tests.harness import ROOT
 
 DATA = {"data": {"train": [{"kind": "digits"}]}}

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from drumline.engine.strategies.diloco import links
 
-from drumline.core import network
+from drumline.engine.strategies.diloco.links import Message, Peers
+from drumline.engine.strategies.diloco.peers import PeersEngine
 from drumline.errors import ConfigError
-from drumline.launchers.environment import listen
-from drumline.strategies.diloco import links
-from drumline.strategies.diloco.links import Message, Peers
-from drumline.strategies.diloco.peers import PeersEngine
+from drumline.launch.environment import listen
+from drumline.system import network
 
 PLACE = (5, 7)  # outer steps, and what they came to
 

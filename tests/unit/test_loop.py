@@ -19,15 +19,15 @@ import torch
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.checkpoint.load import newest, read_state
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.config import Config
-from drumline.core.mesh import Mesh
-from drumline.core.plan import BatchPlan, DataPlan, Plan, Predicted
-from drumline.core.run import EvalConfig
+from drumline.config.config import Config
+from drumline.config.mesh import Mesh
+from drumline.config.run import EvalConfig
 from drumline.data.batches import TokenBatch
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, seed_step
 from drumline.errors import ConfigError, Preempted, TrainingStopped
+from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
 from drumline.telemetry.events import Event
 from drumline.telemetry.measure import Measure
 from drumline.telemetry.traffic import Traffic

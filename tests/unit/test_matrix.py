@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from drumline.core.load import load_text
-from drumline.core.matrix import FEATURES, as_markdown, as_text, as_text_of, matrix, strategies
-from drumline.core.registry import kinds
-from drumline.core.strategy import StrategySpec
+from drumline.config.load import load_text
+from drumline.config.registry import kinds
+from drumline.config.strategy import StrategySpec
 from drumline.errors import ConfigError, UserError
+from drumline.planner.matrix import FEATURES, as_markdown, as_text, as_text_of, matrix, strategies
 
 DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
 

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from drumline.core.data import HubSource
-from drumline.core.model import ModelConfig
+from drumline.config.data import HubSource
+from drumline.config.model import ModelConfig
 from drumline.data.sources import call_hub
 from drumline.errors import DataError, ModelError
 from drumline.models.files import resolve, tokenizer_folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models import load as models
 from drumline.models.files import check_counts

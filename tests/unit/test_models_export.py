@@ -16,10 +16,9 @@ from drumline import __version__
 from drumline.checkpoint.load import pointed
 from drumline.checkpoint.remote import choose
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.config import Config
-from drumline.core.mesh import Mesh
-from drumline.core.model import ModelConfig
-from drumline.core.plan import BatchPlan, Plan, Predicted
+from drumline.config.config import Config
+from drumline.config.mesh import Mesh
+from drumline.config.model import ModelConfig
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault
 from drumline.inference.model import open_plan
 from drumline.models import export as module
@@ -27,6 +26,7 @@ from drumline.models.build import build_model
 from drumline.models.export import _known_as, export, plan_of
 from drumline.models.shards import canonical_tensors
 from drumline.models.templates import read_template
+from drumline.plan.plan import BatchPlan, Plan, Predicted
 from tests.tiny import CHATML, tiny_architecture_dir, tiny_model_dir
 
 TEMPLATE = CHATML + "{# own #}"

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.errors import ModelError, PlanError
 from drumline.models.build import build_model

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import ConfigError, ModelError
 from drumline.models.build import build_model
 from drumline.models.load import check_fits, facts, load_config

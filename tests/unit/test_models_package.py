@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.hardware.detect import cache_dir
 from drumline.models.files import resolve
@@ -113,7 +113,7 @@ def test_a_second_time_nothing_is_converted(cache: Path) -> None:
 RESOLVE = """
 import os, sys, time
 from pathlib import Path
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.models.files import resolve
 
 def wait_for_another(phase, done, total):
@@ -265,7 +265,7 @@ def hub() -> Iterator[str]:
 
 ASK = """
 import json, sys
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.files import resolve
 

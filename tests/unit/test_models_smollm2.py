@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.core.data import DataConfig
-from drumline.core.model import ModelConfig
+from drumline.config.data import DataConfig
+from drumline.config.model import ModelConfig
 from drumline.data.sources import Row
 from drumline.data.templates import Encoder
 from drumline.errors import ModelError

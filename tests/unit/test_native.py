@@ -14,19 +14,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.core.config import Config, OptimizerConfig
-from drumline.core.mesh import Mesh
-from drumline.core.model import ModelConfig
-from drumline.core.plan import BatchPlan, Plan, Predicted
+from drumline.config.config import Config, OptimizerConfig
+from drumline.config.mesh import Mesh
+from drumline.config.model import ModelConfig
 from drumline.data.batches import TokenBatch
+from drumline.engine import data_parallel, norms
+from drumline.engine.native import NativeEngine, prepare
+from drumline.engine.norms import GROWTH_INTERVAL, LossScale
+from drumline.engine.optimizer import build_optimizer, masks
+from drumline.engine.transforms import WRITTEN, apply_activation_checkpointing, blocks, selective
 from drumline.errors import PlanError
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
-from drumline.parallel import data_parallel, norms
-from drumline.parallel.native import NativeEngine, prepare
-from drumline.parallel.norms import GROWTH_INTERVAL, LossScale
-from drumline.parallel.optimizer import build_optimizer, masks
-from drumline.parallel.transforms import WRITTEN, apply_activation_checkpointing, blocks, selective
+from drumline.plan.plan import BatchPlan, Plan, Predicted
 from drumline.vendor.torch import TorchDispatchMode
 from tests.tiny import tiny_model_dir
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.config import LoRAConfig
-from drumline.core.load import load_text
-from drumline.core.model import ModelConfig
+from drumline.config.config import LoRAConfig
+from drumline.config.load import load_text
+from drumline.config.model import ModelConfig
 from drumline.errors import ConfigError, ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model, lay_out

@@ -20,18 +20,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from drumline.algorithms.base import policy_objective
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.config import Config, OptimizerConfig, PrecisionConfig
-from drumline.core.facts import Weight
-from drumline.core.load import load
-from drumline.core.optimizer import KINDS, refusals
-from drumline.core.plan import Plan
-from drumline.core.rule import Case
-from drumline.errors import EnvironmentFault, PlanError
-from drumline.parallel.in_turn import InBackward, OnHost, _on_host
-from drumline.parallel.low import LowAdamW, rounded
-from drumline.parallel.muon import Joined
-from drumline.parallel.norms import global_norm, local, total_norm
-from drumline.parallel.optimizer import (
+from drumline.config.config import Config, OptimizerConfig, PrecisionConfig
+from drumline.config.load import load
+from drumline.config.optimizer import KINDS, refusals
+from drumline.engine.build import build_engine
+from drumline.engine.in_turn import InBackward, OnHost, _on_host
+from drumline.engine.low import LowAdamW, rounded
+from drumline.engine.muon import Joined
+from drumline.engine.norms import global_norm, local, total_norm
+from drumline.engine.optimizer import (
     as_saved,
     build_optimizer,
     load_saved,
@@ -40,7 +37,10 @@ from drumline.parallel.optimizer import (
     set_rate,
     take_step,
 )
-from drumline.strategies.build import build_engine
+from drumline.errors import EnvironmentFault, PlanError
+from drumline.plan.facts import Weight
+from drumline.plan.plan import Plan
+from drumline.plan.rule import Case
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.train.restore import Start
 from drumline.train.setup import Request, make_plan

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from drumline.core.files import PERIOD_SECONDS, following
-from drumline.core.redact import redact
 from drumline.dist import start
 from drumline.doctor.host import Question, interfaces, names
 from drumline.hardware.detect import Machine
-from drumline.launchers.agent import Agent
-from drumline.launchers.local import report_failure
-from drumline.launchers.postmortem import RankEnd
+from drumline.launch.agent import Agent
+from drumline.launch.local import report_failure
+from drumline.launch.postmortem import RankEnd
+from drumline.system.files import PERIOD_SECONDS, following
+from drumline.system.redact import redact
 from drumline.telemetry.events import Fault, RunEnd, read
 from drumline.telemetry.trackers import Callbacks
 from tests.unit.report_runs import write_run
@@ -63,10 +63,10 @@ def test_who_follows_a_file_may_fail_to_show_it(tmp_path: Path) -> None:
 
 
 PLACES = ["gone", *["full"] * Path("/dev/full").exists()]
-LATE = "import sys; from drumline.core.output import let_go_of_output; sys.stdout.write('x'); let_go_of_output()"
+LATE = "import sys; from drumline.system.output import let_go_of_output; sys.stdout.write('x'); let_go_of_output()"
 BY_ALL = """
 import sys
-from drumline.core.output import let_go_of_output, lossy, nobody_reads
+from drumline.system.output import let_go_of_output, lossy, nobody_reads
 from drumline.report.bars import aside
 from rich.console import Console
 with aside(True) as on_progress:

@@ -11,7 +11,7 @@ import pytest
 from drumline.compat.convert import convert
 from drumline.compat.overlay import from_environment, from_file
 from drumline.compat.sheet import Sheet
-from drumline.core.load import drafted, load
+from drumline.config.load import drafted, load
 from drumline.errors import ConfigError
 from tests.unit.test_compat import ACC, DATA, OWN, notes
 

@@ -17,11 +17,9 @@ import torch.distributed as dist
 
 from drumline.algorithms.python.objective import FIELDS, OURS, PythonObjective
 from drumline.algorithms.python.spec import PythonConfig
-from drumline.core.data import FileSource, PythonSource
-from drumline.core.explain import explain
-from drumline.core.load import Loaded, load, saved_config
-from drumline.core.plan import Plan
-from drumline.core.registry import _own, find_object
+from drumline.config.data import FileSource, PythonSource
+from drumline.config.load import Loaded, load, saved_config
+from drumline.config.registry import _own, find_object
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import (
     SampleBatch,
@@ -40,6 +38,8 @@ from drumline.errors import (
     EnvironmentFault,
     UserError,
 )
+from drumline.plan.explain import explain
+from drumline.plan.plan import Plan
 from drumline.telemetry.events import Eval, Event, Step
 from drumline.telemetry.trackers import MEMORY, open_sinks
 from drumline.train.command import prepare
@@ -202,8 +202,8 @@ def test_a_metric_takes_no_field_s_place() -> None:
 
 
 CODE = """
-from drumline.core.data import SourceSpec
-from drumline.strategies.single.spec import SingleStrategy
+from drumline.config.data import SourceSpec
+from drumline.config.strategies.single import SingleStrategy
 from drumline.telemetry.trackers import Tracker
 import torch, uuid
 

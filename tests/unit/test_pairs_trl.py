@@ -18,7 +18,7 @@ from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.algorithms.reward.objective import RewardModel
 from drumline.algorithms.reward.spec import RewardModelConfig
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.core.data import DataConfig
+from drumline.config.data import DataConfig
 from drumline.data.batches import PairBatch, collate, pair_batch
 from drumline.data.encode import PairRows
 from drumline.data.sources import Row

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from drumline.core.batch import resolve_batch
-from drumline.core.config import BatchConfig, Config, ScheduleConfig
-from drumline.core.explain import count, explain, plan_line, size
-from drumline.core.facts import ModelFacts
-from drumline.core.plan import DataPlan, Plan
-from drumline.core.resolve import resolve
+from drumline.config.config import BatchConfig, Config, ScheduleConfig
 from drumline.errors import PlanError
 from drumline.hardware.detect import Device, Machine
+from drumline.plan.batch import resolve_batch
+from drumline.plan.explain import count, explain, plan_line, size
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import DataPlan, Plan
+from drumline.plan.resolve import resolve
 
 CPU = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
 TWO_H100 = Machine(

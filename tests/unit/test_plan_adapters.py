@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from drumline.core.explain import plan_line
-from drumline.core.facts import ModelFacts
-from drumline.core.plan import Plan
-from drumline.core.resolve import resolve
 from drumline.errors import PlanError
+from drumline.plan.explain import plan_line
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import resolve
 from tests.unit.test_plan import CPU, DATA, config
 
 FACTS = ModelFacts(

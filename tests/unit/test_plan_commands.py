@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from drumline.core.cluster import ClusterConfig
-from drumline.core.load import load
+from drumline.config.cluster import ClusterConfig
+from drumline.config.load import load
 from drumline.errors import PlanError
 from drumline.hardware.cluster import calibration_for
 from drumline.hardware.detect import Machine

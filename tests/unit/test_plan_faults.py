@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import Request, load
-from drumline.core.plan import RolePlan
+from drumline.config.load import Request, load
 from drumline.errors import PlanError
+from drumline.plan.plan import RolePlan
 from drumline.planner.faults import MTBF_HOURS, Campaign, Level, campaign
 from drumline.planner.search.answer import Candidate
 from drumline.planner.search.search import look_at

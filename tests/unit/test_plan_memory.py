@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 import pytest
 
-from drumline.core.config import Config
-from drumline.core.cost import State, Volume
-from drumline.core.estimate import Memory, Traffic
-from drumline.core.facts import ModelFacts, Part, Weight, part, rank_params
-from drumline.core.plan import BatchPlan, Layout, Plan, RolePlan
-from drumline.core.stages import plan_pipeline
-from drumline.core.strategy import StrategySpec
+from drumline.config.config import Config
+from drumline.config.strategy import StrategySpec
 from drumline.hardware.cluster import Cluster, DeviceSpec, Link
+from drumline.plan.estimate import Memory, Traffic
+from drumline.plan.facts import ModelFacts, Part, Weight, part, rank_params
+from drumline.plan.plan import BatchPlan, Layout, Plan, RolePlan
+from drumline.plan.stages import plan_pipeline
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import host_memory, in_flight, memory
+from drumline.planner.cost.terms import State, Volume
 from drumline.planner.cost.traffic import flows
 from tests.harness import LETTERS
 
@@ -464,8 +464,8 @@ ROLES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ROLES)
 def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) -> None:
-    from drumline.core.load import load
-    from drumline.strategies.build import build_engine
+    from drumline.config.load import load
+    from drumline.engine.build import build_engine
     from drumline.train.replan import question
     from drumline.train.setup import Request, make_plan
     from tests.harness import write_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.planner.question import ask
 from drumline.planner.search.search import search
 from tests.harness import write_config

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from drumline.core.config import Config
-from drumline.core.facts import ModelFacts
-from drumline.core.load import load
-from drumline.core.plan import Plan
-from drumline.core.resolve import resolve
+from drumline.config.config import Config
+from drumline.config.load import load
 from drumline.errors import ConfigError, PlanError
 from drumline.hardware.detect import Machine
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import resolve
 
 FACTS = ModelFacts(
     name="llama",

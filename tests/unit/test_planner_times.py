@@ -11,16 +11,16 @@ import pytest
 
 from benchmarks.planner_fit import residuals
 from benchmarks.planner_published import ROWS
-from drumline.core.config import Config
-from drumline.core.estimate import Seconds
-from drumline.core.facts import ModelFacts, Weight, with_length
-from drumline.core.mesh import Mesh
-from drumline.core.model import ModelConfig
-from drumline.core.plan import BatchPlan, Layout
-from drumline.core.stages import bubble, plan_pipeline
+from drumline.config.config import Config
+from drumline.config.mesh import Mesh
+from drumline.config.model import ModelConfig
 from drumline.hardware import catalog
 from drumline.hardware.cluster import Cluster
 from drumline.models.load import facts, load_config
+from drumline.plan.estimate import Seconds
+from drumline.plan.facts import ModelFacts, Weight, with_length
+from drumline.plan.plan import BatchPlan, Layout
+from drumline.plan.stages import bubble, plan_pipeline
 from drumline.planner.cost import fitted
 from drumline.planner.cost.compute import compute_seconds
 from drumline.planner.cost.fitted import RANGES, group_of

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from drumline.core.load import load, load_text
+from drumline.config.load import load, load_text
 from drumline.errors import PlanError
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.cluster import cluster_of

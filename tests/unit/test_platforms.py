@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from drumline.core.load import load
-from drumline.core.resolve import resolve
+from drumline.config.load import load
 from drumline.dist.reduce import Gather
+from drumline.engine.engine import added
+from drumline.engine.norms import global_norm
 from drumline.errors import PlanError
 from drumline.hardware.detect import detect
-from drumline.parallel.engine import added
-from drumline.parallel.norms import global_norm
+from drumline.plan.resolve import resolve
 from tests.harness import ENV, events, write_config
 from tests.tiny import tiny_model_dir
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.config import Config
-from drumline.core.load import load, schema
+from drumline.config.config import Config
+from drumline.config.load import load, schema
 from drumline.data.fingerprint import cache_key
 from drumline.data.sources import read_rows
 from drumline.errors import ConfigError, DataError
@@ -16,7 +16,7 @@ from tests.tiny import tiny_tokenizer
 MINE = """
 import itertools
 from typing import Literal
-from drumline.core.data import SourceSpec
+from drumline.config.data import SourceSpec
 
 def rows(count=2, word="one"):
     for number in range(count):

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import drumline
-from drumline.core.launcher import LauncherSpec
-from drumline.core.load import load_values, schema
-from drumline.core.matrix import as_text
-from drumline.core.registry import _of_package, _own, entry_points, kinds
+from drumline.config.launcher import LauncherSpec
+from drumline.config.load import load_values, schema
+from drumline.config.registry import _of_package, _own, entry_points, kinds
 from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.planner.matrix import as_text
 from drumline.planner.question import find_model
 from drumline.train.command import requested
 from drumline.train.setup import Request, make_plan
@@ -25,7 +25,7 @@ from tests.harness import ROOT, losses
 PACKAGE = ROOT / "examples" / "plugins" / "debug"
 MINE = """
 import torch
-from drumline.core.launcher import LauncherSpec
+from drumline.config.launcher import LauncherSpec
 
 def build(width=4):
     return torch.nn.Linear(4, 1)
@@ -179,7 +179,7 @@ def test_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"launch": "mine.py:Sight"}, "mine.py has no class 'Sight'; did you mean 'Site'?"),
         (
             {"launch": "mine.py:Other"},
-            "is no launcher: it is not derived from drumline.core.launcher.LauncherSpec",
+            "is no launcher: it is not derived from drumline.config.launcher.LauncherSpec",
         ),
         ({"launch": "gone.py:Site"}, "there is no file"),
         ({"launch": {"kind": "mine.py:Site", "nam": "X"}}, "unknown key 'nam'"),

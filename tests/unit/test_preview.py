@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoImageProcessor
 
 from drumline import cli
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.data.cache import TokenCache
 from drumline.data.prepare import prepare
 from drumline.data.preview import Piece, Reader, removed, visible

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import Request, load
+from drumline.config.load import Request, load
 from drumline.data.sources import read_rows
 from drumline.errors import EnvironmentFault
 from drumline.planner.cost.fitted import PROBED

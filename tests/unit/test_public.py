@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import drumline
-from drumline.core.load import load_text
+from drumline.config.load import load_text
 from tests.tiny import tiny_model_dir
 
 

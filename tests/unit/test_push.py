@@ -11,12 +11,12 @@ import pytest
 import torch
 import yaml
 
-from drumline.core.load import load_text
-from drumline.core.plan import Plan
+from drumline.config.load import load_text
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.inference.card import _changed_keys, license_of, public
 from drumline.inference.hub import push
 from drumline.models.export import export, exported
+from drumline.plan.plan import Plan
 from drumline.telemetry.events import Eval, EventLog, Step
 from tests.hub import Hub, serving
 from tests.tiny import tiny_model_dir

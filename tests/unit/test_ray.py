@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from drumline.core.launcher import LauncherSpec
-from drumline.core.load import load_values
-from drumline.core.registry import make
+from drumline.config.launcher import LauncherSpec
+from drumline.config.load import load_values
+from drumline.config.registry import make
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.launchers.hosts.gathered import gathered
-from drumline.launchers.ray.start import reason
+from drumline.launch.hosts.gathered import gathered
+from drumline.launch.ray.start import reason
 from tests.distributed.ranks import free_port
 
 DATA = {"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}}

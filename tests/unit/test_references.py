@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.core.config import Config
-from drumline.core.load import load
-from drumline.core.plan import Plan
+from drumline.config.config import Config
+from drumline.config.load import load
 from drumline.errors import ModelError, PlanError
+from drumline.plan.plan import Plan
 from drumline.train.references import key, read_table, write_table
 from drumline.train.setup import Request, make_plan
 from tests.harness import drumline, events, pair_rows, write_config, write_rows

@@ -11,11 +11,11 @@ import pytest
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from drumline.core.load import load_values
-from drumline.core.rule import Case
-from drumline.core.rules import check_rules
+from drumline.config.load import load_values
 from drumline.errors import ConfigError, DataError, DrumlineError, PlanError
 from drumline.models.load import facts
+from drumline.plan.rule import Case
+from drumline.plan.rules import check_rules
 from drumline.train.setup import Request, make_plan
 from tests.tiny import tiny_tokenizer
 from tests.unit.test_plan import config

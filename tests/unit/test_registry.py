@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.load import Loaded, load, load_text, schema
-from drumline.core.plan import Plan
-from drumline.core.registry import _of_package, _own, entry_points, find, find_object, kinds, make
-from drumline.core.strategy import StrategySpec
+from drumline.config.load import Loaded, load, load_text, schema
+from drumline.config.registry import _of_package, _own, entry_points, find, find_object, kinds, make
+from drumline.config.strategy import StrategySpec
 from drumline.errors import ConfigError
+from drumline.plan.plan import Plan
 
 DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
 OWN = """
 from pydantic import Field
-from drumline.core.strategy import StrategySpec
+from drumline.config.strategy import StrategySpec
 
 class Mine(StrategySpec):
     period: int = Field(3, gt=0, description="Steps.")
@@ -75,7 +75,7 @@ def test_the_short_form_and_an_override_take_a_file_too(tmp_path: Path) -> None:
         (
             "mine.py:Other",
             OWN,
-            "is no strategy: it is not derived from drumline.core.strategy.StrategySpec",
+            "is no strategy: it is not derived from drumline.config.strategy.StrategySpec",
         ),
         ("mien.py:Mine", OWN, "did you mean 'mine.py'?"),
         (

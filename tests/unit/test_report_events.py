@@ -14,14 +14,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from drumline.core.redact import plain, redact, redacted_streams
 from drumline.doctor.command import as_text
 from drumline.doctor.diagnose import diagnose
-from drumline.launchers import runs
+from drumline.launch import runs
 from drumline.report import page
 from drumline.report.compare import compare
 from drumline.report.facts import RunFacts
 from drumline.report.progress import Progress
+from drumline.system.redact import plain, redact, redacted_streams
 from drumline.telemetry import watched  # its kinds are among KINDS
 from drumline.telemetry.damage import MOST
 from drumline.telemetry.events import (

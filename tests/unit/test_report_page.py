@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from drumline.core.plan import Plan
 from drumline.errors import EnvironmentFault, UserError
+from drumline.plan.plan import Plan
 from drumline.report import page
 from drumline.report.curves import MOST_POINTS, binned, charts
 from drumline.report.details import samples

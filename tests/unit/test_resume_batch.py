@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from drumline.core.load import load
-from drumline.core.plan import Plan
-from drumline.core.signals import StopFlag
+from drumline.config.load import load
 from drumline.dist.start import Ranks
 from drumline.errors import CheckpointError, ModelError
 from drumline.models.export import export
+from drumline.plan.plan import Plan
+from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Event, Step
 from drumline.train.build import build
 from drumline.train.loop import Loop

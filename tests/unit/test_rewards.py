@@ -18,7 +18,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from drumline.algorithms.grpo.spec import GRPOConfig
-from drumline.core.rollouts import LengthReward, Reward
+from drumline.config.rollouts import LengthReward, Reward
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.rl.rewards import (
     Isolated,
@@ -265,7 +265,7 @@ def test_a_daemon_dies_with_a_killed_rank(folder: Path) -> None:
     code = f"""
 from pathlib import Path
 from pydantic import TypeAdapter
-from drumline.core.rollouts import Reward
+from drumline.config.rollouts import Reward
 from drumline.rl.rewards import Item, Rewards
 reward = TypeAdapter(Reward).validate_python(dict(kind="function", path="mine.py:daemon"))
 Rewards([reward], Path({str(folder)!r}), workers=1).score([Item("", {str(folder / "left")!r}, 1)])
@@ -424,7 +424,7 @@ def test_no_process_outlives_a_killed_parent(folder: Path) -> None:
     code = f"""
 from pathlib import Path
 from pydantic import TypeAdapter
-from drumline.core.rollouts import Reward
+from drumline.config.rollouts import Reward
 from drumline.rl.rewards import Item, Rewards
 make = TypeAdapter(Reward).validate_python
 rewards = Rewards([make(dict(kind="function", path="mine.py:" + name)) for name in ("pid", "naughty")], Path({str(folder)!r}), workers=2)

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.config import Config
-from drumline.core.plan import Plan
-from drumline.core.resolve import resolve
+from drumline.config.config import Config
+from drumline.engine.build import build_engine
+from drumline.engine.engine import CompositeEngine
 from drumline.errors import ModelError
 from drumline.hardware.detect import Machine
-from drumline.parallel.engine import CompositeEngine
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import resolve
 from drumline.planner.cluster import cluster_here
 from drumline.planner.question import assemble, find_model
-from drumline.strategies.build import build_engine
 from drumline.train.setup import find_roles
 from tests.fake_engine import FakeEngine
 from tests.tiny import tiny_model_dir, tiny_tokenizer

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from drumline.core import heartbeat
-from drumline.core.heartbeat import LIMITS, Heart
 from drumline.dist.roll_call import RollCall
+from drumline.system import heartbeat
+from drumline.system.heartbeat import LIMITS, Heart
 
 
 def test_a_rank_at_work_answers_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:

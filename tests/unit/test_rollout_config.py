@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drumline.algorithms.policy import KLController
-from drumline.core.load import load_values
+from drumline.config.load import load_values
 from drumline.errors import ConfigError
 
 

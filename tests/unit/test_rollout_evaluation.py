@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from drumline.core.redact import plain
-from drumline.core.rollouts import Reward, RewardFailureConfig
+from drumline.config.rollouts import Reward, RewardFailureConfig
 from drumline.data.encode import OWN
 from drumline.errors import TrainingStopped
 from drumline.rl.generate import Completion
 from drumline.rl.rewards import Rewards
 from drumline.rl.rollouts import Rollouts, Sample, Sampled
+from drumline.system.redact import plain
 from drumline.telemetry.events import Eval, Event
 from tests.unit.test_report_progress import START, told
 

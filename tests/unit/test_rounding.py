@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.config import LoRAConfig
-from drumline.core.model import ModelConfig
+from drumline.config.config import LoRAConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import DrumlineError
 from drumline.models import adapters
 from drumline.models.build import build_model

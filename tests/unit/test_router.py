@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.core.model import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.data.batches import TokenBatch, collate
 from drumline.errors import ModelError
 from drumline.models.build import build_model

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from drumline.cli import app
-from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault, UserError
-from drumline.launchers import lease, runs
-from drumline.launchers.lease import Lease
+from drumline.launch import lease, runs
+from drumline.launch.lease import Lease
+from drumline.system.signals import LauncherSignals
 from drumline.telemetry.events import (
     Event,
     EventLog,
@@ -115,7 +115,7 @@ def test_a_request_to_stop_reaches_the_holder_alone(tmp_path: Path) -> None:
 def test_a_holder_on_another_host_is_known_by_its_counter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drumline.core.process.ProcessId.alive", lambda self: None)
+    monkeypatch.setattr("drumline.system.process.ProcessId.alive", lambda self: None)
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
     (tmp_path / "a").mkdir()
     with Lease(tmp_path / "a"):

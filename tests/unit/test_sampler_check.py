@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core import rollouts as c
+from drumline.config import rollouts as c
 from drumline.data.batches import Episodes
 from drumline.errors import TrainingStopped
 from drumline.models.templates import special_ids

@@ -23,9 +23,9 @@ from drumline.bench.scaling import (
     _summarise,
     bench,
 )
-from drumline.core.load import Request
-from drumline.core.signals import NOTHING_LOST
+from drumline.config.load import Request
 from drumline.errors import UserError
+from drumline.system.signals import NOTHING_LOST
 from drumline.telemetry.events import EventLog, Measured, Step
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir

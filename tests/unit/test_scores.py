@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.config import Config, LoRAConfig
-from drumline.core.mesh import Mesh
-from drumline.core.model import Head, ModelConfig
-from drumline.core.plan import BatchPlan, Plan, Predicted
+from drumline.config.config import Config, LoRAConfig
+from drumline.config.mesh import Mesh
+from drumline.config.model import Head, ModelConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model, lay_out
@@ -23,6 +22,7 @@ from drumline.models.head import can_split, outputs, split
 from drumline.models.load import facts, load_config
 from drumline.models.shards import canonical_tensors
 from drumline.models.small import Tokens
+from drumline.plan.plan import BatchPlan, Plan, Predicted
 from tests.tiny import tiny_model_dir
 
 IDS_BT = torch.arange(3, 15).view(2, 6)

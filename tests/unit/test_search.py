@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from drumline.core.estimate import HostMemory
-from drumline.core.load import load_text
-from drumline.core.plan import RolePlan
-from drumline.core.strategy import Degrees, Names
+from drumline.config.load import load_text
+from drumline.config.strategy import Degrees, Names
+from drumline.plan.estimate import HostMemory
+from drumline.plan.plan import RolePlan
 from drumline.planner.cost.fitted import SPEED_ERROR
 from drumline.planner.search.answer import (
     TIE,
@@ -432,7 +432,7 @@ def test_what_fits_without_accumulation_alone_is_found() -> None:
 
 def test_a_batch_cut_otherwise_is_no_other_batch() -> None:
     """Auto may choose another micro-batch when a run goes on."""
-    from drumline.core.load import refused as changed
+    from drumline.config.load import refused as changed
 
     data = "data: {train: [{kind: file, path: x}]}\n"
     old, new = (

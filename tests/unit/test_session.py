@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import drumline
-from drumline.core.plan import BatchPlan
 from drumline.data.samples import global_batches, held_out
 from drumline.dist.reduce import Gather, Gathered
 from drumline.errors import (
@@ -25,6 +24,7 @@ from drumline.errors import (
     TrainingStopped,
     UserError,
 )
+from drumline.plan.plan import BatchPlan
 from tests.harness import events
 
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from drumline.core.strategy import CopyOptions
+from drumline.config.strategy import CopyOptions
 from drumline.data.samples import global_batches, held_out, read_samples
 from drumline.dist.seeds import Draws
+from drumline.engine.data_parallel import Replicated
+from drumline.engine.transforms import apply_ddp
 from drumline.errors import ModelError, PlanError, Preempted, UserError
-from drumline.parallel.data_parallel import Replicated
-from drumline.parallel.transforms import apply_ddp
 from tests.checkpoint_ranks import run
 from tests.harness import events
 from tests.unit.test_session import BATCH, ROWS, build, collate, loss_of, session, sgd, stepped

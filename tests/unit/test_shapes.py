@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from drumline.core.config import LoRAConfig
-from drumline.core.model import ModelConfig
+from drumline.config.config import LoRAConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.load import facts, load_config
 from drumline.models.shapes import KNOWN, OF_IMAGES, check_length, find, hub_id, near, with_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.run import TrackerConfig
+from drumline.config.run import TrackerConfig
 from drumline.errors import EnvironmentFault
 from drumline.telemetry.events import Event
 from drumline.telemetry.trackers import (

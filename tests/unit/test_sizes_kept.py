@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import transformers
 
-from drumline.core.config import LoRAConfig
-from drumline.core.facts import ModelFacts
-from drumline.core.load import load
-from drumline.core.model import ModelConfig
+from drumline.config.config import LoRAConfig
+from drumline.config.load import load
+from drumline.config.model import ModelConfig
 from drumline.models import shapes
 from drumline.models.load import facts, load_config
+from drumline.plan.facts import ModelFacts
 from drumline.planner.sizes import Found, sizes_of
 from drumline.train.setup import Request, make_plan
 from tests.harness import ROOT, write_config

@@ -6,9 +6,9 @@ import ast
 
 import pytest
 
-from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.registry import kinds
-from drumline.core.strategy import StrategySpec
+from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.registry import kinds
+from drumline.config.strategy import StrategySpec
 from tests.unit.asked import PACKAGE, _lines, asked
 
 ASKS = """
@@ -40,14 +40,14 @@ algorithm.rollout is None
 @pytest.mark.slow
 def test_algorithms_are_asked_for_answers_and_not_for_their_kind() -> None:
     kinds(AlgorithmSpec)  # imports them all
-    found = asked(AlgorithmSpec, ("algorithms/", "core/registry.py"))
+    found = asked(AlgorithmSpec, ("algorithms/", "config/registry.py"))
     assert len(found) <= 5, found
 
 
 @pytest.mark.slow
 def test_strategies_are_asked_for_answers_and_not_for_their_kind() -> None:
     kinds(StrategySpec)
-    found = asked(StrategySpec, ("strategies/", "core/registry.py"))
+    found = asked(StrategySpec, ("strategies/", "config/registry.py"))
     assert len(found) <= 10, found
 
 

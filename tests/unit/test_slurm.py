@@ -18,15 +18,15 @@ import pytest
 import yaml
 
 from drumline.bench.trials import Running, Trial
-from drumline.core.load import load, load_values
+from drumline.config.load import load, load_values
 from drumline.errors import ConfigError, EnvironmentFault, UserError
 from drumline.hardware.catalog import DEVICES
 from drumline.hardware.detect import Device, Machine
-from drumline.launchers import runs
-from drumline.launchers.lease import Lease
-from drumline.launchers.slurm import job, queue, spec
-from drumline.launchers.slurm.script import script
-from drumline.launchers.slurm.spec import SlurmLauncher
+from drumline.launch import runs
+from drumline.launch.lease import Lease
+from drumline.launch.slurm import job, queue, spec
+from drumline.launch.slurm.script import script
+from drumline.launch.slurm.spec import SlurmLauncher
 from drumline.train.command import _placed
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.harness import ENV, ROOT, write_config
@@ -501,7 +501,7 @@ def test_a_task_hands_signals_on_and_notes_how_its_rank_ended(
     command = [
         sys.executable,
         "-m",
-        "drumline.launchers.slurm.task",
+        "drumline.launch.slurm.task",
         str(tmp_path),
         str(tmp_path / "rank.py"),
         "PLAN",

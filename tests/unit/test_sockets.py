@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from drumline.core import sockets
 from drumline.dist import start
-from drumline.launchers.agent import open_store
-from drumline.launchers.environment import listen
+from drumline.launch.agent import open_store
+from drumline.launch.environment import listen
+from drumline.system import sockets
 from tests.unit.test_links import free_ports
 
 # Hears lines, one a caller, with few descriptors, and says them back.
 HEARS = """
 import resource, sys
-from drumline.core import sockets
-from drumline.launchers.environment import listen
+from drumline.system import sockets
+from drumline.launch.environment import listen
 
 def line(connected):
     with connected, connected.makefile("rw") as file:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from drumline.core.strategy import Compression, CopyOptions
-from drumline.parallel.compress import compress_ddp
-from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded
-from drumline.parallel.transforms import apply_ddp
+from drumline.config.strategy import Compression, CopyOptions
+from drumline.engine.compress import compress_ddp
+from drumline.engine.data_parallel import BucketedAllReduce, Replicated, Sharded
+from drumline.engine.transforms import apply_ddp
 from tests.checkpoint_ranks import run
 from tests.distributed.ranks import free_port
 

@@ -14,16 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from drumline.core.config import Config
-from drumline.core.explain import explain
-from drumline.core.facts import ModelFacts
-from drumline.core.plan import Plan
-from drumline.core.resolve import resolve
-from drumline.core.stages import Cost, balance, bubble, stage_cost
-from drumline.errors import PlanError
-from drumline.hardware.detect import Machine
-from drumline.models.small import Tokens
-from drumline.parallel.stages import (
+from drumline.config.config import Config
+from drumline.engine.stages import (
     Absent,
     Stage,
     find_cuts,
@@ -32,6 +24,14 @@ from drumline.parallel.stages import (
     trace_cuts,
     weights_of_both_ends,
 )
+from drumline.errors import PlanError
+from drumline.hardware.detect import Machine
+from drumline.models.small import Tokens
+from drumline.plan.explain import explain
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import resolve
+from drumline.plan.stages import Cost, balance, bubble, stage_cost
 
 MACHINE = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
 # Llama 3.2 1B: the head alone is worth more than four of the 16 layers.

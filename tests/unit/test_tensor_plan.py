@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from drumline.core.config import Config
-from drumline.core.facts import ModelFacts
-from drumline.core.load import refused
-from drumline.core.mesh import Mesh
-from drumline.core.model import ModelConfig
-from drumline.core.plan import Plan
-from drumline.core.resolve import reason_for_whole_stream, resolve
-from drumline.core.rule import Case
-from drumline.core.rules import check_rules
+from drumline.config.config import Config
+from drumline.config.load import refused
+from drumline.config.mesh import Mesh
+from drumline.config.model import ModelConfig
 from drumline.errors import PlanError
 from drumline.hardware.detect import Machine
 from drumline.models.load import facts, load_config
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import reason_for_whole_stream, resolve
+from drumline.plan.rule import Case
+from drumline.plan.rules import check_rules
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,

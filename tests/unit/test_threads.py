@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.plan import BatchPlan
-from drumline.core.threads import on_this_gpu
 from drumline.data.stream import BatchStream, GlobalOrder
 from drumline.models import attention
+from drumline.plan.plan import BatchPlan
 from drumline.rl.generate import Together
+from drumline.system.threads import on_this_gpu
 from tests.checkpoint_ranks import content
 
 

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from drumline.algorithms.base import policy_objective
-from drumline.core.facts import ModelFacts
-from drumline.core.load import load
-from drumline.core.plan import Plan
+from drumline.config.load import load
+from drumline.engine.build import build_engine
 from drumline.hardware.detect import Machine
 from drumline.models.load import facts, load_config
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import Plan
 from drumline.planner import trace as tracing
 from drumline.planner.cluster import found
 from drumline.planner.cost.memory import memory
 from drumline.planner.trace import Traced, Untraceable, run
-from drumline.strategies.build import build_engine
 from drumline.telemetry.memory_tracker import LiveBytes
 from drumline.train.setup import Request, make_plan
 from tests.harness import LETTERS, write_config

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from drumline.algorithms.dpo.spec import DPOConfig
-from drumline.core.load import load
+from drumline.config.load import load
 from drumline.inference.evaluate import find_weights
 from drumline.models.export import plan_of
 from tests.harness import ENV, ROOT, write_config
@@ -80,7 +80,7 @@ def test_a_runs_plan_allows_no_code(tmp_path: Path) -> None:
     "command",
     [
         ["-m", "drumline", "--version"],
-        ["-m", "drumline.core.process"],
+        ["-m", "drumline.system.process"],
         ["-m", "drumline.rl.guard"],
         [str(ROOT / "main.py"), "--help"],
         [str(ROOT / "run.py"), "--help"],

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from drumline.core.estimate import Estimate, HostMemory, Memory, Seconds, Traffic
-from drumline.core.plan import Plan, Predicted
 from drumline.errors import UserError
+from drumline.plan.estimate import Estimate, HostMemory, Memory, Seconds, Traffic
+from drumline.plan.plan import Plan, Predicted
 from drumline.planner.report.check import check, only_shown
 from drumline.telemetry.events import EventLog, Measured
 from drumline.telemetry.measure import HostPeak, planned

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from drumline.core.config import LoRAConfig, NoAdapter
-from drumline.core.explain import explain
-from drumline.core.load import load
-from drumline.core.unadapted import describe_unadapted, find_unadapted
+from drumline.config.config import LoRAConfig, NoAdapter
+from drumline.config.load import load
 from drumline.models.load import facts
+from drumline.plan.explain import explain
+from drumline.plan.unadapted import describe_unadapted, find_unadapted
 from drumline.report.facts import RunFacts
 from drumline.report.sections import _remarks
 from drumline.telemetry.events import EventLog

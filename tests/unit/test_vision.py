@@ -14,9 +14,9 @@ import torch
 from transformers import AutoImageProcessor
 
 from drumline.algorithms.tokens.objective import NextToken
-from drumline.core.config import Config
-from drumline.core.data import DataConfig, FileSource
-from drumline.core.model import ModelConfig
+from drumline.config.config import Config
+from drumline.config.data import DataConfig, FileSource
+from drumline.config.model import ModelConfig
 from drumline.data.cache import TokenCache
 from drumline.data.files import image_path
 from drumline.data.images import VisionBatch, collate_vision, expand, place_images, rope_positions

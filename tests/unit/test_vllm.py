@@ -16,11 +16,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from drumline.core import rollouts as c
-from drumline.core.config import Config
-from drumline.core.rule import Case
-from drumline.core.rules import check_rules
+from drumline.config import rollouts as c
+from drumline.config.config import Config
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
+from drumline.plan.rule import Case
+from drumline.plan.rules import check_rules
 from drumline.rl import vllm
 from drumline.rl.build import generator, greedy
 from drumline.rl.generate import HFGenerator, Request, request_seed

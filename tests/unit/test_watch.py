@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core import heartbeat
 from drumline.errors import EnvironmentFault, UserError
-from drumline.launchers.lease import Lease
-from drumline.launchers.stages import stages
+from drumline.launch.lease import Lease
+from drumline.launch.stages import stages
 from drumline.report.facts import RunFacts
 from drumline.report.watch import MOST_BROWSERS, Live, Server, beside, serving, watch
+from drumline.system import heartbeat
 from drumline.telemetry.events import EventLog, Fault, read
 from tests.unit.report_runs import HOSTILE, start, step, write_run
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core import heartbeat
-from drumline.core.plan import Plan
-from drumline.core.run import HealthConfig
+from drumline.config.run import HealthConfig
 from drumline.errors import TrainingStopped
-from drumline.launchers import watcher
+from drumline.launch import watcher
+from drumline.plan.plan import Plan
+from drumline.system import heartbeat
 from drumline.telemetry.events import EventLog
 from drumline.telemetry.watched import Hang
 from tests.faults.test_launch import toy
@@ -25,8 +25,8 @@ from tests.harness import ENV, ROOT, events
 BEATS = """
 import sys, time
 from pathlib import Path
-from drumline.core import heartbeat
-from drumline.launchers import watcher
+from drumline.system import heartbeat
+from drumline.launch import watcher
 rank = int(sys.argv[1])
 watcher.begin(sys.argv[2], rank, 2, Path(sys.argv[3]))
 heart = heartbeat.register({**dict.fromkeys(heartbeat.LIMITS, 60.0), "hang": 1.0})
@@ -113,7 +113,7 @@ def watchers(run: Path) -> list[str]:
     lines = subprocess.run(
         ["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    return [line for line in lines if "launchers.watcher" in line and str(run) in line]
+    return [line for line in lines if "launch.watcher" in line and str(run) in line]
 
 
 def test_where_there_is_no_room_a_rank_is_not_watched(

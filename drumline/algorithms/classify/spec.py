@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from drumline.core.algorithm import AlgorithmSpec, HeadOutput
-from drumline.core.data import DataConfig, Forms
-from drumline.core.model import Head
-from drumline.core.plan import Plan
+from drumline.config.algorithm import AlgorithmSpec, HeadOutput
+from drumline.config.data import DataConfig, Forms
+from drumline.config.model import Head
+from drumline.plan.plan import Plan
 
 if TYPE_CHECKING:
     from drumline.data.collators import Collator

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from drumline.algorithms.specs import AnswerPairSpec
-from drumline.core.algorithm import ReferencedSpec
-from drumline.core.model import Model
-from drumline.core.section import MOST_WEIGHT, Above0, Weight
+from drumline.config.algorithm import ReferencedSpec
+from drumline.config.model import Model
+from drumline.config.section import MOST_WEIGHT, Above0, Weight
 
 Loss = Literal[
     "sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",

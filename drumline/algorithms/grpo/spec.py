@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from drumline.algorithms.specs import PromptSpec
-from drumline.core.section import MOST_WEIGHT, Above0, Weight
+from drumline.config.section import MOST_WEIGHT, Above0, Weight
 
 
 class GRPOConfig(PromptSpec):

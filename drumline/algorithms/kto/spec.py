@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from drumline.algorithms.specs import JudgedSpec
-from drumline.core.algorithm import ReferencedSpec, ReferenceKind
-from drumline.core.model import Model
-from drumline.core.section import Above0
+from drumline.config.algorithm import ReferencedSpec, ReferenceKind
+from drumline.config.model import Model
+from drumline.config.section import Above0
 
 if TYPE_CHECKING:
-    from drumline.core.config import Config
+    from drumline.config.config import Config
 
 
 class KTOConfig(JudgedSpec, ReferencedSpec):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from drumline.algorithms.specs import PromptSpec
-from drumline.core.algorithm import AuxiliaryModel
-from drumline.core.model import Head, Model
-from drumline.core.rollouts import KLConfig
-from drumline.core.section import Above0, RefusesNull, Weight
+from drumline.config.algorithm import AuxiliaryModel
+from drumline.config.model import Head, Model
+from drumline.config.rollouts import KLConfig
+from drumline.config.section import Above0, RefusesNull, Weight
 
 if TYPE_CHECKING:
-    from drumline.core.config import Config
+    from drumline.config.config import Config
 
 
 # Defaults that differ from KLConfig's own.

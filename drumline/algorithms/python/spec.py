@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from drumline.core.algorithm import AlgorithmSpec, HeadOutput
-from drumline.core.data import Forms
-from drumline.core.plan import Plan
-from drumline.core.registry import call_own, find_object
-from drumline.core.section import PathText
+from drumline.config.algorithm import AlgorithmSpec, HeadOutput
+from drumline.config.data import Forms
+from drumline.config.registry import call_own, find_object
+from drumline.config.section import PathText
+from drumline.plan.plan import Plan
 
 if TYPE_CHECKING:
     from drumline.algorithms.python.objective import PythonObjective

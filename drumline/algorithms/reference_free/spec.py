@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from drumline.algorithms.specs import AnswerPairSpec
-from drumline.core.section import Above0, Weight
+from drumline.config.section import Above0, Weight
 
 
 class ORPOConfig(AnswerPairSpec):

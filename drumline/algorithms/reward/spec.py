@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from drumline.algorithms.specs import PairSpec
-from drumline.core.algorithm import HeadOutput
-from drumline.core.model import Head
-from drumline.core.section import MOST_WEIGHT, Weight
+from drumline.config.algorithm import HeadOutput
+from drumline.config.model import Head
+from drumline.config.section import MOST_WEIGHT, Weight
 
 
 class RewardModelConfig(PairSpec):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drumline.algorithms.specs import TextSpec
-from drumline.core.data import DataConfig
+from drumline.config.data import DataConfig
 
 if TYPE_CHECKING:
     from drumline.data.encode import RowEncoder

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.core.attention import choice_of
-from drumline.core.config import LoRAConfig
-from drumline.core.cost import FULL, LOW, Kind, kind_of
-from drumline.core.estimate import Activations
-from drumline.core.facts import ModelFacts, Weight
-from drumline.core.plan import Layout
+from drumline.config.config import LoRAConfig
+from drumline.plan.attention import choice_of
+from drumline.plan.estimate import Activations
+from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.plan import Layout
+from drumline.planner.cost.terms import FULL, LOW, Kind, kind_of
 
 # Experts that a token is taken to go through if the config of a mixture does not say.
 DEFAULT_EXPERTS = 8
@@ -552,7 +552,7 @@ def _forward_with_recomputation(block: Block, setup: Setup, stream: float) -> fl
 def _selective(block: Block, setup: Setup) -> tuple[float, float]:
     """Return the bytes that selective checkpointing keeps, and those that a block would keep anyway.
 
-    It keeps the result of attention and every second matrix product (parallel.transforms).
+    It keeps the result of attention and every second matrix product (engine.transforms).
     """
     outputs = 0.0
     for product in block.products[::2]:

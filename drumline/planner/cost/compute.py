@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.core.cost import WIDTH
-from drumline.core.facts import ModelFacts, of_mlp, takes_fp8
-from drumline.core.plan import Layout
-from drumline.core.rule import packed_bits
 from drumline.hardware.cluster import Cluster, Measured
+from drumline.plan.facts import ModelFacts, of_mlp, takes_fp8
+from drumline.plan.plan import Layout
+from drumline.plan.rule import packed_bits
 from drumline.planner.cost import fitted
 from drumline.planner.cost.memory import as_kept
+from drumline.planner.cost.terms import WIDTH
 
 
 class BlockStarts(NamedTuple):

@@ -6,9 +6,9 @@ these names; residuals: docs/benchmarks.md). Pure.
 
 from __future__ import annotations
 
-from drumline.core.estimate import Ends
-from drumline.core.plan import Layout
-from drumline.core.rule import packed_bits
+from drumline.plan.estimate import Ends
+from drumline.plan.plan import Layout
+from drumline.plan.rule import packed_bits
 
 # Bytes that an eager block of 16 bits moves through the device's memory for each token and entry of
 # the hidden width, forward and backward, besides the arithmetic of its products.

@@ -19,9 +19,11 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, entry_bytes, kind_of
-from drumline.core.estimate import PROCESS, Activations, HostMemory, Memory
-from drumline.core.facts import (
+from drumline.config.rollouts import ContinuousGenerator, Generator, HFGenerator, VLLMGenerator
+from drumline.config.run import MOST_NEW
+from drumline.hardware.cluster import Cluster
+from drumline.plan.estimate import PROCESS, Activations, HostMemory, Memory
+from drumline.plan.facts import (
     ModelFacts,
     Part,
     Weight,
@@ -35,11 +37,8 @@ from drumline.core.facts import (
     part_of,
     rank_params,
 )
-from drumline.core.plan import Layout
-from drumline.core.rollouts import ContinuousGenerator, Generator, HFGenerator, VLLMGenerator
-from drumline.core.rule import packed_bits, plain
-from drumline.core.run import MOST_NEW
-from drumline.hardware.cluster import Cluster
+from drumline.plan.plan import Layout
+from drumline.plan.rule import packed_bits, plain
 from drumline.planner.cost import fitted
 from drumline.planner.cost.activations import (
     HeadBytes,
@@ -48,6 +47,7 @@ from drumline.planner.cost.activations import (
     head_bytes,
     tower_bytes,
 )
+from drumline.planner.cost.terms import FULL, LOW, WIDTH, Buffers, State, entry_bytes, kind_of
 
 CONTEXT = 2**29  # bytes of CUDA's context and its kernels (docs/planner.md, "Constants")
 GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
@@ -597,7 +597,7 @@ def _is_freed_before_gradients(
 def _frozen_bytes(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
     """Return the bytes of a frozen model's weights on a device.
 
-    Matrices are in the type in which the model computes (strategies.build._frozen). `own`: the
+    Matrices are in the type in which the model computes (engine.build._frozen). `own`: the
     layout of this model.
     """
     if own.strategy.offloads()[0] == "cpu" and layout.device == "cuda":

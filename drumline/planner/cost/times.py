@@ -19,17 +19,17 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.core.cost import FULL, Beside, Copied, Flow, Volume
-from drumline.core.estimate import Activations, Estimate, Seconds
-from drumline.core.facts import ModelFacts
-from drumline.core.mesh import Mesh
-from drumline.core.plan import Layout
-from drumline.core.rollouts import Generator, VLLMGenerator
-from drumline.core.stages import bubble, stage_cost
+from drumline.config.mesh import Mesh
+from drumline.config.rollouts import Generator, VLLMGenerator
 from drumline.hardware.cluster import Cluster
+from drumline.plan.estimate import Activations, Estimate, Seconds
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import Layout
+from drumline.plan.stages import bubble, stage_cost
 from drumline.planner.cost import fitted
 from drumline.planner.cost.compute import STARTS, ComputeSeconds, compute_seconds, forward_flops
 from drumline.planner.cost.memory import as_kept, host_memory, memory, offloaded, samples_copy
+from drumline.planner.cost.terms import FULL, Beside, Copied, Flow, Volume
 from drumline.planner.cost.traffic import flows
 
 CONTENTION = 1.2  # docs/planner.md, "Constants": 1.1 to 1.3

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from drumline.core.cost import FULL, LOW, WIDTH, Axis, Volume, kind_of
-from drumline.core.facts import (
+from drumline.config.model import Head
+from drumline.plan.facts import (
     ModelFacts,
     Weight,
     cut_dimension,
@@ -22,9 +22,9 @@ from drumline.core.facts import (
     tp_ranks,
     weights_of,
 )
-from drumline.core.model import Head
-from drumline.core.plan import Layout
+from drumline.plan.plan import Layout
 from drumline.planner.cost.memory import as_kept
+from drumline.planner.cost.terms import FULL, LOW, WIDTH, Axis, Volume, kind_of
 
 ROW_COUNT = 8  # bytes of an int64
 # Batch norm gathers the mean and the square of each channel, and adds up two sums in backward.

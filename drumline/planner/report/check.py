@@ -9,9 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from drumline.core.explain import plan_line
-from drumline.core.plan import Plan
 from drumline.errors import UserError, printable
+from drumline.plan.explain import plan_line
+from drumline.plan.plan import Plan
 from drumline.planner.report.table import grouped
 from drumline.planner.search.answer import Factors, Probe
 from drumline.telemetry.truth import OFF, Comparison, Measurement, compare, notes

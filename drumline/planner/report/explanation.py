@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from drumline.core.attention import choice_of
-from drumline.core.cost import entry_bytes, low_moments
-from drumline.core.explain import checkpointing, count
-from drumline.core.plan import Layout
-from drumline.core.registry import nearest
+from drumline.config.registry import nearest
 from drumline.errors import UserError
+from drumline.plan.attention import choice_of
+from drumline.plan.explain import checkpointing, count
+from drumline.plan.plan import Layout
+from drumline.planner.cost.terms import entry_bytes, low_moments
 from drumline.planner.report.output import needs_gb
 from drumline.planner.report.table import CATEGORIES, SECONDS, UNKNOWN, gradients_at_peak
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number, ranged

@@ -9,18 +9,18 @@ from textwrap import wrap
 from typing import Any
 
 from drumline import __version__
-from drumline.core.algorithm import AlgorithmSpec
-from drumline.core.config import Config
-from drumline.core.estimate import Estimate
-from drumline.core.explain import flow
-from drumline.core.registry import kinds_alone
-from drumline.core.unadapted import find_unadapted
-from drumline.core.yaml_lines import write_yaml
+from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.config import Config
+from drumline.config.registry import kinds_alone
 from drumline.hardware.catalog import DEVICES, HOST_NETWORK, LINKS, usual_host_memory
 from drumline.hardware.cluster import DeviceSpec, Link
+from drumline.plan.estimate import Estimate
+from drumline.plan.explain import flow
+from drumline.plan.unadapted import find_unadapted
 from drumline.planner.search.advice import Adapted, Change
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 from drumline.planner.search.auto import disagreements, risk, with_little_room
+from drumline.system.yaml_lines import write_yaml
 
 VERSION = 1  # of the JSON, whose keys stay
 # Sections that a layout sets. All other sections of a candidate's config are the user's own.

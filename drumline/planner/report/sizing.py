@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from drumline.core.cluster import MOST_NODES
-from drumline.core.explain import checkpointing
+from drumline.config.cluster import MOST_NODES
 from drumline.errors import PlanError, UserError
+from drumline.plan.explain import checkpointing
 from drumline.planner.report.output import VERSION, candidate_as_json
 from drumline.planner.report.table import (
     BILLION,

@@ -15,9 +15,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from drumline.core.estimate import HostMemory, Memory
-from drumline.core.explain import checkpointing, count
 from drumline.hardware.catalog import usual_host_memory
+from drumline.plan.estimate import HostMemory, Memory
+from drumline.plan.explain import checkpointing, count
 from drumline.planner.cost.fitted import group_of
 from drumline.planner.report.output import needs_gb, overrides
 from drumline.planner.search.advice import Adapted, Change

@@ -12,15 +12,15 @@ from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec
-from drumline.core.batch import default_rounds
-from drumline.core.config import BatchConfig, Config, LoRAConfig
-from drumline.core.explain import flow
-from drumline.core.facts import with_length
-from drumline.core.plan import Plan
-from drumline.core.stages import in_flight
-from drumline.core.strategy import StrategySpec
+from drumline.config.algorithm import AlgorithmSpec, ChunkedSpec
+from drumline.config.config import BatchConfig, Config, LoRAConfig
+from drumline.config.strategy import StrategySpec
 from drumline.errors import PlanError
+from drumline.plan.batch import default_rounds
+from drumline.plan.explain import flow
+from drumline.plan.facts import with_length
+from drumline.plan.plan import Plan
+from drumline.plan.stages import in_flight
 from drumline.planner.cluster import with_nodes
 from drumline.planner.derived import with_lora
 from drumline.planner.search.answer import (

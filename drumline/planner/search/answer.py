@@ -11,13 +11,13 @@ from statistics import geometric_mean
 
 from pydantic import Field
 
-from drumline.core.config import Config
-from drumline.core.estimate import Ends, Estimate, Frozen, Memory
-from drumline.core.facts import ModelFacts
-from drumline.core.plan import DataPlan, Layout, RolePlan
-from drumline.core.strategy import StrategySpec
+from drumline.config.config import Config
+from drumline.config.strategy import StrategySpec
 from drumline.errors import EnvironmentFault
 from drumline.hardware.cluster import Cluster
+from drumline.plan.estimate import Ends, Estimate, Frozen, Memory
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import DataPlan, Layout, RolePlan
 from drumline.planner.cost.fitted import PROBED, SPEED_ERROR, is_measured
 from drumline.telemetry.truth import Measurement, compare
 

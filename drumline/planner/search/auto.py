@@ -11,13 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from drumline.core.batch import resolve_batch
-from drumline.core.config import Config
-from drumline.core.estimate import Estimate
-from drumline.core.explain import count
-from drumline.core.stages import in_flight
-from drumline.core.strategy import StrategySpec
+from drumline.config.config import Config
+from drumline.config.strategies.auto import AutoStrategy
+from drumline.config.strategies.ddp import DDPStrategy
+from drumline.config.strategies.fsdp2 import FSDP2Strategy
+from drumline.config.strategies.single import SingleStrategy
+from drumline.config.strategies.zero import Zero2Strategy, Zero3Strategy
+from drumline.config.strategy import StrategySpec
 from drumline.errors import PlanError
+from drumline.plan.batch import resolve_batch
+from drumline.plan.estimate import Estimate
+from drumline.plan.explain import count
+from drumline.plan.stages import in_flight
 from drumline.planner.cost.fitted import SPEED_ERROR
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import (
@@ -34,11 +39,6 @@ from drumline.planner.search.answer import (
 )
 from drumline.planner.search.compiling import describe_compile, reason_against, set_compile
 from drumline.planner.search.search import evaluate, look_at, search
-from drumline.strategies.auto.spec import AutoStrategy
-from drumline.strategies.ddp.spec import DDPStrategy
-from drumline.strategies.fsdp2.spec import FSDP2Strategy
-from drumline.strategies.single.spec import SingleStrategy
-from drumline.strategies.zero.spec import Zero2Strategy, Zero3Strategy
 
 BILLION = 1_000_000_000
 DDP = DDPStrategy()

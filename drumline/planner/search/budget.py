@@ -9,13 +9,13 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from drumline.core.config import MemoryConfig
-from drumline.core.facts import ModelFacts
-from drumline.core.plan import Layout
-from drumline.core.rule import Case
-from drumline.core.rules import check_rules
+from drumline.config.config import MemoryConfig
 from drumline.errors import PlanError
 from drumline.hardware.cluster import Cluster
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import Layout
+from drumline.plan.rule import Case
+from drumline.plan.rules import check_rules
 from drumline.planner.cost.memory import memory
 from drumline.planner.cost.times import estimate
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drumline.core.explain import count
+from drumline.plan.explain import count
 from drumline.planner.search.advice import Adapted, without_offload
 from drumline.planner.search.answer import Answer, Candidate, Refused, gb, is_offloaded, number
 from drumline.planner.search.search import look_at

@@ -9,15 +9,15 @@ import math
 import os
 import shutil
 
-from drumline.core.attention import installed
-from drumline.core.config import Config
-from drumline.core.estimate import Estimate
-from drumline.core.facts import ModelFacts
-from drumline.core.plan import Layout
-from drumline.core.rule import Case, packed_bits
-from drumline.core.rules import check_rules
+from drumline.config.config import Config
 from drumline.errors import PlanError
 from drumline.hardware.cluster import Cluster
+from drumline.plan.attention import installed
+from drumline.plan.estimate import Estimate
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import Layout
+from drumline.plan.rule import Case, packed_bits
+from drumline.plan.rules import check_rules
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.answer import TIE, number
 

@@ -17,21 +17,21 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from drumline.core.batch import TOKENS_AT_ONCE, batches, resolve_batch
-from drumline.core.config import BatchConfig, Config
-from drumline.core.estimate import Estimate
-from drumline.core.facts import ModelFacts
-from drumline.core.mesh import Mesh
-from drumline.core.plan import BatchPlan, Layout
-from drumline.core.registry import kinds
-from drumline.core.resolve import deepspeed_of, device_of, lay_out, precision_of, require, resolve
-from drumline.core.rule import Case
-from drumline.core.stages import in_flight
-from drumline.core.strategy import Space, StrategySpec
+from drumline.config.config import BatchConfig, Config
+from drumline.config.mesh import Mesh
+from drumline.config.registry import kinds
+from drumline.config.strategy import Space, StrategySpec
 from drumline.errors import PlanError
 from drumline.hardware import catalog
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Device, Machine
+from drumline.plan.batch import TOKENS_AT_ONCE, batches, resolve_batch
+from drumline.plan.estimate import Estimate
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import BatchPlan, Layout
+from drumline.plan.resolve import deepspeed_of, device_of, lay_out, precision_of, require, resolve
+from drumline.plan.rule import Case
+from drumline.plan.stages import in_flight
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.answer import (
     TIE,
@@ -442,7 +442,7 @@ class _Estimates:
             raise PlanError(f"it is one process, and there are {world_size}")
 
     def _batches(self, config: Config, mesh: Mesh, least: int) -> Iterator[BatchPlan]:
-        """Yield the batches to estimate, the smallest micro-batch first (core.batch.batches).
+        """Yield the batches to estimate, the smallest micro-batch first (plan.batch.batches).
 
         A single GPU without any batch setting would take one row at a time. There the global batch
         is open, too: rows are doubled up to MOST_AT_ONCE tokens, as far as there is data.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from drumline.core.estimate import Estimate
-from drumline.core.facts import ModelFacts
-from drumline.core.plan import Layout
-from drumline.core.resolve import reason_for_whole_stream
 from drumline.hardware.cluster import Cluster
+from drumline.plan.estimate import Estimate
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import Layout
+from drumline.plan.resolve import reason_for_whole_stream
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.answer import gb, number
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drumline.core.launcher import LauncherSpec, Replans
-from drumline.core.plan import Plan
+from drumline.config.launcher import LauncherSpec, Replans
+from drumline.plan.plan import Plan
 
 
 class Inline(LauncherSpec):

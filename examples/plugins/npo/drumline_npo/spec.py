@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from drumline.algorithms.specs import JudgedSpec
-from drumline.core.algorithm import ReferencedSpec
-from drumline.core.model import Model
-from drumline.core.section import Above0, Weight
+from drumline.config.algorithm import ReferencedSpec
+from drumline.config.model import Model
+from drumline.config.section import Above0, Weight
 
 
 class NPOConfig(JudgedSpec, ReferencedSpec):

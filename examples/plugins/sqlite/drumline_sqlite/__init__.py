@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from drumline.core.data import SourceSpec
+from drumline.config.data import SourceSpec
 from drumline.errors import DataError
 from drumline.telemetry.trackers import Run, Tracker
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from drumline.core.plan import Plan
+from drumline.engine.native import prepare as prepare_native
+from drumline.engine.strategies.local_sgd import LocalEngine, in_pieces
 from drumline.models.shards import Values
-from drumline.parallel.native import prepare as prepare_native
-from drumline.strategies.local_sgd.engine import LocalEngine, in_pieces
+from drumline.plan.plan import Plan
 
 
 def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> GossipEngine:

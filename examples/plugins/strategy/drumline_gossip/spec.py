@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from drumline.core.plan import Plan
-from drumline.core.section import Steps
-from drumline.strategies.local_sgd.spec import Apart
+from drumline.config.section import Steps
+from drumline.config.strategies.local_sgd import Apart
+from drumline.plan.plan import Plan
 
 
 class Gossip(Apart):

@@ -1,0 +1,116 @@
+"""The mesh of a run: how many ranks each dimension has, and where a rank stands in it.
+
+This module computes only; it reads nothing and runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from drumline.errors import PlanError
+from drumline.plan.estimate import Frozen
+
+Dimension = Literal["pp", "replicate", "shard", "ep", "cp", "tp"]
+# Descriptions of process groups whose collectives have their own limit of seconds.
+GROUP_OF_SAVES = "saves"
+GROUP_BESIDE_STEPS = "beside steps"
+GROUPS_APART = (GROUP_OF_SAVES, GROUP_BESIDE_STEPS)
+DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "ep", "cp", "tp")
+
+
+class Mesh(Frozen):
+    """The degree of each dimension, outermost first. Their product is the world size.
+
+    A rank's number is its place in row-major order: tensor-parallel peers are neighbours, pipeline stages
+    furthest apart. `ep`: data ranks that each hold some of a mixture's experts.
+    """
+
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.data_ranks * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that see different samples."""
+        return self.replicate * self.shard * self.ep
+
+    def place(self, rank: int) -> dict[Dimension, int]:
+        """Return where a rank stands in each dimension."""
+        coordinates: dict[Dimension, int] = {}
+        for name in reversed(DIMENSIONS):
+            rank, coordinates[name] = divmod(rank, getattr(self, name))
+        return coordinates
+
+    def data_rank(self, rank: int) -> int:
+        """Return which samples a rank sees: 0 … data_ranks − 1.
+
+        Ranks that share samples differ in pp, cp or tp.
+        """
+        place = self.place(rank)
+        replica_and_shard = place["replicate"] * self.shard + place["shard"]
+        return replica_and_shard * self.ep + place["ep"]
+
+    def counts(self, rank: int) -> bool:
+        """Return whether a rank's sums go into a sum over all ranks.
+
+        Of the ranks that share samples exactly one's do. It is in the last stage, which has the loss.
+        """
+        place = self.place(rank)
+        is_last_stage = place["pp"] == self.pp - 1
+        return is_last_stage and place["cp"] == 0 and place["tp"] == 0
+
+    def stream(self, rank: int) -> tuple[int, ...]:
+        """Return what a rank's random numbers depend on.
+
+        Tensor-parallel peers draw the same: what each of them holds whole must stay equal.
+        """
+        if self.pp * self.cp == 1:
+            return (self.data_rank(rank),)
+        place = self.place(rank)
+        return (self.data_rank(rank), place["pp"], place["cp"])
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, the smallest first.
+
+    It takes √number steps, because a global batch may have millions of samples.
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    large = [number // n for n in reversed(small) if n * n != number]
+    return small + large
+
+
+def divide(world: int, by: int, what: str, where: str) -> int:
+    """Return `world` / `by`. Raises PlanError if that is no whole number.
+
+    `what`: the divisor in words. `where`: its key.
+    """
+    quotient, rest = divmod(world, by)
+    if rest or not quotient:
+        processes = "process" if world == 1 else "processes"
+        fix = f"one of {', '.join(map(str, divisors(world)))}"
+        raise PlanError(f"{world} {processes} do not divide into {what}", where=where, fix=fix)
+    return quotient
+
+
+def share(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Return name → rank that takes it whole: the largest first, each to the least loaded rank.
+
+    Every rank computes the same.
+    """
+    loads = [0] * ranks
+    owners = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owner = loads.index(min(loads))
+        owners[name] = owner
+        loads[owner] += sizes[name]
+    return owners

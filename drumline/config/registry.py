@@ -1,0 +1,519 @@
+"""Finds the kinds of strategies, algorithms and so on: this package's, installed packages', the user's.
+
+It also finds any code of the user's own by its name: `module:name`, `file.py:name`, or an entry point
+of an installed package.
+
+A kind is a spec: a `Section` whose fields are its part of the YAML, and whose methods answer the rest
+of the code. Specs of this package are found by the names of their modules (`Spec.modules`). Those of
+another package are entry points of `drumline.GROUP`. A user's own is written `kind: path.py:Name` (relative to the YAML) or
+`kind: package.module:Name`. No torch here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    create_model,
+)
+from pydantic_core import CoreSchema, SchemaValidator, core_schema
+
+from drumline.config.section import Section, kinds_without_keys
+from drumline.errors import ConfigError, DrumlineError
+from drumline.foreign import class_and_line, expanded
+
+
+class Spec(Section):
+    """The base of the specs of all groups. The base class of a group sets `group` and `thing`."""
+
+    # For example "strategies": the entry points drumline.strategies.
+    group: ClassVar[str]
+    # The modules of this package's kinds, with {} for a name: drumline.algorithms.{}.spec. Empty: none.
+    modules: ClassVar[str] = ""
+    # What an error calls one of them.
+    thing: ClassVar[str]
+    # Module of this package's specs that have no folder of their own.
+    module: ClassVar[str] = ""
+    # The kind of a section that names none; empty: it must name one.
+    default: ClassVar[str] = ""
+    # Whether the kind alone may stand for a section without further keys.
+    short: ClassVar[bool] = True
+    # Whether any text may stand for a section, and the kind may be left out; see `long`.
+    texts: ClassVar[bool] = False
+    # Order in tables and lists: the smallest comes first.
+    position: ClassVar[int] = 1000
+    kind: str = ""
+
+    @classmethod
+    def long(cls, value: Any, base_dir: Path | None) -> Any:
+        """Return the section that a short form stands for; another value is returned as it is.
+
+        `base_dir`: the folder that paths are relative to.
+        """
+        if isinstance(value, str) and cls.short:
+            return {"kind": value}
+        if isinstance(value, Mapping) and cls.default:
+            return {"kind": cls.default, **value}
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the kind, by which another process finds the user's class."""
+        base = next(cls for cls in type(self).__mro__ if "group" in vars(cls))
+        names = self.model_fields_set | {"kind"}
+        values = {name: getattr(self, name) for name in names}
+        return partial(make, base, **values), ()
+
+
+S = TypeVar("S", bound=Spec)
+OWN = {
+    "type": "string",
+    "pattern": ":",
+    "description": "path.py:Name or package.module:Name of your own",
+}
+# Attribute of a module with the text of the file that it was run from.
+TEXT = "__drumline_text__"
+# Public names of a module that an error shows at most.
+MOST_NAMES = 8
+# Base class of a group → name (path.py:Name) → spec of the user's own, as configs have named them.
+_own: dict[type[Spec], dict[str, Any]] = {}
+
+
+def literal_kinds(model: type[BaseModel]) -> list[str]:
+    """Return the values that `kind` may have in a section; none if it is not fixed."""
+    field = model.model_fields.get("kind")
+    if field is None or get_origin(field.annotation) is not Literal:
+        return []
+    return [str(kind) for kind in get_args(field.annotation)]
+
+
+def kinds(base: type[S]) -> dict[str, type[S]]:
+    """Return kind → spec of all known kinds, in the order of tables and lists.
+
+    Raises ConfigError for a plug-in that cannot be imported.
+    """
+    built_in = _built_in(base)
+    specs = dict(built_in)
+    for name in known_names(base.group, built_in):
+        if name not in built_in:
+            specs[name] = _of_package(base, name)
+    specs |= _own.get(base, {})
+    return dict(sorted(specs.items(), key=lambda item: item[1].position))
+
+
+def make(base: type[S], kind: str, **values: Any) -> S:
+    """Return a spec with the defaults of its kind. `values`: its fields."""
+    spec = find(base, kind)
+    assert spec is not None, kind
+    return spec.model_validate({"kind": kind, **values})
+
+
+def kinds_alone(base: type[S]) -> list[str]:
+    """Return the kinds that need no further key."""
+    names = []
+    for kind, spec in kinds(base).items():
+        needs_more = any(field.is_required() for field in spec.model_fields.values())
+        if not needs_more:
+            names.append(kind)
+    return names
+
+
+def find(
+    base: type[S], kind: str, base_dir: Path | None = None, trusted: bool = True
+) -> type[S] | None:
+    """Return the spec of a kind; None if there is none.
+
+    `base_dir`: the folder that a file's path is relative to.
+    Raises ConfigError for a plug-in that cannot be imported or is no spec of this group, and for the
+    user's own code in a file that is not `trusted`.
+    """
+    built_in = _built_in(base)
+    if kind in built_in:
+        return built_in[kind]
+    if ":" not in kind:
+        if kind in entry_points(base.group):
+            return _of_package(base, kind)
+        return None
+    where = f"{base.thing}.kind"
+    place, _, name = kind.rpartition(":")
+    base_dir = (base_dir or Path()).absolute()
+    if place.endswith(".py"):
+        kind = f"{base_dir / expanded(place)}:{name}"
+    own = _own.setdefault(base, {})
+    if kind not in own:
+        if not trusted:
+            what = f"{kind} is code that lies beside the config, and this may be a stranger's"
+            raise ConfigError(
+                what, where=where, fix="read that code, then add model.trust_remote_code=true"
+            )
+        own[kind] = _checked(base, find_object(kind, base_dir, where), kind)
+    return cast("type[S]", own[kind])
+
+
+@cache
+def _built_in(base: type[S]) -> dict[str, type[S]]:
+    """Return kind → spec of this package's kinds."""
+    specs = {}
+    for name in _spec_modules(base):
+        for value in vars(importlib.import_module(name)).values():
+            if isinstance(value, type) and issubclass(value, base):
+                for kind in literal_kinds(value):
+                    specs[kind] = value
+    return specs
+
+
+def _spec_modules(base: type[Spec]) -> list[str]:
+    """Return the names of this package's modules that hold specs of a group."""
+    names = []
+    if base.module:
+        names.append(base.module)
+    room, has_names, below = base.modules.partition(".{}")
+    if not has_names:
+        return names
+    for module in pkgutil.iter_modules(importlib.import_module(room).__path__):
+        # A plain module holds no module `below` it.
+        if below and not module.ispkg:
+            continue
+        name = base.modules.format(module.name)
+        if importlib.util.find_spec(name):
+            names.append(name)
+    return names
+
+
+@cache
+def _of_package(base: type[S], name: str) -> type[S]:
+    """Return the spec that an installed package offers under a name."""
+    point = entry_points(base.group)[name]
+    package = package_of(point)
+    spec = imported(point.load, f"the {base.thing} {name!r} of {package}", package)
+    return _checked(base, spec, name)
+
+
+def _checked(base: type[S], spec: Any, kind: str) -> type[S]:
+    """Return the spec, with `kind` as its kind.
+
+    Raises ConfigError if it is no spec of this group.
+    """
+    if not isinstance(spec, type) or not issubclass(spec, base):
+        what = (
+            f"{kind} is no {base.thing}: it is not derived from {base.__module__}.{base.__name__}"
+        )
+        raise ConfigError(what, where=f"{base.thing}.kind", fix="name a class that is")
+    if literal_kinds(spec) == [kind]:
+        return spec
+    fields: dict[str, Any] = {"kind": (Literal[kind], kind)}
+    named = create_model(
+        spec.__name__, __base__=spec, __module__=spec.__module__, __doc__=spec.__doc__, **fields
+    )
+    return cast("type[S]", named)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Makes the type of a config's field that takes each kind of a group.
+
+    It is written `Annotated[Base, Registered(Base)]`. The kind alone is short for a section without
+    further keys. The context of a validation may have `base_dir` and `trusted`; see `find`.
+    """
+
+    base: type[Spec]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        # Each kind writes its own fields.
+        serialization = core_schema.simple_ser_schema("any")
+        return core_schema.with_info_plain_validator_function(
+            self._validated, serialization=serialization
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        schemas = {kind: spec.__pydantic_core_schema__ for kind, spec in kinds(self.base).items()}
+        full = handler(_union(schemas))
+        choices: list[dict[str, Any]] = []
+        if self.base.short:
+            choices += [{"enum": sorted(kinds_without_keys(full, handler))}, OWN]
+        if self.base.texts:
+            choices += [{"type": "string"}, {"type": "object", "not": {"required": ["kind"]}}]
+        own = {"type": "object", "properties": {"kind": OWN}, "required": ["kind"]}
+        return {"anyOf": [*choices, full, own]}
+
+    def _validated(self, value: Any, info: ValidationInfo) -> Any:
+        """Return the spec of a section, or pydantic's error for a section that is none."""
+        if isinstance(value, self.base):
+            return value
+        context = info.context or {}
+        value = self.base.long(value, context.get("base_dir"))
+        kind = value.get("kind") if isinstance(value, Mapping) else None
+        spec = find(self.base, kind, **context) if isinstance(kind, str) else None
+        if spec is None:
+            specs = kinds(self.base)
+        else:
+            if ":" in str(kind):
+                # A path is written in full, so the section names the kind as its spec does.
+                kind = literal_kinds(spec)[0]
+            value = {**value, "kind": kind}
+            specs = {str(kind): spec}
+        validators = {
+            name: _validator(candidate, info.context) for name, candidate in specs.items()
+        }
+        return SchemaValidator(_union(validators)).validate_python(value)
+
+
+@dataclass(frozen=True)
+class Named:
+    """Makes the type of a text that names a function.
+
+    It is one of `own`, an entry point of drumline.GROUP, or path.py:Name of the user's.
+    """
+
+    group: str
+    own: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"anyOf": [{"enum": known_names(self.group, self.own)}, OWN]}
+
+    def _known(self, name: str) -> str:
+        known = known_names(self.group, self.own)
+        if ":" not in name and name not in known:
+            hint = perhaps(name, known) or "; one of your own is file.py:function"
+            raise ValueError(f"{name!r} is not one of {', '.join(known)}{hint}")
+        return name
+
+
+def _validator(spec: type[Spec], context: Any) -> CoreSchema:
+    """Return the schema that validates a section as `spec`."""
+
+    def validate(value: Any) -> Spec:
+        return spec.model_validate(value, context=context)
+
+    return core_schema.no_info_plain_validator_function(validate)
+
+
+def _union(choices: dict[str, CoreSchema]) -> CoreSchema:
+    """Return the schema of a section whose `kind` selects one of `choices`."""
+    return core_schema.tagged_union_schema(dict[Any, CoreSchema](choices), "kind")
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """Return the one of `names` that is most similar to `word`; None if none is similar."""
+    by_lower = {name.lower(): name for name in names}
+    matches = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
+    if not matches:
+        return None
+    return by_lower[matches[0]]
+
+
+def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> Any:
+    """Return what `module:name` or `file.py:name` names. Modules are also looked for beside the YAML.
+
+    `thing`: what an error calls it; a "function" must be callable.
+    Raises ConfigError for what cannot be found or imported.
+    """
+    place, _, name = path.rpartition(":")
+    if str(base_dir) not in sys.path:
+        sys.path.append(str(base_dir))  # at the end: it shadows nothing
+    found: Any
+    if place.endswith(".py"):
+        found = _file(base_dir / expanded(place), where)
+    else:
+        found = _module(place, base_dir, where)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            names = _public_callables(found)
+            fix = f"it has {', '.join(sorted(names)[:MOST_NAMES])}" if names else None
+            what = f"{place} has no {thing} {name!r}{perhaps(part, names)}"
+            raise ConfigError(what, where=where, fix=fix)
+        found = getattr(found, part)
+    if thing == "function":
+        return _callable(found, path, where)
+    return found
+
+
+def _public_callables(holder: Any) -> list[str]:
+    """Return the names of the classes and functions of a module or class."""
+    names = []
+    for name, value in vars(holder).items():
+        if callable(value) and not name.startswith("__"):
+            names.append(name)
+    return names
+
+
+def _callable(found: Any, name: str, where: str) -> Any:
+    """Return `found`. Raises ConfigError if it cannot be called."""
+    if not callable(found):
+        raise ConfigError(f"{name} is a {type(found).__name__}, not a function", where=where)
+    return found
+
+
+@cache
+def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
+    """Return name → what installed packages offer in the group drumline.GROUP."""
+    points = importlib.metadata.entry_points(group=f"drumline.{group}")
+    return {point.name: point for point in points}
+
+
+def known_names(group: str, own: Iterable[str]) -> list[str]:
+    """Return this package's `own` names, then those of installed packages.
+
+    Raises ConfigError if an installed package offers one of the own names.
+    """
+    points = entry_points(group)
+    own = list(own)
+    for name in own:
+        if name in points:
+            package = package_of(points[name])
+            what = f"{package} offers {name!r} as one of drumline.{group}, which is drumline's own name"
+            raise ConfigError(what, where=package, fix="uninstall it")
+    return [*own, *points]
+
+
+def package_of(point: importlib.metadata.EntryPoint) -> str:
+    """Return the name and version of the package that offers an entry point."""
+    if point.dist is None:
+        return point.value
+    return f"{point.dist.name} {point.dist.version}"
+
+
+def find_function(
+    name: str, group: str, base_dir: Path, where: str, thing: str, fix: str
+) -> Callable[..., Any]:
+    """Return a function by its name.
+
+    It is `module:function`, `file.py:function`, or what an installed package calls it in drumline.GROUP.
+    `thing`: what an error calls it.
+    Raises ConfigError for what cannot be found or imported, or is no function.
+    """
+    if ":" in name:
+        return find_object(name, base_dir, where, "function")
+    points = entry_points(group)
+    if name not in points:
+        what = f"no installed package offers {thing} {name!r}{perhaps(name, points)}"
+        raise ConfigError(what, where=where, fix=fix)
+    point = points[name]
+    function = imported(point.load, f"{thing} {name!r} of {package_of(point)}", where)
+    return _callable(function, name, where)
+
+
+class _Source(SourceFileLoader):
+    """Loads source files without Python's cache of compiled ones.
+
+    The cache takes a file for the previous one if it has as many bytes and was written within the same
+    second.
+    """
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError("no cache is asked")
+
+
+def _file(path: Path, where: str) -> ModuleType:
+    """Return the module of a .py file, which is run if it has changed. Raises ConfigError."""
+    if not path.is_file():
+        siblings = []
+        if path.parent.is_dir():
+            siblings = [other.name for other in path.parent.glob("*.py")]
+        raise ConfigError(f"there is no file {path}{perhaps(path.name, siblings)}", where=where)
+    # Two folders may have a file of the same name.
+    folder_hash = zlib.crc32(bytes(path.absolute()))
+    name = f"drumline_own_{path.stem}_{folder_hash:08x}"
+    text = path.read_bytes()
+    known = sys.modules.get(name)
+    if known is not None and vars(known).get(TEXT) == text:
+        # All keys that name this file mean the same classes.
+        return known
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # its neighbours can be imported, as if it were run
+    imported(partial(spec.loader.exec_module, module), str(path), where)
+    vars(module)[TEXT] = text
+    return module
+
+
+def _module(name: str, base_dir: Path, where: str) -> ModuleType:
+    """Return the module of a name. Raises ConfigError."""
+    try:
+        return imported(partial(importlib.import_module, name), name, where)
+    except ConfigError as error:
+        missing = _missing_module(error)
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
+            # Another error, or a module is missing that this one imports.
+            raise
+        candidates = [module.name for module in pkgutil.iter_modules()]
+        what = f"there is no module {missing!r}{perhaps(missing, candidates)}"
+        fix = f"give its path as file.py:function, or put it beside the YAML in {base_dir}"
+        raise ConfigError(what, where=where, fix=fix) from error
+
+
+def _missing_module(error: ConfigError) -> str | None:
+    """Return the module whose absence caused an error; None for an error of another cause."""
+    cause = error.__cause__
+    if isinstance(cause, ModuleNotFoundError) and cause.name:
+        return cause.name
+    return None
+
+
+def imported(load: Callable[[], Any], name: str, where: str, doing: str = "importing") -> Any:
+    """Return what a plug-in's module gives.
+
+    Raises ConfigError for whatever the module raises. If `doing` is not importing but running, an error
+    of ours passes as it is.
+    """
+    try:
+        return load()
+    except (Exception, SystemExit) as error:  # whatever a stranger's module raises
+        if isinstance(error, DrumlineError) and doing != "importing":
+            raise
+        raise ConfigError(
+            f"{doing} {name} raised {class_and_line(error)}: {error}", where=where
+        ) from error
+
+
+def call_own(function: Callable[..., Any], path: str, where: str, *arguments: Any) -> Any:
+    """Call a function of the user's own that runs during training, and return what it gives.
+
+    Raises ConfigError that names the key, the function and the line that raised. After an OSError
+    it is a DrumlineError, which a restart may pass: a read may have failed for once.
+    """
+    try:
+        return function(*arguments)
+    except DrumlineError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever a stranger's function raises
+        error_type = DrumlineError if isinstance(error, OSError) else ConfigError
+        raise error_type(f"{path} raised {class_and_line(error)}: {error}", where=where) from error
+
+
+def perhaps(word: str, names: Iterable[str]) -> str:
+    """Return `; did you mean …?` with the most similar name; nothing if none is similar."""
+    close = nearest(word, names)
+    if not close:
+        return ""
+    return f"; did you mean {close!r}?"

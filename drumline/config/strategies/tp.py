@@ -1,0 +1,16 @@
+"""Tensor parallelism by its name."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from drumline.config.mesh import Dimension
+from drumline.config.strategy import OneDegree
+from drumline.plan.stream import SequenceParallel
+
+
+class TPStrategy(SequenceParallel, OneDegree):
+    position: ClassVar[int] = 10
+    compared: ClassVar[bool] = True
+    dimension: ClassVar[Dimension] = "tp"
+    kind: Literal["tp"] = "tp"

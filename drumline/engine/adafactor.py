@@ -1,0 +1,186 @@
+"""Adafactor over parts of matrices.
+
+What it keeps of a matrix are sums over rows and columns, which the ranks add up together.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from drumline.config.config import OptimizerConfig
+from drumline.engine.norms import Place, local, spread_over
+from drumline.vendor.torch import compute_local_shape_and_global_offset
+
+# The averages of squared gradients take in the newest ones with the weight step^DECAY.
+DECAY = -0.8
+# A rate is multiplied by the root mean square of its weight, or by this number if that is smaller.
+LEAST_SCALE = 1e-3
+
+Cut = tuple[slice, ...]
+
+
+class _Entry(NamedTuple):
+    """A parameter with a gradient. `gradient`: this rank's part of it."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    group: dict[str, Any]
+
+
+class _Update(NamedTuple):
+    """The direction of a parameter's step on this rank, and the parameter's root mean square."""
+
+    direction: torch.Tensor
+    scale: torch.Tensor
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor (Shazeer & Stern 2018), with the numbers of torch.optim.Adafactor.
+
+    torch's takes no parts of tensors. Of a tensor of shape [..., R, C] the state is
+    float32[..., R, 1] and float32[..., 1, C], equal on all ranks; of a vector it is the average of
+    its squared gradients, cut as the vector is. An update is as large as `lr` times the root mean
+    square of the weight. A step makes two all-reduces over the ranks that hold parts.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], options: OptimizerConfig) -> None:
+        super().__init__(groups, {"lr": options.lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        by_place: dict[Place, list[_Entry]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                place = spread_over(parameter)
+                entry = _Entry(parameter, local(parameter.grad), group)
+                by_place.setdefault(place, []).append(entry)
+        for place, entries in by_place.items():
+            self._step_at(place, entries)
+
+    def _step_at(self, place: Place, entries: list[_Entry]) -> None:
+        """Step the parameters that are cut over the same groups of ranks."""
+        parts: list[torch.Tensor] = []
+        for entry in entries:
+            parts += _parts_of_sums(entry)
+        sums = iter(_all_reduced(parts, place))
+        updates: list[_Update] = []
+        squares: list[torch.Tensor] = []
+        for parameter, gradient, _ in entries:
+            state = self._state(parameter)
+            state["step"] += 1
+            # The sums come back in the order of `_parts_of_sums`.
+            scale = next(sums).sqrt() / math.sqrt(parameter.numel())
+            new = float(state["step"]) ** DECAY
+            if parameter.ndim > 1:
+                row_sums = next(sums)
+                column_sums = next(sums)
+                variance = _variance_of_matrix(parameter, state, new, row_sums, column_sums)
+            else:
+                kept = local(state["variance"])
+                variance = kept.lerp_(gradient.square(), new).clone()
+            epsilon = torch.finfo(gradient.dtype).eps
+            direction = variance.clamp_(min=epsilon**2).rsqrt_().mul_(gradient)
+            updates.append(_Update(direction, scale))
+            squares.append(direction.square().sum().reshape(1))
+        squares = _all_reduced(squares, place)
+        for entry, update, square in zip(entries, updates, squares, strict=True):
+            self._apply(entry, update, square)
+
+    def _apply(self, entry: _Entry, update: _Update, square: torch.Tensor) -> None:
+        """Change a weight. `square`: float32[1], the sum of the squared direction over all ranks."""
+        parameter, _, group = entry
+        step = float(self.state[parameter]["step"])
+        rate = min(group["lr"], step**-0.5)
+        # A direction with a root mean square above 1 is clipped to 1.
+        clip = (square.sqrt() / math.sqrt(parameter.numel())).clamp(min=1.0)
+        weight = local(parameter)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        scale = update.scale.clamp(min=LEAST_SCALE)
+        weight.sub_(update.direction * (rate * scale / clip))
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            if parameter.ndim > 1:
+                state["row_var"] = local(parameter).new_zeros(_row_shape(parameter))
+                state["col_var"] = local(parameter).new_zeros(_column_shape(parameter))
+            else:
+                state["variance"] = torch.zeros_like(parameter)
+        return state
+
+
+def _parts_of_sums(entry: _Entry) -> list[torch.Tensor]:
+    """Return this rank's share of a parameter's sums, each flat.
+
+    The first is the sum of the weight's squares, [1]. A matrix adds the sums of the gradient's
+    squares over columns and over rows, in their full size and zero where another rank has the part.
+    """
+    parameter, gradient, _ = entry
+    parts = [local(parameter).square().sum().reshape(1)]
+    if parameter.ndim > 1:
+        rows, columns = _cuts(parameter)
+        row_sums = gradient.new_zeros(_row_shape(parameter))
+        row_sums[rows] = gradient.square().sum(-1, keepdim=True)
+        column_sums = gradient.new_zeros(_column_shape(parameter))
+        column_sums[columns] = gradient.square().sum(-2, keepdim=True)
+        parts += [row_sums.flatten(), column_sums.flatten()]
+    return parts
+
+
+def _variance_of_matrix(
+    parameter: torch.Tensor,
+    state: dict[str, Any],
+    new: float,
+    row_sums: torch.Tensor,
+    column_sums: torch.Tensor,
+) -> torch.Tensor:
+    """Take the sums of a step into the averages, and return the variance of this rank's part.
+
+    `new`: the weight of the sums in the averages. The variance is the outer product of rows and
+    columns over the mean of the rows.
+    """
+    row_var, col_var = state["row_var"], state["col_var"]
+    row_var.lerp_(row_sums.view_as(row_var) / parameter.shape[-1], new)
+    col_var.lerp_(column_sums.view_as(col_var) / parameter.shape[-2], new)
+    epsilon = torch.finfo(row_sums.dtype).eps
+    mean = row_var.mean(-2, keepdim=True).clamp_(min=epsilon)
+    rows, columns = _cuts(parameter)
+    return (row_var / mean)[rows] * col_var[columns]
+
+
+def _row_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    return (*parameter.shape[:-1], 1)
+
+
+def _column_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    return (*parameter.shape[:-2], 1, parameter.shape[-1])
+
+
+def _cuts(parameter: torch.Tensor) -> tuple[Cut, Cut]:
+    """Return the place of this rank's part among the sums over columns, and over rows."""
+    shape = tuple(parameter.shape)
+    offset = (0,) * parameter.ndim
+    if isinstance(parameter, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    cuts = [slice(start, start + size) for start, size in zip(offset, shape, strict=True)]
+    rows = (*cuts[:-1], slice(None))
+    columns = (*cuts[:-2], slice(None), cuts[-1])
+    return rows, columns
+
+
+def _all_reduced(parts: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
+    """Return the sums of flat tensors over the groups, by one all-reduce a group."""
+    whole = torch.cat(parts)
+    for group in place:
+        dist.all_reduce(whole, group=group)
+    return list(whole.split([part.numel() for part in parts]))

@@ -1,0 +1,314 @@
+"""Build the engine that runs a plan.
+
+Each engine is imported when it is needed: DeepSpeed alone takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch.nn import Module
+
+from drumline.config.config import LoRAConfig
+from drumline.config.model import Head
+from drumline.dist.seeds import derive
+from drumline.engine.engine import POLICY, CompositeEngine, Engine, OpenEngine, of_role
+from drumline.engine.native import ForwardEngine, NativeEngine, prepare
+from drumline.engine.optimizer import MakeOptimizer
+from drumline.engine.transforms import gathered_in, recomputed_by_blocks
+from drumline.errors import PlanError
+from drumline.models import adapters
+from drumline.models.attention import attend_by_documents
+from drumline.models.blocks import Units, blocks, set_blocks
+from drumline.models.build import lay_out
+from drumline.models.classes import LM
+from drumline.models.containers import LOW_PRECISION
+from drumline.models.freeze import freeze, give_fp32, keep_low
+from drumline.models.head import require_next_token, shares_prompts
+from drumline.models.own import require_same, require_trainable
+from drumline.models.packed import pack
+from drumline.models.shards import Loaded, Source, Values
+from drumline.models.tape import Build, lay_out_module
+from drumline.plan.plan import Plan
+from drumline.telemetry.memory_tracker import MemoryStats
+
+# Frozen models of this process that are in use. Closures all over a run call them, and
+# `stats_with_frozen` counts their weights.
+frozen_engines: WeakSet[ForwardEngine] = WeakSet()
+
+
+def stats_with_frozen(engine: Engine) -> MemoryStats:
+    """Return the bytes that this rank holds of the trainable model, and of the frozen ones beside it."""
+    stats = engine.memory_stats()
+    parameters = stats.parameters
+    for frozen in frozen_engines:
+        parameters += frozen.memory_stats().parameters
+    return stats._replace(parameters=parameters)
+
+
+def build_engine(
+    plan: Plan, device: str, checkpoint_keys: frozenset[str] = frozenset(), role: str | None = None
+) -> Engine:
+    """Return the engine of this rank: the model is sharded as planned, then filled. Collective.
+
+    Each rank reads or draws what it holds. If other roles are trained beside the policy, the engine is a
+    `CompositeEngine` of them.
+    `device`: cpu, or cuda:N. `checkpoint_keys`: names of tensors that a checkpoint fills, so nothing else
+    does; a role's are ROLE/NAME. `role`: one of `plan.roles` by itself; the engine of a frozen one can
+    only evaluate, infer, and return its weights.
+    """
+    if role is not None:
+        return _build_role(plan, device, checkpoint_keys, role)
+    trainable = {name: chosen for name, chosen in plan.roles.items() if chosen.trainable}
+    names = dict.fromkeys(checkpoint_keys)
+    # Each engine gets the keys of its own role, without the role's name.
+    policy_keys = frozenset(of_role(names, POLICY))
+    policy = _build_trainable(plan, device, policy_keys, plan.config.head)
+    if not trainable:
+        return policy
+    engines = {POLICY: policy}
+    lr_ratios = {}
+    for name, chosen in trainable.items():
+        keys = frozenset(of_role(names, name))
+        engines[name] = _build_trainable(plan.of_role(name), device, keys, chosen.head)
+        lr_ratios[name] = chosen.lr_ratio
+    return CompositeEngine(engines, lr_ratios)
+
+
+def _build_role(plan: Plan, device: str, checkpoint_keys: frozenset[str], role: str) -> Engine:
+    """Return the engine of one role by itself."""
+    chosen = plan.roles[role]
+    role_plan = plan.of_role(role)
+    if chosen.trainable:
+        return _build_trainable(role_plan, device, checkpoint_keys, chosen.head)
+    as_deepspeed = plan.engine == "deepspeed"
+    frozen = _build_frozen(role_plan, device, chosen.head, as_deepspeed=as_deepspeed)
+    frozen_engines.add(frozen)
+    return cast(Engine, frozen)
+
+
+def _build_trainable(
+    plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head
+) -> Engine:
+    """Return the engine of a trainable model: laid out, adapted, frozen in part, and sharded."""
+    config = plan.config
+    is_deepspeed = plan.engine == "deepspeed"
+    if is_deepspeed:
+        # DeepSpeed moves to the device what belongs there. Its optimizer makes its state by a step, which
+        # needs weights, so no key is left for the checkpoint.
+        device = "cpu"
+        checkpoint_keys = frozenset()
+    model, source = _lay_out(plan, device, checkpoint_keys, head)
+    freeze(model, config.model.freeze)
+    adapter = config.adapter
+    if adapter.kind == "lora":
+        adapters.inject(model, adapter, config.run.seed)
+    if not is_deepspeed:
+        # DeepSpeed keeps all weights low, and fp32 values of the trainable ones besides.
+        keep_frozen_low(plan, model)
+    if isinstance(adapter, LoRAConfig) and adapter.quantize != "none":
+        dtype = gathered_in(plan)
+        if dtype is None:
+            dtype = LOW_PRECISION.get(plan.precision, torch.float32)
+        pack(model, adapter.quantize, dtype)
+    values = Values(source, device, config.run.seed, checkpoint_keys)
+    engine = config.strategy.prepare(plan, model, values)
+    return engine or _prepare_native(plan, model, values)
+
+
+def _prepare_native(
+    plan: Plan, model: Any, values: Values, trains: bool = True, **options: Any
+) -> Any:
+    """Return Drumline's own engine, for a strategy that has none, or over a frozen model (`trains` False)."""
+    if plan.engine != "pipeline":
+        engine: type[ForwardEngine] = ForwardEngine
+        if trains:
+            engine = NativeEngine
+        return prepare(plan, model, values, engine, **options)
+    from drumline.engine import own_pipeline, pipeline
+
+    if options:
+        return own_pipeline.prepare(plan, model, values, **options)
+    pipeline_engine: Any = pipeline.ForwardPipeline
+    if trains:
+        pipeline_engine = pipeline.PipelineEngine
+    return pipeline.prepare(plan, model, values, pipeline_engine)
+
+
+def build_module(
+    plan: Plan,
+    build: Build,
+    device: str,
+    checkpoint_keys: frozenset[str] = frozenset(),
+    *,
+    make_optimizer: MakeOptimizer | None = None,
+    units: Units | None = None,
+    tp_plan: Mapping[str, str] | None = None,
+    overlaps: bool = True,
+    unfrozen: frozenset[str] = frozenset(),
+) -> OpenEngine:
+    """Return the engine of any module, sharded as planned, then filled: each rank draws what it holds. Collective.
+
+    `device`, `checkpoint_keys`: as in `build_engine`. `make_optimizer`: in place of the plan's. `units`:
+    what FSDP2 gathers by itself, ZeRO-3 fills at once and checkpointing computes again
+    (models.blocks.set_blocks). `tp_plan`: name of a module, numbers as `*` → colwise or rowwise.
+    `overlaps`: see native.prepare. `unfrozen`: weights that learn although `build` has them frozen.
+    Raises PlanError for a strategy that a module by itself cannot be spread by, ModelError if ranks build
+    different weights.
+    """
+    if plan.engine == "deepspeed":
+        # As in `_build_trainable`.
+        device = "cpu"
+        checkpoint_keys = frozenset()
+    model, source = lay_out_spreadable(plan, build, device, units, tp_plan)
+    if isinstance(source, Loaded):
+        require_same(model)
+    for name, parameter in model.named_parameters():
+        if name in unfrozen:
+            parameter.requires_grad_(True)
+    values = Values(source, device, plan.config.run.seed, checkpoint_keys)
+    options: dict[str, Any] = {
+        "plain": True,
+        "make_optimizer": make_optimizer,
+        "overlaps": overlaps,
+    }
+    engine = plan.config.strategy.prepare(plan, model, values, **options)
+    return engine or _prepare_native(plan, model, values, **options)
+
+
+def lay_out_spreadable(
+    plan: Plan, build: Build, device: str, units: Units | None, tp_plan: Mapping[str, str] | None
+) -> tuple[Module, Source]:
+    """Return a module by itself, laid out, and where its first weights come from.
+
+    Raises PlanError if it lacks what spreading it as planned requires, ModelError if `build` makes none.
+    """
+    _require_degrees(plan, has_tp_plan=bool(tp_plan))
+    if plan.stream_parts > 1:
+        what = "the stream between the blocks of a Hugging Face model is known, and that of no other module"
+        raise PlanError(what, where="strategy.sequence_parallel", fix="take it out")
+    model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)
+    is_deepspeed = plan.engine == "deepspeed"
+    shards_optimizer = plan.config.strategy.optimizer_shards(plan.mesh) > 1
+    is_cut = is_deepspeed or plan.data_parallel == "fsdp2" or shards_optimizer
+    require_trainable(model, cut=is_cut, deepspeed=is_deepspeed)
+    set_blocks(model, units)
+    module_names = [name for name, _ in model.named_modules()]
+    for pattern in tp_plan or ():
+        if not any(fnmatchcase(name, pattern) for name in module_names):
+            raise PlanError(
+                f"the model has no module {pattern}",
+                where="tp_plan",
+                fix="name modules as model.named_modules() has them",
+            )
+    if plan.activation_checkpointing != "none":
+        recomputed_by_blocks(model)
+    freeze(model, plan.config.model.freeze)
+    model._tp_plan = tp_plan  # type: ignore[assignment]
+    return model, source
+
+
+def _require_degrees(plan: Plan, has_tp_plan: bool) -> None:
+    """Raise PlanError for parallelism that does not work for a module by itself."""
+    mesh = plan.mesh
+    or_else = "ddp, fsdp2 or zero3"
+    if mesh.tp > 1 and not has_tp_plan:
+        raise PlanError(
+            "tensor parallelism requires a plan: which layers are cut by columns and which by rows",
+            where="strategy",
+            fix=f'give tp_plan={{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}, or use {or_else}',
+        )
+    if mesh.cp > 1:
+        what = "context parallelism requires attention that it knows, that of a Hugging Face model"
+        raise PlanError(what, where="strategy", fix=f"use {or_else}")
+    if mesh.ep > 1:
+        what = "expert parallelism requires a mixture of experts that it knows, that of a Hugging Face model"
+        raise PlanError(what, where="strategy", fix=f"use {or_else}")
+    if mesh.pp > 1 and plan.pipeline is not None:
+        schedule = plan.pipeline.schedule
+        if schedule in ("interleaved", "zero_bubble"):
+            what = f"schedule {schedule} requires a Hugging Face model"
+            fix = f"use schedule 1f1b or gpipe, {or_else}"
+            raise PlanError(what, where="strategy", fix=fix)
+
+
+def keep_frozen_low(plan: Plan, model: Any) -> None:
+    """Keep frozen weights in the type that native engines compute in; in pure bf16 all weights.
+
+    It is called before the model is sharded.
+    """
+    if plan.pure:
+        keep_low([model], LOW_PRECISION["bf16"], vectors=True, trainable=True)
+        return
+    dtype = LOW_PRECISION.get(plan.precision)
+    if dtype is not None:
+        keep_low([model], dtype)
+        if gathered_in(plan) is None:
+            give_fp32(model)
+
+
+def _build_frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardEngine:
+    """Return the engine of a frozen model.
+
+    `as_deepspeed`: unless the engine casts the weights as it gathers them, all are kept in the low type,
+    and there is no autocast.
+    """
+    model, source = _lay_out(plan, device, frozenset(), head, draws=False)
+    model.requires_grad_(False)
+    dtype = LOW_PRECISION.get(plan.precision)
+    casts = gathered_in(plan) is not None
+    is_pure = (as_deepspeed or plan.pure) and not casts
+    if dtype is not None:
+        is_all_low = casts or is_pure
+        if is_all_low:
+            keep_low([model], dtype, vectors=is_pure)
+        else:
+            # In blocks autocast would round at each use, so no number changes: the trainable copy of the
+            # same weights starts equal.
+            keep_low(blocks(model), dtype, vectors=False)
+            give_fp32(model)
+    values = Values(source, device, plan.config.run.seed)
+    engine: ForwardEngine = _prepare_native(plan, model, values, trains=False)
+    if is_pure:
+        engine.autocast_dtype = None
+    return engine
+
+
+def _lay_out(
+    plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head, draws: bool = True
+) -> tuple[Any, Source]:
+    """Return the model of a plan without its weights, and where they come from.
+
+    `draws`: weights that no file has are drawn; otherwise that is an error.
+    """
+    config = plan.config
+    place = device
+    if plan.engine == "pipeline":
+        # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
+        place = "cpu"
+    model, source = lay_out(
+        plan.model_path,
+        config.model,
+        derive(config.run.seed, "weights"),
+        place,
+        checkpoint_keys=checkpoint_keys,
+        head=head,
+        labels=plan.labels,
+        draws=draws,
+        draw_device=plan.device,
+    )
+    if head != "image":
+        attend_by_documents(model, plan)
+    predicts_tokens = head in LM
+    if predicts_tokens and device != "cpu":
+        # On a CPU the launcher has tried it. A GPU has kernels of its own.
+        require_next_token(model, device, config.packs)
+    # On a GPU a call for each document may cost more than the tokens that are spared: nobody has measured
+    # it.
+    may_share = device == "cpu" and predicts_tokens and config.algorithm.shares_prompts
+    model._drumline_shares = may_share and shares_prompts(model, device)
+    return model, source

@@ -1,0 +1,360 @@
+"""What DDP sends in place of fp32 gradients: a compressor takes a bucket and leaves the average of all ranks in it.
+
+Gradients arrive accumulated over the micro-batches and scaled as the engine scales them (mean over the
+global batch), so errors that are kept from one step to the next are in the units of an update. They are
+kept per parameter, because DDP may deal its buckets anew. They belong to this rank, are not saved, and
+start from zero when a run resumes from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from drumline.config.strategy import Compression
+from drumline.planner.cost.terms import BLOCK, is_halved
+
+# Entries that a CPU codes at once: few enough blocks to stay in its cache.
+PIECE = 2**16
+# The largest code of a signed byte.
+LARGEST_CODE = 127
+# A block's scale is an fp32 number.
+SCALE_BYTES = 4
+# Its name from torch 2.13 on, and before.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def compress_ddp(
+    ddp: DistributedDataParallel, options: Compression, seed: int
+) -> Compressor | None:
+    """Let DDP average its buckets by a compressor and return it, or None if none is set.
+
+    `seed` is the same on all ranks.
+    """
+    if options.kind == "none":
+        return None
+    compressor = KINDS[options.kind](ddp.process_group, options, seed)
+    # DDP requires an argument of this name, and no annotation but the class itself.
+    ddp.register_comm_hook(compressor, lambda compressor, bucket: compressor.hook(bucket))
+    return compressor
+
+
+class Compressor:
+    """One way to average over the ranks of `group`.
+
+    `step` is the number of steps of the run that are done; the caller sets it. Collectives are
+    waited for where they are called: over gloo, callbacks would start the next ones in another
+    order on each rank. On a GPU they run on a stream of their own, so that backward goes on.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, options: Compression, seed: int) -> None:
+        self.group = group
+        self.size = group.size()
+        self.options = options
+        self.seed = seed
+        self.step = 0
+        # How long a CPU waited for collectives since the last `take_seconds`.
+        self.seconds = 0.0
+        self._stream: torch.cuda.Stream | None = None
+
+    def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        """Replace `flat` by its average over the ranks, or nearly.
+
+        `flat`: fp32[N], the gradients of `parameters`, one after another.
+        """
+        raise NotImplementedError
+
+    def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket of DDP; the future that DDP waits for is set on return."""
+        flat = bucket.buffer()
+        devices: list[int | str | torch.device] = []
+        if flat.is_cuda:
+            devices.append(flat.device)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        with self._own_stream(flat), torch.no_grad():
+            if self.options.compresses(self.step):
+                self.average(flat, bucket.parameters())
+            else:
+                self._all_reduce(flat.div_(self.size))
+            future.set_result(flat)
+        return future
+
+    def take_seconds(self) -> float:
+        """Return how many seconds a CPU waited in collectives since the last call.
+
+        On a GPU they run beside backward and nothing waits here: 0.
+        """
+        seconds = self.seconds
+        self.seconds = 0.0
+        return seconds
+
+    def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._call(dist.all_reduce, tensor)
+        return tensor
+
+    def _call(self, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        start = time.perf_counter()
+        collective(*tensors, group=self.group)
+        if not tensors[0].is_cuda:
+            self.seconds += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _own_stream(self, flat: torch.Tensor) -> Iterator[None]:
+        """On a GPU, run what is within on the compressor's stream, behind the current one."""
+        if not flat.is_cuda:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(flat.device)
+        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+class Cast(Compressor):
+    """Half the bytes: gradients are summed in bf16 or fp16.
+
+    They are divided first, so that the sum stays in fp16's range.
+    """
+
+    def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        dtype = torch.float16
+        if self.options.kind == "bf16":
+            dtype = torch.bfloat16
+        low = flat.div_(self.size).to(dtype)
+        flat.copy_(self._all_reduce(low))
+
+
+class Int8(Compressor):
+    """A quarter of the bytes: both halves of an all-reduce run in 8 bits.
+
+    ZeRO++ (Wang et al. 2023) does the first half, the reduce-scatter, in 4 bits. The codes are
+    block-wise after Dettmers 2016, with even steps: blocks of 256 entries are coded as round(x / s)
+    with s = max |x| / 127 in fp32. That is 1.0156 bytes an entry and an error of at most s / 2.
+
+    Rank r gets every rank's code of the r-th part (all-to-all), adds up in fp32, divides, codes the
+    average and hands it to all (all-gather): two roundings an entry, whatever the number of ranks.
+    All ranks decode the same bytes, so weights stay equal. Nothing is kept from step to step. A
+    block with an entry that is not finite comes out as NaN.
+    """
+
+    def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        entries = flat.numel()
+        # A part for each rank, in whole blocks.
+        blocks_a_rank = math.ceil(entries / (self.size * BLOCK))
+        part = blocks_a_rank * BLOCK
+        padded = flat.new_zeros(self.size * part)
+        padded[:entries] = flat
+        sent = encode(padded.view(self.size, part))
+        received = torch.empty_like(sent)
+        self._call(dist.all_to_all_single, received, sent)
+        average = decode(received).sum(0, keepdim=True).div_(self.size)
+        own_part = encode(average)
+        all_parts = torch.empty_like(sent)
+        self._call(ALL_GATHER, all_parts, own_part)
+        flat.copy_(decode(all_parts).flatten()[:entries])
+
+
+def encode(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows in 8 bits: fp32[R, C] → uint8[R, C + C / 64], C in whole blocks.
+
+    A row has its codes, and behind them the scales of its blocks.
+    """
+    columns = rows.shape[1]
+    scales_bytes = columns // (BLOCK // SCALE_BYTES)
+    packed = rows.new_empty((len(rows), columns + scales_bytes), dtype=torch.uint8)
+    smallest = torch.finfo(torch.float32).tiny
+    for values, codes, scales in _pieces(packed, rows):
+        torch.amax(values.abs(), -1, out=scales).div_(LARGEST_CODE)
+        divisors = scales.clamp_min(smallest)[:, None]
+        codes.copy_((values / divisors).round_())
+    return packed
+
+
+def decode(packed: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `encode`, up to rounding: fp32[R, C]."""
+    columns = packed.shape[1] * BLOCK // (BLOCK + SCALE_BYTES)
+    rows = packed.new_empty((len(packed), columns), dtype=torch.float32)
+    for values, codes, scales in _pieces(packed, rows):
+        values.copy_(codes).mul_(scales[:, None])
+    return rows
+
+
+class _Piece(NamedTuple):
+    """Views of some blocks: values fp32[N, BLOCK], codes int8[N, BLOCK], scales fp32[N]."""
+
+    values: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def _pieces(packed: torch.Tensor, rows: torch.Tensor) -> Iterator[_Piece]:
+    """Yield the blocks of all rows: on a CPU in pieces that fit its cache, else a row at a time."""
+    columns = rows.shape[1]
+    size = columns
+    if rows.device.type == "cpu":
+        size = PIECE
+    for row, packed_row in zip(rows, packed, strict=True):
+        codes = packed_row[:columns].view(torch.int8)
+        scales = packed_row[columns:].view(torch.float32)
+        row_pieces = row.split(size)
+        code_pieces = codes.split(size)
+        scale_pieces = scales.split(size // BLOCK)
+        for values, piece_codes, piece_scales in zip(
+            row_pieces, code_pieces, scale_pieces, strict=True
+        ):
+            yield _Piece(values.view(-1, BLOCK), piece_codes.view(-1, BLOCK), piece_scales)
+
+
+def by_parameter(
+    flat: torch.Tensor, parameters: list[torch.Tensor]
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Return each parameter's entries of a bucket, as views of it."""
+    parts = flat.split([parameter.numel() for parameter in parameters])
+    return dict(zip(parameters, parts, strict=True))
+
+
+class ErrorFeedback(Compressor):
+    """A base of compressors that add what a step did not send to the next step's gradient.
+
+    So nothing is lost but time (Stich et al. 2018, Karimireddy et al. 2019). It costs 4 bytes a
+    parameter on each rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, options: Compression, seed: int) -> None:
+        super().__init__(group, options, seed)
+        # Of a parameter: fp32[its entries].
+        self.errors: dict[torch.Tensor, torch.Tensor] = {}
+
+    def add_errors(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        """Add what earlier steps did not send to the gradients."""
+        for parameter, part in by_parameter(flat, parameters).items():
+            if parameter in self.errors:
+                part += self.errors[parameter]
+
+    def keep_errors(self, unsent: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        """Keep what this step did not send.
+
+        A step with NaN is passed over by all ranks, and must not be remembered for ever.
+        """
+        finite = unsent.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        self.errors |= by_parameter(finite, parameters)
+
+
+class TopK(ErrorFeedback):
+    """The largest entries of each bucket by magnitude, `ratio` of them, as index and value.
+
+    Lin et al. 2018, without their momentum correction. 8 bytes an entry are sent and gathered from
+    all ranks: (ranks − 1) × 8 × ratio bytes a parameter.
+    """
+
+    def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        self.add_errors(flat, parameters)
+        count = max(1, round(self.options.ratio * flat.numel()))
+        indices = flat.abs().topk(count, sorted=False).indices
+        sent = torch.cat([indices.to(torch.int32), flat[indices].view(torch.int32)])
+        received = sent.new_empty(self.size * 2 * count)
+        self._call(ALL_GATHER, received, sent)
+        flat[indices] = 0
+        self.keep_errors(flat, parameters)
+        flat.zero_()
+        # Rank by rank: in one scatter the order of equal indices, and so the last bit, could differ
+        # between GPUs.
+        for their_indices, their_values in received.view(self.size, 2, count):
+            flat.index_add_(0, their_indices, their_values.view(torch.float32))
+        flat /= self.size
+
+
+class PowerSGD(ErrorFeedback):
+    """Each gradient matrix M[n, m] as P[n, rank] Qᵀ, by one step of subspace iteration.
+
+    The iteration starts from the Q of the step before (Vogels et al. 2019, algorithm 1). Vectors,
+    and matrices that this would not halve, are sent whole. This is torch's powerSGD_hook, but its
+    state is kept per parameter and not per bucket: it need not wait two steps for DDP to rebuild
+    its buckets, and works over gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, options: Compression, seed: int) -> None:
+        super().__init__(group, options, seed)
+        # Q of a parameter, the same on all ranks.
+        self.bases: dict[torch.Tensor, torch.Tensor] = {}
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        self.add_errors(flat, parameters)
+        matrices: dict[torch.Tensor, torch.Tensor] = {}
+        sent_whole: list[torch.Tensor] = []
+        for parameter, part in by_parameter(flat, parameters).items():
+            if is_halved(parameter.shape, self.options.rank):
+                matrices[parameter] = part.view(parameter.shape[0], -1)
+            else:
+                sent_whole.append(part)
+        for parameter, matrix in matrices.items():
+            if parameter not in self.bases:
+                self.bases[parameter] = self._random_basis(matrix)
+        lefts = [matrix @ self.bases[parameter] for parameter, matrix in matrices.items()]
+        averages = self._average_together([*sent_whole, *lefts])
+        averages_of_whole = averages[: len(sent_whole)]
+        lefts = orthonormal(averages[len(sent_whole) :])
+        own_rights = []
+        for matrix, left in zip(matrices.values(), lefts, strict=True):
+            own_rights.append(matrix.T @ left)
+        rights = self._average_together(own_rights)
+        error = flat.clone()
+        for part, average in zip(sent_whole, averages_of_whole, strict=True):
+            part.copy_(average)
+        for (parameter, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
+            torch.mm(left, right.T, out=matrix)
+            self.bases[parameter] = right.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)
+        error -= flat
+        for parameter, part in by_parameter(error, parameters).items():
+            # What was sent whole leaves no error.
+            part *= parameter in matrices
+        self.keep_errors(error, parameters)
+
+    def _random_basis(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the Q that the first step starts from: [columns of the matrix, rank]."""
+        basis = torch.randn(matrix.shape[1], self.options.rank, generator=self.generator)
+        return basis.to(matrix)
+
+    def _average_together(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the averages over the ranks, by one collective."""
+        if not tensors:
+            return []
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        self._all_reduce(flat).div_(self.size)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def orthonormal(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return Q of each matrix's QR decomposition.
+
+    Matrices of one shape are decomposed in one batch, since a small QR is mostly the start of its
+    kernels.
+    """
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(index)
+    bases: dict[int, torch.Tensor] = {}
+    for indices in by_shape.values():
+        batch = torch.stack([matrices[index] for index in indices])
+        for index, basis in zip(indices, torch.linalg.qr(batch).Q, strict=True):
+            bases[index] = basis
+    return [bases[index] for index in range(len(matrices))]
+
+
+KINDS: dict[str, type[Compressor]] = {
+    "bf16": Cast,
+    "fp16": Cast,
+    "int8": Int8,
+    "topk": TopK,
+    "powersgd": PowerSGD,
+}

@@ -1,0 +1,268 @@
+"""Context parallelism: each rank runs the model on its part of every sequence; only attention sees the whole.
+
+Ulysses (Jacobs et al. 2023): before attention the ranks exchange parts of the sequence for heads (one
+all-to-all), attention runs over whole sequences for a share of the heads, and a second all-to-all
+changes back. Ring (Liu et al. 2023): each rank keeps its queries, and keys and values go round. It is
+torch's own `context_parallel`, which has kernels for GPUs and takes no mask but the causal one.
+
+Either is put under a model by transformers' own interface, as an attention function and a mask function
+under a name of ours. So the model decides which tokens may meet (causal, sliding windows, chunks).
+
+Shapes: B rows, T tokens of a sequence, t = T / N of a part, N ranks; H heads, of size D.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from drumline.errors import PlanError
+from drumline.models.attention import batch_in_hand
+from drumline.models.blocks import whole_sequences
+from drumline.models.head import ForwardWithObjective
+from drumline.models.sequence import SequencePart
+from drumline.models.small import Tokens, close, try_small
+from drumline.plan.attention import RING_CHUNK, by_documents
+from drumline.plan.rules import NO_PARTS
+from drumline.vendor.torch import all_to_all_single_autograd
+
+# Numbers for the names of attention functions.
+NUMBERS = itertools.count()
+# Tokens of a rank's part in the trial, which is in fp32. In a ring it has two chunks.
+TRIAL_TOKENS = 8
+TRIAL_TOKENS_OF_RING = 2 * RING_CHUNK
+# Tokens of the second document of a pack in the trial. A part has more, so no document begins with one.
+TRIAL_TOKENS_OF_SECOND_DOCUMENT = 5
+Function = Callable[..., Any]
+
+
+def apply_context_parallel(
+    module: ForwardWithObjective,
+    model: Any,
+    mesh: DeviceMesh,
+    method: Literal["ulysses", "ring"],
+    packing: bool,
+) -> None:
+    """Cut the sequences of `module`'s batches over the ranks of `mesh` (one dimension). Collective.
+
+    Forward and backward must run in `module.sequence.around`.
+    Raises PlanError for a model whose tokens meet elsewhere than in attention, or whose attention is
+    not transformers' own.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if method == "ring":
+        part = SequencePart(mesh.get_group(), folded=True, around=lambda: _torch_ring(mesh))
+        attention = ring
+        mask = no_mask
+        tokens = TRIAL_TOKENS_OF_RING
+    else:
+        part = SequencePart(mesh.get_group())
+        attention = ulysses
+        mask = whole_mask
+        tokens = TRIAL_TOKENS
+    refused = f"context parallelism cannot run {type(model).__name__}: "
+    reason = whole_sequences(model)
+    if reason:
+        raise NO_PARTS.error(refused + reason)
+    before = model.config._attn_implementation
+    # A name of its own: another model of this process looks its functions up by name, and has
+    # another part of another sequence.
+    base_name = before if by_documents(model) else "drumline_sequence"
+    name = f"{base_name}_part_{next(NUMBERS)}"
+    whole_attention = AttentionInterface()[before]
+    whole_sequence_mask = AttentionMaskInterface()[before]
+    AttentionInterface.register(name, _replace_if_cut(part, whole_attention, attention))
+    AttentionMaskInterface.register(name, _replace_if_cut(part, whole_sequence_mask, mask))
+    model.set_attn_implementation(name)
+    if not _same_in_parts(model, mesh.device_type, part, packing, tokens):
+        model.set_attn_implementation(before)
+        raise NO_PARTS.error(refused + "cut in parts it does not compute what it computes whole")
+    module.sequence = part
+
+
+def _replace_if_cut(part: SequencePart, whole: Function, cut: Callable[..., Any]) -> Function:
+    """Return a function of transformers' interface that calls `cut(part, whole, …)` on cut sequences.
+
+    On whole sequences it calls `whole` itself.
+    """
+
+    def run(*given: Any, **options: Any) -> Any:
+        if part.active:
+            return cut(part, whole, *given, **options)
+        return whole(*given, **options)
+
+    return run
+
+
+@dataclass
+class _Heads:
+    """What transformers' sdpa reads of an attention module.
+
+    `num_key_value_groups`: query heads to one of keys, as they are on this rank.
+    """
+
+    num_key_value_groups: int
+    is_causal: bool
+
+
+def ulysses(
+    part: SequencePart,
+    sdpa: Function,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Run attention over whole sequences: [B, H, t, D] in, [B, t, H, D] out.
+
+    Key and value heads that N does not divide are repeated (each at most H / kv times), so that each
+    rank gets the same number.
+    """
+    repeats = part.parts // math.gcd(key.shape[1], part.parts)
+    if repeats > 1:
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
+    query, key, value = _exchange_tokens_for_heads(part, query, key, value)
+    heads = _Heads(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
+    out_BThD, _ = sdpa(heads, query, key, value, attention_mask, **options)
+    # By the rank of the tokens: [N, B, t, H / N, D].
+    sent_NBthD = out_BThD.unflatten(1, (part.parts, -1)).transpose(0, 1).contiguous()
+    # By the rank of the heads: [N, B, t, H / N, D].
+    received_NBthD = _exchange(part, sent_NBthD)
+    out_BtHD = received_NBthD.movedim(0, 2).flatten(2, 3)
+    return out_BtHD, None
+
+
+def _exchange_tokens_for_heads(part: SequencePart, *tensors_BHtD: Tensor) -> list[Tensor]:
+    """Return [B, H / N, T, D] of each [B, H, t, D]: a share of the heads, all of the sequence.
+
+    One all-to-all carries all tensors.
+    """
+    # Each [N, B, H / N, t, D], by the rank that the heads go to.
+    shares = [tensor.unflatten(1, (part.parts, -1)).transpose(0, 1) for tensor in tensors_BHtD]
+    received = _exchange(part, torch.cat([share.flatten(1) for share in shares], 1))
+    sizes = [share[0].numel() for share in shares]
+    whole: list[Tensor] = []
+    for flat, share in zip(received.split(sizes, 1), shares, strict=True):
+        whole.append(flat.view(share.shape).movedim(0, 2).flatten(2, 3))
+    return whole
+
+
+def _exchange(part: SequencePart, by_rank: Tensor) -> Tensor:
+    """Send entry i of dimension 0 to rank i, and return what comes from rank i as entry i.
+
+    The gradient travels back the same way.
+    """
+    sizes = [1] * part.parts
+    received: Tensor = all_to_all_single_autograd(by_rank, sizes, sizes, part.group)
+    return received
+
+
+def whole_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
+    """Return the mask over whole sequences, made by the model's own function `mask`.
+
+    It is bool[B, 1, T, T], or `Documents` if attention takes these, or None for the plain causal one.
+    The model decides by place which tokens may meet (`mask_function`: causal, a window, chunks). Which
+    documents they belong to depends on the positions of the whole sequence; the model has seen one
+    part.
+    """
+    from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
+
+    positions_BT = part.positions_BT
+    assert positions_BT is not None
+    documents_BT: Tensor | None = None
+    if not batch_in_hand():
+        documents_BT = find_packed_sequence_indices(positions_BT)
+    if documents_BT is not None:
+        options["mask_function"] = packed_mask(options["mask_function"], positions_BT, documents_BT)
+        options["allow_is_causal_skip"] = False
+    length = positions_BT.shape[1]
+    options["q_length"] = length
+    options["kv_length"] = length
+    options["attention_mask"] = None if part.mask_BT is None else part.mask_BT.bool()
+    return mask(**options)
+
+
+def ring(
+    part: SequencePart,
+    sdpa: Function,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Run attention as `ulysses` does, within torch's ring.
+
+    Every rank has all heads, and sdpa itself is torch's ring.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
+    heads = _Heads(num_key_value_groups=1, is_causal=True)
+    return sdpa(heads, query, key, value, None, **options)
+
+
+def no_mask(part: SequencePart, mask: Function, **options: Any) -> Any:
+    """Return None, the plain causal mask, for the ring.
+
+    Raises PlanError if the model requires another mask.
+    """
+    has_window = options.get("local_size") is not None
+    is_plain_causal = options.get("allow_is_causal_skip", True)
+    if has_window or not is_plain_causal:
+        what = "ring attention in torch takes no mask, and this model has layers with windows of their own"
+        raise PlanError(what, where="strategy", fix="use ulysses")
+    return None
+
+
+@contextlib.contextmanager
+def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
+    """Within, sdpa is a ring over `mesh`, in forward and in backward."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    # torch requires a tensor to cut; ours are cut already.
+    stand_in = torch.empty(2 * mesh.size(), device=mesh.device_type)
+    with context_parallel(
+        mesh, buffers=[stand_in], buffer_seq_dims=[0], no_restore_buffers={stand_in}
+    ):
+        yield
+
+
+def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool, tokens: int) -> bool:
+    """Return whether the model's hidden states come out the same in parts as whole. Collective.
+
+    It is tried on `tokens` tokens a rank; two documents if rows are packs. State-space and other
+    recurrent layers mix tokens without attention, and no flag of a class shows it.
+    """
+
+    def trial(small: Any, ids_BT: Tensor) -> bool:
+        trunk = small.get_decoder() or small
+        ids_BT = ids_BT.repeat(1, part.parts * tokens // ids_BT.shape[1])
+        length = ids_BT.shape[1]
+        positions_BT = torch.arange(length, device=ids_BT.device)[None]
+        if packing:
+            second = length - TRIAL_TOKENS_OF_SECOND_DOCUMENT
+            positions_BT = torch.where(positions_BT < second, positions_BT, positions_BT - second)
+        whole_BTD = trunk(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)[0]
+        batch = Tokens(ids_BT, positions_BT)
+        with part.around():
+            part_BtD = trunk(**part.inputs(batch), use_cache=False)[0]
+        return close(part_BtD, part.cut(whole_BTD))
+
+    is_same = try_small(model, device, trial)
+    part.active = False
+    ranks_that_agree = part.total(torch.tensor(float(is_same), device=device))
+    return float(ranks_that_agree) == part.parts

@@ -1,0 +1,478 @@
+"""How the native engine spreads a module over data ranks.
+
+This decides when gradients are reduced, and which module evaluates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from drumline.engine.compress import Compressor
+from drumline.engine.experts import of_experts
+from drumline.engine.norms import local
+from drumline.errors import ModelError
+from drumline.planner.cost.terms import BUCKET
+from drumline.vendor.torch import DefaultAllGather, DefaultReduceScatter, queue_callback
+
+# Measurements that a clock keeps until somebody asks for the seconds.
+MOST_UNDER_WAY = 16
+T = TypeVar("T", bound=torch.Tensor)
+logger = logging.getLogger(__name__)
+
+
+class Spread:
+    """How a module is spread over the data ranks.
+
+    `module` runs a forward of training. `inner` runs one without gradients. `reads` is like `inner`,
+    but calls the objective once with all rows of the batch.
+    """
+
+    def __init__(
+        self, module: nn.Module, inner: nn.Module | None = None, reads: nn.Module | None = None
+    ) -> None:
+        if inner is None:
+            inner = module
+        if reads is None:
+            reads = inner
+        self.module = module
+        self.inner = inner
+        self.reads = reads
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for a micro-batch's forward and backward.
+
+        When the context of the last one ends, gradients must be reduced.
+        """
+        return contextlib.nullcontext()
+
+    def going_back(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for a backward from `loss`."""
+        return contextlib.nullcontext()
+
+    def stepped(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Return what an optimizer steps in place of the model's parameters, by name."""
+        return named
+
+    def after_step(self) -> None:
+        """Bring the model's weights up to date after the optimizer has stepped. Collective."""
+
+    def exposed_communication(self) -> float | None:
+        """Return the seconds of the last step between the end of backward and the last gradient.
+
+        None if they are not measured.
+        """
+        return None
+
+
+def learning(module: nn.Module) -> set[int]:
+    """Return the ids of the weights that learn now."""
+    return {id(weight) for weight in module.parameters() if weight.requires_grad}
+
+
+class Unreplicated(Spread):
+    """One process."""
+
+    def exposed_communication(self) -> float:
+        return 0.0
+
+
+class _Gradient(NamedTuple):
+    """Which gradient a weight has, and how often that tensor was written."""
+
+    id: int
+    version: int
+
+
+class Replicated(Spread):
+    """DDP. Evaluation runs on the module within it: nothing is to be reduced there.
+
+    DDP averages in a backward that follows a forward of its own. If the last backward follows none
+    (a loss of a method of the module's, a second backward of one forward), the gradients are
+    averaged once more: averages of averages are averages. DDP waits for the weights that learned
+    when it was made. If a loop has frozen or unfrozen weights since, all are averaged after backward.
+    """
+
+    def __init__(
+        self, module: DistributedDataParallel, compressor: Compressor | None = None
+    ) -> None:
+        super().__init__(module, inner=module.module)
+        self.ddp = module
+        self.compressor = compressor
+        # DDP records a static graph in the first backward.
+        self.records_graph = module.static_graph
+        self.by_hand = BucketedAllReduce(module.module, module.process_group)
+        self.learned = self.by_hand.learned
+        self.clock = self.by_hand.clock
+        self.device = next(module.parameters()).device.type
+        # DDP's forward ran since the last backward.
+        self.called = False
+        # The last backward averaged the gradients.
+        self.averaged = False
+        # The log says that gradients are averaged after backward.
+        self.reported = False
+        # This is the last micro-batch of the global batch.
+        self.last = False
+        module.register_forward_pre_hook(self._note_call)
+
+    def _note_call(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self.called = True
+            if learning(self.inner) != self.learned:
+                # As within no_sync.
+                self.ddp.require_backward_grad_sync = False
+
+    @contextlib.contextmanager
+    def going_back(self, loss: torch.Tensor) -> Iterator[None]:
+        if self.last and loss.requires_grad:
+            # Callbacks run at the end of a backward, in their order: this one before DDP's own,
+            # which waits for the averages.
+            loss.register_hook(lambda _: queue_callback(lambda: self.clock.start(self.device)))
+        yield
+        self.clock.stop()
+        self.averaged = self.called
+        self.called = False
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        requires_all = not (self.ddp.static_graph or self.ddp.find_unused_parameters)
+        checks_gradients = last and requires_all
+        before: dict[str, _Gradient | None] = {}
+        if checks_gradients:
+            before = self._gradients()
+        self.called = False
+        self.averaged = False
+        self.last = last
+        if last or self.records_graph:
+            # The backward that records a static graph has to reduce: averages of averages are
+            # averages.
+            yield
+        else:
+            with self.ddp.no_sync():
+                yield
+        self.ddp.require_backward_grad_sync = True
+        self.records_graph = False
+        if last and learning(self.inner) != self.learned:
+            # So that the next forward brings the buffers up to date.
+            self.ddp.require_forward_param_sync = True
+            self._average("other weights learn than when the model was spread")
+        elif last and not self.averaged:
+            self._average("the last backward of a step follows no call of the model")
+        elif checks_gradients:
+            self._require_gradients(before)
+        if last and self.compressor:
+            self.compressor.step += 1
+
+    def _average(self, why: str) -> None:
+        if not self.reported:
+            logger.warning("%s: gradients are averaged after backward, not during it", why)
+        self.reported = True
+        self.by_hand.average()
+
+    def _gradients(self) -> dict[str, _Gradient | None]:
+        """Return the gradient of each weight that learns, by the weight's name."""
+        gradients: dict[str, _Gradient | None] = {}
+        for name, weight in self.inner.named_parameters():
+            if not weight.requires_grad:
+                continue
+            if weight.grad is None:
+                gradients[name] = None
+            else:
+                gradients[name] = _Gradient(id(weight.grad), weight.grad._version)
+        return gradients
+
+    def _require_gradients(self, before: dict[str, _Gradient | None]) -> None:
+        """Raise ModelError for weights that this backward has not reached.
+
+        DDP would leave others unaveraged, and say so a step later.
+        """
+        after = self._gradients()
+        without: list[str] = []
+        for name, gradient in after.items():
+            if gradient == before[name]:
+                without.append(name.replace("_orig_mod.", "").removeprefix("model."))
+        # None has a gradient if weights step within backward, or if nothing was learned.
+        if 0 < len(without) < len(after):
+            listed = ", ".join(without[:3])
+            if len(without) > 3:
+                listed += f" and {len(without) - 3} more"
+            raise ModelError(
+                f"no gradient reaches {listed}, and DDP waits for it",
+                where="model",
+                fix="set strategy.find_unused_parameters: true, or leave them out with model.freeze",
+            )
+
+    def exposed_communication(self) -> float:
+        seconds = self.clock.seconds()
+        if self.compressor is not None:
+            # On a CPU a compressor waits within backward.
+            seconds += self.compressor.take_seconds()
+        return seconds
+
+
+class Sharded(Spread):
+    """FSDP2. Evaluation gathers weights too, so it goes through the same module."""
+
+    def __init__(
+        self,
+        module: FSDPModule,
+        sync_each_micro_batch: bool,
+        casts: bool = False,
+        more_roots: Iterable[FSDPModule] = (),
+        timed: bool = False,
+    ) -> None:
+        """`casts`: weights are gathered in a lower precision than they are kept in.
+
+        `more_roots`: further roots (stages of one rank). `timed`: all communication is gathers and
+        scattered sums that have ended when they return, as on a CPU: it is exposed, and measured.
+        """
+        assert isinstance(module, nn.Module)
+        super().__init__(module)
+        self.casts = casts
+        roots = nn.ModuleList([module, *more_roots])  # type: ignore[list-item]
+        self.units = [unit for unit in roots.modules() if isinstance(unit, FSDPModule)]
+        self.fsdp = module
+        self.sync_each_micro_batch = sync_each_micro_batch
+        self.timed = timed
+        self.trains = False
+        # Seconds in collectives of training since the last question.
+        self.waited = 0.0
+        if timed:
+            gathers: Any = Timed(DefaultAllGather(), self._count_seconds)
+            sums: Any = Timed(DefaultReduceScatter(), self._count_seconds)
+            for unit in self.units:
+                unit.set_custom_all_gather(gathers)
+                unit.set_custom_reduce_scatter(sums)
+
+    def _count_seconds(self, seconds: float) -> None:
+        if self.trains:
+            self.waited += seconds
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)
+        self.trains = True
+        try:
+            yield
+        finally:
+            self.trains = False
+
+    def exposed_communication(self) -> float | None:
+        waited = self.waited
+        self.waited = 0.0
+        if not self.timed:
+            return None
+        return waited
+
+    def reshard(self) -> None:
+        """Shard again what forwards without a backward have left gathered.
+
+        That is the root, in the type that it computes in. Until then the model's parameters are
+        the gathered ones, not the trainable shards.
+        """
+        for unit in self.units:
+            unit.reshard()
+
+
+class Timed:
+    """A collective of FSDP2 that reports the seconds of each call to `report`."""
+
+    def __init__(self, collective: Any, report: Callable[[float], None]) -> None:
+        self.allocate = collective.allocate
+        self.collective = collective
+        self.report = report
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        work = self.collective(*args, **kwargs)
+        self.report(time.perf_counter() - start)
+        return work
+
+
+class BucketedAllReduce(Spread):
+    """Copies that average their gradients after the last micro-batch.
+
+    They may be what DDP does not take: copies whose parameters are themselves spread (tensor
+    parallel, a pipeline's stage). This rank's parts of the gradients are averaged over `group`, the
+    ranks that hold the same parts and see other tokens. `experts`: that group for experts, if they
+    are cut over data ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int = BUCKET,
+        experts: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(module)
+        self.group = group
+        self.group_of_experts = group if experts is None else experts
+        self.bucket_bytes = bucket_bytes
+        self.clock = Clock()
+        self.learned = learning(module)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+        if last:
+            self.average()
+
+    def average(self) -> None:
+        """Average all gradients over the group, in flat buckets. Collective over the group.
+
+        A gradient that only other ranks have counts as zero here and is made; one that no rank has stays None.
+        """
+        has_own_group = self.group_of_experts is not self.group
+        experts: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
+        for parameter in self.module.parameters():
+            # What was frozen since may have a gradient still.
+            if not parameter.requires_grad and id(parameter) not in self.learned:
+                continue
+            if has_own_group and of_experts(parameter):
+                experts.append(parameter)
+            else:
+                rest.append(parameter)
+        self._average_over(self.group, rest)
+        self._average_over(self.group_of_experts, experts)
+
+    def _average_over(self, group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
+        ranks = dist.get_world_size(group)
+        if ranks == 1 or not parameters:
+            return
+        with self.clock.measure(parameters[0].device.type), torch.no_grad():
+            under_way: list[_Bucket] = []
+            for bucket in buckets(parameters, self.bucket_bytes):
+                under_way.append(_Bucket(bucket, group))
+                # One is on its way while the next is packed: more would only take memory.
+                if len(under_way) > 1:
+                    under_way.pop(0).unpack(ranks)
+            for last in under_way:
+                last.unpack(ranks)
+
+    def exposed_communication(self) -> float:
+        return self.clock.seconds()
+
+
+class _Bucket:
+    """Gradients of some parameters end to end, summed over the group.
+
+    Behind them is a 1 for each gradient that this rank has. The host reads the sums of the ones, and
+    waits for the device, only if this rank lacks a gradient: it has to know whether another has it.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.parameters = parameters
+        parts: list[torch.Tensor] = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                parts.append(torch.zeros_like(local(parameter)))
+            else:
+                parts.append(local(parameter.grad))
+        self.sizes = [part.numel() for part in parts]
+        self.shapes = [part.shape for part in parts]
+        self.lacks_gradient = any(parameter.grad is None for parameter in parameters)
+        has_gradient = parts[0].new_ones(len(parameters))
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is None:
+                has_gradient[index].zero_()
+        flat_parts = [part.reshape(-1) for part in parts]
+        self.flat = torch.cat([*flat_parts, has_gradient])
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def unpack(self, ranks: int) -> None:
+        """Wait for the sums, and set the gradients to their averages over so many ranks."""
+        assert self.work is not None
+        self.work.wait()
+        *parts, has_gradient = self.flat.split([*self.sizes, len(self.parameters)])
+        # As long as this rank has all gradients, no number of the device is needed.
+        ranks_with_gradient = [ranks] * len(self.parameters)
+        if self.lacks_gradient:
+            ranks_with_gradient = has_gradient.tolist()
+        for parameter, part, shape, holders in zip(
+            self.parameters, parts, self.shapes, ranks_with_gradient, strict=True
+        ):
+            if parameter.grad is None:
+                if holders == 0:
+                    continue
+                parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(part.view(shape)).div_(ranks)
+
+
+def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
+    """Yield neighbours of one dtype, up to `bucket_bytes` together.
+
+    A tensor that is larger than that comes by itself.
+    """
+    bucket: list[T] = []
+    filled = 0
+    for tensor in tensors:
+        size = local(tensor).numel() * tensor.element_size()
+        if bucket and (filled + size > bucket_bytes or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+            filled = 0
+        bucket.append(tensor)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Clock:
+    """Measures the seconds of some work, on a GPU by events in its stream.
+
+    Nothing waits for the work: the seconds are those of the last one that has ended.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0.0
+        # When the work under way started: an event on a GPU, else seconds.
+        self.began: torch.cuda.Event | float | None = None
+        # The first and last event of work on a GPU whose seconds nobody has asked for.
+        self.under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(
+            maxlen=MOST_UNDER_WAY
+        )
+
+    @contextlib.contextmanager
+    def measure(self, device: str) -> Iterator[None]:
+        self.start(device)
+        yield
+        self.stop()
+
+    def start(self, device: str) -> None:
+        if device == "cuda":
+            self.began = _event()
+        else:
+            self.began = time.perf_counter()
+
+    def stop(self) -> None:
+        """End the measurement. Without a start it does nothing."""
+        began = self.began
+        self.began = None
+        if isinstance(began, float):
+            self.last = time.perf_counter() - began
+        elif began is not None:
+            self.under_way.append((began, _event()))
+
+    def seconds(self) -> float:
+        while self.under_way and self.under_way[0][1].query():
+            began, ended = self.under_way.popleft()
+            self.last = began.elapsed_time(ended) / 1e3
+        return self.last

@@ -1,0 +1,145 @@
+"""Optimizers that update parameter by parameter: in backward, as gradients come, or on the host beside copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from drumline.dist.copies import LateCopy
+from drumline.engine.muon import Joined
+from drumline.engine.norms import Squares, add_squares, cut_alike, local
+from drumline.engine.optimizer import take_step
+
+# Returns the optimizer of some parameters, with its state made.
+Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
+
+
+class InBackward(Joined):
+    """Updates each parameter as soon as its gradient is there, which is then deleted.
+
+    So backward holds one gradient at a time. Gradients of FSDP2's shards come when they are reduced.
+    `squares`: what the gradient norm is made of, until `zero_grad`.
+    """
+
+    def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
+        self.optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+        for name, parameter in named.items():
+            if parameter.requires_grad:
+                self.optimizers[parameter] = build({name: parameter})
+        super().__init__(*self.optimizers.values())
+        self.squares: Squares = {}
+        for learned in self.optimizers:
+            learned.register_post_accumulate_grad_hook(self._update)
+
+    @torch.no_grad()
+    def _update(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        add_squares(self.squares, [parameter.grad])
+        take_step(self.optimizers[parameter])
+        parameter.grad = None
+
+    def step(self) -> None:
+        """Do nothing: every parameter was already updated during backward."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.squares = {}
+
+
+class _HostCopy(NamedTuple):
+    """The copy of a parameter in host memory, with a gradient there, and the optimizer of the copy."""
+
+    parameter: nn.Parameter
+    optimizer: torch.optim.Optimizer
+
+
+class _PendingUpdate(NamedTuple):
+    """A parameter whose gradient is on its way to the host.
+
+    `arrived`: when the gradient is there; None if it is there already.
+    """
+
+    parameter: nn.Parameter
+    copy: _HostCopy
+    arrived: torch.cuda.Event | None
+
+
+class OnHost(Joined):
+    """Keeps moments and a copy of the weights in host memory, and takes steps there (Ren et al. 2021).
+
+    Gradients are copied to the host, all in a row. Each parameter is updated when its own gradient has
+    come, and goes back while the next one is updated. The host waits for each gradient, since it
+    computes with them. If `found_inf`, a scalar of the device, is 1, it takes no step.
+    """
+
+    def __init__(self, named: dict[str, nn.Parameter], build: Build) -> None:
+        self.host_copies: dict[nn.Parameter, _HostCopy] = {}
+        for name, parameter in named.items():
+            if parameter.requires_grad:
+                copy = nn.Parameter(_on_host(parameter))
+                self.host_copies[parameter] = _HostCopy(copy, build({name: copy}))
+                copy.grad = _on_host(parameter)
+        super().__init__(*(copy.optimizer for copy in self.host_copies.values()))
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        states: dict[torch.Tensor, Any] = {}
+        for parameter, copy in self.host_copies.items():
+            states[parameter] = copy.optimizer.state[copy.parameter]
+        return states
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """Weights and gradients on the host."""
+        tensors: list[torch.Tensor] = []
+        for copy in self.host_copies.values():
+            tensors.append(copy.parameter)
+            if copy.parameter.grad is not None:
+                tensors.append(copy.parameter.grad)
+        return tensors
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the weights, which a checkpoint has filled, to the host."""
+        for parameter, copy in self.host_copies.items():
+            local(copy.parameter).copy_(local(parameter))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        skips: LateCopy | None = None
+        if self.found_inf is not None:
+            skips = LateCopy(self.found_inf)
+        pending: list[_PendingUpdate] = []
+        for parameter, copy in self.host_copies.items():
+            if parameter.grad is not None:
+                assert copy.parameter.grad is not None
+                host_gradient = local(copy.parameter.grad)
+                host_gradient.copy_(local(parameter.grad), non_blocking=True)
+                arrived: torch.cuda.Event | None = None
+                if parameter.is_cuda:
+                    arrived = torch.cuda.current_stream().record_event()
+                pending.append(_PendingUpdate(parameter, copy, arrived))
+        # Read once the gradients are on their way: the device has work while the host finds out.
+        if skips is not None and skips.read():
+            return
+        for update in pending:
+            if update.arrived is not None:
+                update.arrived.synchronize()
+            take_step(update.copy.optimizer)
+            local(update.parameter).copy_(local(update.copy.parameter), non_blocking=True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.host_copies:
+            parameter.grad = None
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, page-locked if there is a GPU.
+
+    The copy of a DTensor is one of this rank's part, cut alike.
+    """
+    part = local(tensor.detach())
+    copy = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+    return cut_alike(copy.copy_(part), tensor)

@@ -1,0 +1,117 @@
+"""AdamW over weights, gradients and moments in bfloat16, without fp32 copies between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from drumline.config.config import OptimizerConfig, PrecisionConfig
+from drumline.dist.seeds import derive
+from drumline.engine.norms import local
+
+# bfloat16 is float32 without its lower bits.
+BITS_CUT = 16
+
+
+class LowAdamW(torch.optim.Optimizer):
+    """AdamW in fp32 on one tensor at a time, whose results are rounded to bfloat16.
+
+    There are three ways to round. `nearest` loses what is less than half of a weight's last bit, 0.2%.
+    `stochastic` rounds up with a probability that makes the mean right. `kahan` keeps what was lost of a
+    weight in another bfloat16, and adds it in the next step (Zamirai et al. 2020); its moments are
+    rounded stochastically, or 0.999 would be 1.
+
+    The noise is a function of seed and step, the same on all ranks: copies stay equal.
+    """
+
+    # Slots that are a section of a checkpoint, which a run may lack: of `engine.OPTIONAL`.
+    sections = ("compensation",)
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        options: OptimizerConfig,
+        precision: PrecisionConfig,
+        seed: int,
+    ) -> None:
+        super().__init__(
+            groups,
+            {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": 0.0},
+        )
+        self.rounding = precision.rounding
+        self.seed = seed
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        number = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                number += 1
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group, number)
+
+    def _update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], number: int
+    ) -> None:
+        """Step one parameter. `number`: its place among all parameters, from 1."""
+        lr: float = group["lr"]
+        beta_of_mean, beta_of_square = group["betas"]
+        state = self.state[parameter]
+        if not state:
+            self._make_state(state, parameter)
+        state["step"] += 1
+        # The count is on the host.
+        steps = float(state["step"])
+        weight = local(parameter)
+        gradient = local(gradient).float()
+        noise = torch.Generator(weight.device)
+        noise.manual_seed(derive(self.seed, "rounding", int(steps), number))
+
+        kept_mean = local(state["exp_avg"])
+        kept_square = local(state["exp_avg_sq"])
+        mean = kept_mean.float().lerp_(gradient, 1 - beta_of_mean)
+        square = kept_square.float().lerp_(gradient.square(), 1 - beta_of_square)
+        self._keep(kept_mean, mean, noise)
+        self._keep(kept_square, square, noise)
+
+        denominator = square.div_(1 - beta_of_square**steps).sqrt_().add_(group["eps"])
+        rate = -lr / (1 - beta_of_mean**steps)
+        change = mean.div_(denominator).mul_(rate)
+        change.add_(weight, alpha=-lr * group["weight_decay"])
+        if self.rounding == "kahan":
+            before = weight.float()
+            lost = local(state["compensation"])
+            change.add_(lost)
+            weight.copy_(before + change)
+            lost.copy_(change - (weight.float() - before))
+        else:
+            self._keep(weight, change.add_(weight), noise)
+
+    def _make_state(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
+        """Fill the state of a parameter with zeros."""
+        slots = ["exp_avg", "exp_avg_sq"]
+        if self.rounding == "kahan":
+            slots.append("compensation")
+        state["step"] = torch.tensor(0.0)
+        for slot in slots:
+            state[slot] = torch.zeros_like(parameter)
+
+    def _keep(self, kept: torch.Tensor, value: torch.Tensor, noise: torch.Generator) -> None:
+        """Write a value in fp32 into a tensor in bfloat16. `noise`: for stochastic rounding."""
+        if self.rounding != "nearest":
+            value = rounded(value, noise)
+        kept.copy_(value)
+
+
+def rounded(value: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+    """Round float32 stochastically to values that bfloat16 holds exactly, and return them as float32.
+
+    Their lower 16 bits are zero. A value is rounded up with the probability that the bits that are cut
+    are of the last bit that stays.
+    """
+    bits = value.view(torch.int32)
+    drawn = torch.randint(
+        0, 1 << BITS_CUT, bits.shape, generator=noise, device=bits.device, dtype=torch.int32
+    )
+    return (bits + drawn).bitwise_and_(-(1 << BITS_CUT)).view(torch.float32)

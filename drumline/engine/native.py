@@ -1,0 +1,524 @@
+"""The native engines: PyTorch's autograd and optimizer over a model that is spread by transforms.
+
+`ForwardEngine` does what needs no gradients (evaluate, infer, return weights), which is all that a
+frozen model needs. `NativeEngine` trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from drumline.dist.copies import LateCopy
+from drumline.dist.mesh import device_mesh, gradient_group
+from drumline.dist.seeds import derive
+from drumline.engine.compress import compress_ddp
+from drumline.engine.context_parallel import apply_context_parallel
+from drumline.engine.data_parallel import (
+    BucketedAllReduce,
+    Replicated,
+    Sharded,
+    Spread,
+    Unreplicated,
+)
+from drumline.engine.engine import DeviceSums, Read, Sums, added, reader, total
+from drumline.engine.experts import apply_expert_parallelism
+from drumline.engine.fp8 import apply_fp8, gathered_scales
+from drumline.engine.in_turn import InBackward, OnHost
+from drumline.engine.low import LowAdamW
+from drumline.engine.norms import LossScale, global_norm, local, total_norm
+from drumline.engine.optimizer import (
+    MakeOptimizer,
+    as_saved,
+    at_mean,
+    build_optimizer,
+    load_numbers,
+    load_saved,
+    masks,
+    optimizer_tensors,
+    scalars,
+    set_rate,
+    take_step,
+)
+from drumline.engine.plain import Plain, modes_kept
+from drumline.engine.shared_step import SharedStep
+from drumline.engine.tensor_parallel import apply_tp
+from drumline.engine.transforms import (
+    Statistics,
+    agree_on_statistics,
+    apply_compile,
+    apply_ddp,
+    apply_memory,
+    apply_sync_batchnorm,
+    batch_norms,
+    compile_step,
+)
+from drumline.errors import ModelError, PlanError
+from drumline.models import adapters
+from drumline.models.blocks import blocks, tensor_plan
+from drumline.models.containers import LOW_PRECISION, precise
+from drumline.models.freeze import learning
+from drumline.models.head import ForwardWithObjective
+from drumline.models.kernels import apply_liger
+from drumline.models.packed import scales_of
+from drumline.models.shards import (
+    Values,
+    all_tensors,
+    canonical_tensors,
+    extra_states,
+    set_extra_states,
+    tied_names,
+)
+from drumline.plan.plan import Plan
+from drumline.plan.rule import plain as plain_mesh
+from drumline.system.heartbeat import alive, beat
+from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
+from drumline.vendor.torch import foreach_mul_
+
+E = TypeVar("E", bound="ForwardEngine")
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def prepare(
+    plan: Plan,
+    model: nn.Module,
+    values: Values,
+    engine: Callable[..., E],
+    *,
+    plain: bool = False,
+    overlaps: bool = True,
+    make_optimizer: MakeOptimizer | None = None,
+) -> E:
+    """Spread a model as planned, fill its weights, and return the engine over it. Collective.
+
+    `engine`: builds the engine of (plan, model, spread, context of a forward). `plain`: any module,
+    not a Hugging Face model. `overlaps` False: copies are averaged without DDP, which has to see
+    each forward that a backward goes through. `make_optimizer`: in place of the plan's.
+    """
+    config = plan.config
+    # FSDP2 has work for one process alone, too: to keep its weights in host memory.
+    is_spread = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
+    mesh = device_mesh(plan.mesh, plan.device) if is_spread else None
+    _apply_to_layers(plan, model, mesh)
+    module: Plain | ForwardWithObjective
+    if plain:
+        module = Plain(model, plan.batch)
+    else:
+        module = ForwardWithObjective(model)
+    if config.model.kernels == "liger":
+        apply_liger(model)
+    if plan.mesh.cp > 1:
+        assert mesh is not None and isinstance(module, ForwardWithObjective)
+        apply_context_parallel(module, model, mesh["cp"], plan.cp_method, config.packs)
+    apply_memory(model, plan)
+    apply_compile(model, config.compile)
+    around: Around = contextlib.nullcontext
+    if module.sequence is not None:
+        around = module.sequence.around
+    options: dict[str, Any] = {}
+    if make_optimizer is not None:
+        options["make_optimizer"] = make_optimizer
+    spread = spread_over_data(plan, mesh, model, [(module, model)], module, values, overlaps)
+    return engine(plan, model, spread, around, **options)
+
+
+def _apply_to_layers(plan: Plan, model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Apply the transforms that replace or cut layers. `mesh`: None for one process alone."""
+    apply_fp8(model, plan)
+    # A stage of a pipeline may have no layer that is cut.
+    if plan.mesh.tp > 1 and (plan.mesh.pp == 1 or tensor_plan(model)):
+        assert mesh is not None
+        is_sequence_parallel = plan.stream_parts > 1
+        keeps_parts = plan.activation_checkpointing == "none"
+        apply_tp(model, mesh["tp"], is_sequence_parallel, keeps_parts)
+    if plan.mesh.ep > 1:
+        assert mesh is not None
+        apply_expert_parallelism(model, mesh["ep"])
+    options = plan.config.model
+    if options.sync_batchnorm and mesh is not None:
+        apply_sync_batchnorm(model, plan.device, options.sync_batchnorm_ranks)
+
+
+def spread_over_data(
+    plan: Plan,
+    whole: DeviceMesh | None,
+    model: nn.Module,
+    roots: list[tuple[Any, Any]],
+    module: nn.Module,
+    values: Values,
+    overlaps: bool,
+) -> Spread:
+    """Fill a model's weights, and spread it over the data ranks. Collective.
+
+    Data parallelism goes on last, around everything: the strategy's own, or copies of `module`.
+    `whole`: the mesh of all ranks, or None for one process alone. `roots`: see StrategySpec.spread.
+    """
+    strategy = plan.config.strategy
+    own: Spread | None = strategy.spread(plan, whole, model, roots, values)
+    if own is not None:
+        return own
+    values.fill(model)
+    if whole is None or plan.data_parallel != "ddp":
+        return Unreplicated(module)
+    options = strategy.copies()
+    bucket_bytes = int(options.bucket_cap_mb * 2**20)
+    if strategy.optimizer_shards(plan.mesh) > strategy.shards(plan.mesh):
+        return SharedStep(module, whole, bucket_bytes)
+    if plan.mesh.tp * plan.mesh.ep > 1 or not overlaps:
+        experts = whole["replicate"].get_group() if plan.mesh.ep > 1 else None
+        return BucketedAllReduce(module, gradient_group(whole), bucket_bytes, experts)
+    ddp = apply_ddp(module, options, gradient_group(whole))
+    seed = derive(plan.config.run.seed, "compression")
+    compressor = compress_ddp(ddp, options.compression, seed)
+    return Replicated(ddp, compressor)
+
+
+class ForwardEngine:
+    """A module that is spread over ranks.
+
+    Its forward runs model and objective together, so that wrappers' hooks see all uses of a weight.
+    """
+
+    trains = False
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext
+    ) -> None:
+        """`around`: a context that each forward (and its backward) runs in."""
+        self.model = model
+        self.spread = spread
+        self.around = around
+        self.device = plan.place
+        # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
+        casts_weights = isinstance(spread, Sharded) and spread.casts
+        self.autocast_dtype: torch.dtype | None = None
+        if not (plan.pure or casts_weights):
+            self.autocast_dtype = LOW_PRECISION.get(plan.precision)
+        self.batch_norms = batch_norms(model)
+        self.statistics = Statistics(self.batch_norms)
+        keeps_copies = isinstance(
+            spread, Unreplicated | Replicated | SharedStep | BucketedAllReduce
+        )
+        self.is_whole = keeps_copies and plain_mesh(plan.mesh)
+        if not self.trains:
+            self.model.eval()
+        elif not self.model.training:  # a part that was built in eval mode stays in it
+            self.model.train()
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        return total(self._evaluated(self.spread.inner, micro_batches, objective))
+
+    def infer(
+        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+    ) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        with adapters.switched(self.model, adapter):
+            self._evaluated(self.spread.reads, micro_batches, reader(read, kept))
+        return kept
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._come_together()
+        tied = tied_names(self.model)
+        for name, tensor in all_tensors(self.model).items():
+            full = whole(name, tensor, self.device)
+            for each in (name, *tied.get(name, ())):
+                yield each, full
+
+    def unsharded_model(self) -> nn.Module | None:
+        if not self.is_whole:
+            return None
+        self._come_together()
+        return self.model
+
+    def memory_stats(self) -> MemoryStats:
+        """Bytes of the weights that this rank holds."""
+        return MemoryStats.of(self.model.parameters(), (), ())
+
+    def exposed_communication(self) -> float | None:
+        return self.spread.exposed_communication()
+
+    def begin_step(self, lr: float) -> None:
+        """See Engine."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        trains = torch.is_grad_enabled()
+        module = self.spread.module if trains else self.spread.inner
+        with self._autocast():
+            out = module((args, kwargs))
+        if not trains and isinstance(self.spread, Sharded):
+            self.spread.reshard()
+        # A loss is made of it outside of autocast.
+        return precise(out)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self._come_together()
+        was_training = self.model.training
+        with modes_kept(self.model):
+            self._train(False)
+            try:
+                with torch.no_grad(), self.around():
+                    yield
+            finally:
+                self._train(was_training)
+                if isinstance(self.spread, Sharded):
+                    self.spread.reshard()
+
+    def _evaluated(
+        self, module: nn.Module, micro_batches: Iterable[Any], objective: Any
+    ) -> list[dict[str, torch.Tensor]]:
+        outs = []
+        with self.evaluating(), self._autocast():
+            for batch in micro_batches:
+                alive()
+                loss_sum, sums = module(batch, objective)
+                outs.append({"loss": loss_sum, **sums})
+        return outs
+
+    def _come_together(self) -> None:
+        """Make the state that differs between ranks the same on all, for an evaluation. Collective."""
+        agree_on_statistics(self.batch_norms)
+
+    def _train(self, mode: bool) -> None:
+        self.model.train(mode)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, self.autocast_dtype)
+
+
+class NativeEngine(ForwardEngine):
+    """Engine over a trainable model."""
+
+    trains = True
+    group: Any = None  # of a pipeline: the process group of the ranks with the other stages
+    # Tied weights whose gradients count on another of them.
+    counted_elsewhere: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        spread: Spread,
+        around: Around = contextlib.nullcontext,
+        make_optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        """`make_optimizer`: in place of the plan's."""
+        super().__init__(plan, model, spread, around)
+        self.averaged_over = plan.mesh.data_ranks * plan.mesh.cp
+        self.max_grad_norm = plan.config.optimizer.max_grad_norm
+        self.loss_scale = LossScale(
+            plan.config.precision.initial_scale, plan.precision == "fp16", self.device
+        )
+        self.named = dict(model.named_parameters())
+        # A loop of the user's own may freeze some, and unfreeze others.
+        self.learned = {*learning(model)}
+        self.stepped = spread.stepped(self.named)
+        self.optimizer: Any = self._build_optimizer(plan, make_optimizer)
+        if plan.config.compile.optimizer:
+            compile_step(self.optimizer)
+        self.gathers_fp8 = plan.config.precision.gather == "fp8"
+        self.masks = isinstance(self.optimizer, OnHost) or masks(self.optimizer, self.device)
+
+    def _build_optimizer(self, plan: Plan, make_optimizer: MakeOptimizer | None) -> Any:
+        """Return the user's optimizer, or the plan's, with its state made."""
+        options = plan.config.optimizer
+        own: torch.optim.Optimizer | None = None
+        if make_optimizer is not None:
+            own = make_optimizer(self.model)
+        if own is not None and self.stepped is not self.named:
+            raise PlanError(
+                "it steps the model's own parameters, and shard_optimizer parts of them",
+                where="make_optimizer",
+                fix="use strategy=fsdp2, or leave make_optimizer out",
+            )
+        if own is None and options.in_backward:
+            return InBackward(self.named, lambda some: build_optimizer(some, options))
+        if own is None and options.offload:
+            return OnHost(self.named, lambda some: build_optimizer(some, options))
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
+        if plan.pure:
+            make = partial(_low_adamw, plan=plan)
+        matrices = frozenset[str]()
+        if options.kind == "muon":
+            matrices = self._matrices_in_blocks()
+        return build_optimizer(self.stepped, options, own, matrices, make)
+
+    def _matrices_in_blocks(self) -> frozenset[str]:
+        """Return the names of the two-dimensional parameters within blocks, which Muon steps."""
+        matrices: set[int] = set()
+        for block in blocks(self.model):
+            matrices |= {id(parameter) for parameter in block.parameters() if parameter.ndim == 2}
+        return frozenset(
+            name for name, parameter in self.named.items() if id(parameter) in matrices
+        )
+
+    def forward_backward(
+        self, micro_batches: list[Any], objective: Any, denominator: float
+    ) -> DeviceSums:
+        outs = []
+        for index, batch in enumerate(micro_batches):
+            with self.micro_batch(last=index == len(micro_batches) - 1):
+                beat("forward")
+                with self._autocast():
+                    loss_sum, sums = self.spread.module(batch, objective)
+                beat("backward")
+                self.backward(loss_sum, denominator)
+            outs.append({"loss": loss_sum.detach(), **sums})
+        return added(outs)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        self._at_mean(False)
+        self.statistics.note()
+        with self.around(), self.spread.micro_batch(last):
+            yield
+
+    def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
+        # Gradients are averaged over ranks, and a sum over ranks is wanted: scaling the loss gives it
+        # without a second pass.
+        with self.spread.going_back(loss_sum):
+            (loss_sum * self.loss_scale.scale(self.averaged_over / denominator)).backward()
+
+    def divide(self, by: torch.Tensor) -> None:
+        gradients = self._local_gradients()
+        if gradients:
+            foreach_mul_(gradients, (1.0 / by).to(gradients[0]))
+
+    def begin_step(self, lr: float) -> None:
+        if isinstance(self.optimizer, InBackward):
+            set_rate(cast(Any, self.optimizer), lr)
+
+    def grad_norm(self) -> torch.Tensor:
+        if isinstance(self.optimizer, InBackward):
+            return total_norm(self.optimizer.squares, self.device)
+        self.loss_scale.unscale(self._local_gradients())
+        counted: list[torch.Tensor] = []
+        for name, parameter in self.stepped.items():
+            if parameter.grad is not None and name not in self.counted_elsewhere:
+                counted.append(parameter.grad)
+        return global_norm(counted, self.device, self.group)
+
+    def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        self.statistics.settle(finite)
+        # If the host has to know, it asks before it clips: the device is clipping while the answer
+        # comes.
+        late_finite = None if self.masks else LateCopy(finite)
+        gradients = self._local_gradients()
+        # A pipeline's stage may have nothing trainable.
+        if self.max_grad_norm is not None and gradients:
+            # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded
+            # gradients are scaled alike.
+            factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+            foreach_mul_(gradients, factor.to(gradients[0]))
+        if late_finite is None or late_finite.read():
+            if lr is not None:
+                set_rate(self.optimizer, lr)
+            if self.masks:
+                self.optimizer.found_inf = (~finite).float()
+            take_step(self.optimizer)
+            self._weights_changed()
+            self.spread.after_step()
+        if self.loss_scale.enabled:
+            self.loss_scale.update(is_stepped=finite, is_overflow=~torch.isfinite(grad_norm))
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.named.values():
+            parameter.grad = None
+
+    def rescales(self) -> bool:
+        return self.loss_scale.enabled
+
+    def _at_mean(self, mean: bool) -> None:
+        """See at_mean. Collective where it sets other weights."""
+        if at_mean(self.optimizer, mean):
+            self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        """Make the scales anew that FSDP2 gathers weights in fp8 by. Collective."""
+        if self.gathers_fp8:
+            gathered_scales(self.model)
+
+    def _come_together(self) -> None:
+        self._at_mean(True)
+        super()._come_together()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        self._at_mean(True)
+        agree_on_statistics(self.batch_norms)
+        return {name: as_saved(tensor) for name, tensor in self._kept().items()}
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "scaler": self.loss_scale.state(),
+            "optimizer": scalars(self.optimizer),
+            "modules": extra_states(self.model),
+        }
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        # The tensors are the engine's own, already filled, or copies of what is quantised or in bf16.
+        for name, tensor in self._kept().items():
+            load_saved(tensor, tensors.get(name, tensor))
+        load_numbers(self.optimizer, self.stepped, tensors)
+        set_extra_states(self.model, state.get("modules", {}))
+        for group in self.optimizer.param_groups:
+            group.update(state.get("optimizer", {}))
+        if isinstance(self.optimizer, OnHost):
+            self.optimizer.refresh()
+        self._weights_changed()
+        self.loss_scale.load(state.get("scaler", {}))
+        if isinstance(self.spread, Replicated) and self.spread.compressor:
+            self.spread.compressor.step = state["step"]
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """Return weights and optimizer state by canonical name.
+
+        Weights that a loop has frozen since the model was spread are among them.
+        """
+        frozen: dict[str, torch.Tensor] = {}
+        for name, parameter in self.named.items():
+            if name in self.learned and not parameter.requires_grad:
+                frozen[f"model.{name}"] = parameter.data
+        weights = canonical_tensors(self.model)
+        return frozen | weights | optimizer_tensors(self.optimizer, self.stepped)
+
+    def memory_stats(self) -> MemoryStats:
+        parameters = [*self.named.values(), *scales_of(self.model)]
+        gradients = [p.grad for p in self.named.values() if p.grad is not None]
+        states = tensors_in(*self.optimizer.state.values())
+        copies = getattr(self.optimizer, "copies", ())
+        return MemoryStats.of(parameters, gradients, [*states, *copies])
+
+    def _local_gradients(self) -> list[torch.Tensor]:
+        """Return this rank's parts of the gradients."""
+        return [local(p.grad) for p in self.stepped.values() if p.grad is not None]
+
+
+def _low_adamw(groups: list[dict[str, Any]], plan: Plan) -> torch.optim.Optimizer:
+    config = plan.config
+    return LowAdamW(groups, config.optimizer, config.precision, config.run.seed)
+
+
+def whole(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """Return all of a tensor on `device`. Collective over the ranks that hold parts.
+
+    Parts in host memory are brought to the device first. Raises ModelError for a weight that is
+    packed in 4 or 8 bits.
+    """
+    if name.endswith(".packed"):
+        raise ModelError(
+            f"{name} is packed, and is not handed out whole",
+            where="adapter.quantize",
+            fix="use adapter.quantize=none for this",
+        )
+    on_device = tensor.detach().to(device)
+    if isinstance(on_device, DTensor):
+        return on_device.full_tensor()
+    return on_device

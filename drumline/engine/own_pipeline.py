@@ -1,0 +1,464 @@
+"""A pipeline of any module, by the stages that it names.
+
+The module's own forward runs on every rank, with the stages of other ranks replaced. A stage before
+the rank's own returns zeros, but the last of them returns what the rank before has sent. The stage
+behind the rank's own sends on what it is given. So what the module returns is real on the last rank
+alone, elsewhere it is zeros of the same form, and backward starts from the loss there. A rank runs a
+backward as soon as it has as many micro-batches in flight as the schedule allows, whoever drives the
+loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from drumline.dist.mesh import device_mesh
+from drumline.engine import native
+from drumline.engine.engine import DeviceSums, Read, Sums
+from drumline.engine.native import NativeEngine
+from drumline.engine.pipeline import PartOfPipeline
+from drumline.engine.stages import Absent
+from drumline.engine.transforms import batch_norms
+from drumline.errors import PlanError
+from drumline.models.blocks import blocks
+from drumline.models.shards import Values, has_extra_state
+from drumline.plan.plan import Plan
+from drumline.plan.stages import Cost, Range, balance
+from drumline.vendor.torch import tree_leaves, tree_map_only
+
+NAME_THEM = "return an nn.Sequential, or give the module `stages`: the submodules that it calls one after another"
+
+
+def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> OwnPipeline:
+    """Keep this rank's stages of a module, spread them as planned, fill them, and return the engine.
+
+    Collective. Raises PlanError as `cut` does.
+    """
+    mesh = device_mesh(plan.mesh, plan.device)
+    bounds = cut(model, plan.mesh.pp)
+    link = Link(model, bounds, mesh, values.device)
+    if not next(model.parameters()).is_meta:
+        model.to(values.device)
+    options["overlaps"] = False
+    return native.prepare(plan, model, values, partial(OwnPipeline, link), **options)
+
+
+def stages_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the stages of a module by name, in order.
+
+    Raises PlanError if it names none, or some that cannot be held apart.
+    """
+    found: Any
+    if isinstance(model, nn.Sequential):
+        found = model
+    else:
+        found = getattr(model, "stages", None)
+    if found is None:
+        raise PlanError(
+            f"a pipeline requires the stages of {type(model).__name__}",
+            where="strategy",
+            fix=NAME_THEM,
+        )
+    names = {module: name for name, module in model.named_modules()}
+    stages = {names.get(stage, ""): stage for stage in found}
+    if "" in stages or len(stages) != len(list(found)):
+        raise PlanError(
+            f"the stages of {type(model).__name__} are not submodules, each once",
+            where="strategy",
+            fix=NAME_THEM,
+        )
+    _require_one_stage_a_weight(model, stages)
+    _require_stateless(model)
+    return stages
+
+
+def _require_one_stage_a_weight(model: nn.Module, stages: dict[str, nn.Module]) -> None:
+    """Raise PlanError for a weight that several stages hold, or none."""
+    owners: dict[nn.Parameter, list[str]] = {parameter: [] for parameter in model.parameters()}
+    for stage_name, stage in stages.items():
+        for parameter in stage.parameters():
+            owners[parameter].append(stage_name)
+    for name, parameter in model.named_parameters():
+        own = owners[parameter]
+        if len(own) == 1:
+            continue
+        what = "in none of the stages"
+        if own:
+            what = f"shared by stages {' and '.join(own)}"
+        raise PlanError(
+            f"{name} is {what}",
+            where="strategy",
+            fix="put each weight into one stage, or use ddp, fsdp2 or zero3",
+        )
+
+
+def _require_stateless(model: nn.Module) -> None:
+    """Raise PlanError for modules with a state that stages would not agree on, or not save."""
+    if batch_norms(model):
+        raise PlanError(
+            "batch norms agree on their statistics over all ranks, and stages have different ones",
+            where="strategy",
+            fix="use a norm without statistics, or ddp, fsdp2 or zero3",
+        )
+    for module in model.modules():
+        if has_extra_state(module):
+            raise PlanError(
+                f"get_extra_state of {type(module).__name__} is saved by the first rank alone,"
+                " and stages lie on others",
+                where="strategy",
+                fix="keep it in buffers, or use ddp, fsdp2 or zero3",
+            )
+
+
+def cut(model: nn.Module, ranks: int) -> list[Range]:
+    """Return the stages of each rank as (first, stop), as equal in parameters as can be.
+
+    Each rank has stages with weights. Raises PlanError as `stages_of`, and for too few stages.
+    """
+    stages = list(stages_of(model).values())
+    # A part begins at each stage with weights but the first one. Stages without weights stay with
+    # those before them.
+    with_weights: list[int] = []
+    for index, stage in enumerate(stages):
+        if next(stage.parameters(), None) is not None:
+            with_weights.append(index)
+    starts = [0, *with_weights[1:]]
+    if len(starts) < ranks:
+        raise PlanError(
+            f"{len(starts)} stages with weights cannot be cut over {ranks} ranks",
+            where="strategy",
+            fix=f"at most pp={len(starts)}, or more stages",
+        )
+    ends = [*starts, len(stages)]
+    sizes: list[int] = []
+    for start, stop in pairwise(ends):
+        sizes.append(sum(_count_entries(stage) for stage in stages[start:stop]))
+
+    def cost(first: int, stop: int) -> Cost:
+        parameters = sum(sizes[first:stop])
+        return Cost(float(parameters), parameters)
+
+    parts = balance(cost, len(starts), ranks)
+    return [(ends[first], ends[stop]) for first, stop in parts]
+
+
+def _count_entries(module: nn.Module) -> int:
+    """Return the number of entries of a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class Call(NamedTuple):
+    """What one forward of a rank has received and sent; None at the ends of the pipeline."""
+
+    received: torch.Tensor | None = None
+    sent: torch.Tensor | None = None
+
+
+class Link:
+    """What a rank's forwards and backwards receive from its neighbours and send to them.
+
+    `calls`: forwards whose backward is still to come.
+    """
+
+    def __init__(
+        self, model: nn.Module, bounds: list[Range], mesh: DeviceMesh, device: str
+    ) -> None:
+        """Replace the stages of other ranks in `model`, and its forward. Collective.
+
+        `bounds`: stages of each rank, (first, stop).
+        """
+        pp = mesh["pp"]
+        self.rank = pp.get_local_rank()
+        self.ranks = pp.size()
+        self.device = device
+        # Hidden states and gradients have a group each. Over one group a rank's sends would wait
+        # for its receives on a GPU.
+        pipelines = mesh.mesh.movedim(0, -1).reshape(-1, self.ranks).tolist()
+        self.group_of_hidden = pp.get_group()
+        self.group_of_gradients = dist.new_subgroups_by_enumeration(pipelines)[0]
+        self.first, self.stop = bounds[self.rank]
+        self.model_on_meta = _without_memory(model)
+        # Form of the inputs → what each stage returns, on the meta device.
+        self.traced: dict[str, list[torch.Tensor]] = {}
+        self.forms: list[torch.Tensor] = []
+        self.calls: list[Call] = []
+        # With each send its tensor, which must live until it has left.
+        self.sends: list[tuple[Any, torch.Tensor]] = []
+        stages = stages_of(model)
+        for index, name in enumerate(stages):
+            if not self.first <= index < self.stop:
+                model.set_submodule(name, Absent(run=self._stand_in(index)))
+        own_stages = list(stages.values())[self.first : self.stop]
+        _keep_blocks(model, own_stages)
+        model.forward = partial(self._forward, model.forward)
+
+    def _stand_in(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what runs in the place of a stage of another rank."""
+        if index == self.first - 1:
+            return self.receive
+        if index == self.stop:
+            return self.send
+        return partial(self._zeros, index)
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own `forward`, with the shapes of its stages known."""
+        key = str(tree_map_only(torch.Tensor, _shape_and_dtype, (args, kwargs)))
+        if key not in self.traced:
+            self.traced[key] = trace(self.model_on_meta, args, kwargs)
+        self.forms = self.traced[key]
+        if not torch.is_grad_enabled():
+            self.wait()
+        self.calls.append(Call())
+        out = forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self.calls.pop()
+        return out
+
+    def _zeros(self, index: int, _: Any = None) -> torch.Tensor:
+        """Return zeros in the form of what a stage returns."""
+        return torch.zeros_like(self.forms[index], device=self.device)
+
+    def receive(self, _: Any) -> torch.Tensor:
+        """Return the hidden states of the rank before."""
+        received = self._zeros(self.first - 1)
+        dist.recv(received, group=self.group_of_hidden, group_src=self.rank - 1)
+        received.requires_grad_(torch.is_grad_enabled())
+        self.calls[-1] = Call(received)
+        return received
+
+    def send(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Send hidden states to the next rank, and return zeros in the place of what it computes."""
+        sent = hidden.to(self.forms[self.stop - 1].dtype).contiguous()
+        self.calls[-1] = self.calls[-1]._replace(sent=sent)
+        self._start_send(sent.detach(), self.group_of_hidden, self.rank + 1)
+        return self._zeros(self.stop)
+
+    def run_backward(self, calls: list[Call]) -> None:
+        """Run the backward of some forwards.
+
+        Gradients come from the rank behind and go to the one before. On the last rank the loss has
+        made them already.
+        """
+        sent = [call.sent for call in calls if call.sent is not None]
+        gradients = [torch.empty_like(hidden) for hidden in sent]
+        for gradient in gradients:
+            dist.recv(gradient, group=self.group_of_gradients, group_src=self.rank + 1)
+        torch.autograd.backward(sent, gradients)
+        for call in calls:
+            if call.received is not None:
+                to_send = call.received.grad
+                if to_send is None:
+                    to_send = torch.zeros_like(call.received)
+                self._start_send(to_send, self.group_of_gradients, self.rank - 1)
+
+    def _start_send(self, tensor: torch.Tensor, group: Any, rank: int) -> None:
+        self.sends.append((dist.isend(tensor, group=group, group_dst=rank), tensor))
+
+    def wait(self) -> None:
+        """Wait until all that was sent has left."""
+        for work, _ in self.sends:
+            work.wait()
+        self.sends.clear()
+
+
+def _keep_blocks(model: nn.Module, own_stages: list[nn.Module]) -> None:
+    """Set the blocks of a module to those that this rank still has, or else to its stages."""
+    kept = set(model.modules())
+    own_blocks = [block for block in blocks(model) if block in kept]
+    model._drumline_blocks = own_blocks or own_stages  # type: ignore[assignment]
+
+
+def _shape_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("meta")
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """Return a copy of a module with its parameters and buffers on the meta device."""
+    empty: dict[int, Any] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        if isinstance(tensor, nn.Parameter):
+            empty[id(tensor)] = nn.Parameter(_to_meta(tensor), tensor.requires_grad)
+        else:
+            empty[id(tensor)] = tensor.to("meta")
+    # deepcopy takes these in the place of copies of its own.
+    return copy.deepcopy(model, empty)
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return what each stage of a module returns for some inputs, on the meta device.
+
+    `model`: on the meta device, as `_without_memory` makes it.
+    Raises PlanError if the stages are not one chain.
+    """
+    name = type(model).__name__
+    stages = list(stages_of(model).values())
+    forwards = [stage.forward for stage in stages]
+    leaves: list[torch.Tensor] = []
+    try:
+        for index, stage in enumerate(stages):
+            stage.forward = partial(_run_traced_stage, name, index, leaves, forwards[index])
+        with torch.enable_grad(), torch.device("meta"):
+            args, kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+            out = model(*args, **kwargs)
+            uses_earlier_stage = _depends_on(out, leaves[:-1])
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise PlanError(
+            f"{name} does not run without memory, so its stages' shapes are not known: {first_line}",
+            where="strategy",
+        ) from error
+    finally:
+        for stage, forward in zip(stages, forwards, strict=True):
+            stage.forward = forward
+    if uses_earlier_stage:
+        what = f"what {name} returns does not come from its last stage alone"
+        raise PlanError(what, where="strategy", fix=NAME_THEM)
+    if len(leaves) != len(stages):
+        what = f"what {name} returns does not come through its stages"
+        raise PlanError(what, where="strategy", fix=NAME_THEM)
+    return leaves
+
+
+def _run_traced_stage(
+    model_name: str,
+    index: int,
+    leaves: list[torch.Tensor],
+    forward: Callable[..., Any],
+    given: torch.Tensor,
+    /,
+    *more: Any,
+    **named: Any,
+) -> torch.Tensor:
+    """Run one stage of a traced module, and append what it returns to `leaves`, as a new leaf.
+
+    `forward`: the stage's own. Raises PlanError if the stage takes anything else from the stages
+    before than what the last of them has returned, or does not return one tensor.
+    """
+    is_next = len(leaves) == index and (not leaves or given is leaves[-1])
+    if not is_next or _requiring_grad((more, named)):
+        raise PlanError(
+            f"stage {index} of {model_name} is not called once,"
+            " with what the stage before it has returned alone",
+            where="strategy",
+            fix="put what lies between two stages into one of them",
+        )
+    out = forward(given, *more, **named)
+    if not isinstance(out, torch.Tensor) or not out.is_floating_point():
+        raise PlanError(
+            f"stage {index} of {model_name} does not return one floating-point tensor",
+            where="strategy",
+            fix=NAME_THEM,
+        )
+    leaf = out.detach().requires_grad_()
+    leaves.append(leaf)
+    return leaf
+
+
+def _requiring_grad(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors anywhere in some values that require gradients."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            found.append(leaf)
+    return found
+
+
+def _depends_on(out: Any, earlier_leaves: Sequence[torch.Tensor]) -> bool:
+    """Return whether an output has a gradient by any of some leaves."""
+    ends = [tensor.sum() for tensor in _requiring_grad(out)]
+    if not ends or not earlier_leaves:
+        return False
+    gradients = torch.autograd.grad(ends, earlier_leaves, allow_unused=True)
+    return any(gradient is not None for gradient in gradients)
+
+
+class OwnPipeline(PartOfPipeline, NativeEngine):
+    """Engine over a rank's stages of any module."""
+
+    def __init__(
+        self, link: Link, plan: Plan, model: nn.Module, *args: Any, **options: Any
+    ) -> None:
+        super().__init__(plan, model, *args, **options)
+        assert plan.pipeline is not None
+        self.link = link
+        self.rank = link.rank
+        self.ranks = link.ranks
+        self.group = link.group_of_hidden
+        self.place = torch.device(link.device)
+        # Forwards that may wait for their backward; None: all of a step (GPipe).
+        in_flight = {"1f1b": self.ranks - self.rank, "model_parallel": 1}
+        self.in_flight = in_flight.get(plan.pipeline.schedule)
+        self.is_last = self.rank == self.ranks - 1
+        self.queue: deque[list[Call]] = deque()
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with super().micro_batch(last):
+            yield
+            if last:
+                while self.queue:
+                    self.link.run_backward(self.queue.popleft())
+        if last:
+            self.link.calls.clear()
+            self.link.wait()
+
+    def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
+        calls = self.link.calls
+        self.link.calls = []
+        if self.is_last:
+            super().backward(loss_sum, denominator)
+            self.link.run_backward(calls)
+            return
+        self.queue.append(calls)
+        if len(self.queue) == self.in_flight:
+            self.link.run_backward(self.queue.popleft())
+
+    def forward_backward(
+        self, micro_batches: list[Any], objective: Any, denominator: float
+    ) -> DeviceSums:
+        sums = super().forward_backward(micro_batches, objective, denominator)
+        if self.is_last:
+            return sums
+        return {name: torch.full_like(sum_, _uncounted(name)) for name, sum_ in sums.items()}
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        sums = super().evaluate(micro_batches, objective)
+        if self.is_last:
+            return sums
+        return {name: _uncounted(name) for name in sums}
+
+    def infer(
+        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+    ) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+        for tensor in super().infer(micro_batches, read, adapter):
+            own = tensor if self.is_last else None
+            full = self._broadcast_from(self.ranks - 1, own, tensor.shape, tensor.dtype)
+            results.append(full)
+        return results
+
+
+def _uncounted(name: str) -> float:
+    """Return the value of a sum on a rank that has not the last stage: its samples are zeros.
+
+    It is nothing when it is added, or when the largest is taken for a key `max_…`.
+    """
+    if name.startswith("max_"):
+        return -math.inf
+    return 0.0

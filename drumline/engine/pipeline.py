@@ -1,0 +1,501 @@
+"""The pipeline engine: each rank holds some stages of the model, and torch's schedules say which runs when.
+
+Every rank of a pipeline is given the same micro-batches, so only hidden states and their gradients
+travel between stages. The last stage's forward ends in the objective. Its loss is what the schedule
+differentiates, and its sums go to all ranks afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+
+from drumline.dist.mesh import device_mesh
+from drumline.engine.data_parallel import Spread
+from drumline.engine.engine import DeviceSums, Read, Sums, added, reader, total
+from drumline.engine.experts import apply_expert_parallelism
+from drumline.engine.native import ForwardEngine, NativeEngine, spread_over_data, whole
+from drumline.engine.norms import local
+from drumline.engine.stages import Cuts, Stage, find_cuts, rank_part, weights_of_both_ends
+from drumline.engine.tensor_parallel import apply_tp
+from drumline.engine.transforms import apply_compile, apply_memory, gathered_in
+from drumline.models import adapters
+from drumline.models.shards import Values, all_tensors, tied_names
+from drumline.plan.plan import Plan
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "model_parallel": pipelining.ScheduleGPipe,
+}
+# Schedules that run several stages on each rank.
+INTERLEAVED = ("interleaved", "zero_bubble")
+# Fields of Outputs that an objective may differentiate.
+DIFFERENTIABLE = ("hidden_BTD", "logits_BTV", "logits_BC")
+META = torch.device("meta")
+P = TypeVar("P", bound="ForwardPipeline")
+
+
+def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
+    """Cut a model as planned, spread and fill this rank's stages, and return the engine over them.
+
+    The model was laid out without weights, or is whole on the CPU. Collective.
+    Raises PlanError for a model that cannot be cut.
+    """
+    assert plan.pipeline is not None and plan.pipeline.layers, "workers get plans of known models"
+    mesh = device_mesh(plan.mesh, plan.device)
+    layers = plan.pipeline.layers
+    own_stages = range(mesh["pp"].get_local_rank(), len(layers), plan.mesh.pp)
+    own_layers = [layers[index] for index in own_stages]
+    cuts = find_cuts(model)
+    shared = weights_of_both_ends(model, cuts)
+    # Hidden states travel in the type of the residual stream. Autocast leaves it in fp32, and
+    # weights that FSDP2 casts do not.
+    dtype = gathered_in(plan) or torch.float32
+    own_part = rank_part(model, cuts, own_layers, dtype)
+    if not next(own_part.parameters()).is_meta:
+        own_part.to(values.device)
+    if plan.mesh.tp > 1:
+        is_sequence_parallel = plan.stream_parts > 1
+        keeps_parts = plan.activation_checkpointing == "none"
+        apply_tp(own_part, mesh["tp"], is_sequence_parallel, keeps_parts)
+    if plan.mesh.ep > 1:
+        apply_expert_parallelism(own_part, mesh["ep"])
+    apply_memory(own_part, plan)
+    apply_compile(own_part, plan.config.compile)
+    stages = [StageWithObjective(own_part, cuts, bounds, dtype) for bounds in own_layers]
+    roots = [(stage, stage.model) for stage in stages]
+    spread = spread_over_data(plan, mesh, own_part, roots, own_part, values, overlaps=False)
+    place = torch.device(values.device)
+    return engine(plan, own_part, spread, stages, cuts, mesh["pp"], place, shared)
+
+
+class StageWithObjective(Stage):
+    """A stage as a schedule runs it; the last one ends in the loss, float32[1].
+
+    Every schedule runs a stage's micro-batches in their order, so the stage takes them in turn. A
+    number from the schedule would have to be a tensor. FSDP2 would copy that to the device, and the
+    host would wait to read it.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        """`parts`: as of Stage."""
+        super().__init__(*parts)
+        self.micro_batches: Iterator[Any] = iter(())
+        self.objective: Any = None
+        self.scale: float | torch.Tensor | None = None
+        self.autocast: Any = contextlib.nullcontext
+        self.splits_backward = False
+        self.outs: list[dict[str, torch.Tensor]] = []
+
+    def begin(
+        self, micro_batches: list[Any], objective: Any, scale: float | torch.Tensor | None
+    ) -> None:
+        """Set what the next forwards run on.
+
+        `scale`: what the loss is multiplied by before backward; None without gradients.
+        """
+        self.micro_batches = iter(micro_batches)
+        self.objective = objective
+        self.scale = scale
+
+    def forward(self, received: torch.Tensor | None = None) -> torch.Tensor:
+        batch = next(self.micro_batches)
+        hidden_BTD = None if self.is_first else received
+        with self.autocast():
+            out = self.run(batch, hidden_BTD)
+            if isinstance(out, torch.Tensor):
+                return out
+            if self.splits_backward and self.scale is not None:
+                return self._loss_with_gradients(out, batch)
+            return self._loss(out, batch)
+
+    def _loss(self, out: Any, batch: Any) -> torch.Tensor:
+        answer = self.objective(out, batch)
+        self.outs.append({"loss": answer.loss_sum.detach(), **answer.sums})
+        scale = 1.0 if self.scale is None else self.scale
+        return (answer.loss_sum * scale).reshape(1)
+
+    def _loss_with_gradients(self, out: Any, batch: Any) -> torch.Tensor:
+        """Return the loss, and run the objective's backward at once, right behind its forward.
+
+        For a schedule that goes through a stage's graph twice: the chunked cross-entropy makes its
+        gradients in forward and gives them away once.
+        """
+        values: dict[str, torch.Tensor] = {}
+        for name in DIFFERENTIABLE:
+            value = getattr(out, name)
+            if value is not None:
+                values[name] = value
+        leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+        loss = self._loss(replace(out, **leaves), batch)
+        with torch.autocast(loss.device.type, enabled=False):
+            loss.backward()
+        gradients = [leaf.grad for leaf in leaves.values()]
+        return _LossOfKnownGradients.apply(loss.detach(), gradients, *values.values())
+
+
+class _LossOfKnownGradients(torch.autograd.Function):
+    """A loss whose gradients by `values` are known already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor | None], *values: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
+        grad_values: list[torch.Tensor | None] = []
+        for gradient in ctx.saved_tensors:
+            if gradient is None:
+                grad_values.append(None)
+            else:
+                grad_values.append(gradient * grad_loss)
+        return None, None, *grad_values
+
+
+class _Form(NamedTuple):
+    """A tensor of a rank, without its values. `aliases`: further names of a tied weight."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    aliases: list[str]
+
+
+class PartOfPipeline(ForwardEngine):
+    """An engine over some stages of a model, which exchanges tensors with the ranks of the others.
+
+    `rank`, `ranks`: of the pipeline. `group`: its ranks. `place`: the device of this rank.
+    """
+
+    rank: int
+    ranks: int
+    group: dist.ProcessGroup
+    place: torch.device
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._come_together()
+        own_tensors = all_tensors(self.model)
+        tied = tied_names(self.model)
+        own_forms: dict[str, _Form] = {}
+        for name, tensor in own_tensors.items():
+            own_forms[name] = _Form(tensor.shape, tensor.dtype, tied.get(name, []))
+        forms_by_rank: list[Any] = [None] * self.ranks
+        dist.all_gather_object(forms_by_rank, own_forms, group=self.group)
+        yielded: set[str] = set()
+        for rank, forms in enumerate(forms_by_rank):
+            for name, form in forms.items():
+                if name in yielded:  # both ends hold tied weights
+                    continue
+                own = None
+                if rank == self.rank:
+                    own = whole(name, own_tensors[name], self.place)
+                full = self._broadcast_from(rank, own, form.shape, form.dtype)
+                for each in (name, *form.aliases):
+                    yielded.add(each)
+                    yield each, full
+
+    def _broadcast_from(
+        self, rank: int, own: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a tensor of one rank of the pipeline, on all of them. Collective.
+
+        `own`: the tensor on that rank; None on the others.
+        """
+        if own is None:
+            full = torch.empty(shape, dtype=dtype, device=self.place)
+        else:
+            full = own.contiguous()
+        dist.broadcast(full, group=self.group, group_src=rank)
+        return full
+
+
+class ForwardPipeline(PartOfPipeline):
+    """A rank's stages without gradients.
+
+    The last stage makes the outputs, and all ranks of the pipeline get them.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        spread: Spread,
+        stages: list[StageWithObjective],
+        cuts: Cuts,
+        pp: DeviceMesh,
+        place: torch.device,
+        shared: list[str],
+    ) -> None:
+        """`place`: where stages compute. `shared`: names of the weights that both ends hold."""
+        super().__init__(plan, model, spread)
+        self.stages = stages
+        self.cuts = cuts
+        self.group = pp.get_group()
+        self.rank = pp.get_local_rank()
+        self.ranks = pp.size()
+        self.dtype = stages[0].dtype
+        self.place = place
+        self.shared = shared
+        for stage in stages:
+            stage.autocast = self._autocast
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        """Return the sums of forwards alone.
+
+        Each micro-batch goes through all stages. A rank does not wait until its hidden states are
+        sent: the next micro-batch starts behind them.
+        """
+        batches = list(micro_batches)
+        # With each send its tensor, which must live until it has left.
+        sends: list[tuple[Any, torch.Tensor]] = []
+        with self.evaluating():
+            for stage in self.stages:
+                stage.begin(batches, objective, None)
+            for batch in batches:
+                for stage in self.stages:
+                    received = None
+                    if not stage.is_first:
+                        received = self._receive_hidden(batch)
+                    out = stage(received)
+                    if not stage.is_last:
+                        next_rank = (self.rank + 1) % self.ranks
+                        work = dist.isend(out, group=self.group, group_dst=next_rank)
+                        sends.append((work, out))
+            for work, _ in sends:
+                work.wait()
+        last = self.stages[-1]
+        own_sums = total(last.outs) if last.is_last else None
+        sums: Sums = self._object_of_last_rank(own_sums)
+        last.outs.clear()
+        return sums
+
+    def _receive_hidden(self, batch: Any) -> torch.Tensor:
+        """Receive the hidden states of a micro-batch from the rank before, [B, T, D]."""
+        hidden_BTD = torch.empty(
+            *batch.input_ids_BT.shape, self.cuts.width, dtype=self.dtype, device=self.place
+        )
+        rank_before = (self.rank - 1) % self.ranks
+        dist.recv(hidden_BTD, group=self.group, group_src=rank_before)
+        return hidden_BTD
+
+    def infer(
+        self, micro_batches: Iterable[Any], read: Read, adapter: bool = True
+    ) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        with contextlib.ExitStack() as stack:
+            for stage in self.stages:
+                stack.enter_context(adapters.switched(stage.model, adapter))
+            self.evaluate(micro_batches, reader(read, kept))
+        own_forms = [(tensor.shape, tensor.dtype) for tensor in kept]
+        last_rank = self.ranks - 1
+        results: list[torch.Tensor] = []
+        for index, (shape, dtype) in enumerate(self._object_of_last_rank(own_forms)):
+            own = kept[index] if self.rank == last_rank else None
+            results.append(self._broadcast_from(last_rank, own, shape, dtype))
+        return results
+
+    def _object_of_last_rank(self, own: Any) -> Any:
+        """Return what the rank of the last stage gives, on all ranks of the pipeline. Collective."""
+        box = [own]
+        dist.broadcast_object_list(box, group=self.group, group_src=self.ranks - 1)
+        return box[0]
+
+    def _train(self, mode: bool) -> None:
+        super()._train(mode)
+        for stage in self.stages:
+            stage.train(mode)
+
+
+class LeanStage(pipelining.PipelineStage):
+    """A stage of torch's schedules whose buffers live only as long as they are needed.
+
+    Before the first micro-batch, torch allocates what all micro-batches of a step receive, both ways.
+    Here each gets its buffer when it is about to receive, and gives it back after its backward. So
+    what 1F1B holds does not grow with accumulation.
+    """
+
+    def _setup_forward_recv_info(self, *given: Any) -> None:
+        with self._allocates_nothing():
+            super()._setup_forward_recv_info(*given)
+
+    def _create_grad_recv_info(self, *given: Any) -> Any:
+        with self._allocates_nothing():
+            return super()._create_grad_recv_info(*given)
+
+    @contextlib.contextmanager
+    def _allocates_nothing(self) -> Iterator[None]:
+        """Within, buffers are made on the meta device."""
+        device = self.device
+        self.device = META
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        _move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), META)
+        received = _move_buffers(self.args_recv_info[bwd_chunk_id], META)
+        if full_backward:
+            # The graph of a loss still holds them, and the schedule keeps that to the end of the step.
+            for buffer in received:
+                buffer.untyped_storage().resize_(0)
+
+
+def _move_buffers(infos: Iterable[Any], device: torch.device) -> list[torch.Tensor]:
+    """Give received tensors empty buffers on another device, and return the buffers that they had.
+
+    Those that are on such a device stay, and so does what comes from no other stage (token ids).
+    """
+    before = []
+    for info in infos:
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None and buffer.is_meta != (device.type == "meta"):
+            before.append(buffer)
+            info.buffer = torch.empty_like(buffer, device=device)
+    return before
+
+
+class PipelineEngine(ForwardPipeline, NativeEngine):
+    """Engine over a rank's stages.
+
+    What it does not override is done as on one process, to the parameters that this rank holds.
+    """
+
+    def __init__(self, plan: Plan, *parts: Any) -> None:
+        """`parts`: as of ForwardPipeline."""
+        super().__init__(plan, *parts)
+        assert plan.pipeline is not None
+        if self.rank in (0, self.ranks - 1):
+            self.shared = [name for name in self.shared if self.named[name].requires_grad]
+        else:
+            self.shared = []
+        # The first rank counts the gradients of weights that both ends hold.
+        self.counted_elsewhere = frozenset(self.shared) if self.rank else frozenset()
+        schedule = plan.pipeline.schedule
+        # Micro-batches in one run of the schedule.
+        self.at_once = 1 if schedule == "model_parallel" else plan.batch.accumulation
+        for stage in self.stages:
+            stage.splits_backward = schedule == "zero_bubble"
+        self.schedule = self._build_schedule(plan, schedule, len(plan.pipeline.layers))
+        # What stages before the last one return; None until the names are known.
+        self.sums: DeviceSums | None = None
+        self._train(True)
+
+    def _build_schedule(self, plan: Plan, name: str, number_of_stages: int) -> Any:
+        """Return torch's schedule over this rank's stages.
+
+        All shapes are given, so it needs no trial run, and no messages to agree on them.
+        """
+        B = plan.batch.micro_batch * plan.batch.rows_per_sample
+        T = plan.config.data.max_length
+        D = self.cuts.width
+        ids_BT = torch.empty(B, T, dtype=torch.int64, device=META)
+        hidden_BTD = torch.empty(B, T, D, dtype=self.dtype, device=META, requires_grad=True)
+        loss = torch.empty(1, device=META, requires_grad=True)
+        stages = []
+        for turn, module in enumerate(self.stages):
+            stage = LeanStage(
+                module,
+                self.rank + turn * self.ranks,
+                number_of_stages,
+                self.place,
+                input_args=ids_BT if module.is_first else hidden_BTD,
+                output_args=loss if module.is_last else hidden_BTD,
+                group=self.group,
+            )
+            stages.append(stage)
+        return SCHEDULES[name](
+            stages if name in INTERLEAVED else stages[0],
+            self.at_once,
+            loss_fn=_loss_of_output,
+            # The loss is a sum and scaled already.
+            scale_grads=False,
+        )
+
+    def forward_backward(
+        self, micro_batches: list[Any], objective: Any, denominator: float
+    ) -> DeviceSums:
+        scale = self.loss_scale.scale(self.averaged_over / denominator)
+        self._at_mean(False)
+        with self.spread.micro_batch(last=True):
+            for start in range(0, len(micro_batches), self.at_once):
+                batches = micro_batches[start : start + self.at_once]
+                for stage in self.stages:
+                    stage.begin(batches, objective, scale)
+                inputs = []
+                if self.rank == 0:
+                    inputs.append(torch.cat([batch.input_ids_BT for batch in batches]))
+                # A schedule requires a target for each micro-batch; the objective has its own.
+                unused = torch.arange(len(batches))
+                self.schedule.step(*inputs, target=unused)
+        self._sum_shared_gradients()
+        return self._last_sums()
+
+    def _last_sums(self) -> DeviceSums:
+        """Return the sums over all micro-batches, on the rank of the last stage.
+
+        Elsewhere they are zeros (−∞ for a key `max_…`), which the loop does not count.
+        """
+        last = self.stages[-1]
+        own_sums = added(last.outs)
+        last.outs.clear()
+        if self.sums is None:
+            self.sums = {}
+            for name in self._object_of_last_rank(list(own_sums)):
+                value = -math.inf if name.startswith("max_") else 0.0
+                self.sums[name] = torch.tensor(value, dtype=torch.float64).to(self.place)
+        if last.is_last:
+            return own_sums
+        return self.sums
+
+    def _sum_shared_gradients(self) -> None:
+        """Give both ends the sum of their gradients of the weights that both hold.
+
+        So both take the same step.
+        """
+        peer = self.ranks - 1 - self.rank
+        for name in self.shared:
+            parameter = self.named[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            own = local(parameter.grad).contiguous()
+            received = torch.empty_like(own)
+            send = dist.P2POp(dist.isend, own, group=self.group, group_peer=peer)
+            receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer)
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+            local(parameter.grad).add_(received)
+
+
+def _loss_of_output(out: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a micro-batch, which is all that the last stage returns."""
+    return out.sum()

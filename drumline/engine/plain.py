@@ -1,0 +1,108 @@
+"""A wrapper that gives any module the interface that engines call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from drumline.plan.plan import BatchPlan
+from drumline.vendor.torch import BatchNorm
+
+logger = logging.getLogger(__name__)
+
+
+class Plain(nn.Module):
+    """Any module, with the interface that engines call.
+
+    An objective runs it on a batch, or it is called with arguments of its own.
+    """
+
+    # It has no head that could be split off, and its sequences are not cut.
+    splits = False
+    sequence = None
+
+    def __init__(self, model: nn.Module, batch: BatchPlan) -> None:
+        """`batch`: of the plan. If it cuts a global batch, the log names the buffers that the first
+        forward changes.
+        """
+        super().__init__()
+        self.model = model
+        self.names_changed = batch.global_samples > batch.micro_batch
+        # What is called in the place of the model.
+        self.over_devices: nn.Module | None = None
+
+    def forward(self, batch: Any, objective: Any = None) -> Any:
+        """Return the loss sum and the other sums of `objective(model, batch)`.
+
+        Without an objective, `batch` is (args, kwargs), and the result is `model(*args, **kwargs)`.
+        """
+        before: dict[str, BufferVersion] | None = None
+        if self.names_changed and self.training:
+            before = buffer_versions(self.model)
+        run = self.model if self.over_devices is None else self.over_devices
+        if objective is None:
+            args, kwargs = batch
+            out = run(*args, **kwargs)
+        else:
+            answer = objective(run, batch)
+            out = answer.loss_sum, answer.sums
+        if before is not None:
+            self.names_changed = False
+            self._warn_of_changes(before)
+        return out
+
+    def _warn_of_changes(self, before: dict[str, BufferVersion]) -> None:
+        """Name the buffers in the log that were written or replaced since `before`."""
+        changed: list[str] = []
+        for name, version in buffer_versions(self.model).items():
+            if not version.equals(before.get(name)):
+                changed.append(name)
+        if changed:
+            logger.warning(
+                "forward changes %s: what is kept there follows from how the global batch is cut",
+                ", ".join(changed),
+            )
+
+
+@contextlib.contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the mode of each module after the context.
+
+    A part of a model may be in eval mode for good.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+class BufferVersion(NamedTuple):
+    """A buffer, and how often it was written."""
+
+    buffer: torch.Tensor
+    writes: int
+
+    def equals(self, other: BufferVersion | None) -> bool:
+        """Return whether this is the same buffer, and nothing was written to it in between."""
+        if other is None:
+            return False
+        return self.buffer is other.buffer and self.writes == other.writes
+
+
+def buffer_versions(model: nn.Module) -> dict[str, BufferVersion]:
+    """Return the versions of all buffers by name, except those of batch norms."""
+    versions: dict[str, BufferVersion] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, BatchNorm):
+            continue
+        for name, buffer in module.named_buffers(recurse=False):
+            full_name = f"{path}.{name}" if path else name
+            versions[full_name] = BufferVersion(buffer, buffer._version)
+    return versions

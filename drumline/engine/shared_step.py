@@ -1,0 +1,244 @@
+"""Copies of a model whose optimizer step is shared out over the data ranks (ZeRO-1).
+
+See Rajbhandari et al. 2020. It goes with tensor and pipeline parallelism, or without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from drumline.dist.mesh import first_row
+from drumline.engine.data_parallel import Clock, Spread, buckets
+from drumline.engine.norms import local
+from drumline.vendor.torch import StridedShard
+
+
+class SharedStep(Spread):
+    """Each rank along `replicate` averages and steps some rows of each parameter.
+
+    Then all ranks gather the rows of the others. The optimizer is given parameters of its own: views
+    of the rank's rows as DTensors, cut as FSDP2 cuts. So each state lies on one rank, and a
+    checkpoint has it as FSDP2's. Gradients stay whole until the step; only a rank's rows of them are
+    averaged.
+    """
+
+    def __init__(self, module: nn.Module, whole: DeviceMesh, bucket_bytes: int) -> None:
+        """`whole`: the mesh of all ranks. `bucket_bytes`: bytes of the parameters of one bucket."""
+        super().__init__(module)
+        self.whole = whole
+        self.replicas = whole["replicate"]
+        self.clock = Clock()
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        self.buckets: list[Bucket] = []
+        for bucket in buckets(trainable, bucket_bytes):
+            rows_of_bucket = [Rows.of(parameter, self.replicas) for parameter in bucket]
+            self.buckets.append(Bucket(rows_of_bucket, self.replicas))
+        # Id of a parameter → this rank's rows, which the optimizer steps.
+        self.own_rows: dict[int, nn.Parameter] = {}
+        for parameter in trainable:
+            part = local(parameter.detach())
+            self.own_rows[id(parameter)] = nn.Parameter(self._rows_as_dtensor(parameter, part))
+
+    def stepped(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        stepped: dict[str, nn.Parameter] = {}
+        for name, parameter in named.items():
+            stepped[name] = self.own_rows.get(id(parameter), parameter)
+        return stepped
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+        if last and self.buckets:
+            with self.clock.measure(self.replicas.device_type), torch.no_grad():
+                self._average_gradients()
+
+    def _average_gradients(self) -> None:
+        """Average this rank's rows of all gradients, and give them to the optimizer's parameters."""
+        for bucket in self.buckets:
+            bucket.average()
+        for bucket in self.buckets:
+            for rows in bucket.rows:
+                grad = rows.parameter.grad
+                own_grad = None
+                if grad is not None:
+                    own_grad = self._rows_as_dtensor(rows.parameter, local(grad))
+                self.own_rows[id(rows.parameter)].grad = own_grad
+
+    def after_step(self) -> None:
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.gather()
+
+    def exposed_communication(self) -> float:
+        return self.clock.seconds()
+
+    def _rows_as_dtensor(self, parameter: nn.Parameter, part: Tensor) -> DTensor:
+        """Return this rank's rows of a tensor, without a copy.
+
+        `part`: what this rank holds of the tensor, which is cut as the parameter is.
+        """
+        rows = Rows.of(parameter, self.replicas)
+        mesh = self.replicas
+        placements: list[Placement] = [Shard(0)]
+        if isinstance(parameter, DTensor):
+            (cut,) = parameter.placements
+            tp = parameter.device_mesh
+            names = tp.mesh_dim_names
+            assert names is not None
+            mesh = self.whole["replicate", names[0]]
+            if cut.is_shard(0):
+                # These are rows of a part of the rows.
+                placements = [StridedShard(0, split_factor=tp.size())]
+            placements.append(cut)
+        return DTensor.from_local(
+            rows.within(part),
+            mesh,
+            placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a parameter that one data rank averages and steps.
+
+    `per_rank`: rows of each data rank, of which the last ones may have fewer. `first`, `number`: the
+    first of this rank's rows, and how many it has. All are rows of the part of the parameter that
+    lies on this rank.
+    """
+
+    parameter: nn.Parameter
+    per_rank: int
+    first: int
+    number: int
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, replicas: DeviceMesh) -> Rows:
+        """Return the rows of a parameter that this rank steps."""
+        rows = local(parameter).shape[0]
+        per_rank = math.ceil(rows / replicas.size())
+        first = first_row(rows, replicas)
+        return cls(parameter, per_rank, first, min(per_rank, rows - first))
+
+    @property
+    def entries(self) -> int:
+        """The entries of `per_rank` rows."""
+        part = local(self.parameter)
+        entries_per_row = part.numel() // max(1, part.shape[0])
+        return self.per_rank * entries_per_row
+
+    def within(self, part: Tensor) -> Tensor:
+        """Return a view of these rows of a tensor that is cut as the parameter is."""
+        return part[self.first : self.first + self.number]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The columns [start, stop) that some rows have in a bucket's message."""
+
+    rows: Rows
+    start: int
+    stop: int
+
+
+class Bucket:
+    """Some parameters, whose rows travel at once.
+
+    The message to each data rank is its rows of all these parameters end to end. Each parameter has
+    as many columns in it for every rank.
+    """
+
+    def __init__(self, rows: list[Rows], replicas: DeviceMesh) -> None:
+        self.rows = rows
+        self.group = replicas.get_group()
+        self.ranks = replicas.size()
+        self.slots: list[_Slot] = []
+        # Columns of all rows together.
+        self.size = 0
+        for each in rows:
+            stop = self.size + each.entries
+            self.slots.append(_Slot(each, self.size, stop))
+            self.size = stop
+
+    def average(self) -> None:
+        """Replace this rank's rows of each gradient by their mean over the data ranks.
+
+        Behind the rows of a message is a 1 for each gradient that the rank has. A gradient that no
+        rank has stays None.
+        """
+        like = local(self.rows[0].parameter)
+        sent_RN = like.new_zeros(self.ranks, self.size + len(self.rows))
+        for index, slot in enumerate(self.slots):
+            grad = slot.rows.parameter.grad
+            if grad is not None:
+                _pack(sent_RN[:, slot.start : slot.stop], local(grad), slot.rows.per_rank)
+                sent_RN[:, self.size + index] = 1
+        sums_N = like.new_empty(sent_RN.shape[1])
+        dist.reduce_scatter_tensor(sums_N, sent_RN.view(-1), group=self.group)
+        for index, slot in enumerate(self.slots):
+            parameter = slot.rows.parameter
+            if parameter.grad is None:
+                # The host waits for the device here, for such a parameter alone.
+                has_other_rank_one = bool(sums_N[self.size + index])
+                if not has_other_rank_one:
+                    continue
+                parameter.grad = torch.zeros_like(parameter)
+            own = slot.rows.within(local(parameter.grad))
+            sum_ = sums_N[slot.start : slot.start + own.numel()]
+            own.copy_(sum_.view(own.shape)).div_(self.ranks)
+
+    def gather(self) -> None:
+        """Bring the rows of all ranks, as they are after a step, to this rank."""
+        like = local(self.rows[0].parameter)
+        own_N = like.new_zeros(self.size)
+        all_RN = like.new_empty(self.ranks, self.size)
+        for slot in self.slots:
+            own = slot.rows.within(local(slot.rows.parameter))
+            own_N[slot.start : slot.start + own.numel()].copy_(own.reshape(-1))
+        dist.all_gather_into_tensor(all_RN.view(-1), own_N, group=self.group)
+        for slot in self.slots:
+            columns_RN = all_RN[:, slot.start : slot.stop]
+            _unpack(columns_RN, local(slot.rows.parameter), slot.rows.per_rank)
+
+
+def _pack(columns_RN: Tensor, tensor: Tensor, per_rank: int) -> None:
+    """Copy the rows of a tensor into a message, `per_rank` of them into the columns of each rank."""
+    for columns, rows in _pairs(columns_RN, tensor, per_rank):
+        columns.copy_(rows.reshape(columns.shape))
+
+
+def _unpack(columns_RN: Tensor, tensor: Tensor, per_rank: int) -> None:
+    """Copy the columns of all ranks into the rows of a tensor: the inverse of `_pack`."""
+    for columns, rows in _pairs(columns_RN, tensor, per_rank):
+        rows.copy_(columns.reshape(rows.shape))
+
+
+def _pairs(columns_RN: Tensor, tensor: Tensor, per_rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give views of a message and of a tensor that hold the same entries.
+
+    One pair is of the ranks that have `per_rank` rows, one of the rank that has fewer.
+    """
+    if not tensor.numel():
+        return
+    full_ranks = tensor.shape[0] // per_rank
+    first_left = full_ranks * per_rank
+    pairs = [
+        (columns_RN[:full_ranks], tensor[:first_left]),
+        (columns_RN[full_ranks : full_ranks + 1], tensor[first_left:]),
+    ]
+    for columns, rows in pairs:
+        if len(rows):
+            # The columns of a rank with fewer rows are not all used.
+            used = rows.numel() // len(columns)
+            yield columns[:, :used], rows

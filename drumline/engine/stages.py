@@ -1,0 +1,409 @@
+"""Cut any causal language model of Hugging Face into pipeline stages, without knowing its class.
+
+A stage is the model itself with the parts that it lacks replaced. Every stage is given the ids and
+positions, so the model's own forward makes masks and rotary embeddings from them. Each block of
+another stage is replaced by an `Absent` module, which hands its input on. The one right before the
+stage's own blocks returns the hidden states that came from the stage before, whatever the trunk made
+up to there. The one right behind them notes the hidden states that go to the next stage. Weights keep
+the names that they have in the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from drumline.models.adapters import is_tuned, without_factors
+from drumline.models.attention import attending
+from drumline.models.blocks import block_list, uncut, whole_layer
+from drumline.models.head import Outputs, can_split, outputs, split
+from drumline.models.scores import VALUE
+from drumline.models.small import Tokens, close, try_small
+from drumline.plan.rules import NO_STAGES
+from drumline.plan.stages import Range
+
+Compute = Callable[[torch.Tensor], torch.Tensor]
+# Blocks of the small copy: a first, a last, and two between.
+TRIAL_BLOCKS = 4
+# Ranks that the stages of the small copy are dealt to.
+TRIAL_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where a model can be cut.
+
+    `blocks`: name of the list of blocks, which has `number` of them. `before`, `after`: names of the
+    modules with weights that run ahead of the first block and behind the last. `returns`: how many
+    values a block returns in a tuple; 0 if it returns a tensor alone. `width`: D of the hidden
+    states. `splits`: see `models.head.can_split`.
+    """
+
+    blocks: str
+    number: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    returns: int
+    width: int
+    splits: bool = False
+
+
+def find_cuts(model: Any) -> Cuts:
+    """Return where a model can be cut, found by running a small copy of it on eight tokens.
+
+    `model` may lie on the meta device. In the trial each block is a stage by itself, and the stages
+    are dealt to two ranks in turn.
+    Raises PlanError if there is no single list of blocks, if weights outside of it are used between
+    the blocks, if blocks share weights, or if stages give other outputs than the whole model.
+    """
+    reason = uncut(model)
+    if reason:
+        raise NO_STAGES.error(reason)
+    cuts, is_reproduced = try_small(model, "cpu", _try_one_block_a_stage, layers=TRIAL_BLOCKS)
+    if not is_reproduced:
+        raise NO_STAGES.error(f"stages of {type(model).__name__} do not make the whole model")
+    found = block_list(model)
+    assert found is not None, "its copy has them"
+    _, blocks = found
+    after = cuts.after
+    # The small copy is a plain class of transformers, without a value head.
+    if hasattr(model, VALUE):
+        after = (*after, VALUE)
+    return replace(cuts, number=len(blocks), after=after, splits=can_split(model))
+
+
+def _try_one_block_a_stage(small: Any, ids_BT: torch.Tensor) -> tuple[Cuts, bool]:
+    """Return the cuts of a small copy, and whether its stages reproduce it."""
+    cuts = trace_cuts(small, ids_BT)
+    ranges = tuple((index, index + 1) for index in range(cuts.number))
+    return cuts, stages_reproduce_model(small, cuts, ranges, TRIAL_RANKS, ids_BT)
+
+
+class _Event(NamedTuple):
+    """A moment in a run of a model. `module`: name of a module outside of the blocks."""
+
+    kind: str
+    module: str = ""
+
+
+FIRST_BLOCK_BEGINS = _Event("first block begins")
+LAST_BLOCK_ENDS = _Event("last block ends")
+BEGINS = "begins"
+ENDS = "ends"
+
+
+def trace_cuts(model: Any, ids_BT: torch.Tensor) -> Cuts:
+    """Return the cuts of a model with weights, found by one run on `ids_BT`.
+
+    Raises PlanError if blocks do not run once each, or if weights are used between them.
+    """
+    class_name = type(model).__name__
+    found = block_list(model)
+    assert found is not None, "find_cuts has looked"
+    path, blocks = found
+    outside = _modules_outside(model, blocks)
+    events, block_output = _recorded_run(model, blocks, outside, ids_BT)
+    if events.count(FIRST_BLOCK_BEGINS) != 1 or events.count(LAST_BLOCK_ENDS) != 1:
+        raise NO_STAGES.error(f"{class_name} runs its blocks more than once")
+
+    first = events.index(FIRST_BLOCK_BEGINS)
+    last = events.index(LAST_BLOCK_ENDS)
+    before: list[str] = []
+    after: list[str] = []
+    for name in outside:
+        has_ended_before = _Event(ENDS, name) in events[:first]
+        begins_later = _Event(BEGINS, name) in events[first:]
+        if has_ended_before and not begins_later:
+            before.append(name)
+        if _Event(ENDS, name) not in events[:last]:
+            after.append(name)
+    between = sorted(set(outside) - set(before) - set(after))
+    if not between:
+        between = [name for name in after if _Event(BEGINS, name) in events[:last]]
+    if between:
+        raise NO_STAGES.error(f"{class_name} uses {between[0]} between its blocks")
+
+    returns = 0
+    hidden_BTD = block_output
+    if isinstance(block_output, tuple):
+        returns = len(block_output)
+        hidden_BTD = block_output[0]
+    width = hidden_BTD.shape[-1]
+    return Cuts(path, len(blocks), tuple(before), tuple(after), returns, width)
+
+
+def _modules_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules outside of the blocks that have parameters of their own, by name."""
+    inside: set[int] = set()
+    for block in blocks:
+        inside.update(id(module) for module in block.modules())
+    outside: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if module._parameters and id(module) not in inside:
+            outside[name] = module
+    return outside
+
+
+def _recorded_run(
+    model: Any, blocks: nn.ModuleList, outside: dict[str, nn.Module], ids_BT: torch.Tensor
+) -> tuple[list[_Event], Any]:
+    """Run a model, and return what happened in which order, and what its last block returned."""
+    events: list[_Event] = []
+    block_outputs: list[Any] = []
+
+    def recorder(event: _Event) -> Callable[..., None]:
+        def record(*_: Any) -> None:
+            events.append(event)
+
+        return record
+
+    def keep_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        block_outputs.append(output)
+
+    hooks = [
+        blocks[0].register_forward_pre_hook(recorder(FIRST_BLOCK_BEGINS)),
+        blocks[-1].register_forward_hook(recorder(LAST_BLOCK_ENDS)),
+        blocks[-1].register_forward_hook(keep_output),
+    ]
+    for name, module in outside.items():
+        hooks.append(module.register_forward_pre_hook(recorder(_Event(BEGINS, name))))
+        hooks.append(module.register_forward_hook(recorder(_Event(ENDS, name))))
+    try:
+        model(input_ids=ids_BT, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    block_output = block_outputs[0] if block_outputs else None
+    return events, block_output
+
+
+class Absent(nn.Module):
+    """Takes the place of a module that another stage holds."""
+
+    def __init__(
+        self, block: nn.Module | None = None, returns: int = 0, run: Compute | None = None
+    ) -> None:
+        """`block`: the block to replace. Its plain attributes are copied, since trunks read them
+        (`attention_type`). `returns`: see Cuts. `run`: computes the output from the first input;
+        None: the output is the first input.
+        """
+        super().__init__()
+        self.returns = returns
+        self.run = run
+        if block is not None:
+            self._copy_attributes(block)
+
+    def _copy_attributes(self, block: nn.Module) -> None:
+        own = {"forward", *vars(self)}
+        for name, value in vars(block).items():
+            if not name.startswith("_") and name not in own:
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = args[0] if args else kwargs["hidden_states"]
+        if self.run is not None:
+            output = self.run(output)
+        if self.returns:
+            return (output, *[None] * (self.returns - 1))
+        return output
+
+
+def zeros_in_place_of(layer: nn.Embedding | nn.Linear, dtype: torch.dtype) -> Compute:
+    """Return a function that returns zeros in the shape that an embedding or its projection returns.
+
+    A later stage replaces the zeros by what the stage before it has sent.
+    """
+
+    def zeros(given: torch.Tensor) -> torch.Tensor:
+        if isinstance(layer, nn.Embedding):
+            shape = (*given.shape, layer.embedding_dim)
+        else:
+            shape = (*given.shape[:-1], layer.out_features)
+        return torch.zeros(shape, dtype=dtype, device=given.device)
+
+    return zeros
+
+
+def weights_of_both_ends(model: Any, cuts: Cuts) -> list[str]:
+    """Return the names of the weights that the first and the last stage both hold (a tied head)."""
+    shared = _parameter_ids(model, cuts.before) & _parameter_ids(model, cuts.after)
+    return [name for name, parameter in model.named_parameters() if id(parameter) in shared]
+
+
+def _parameter_ids(model: Any, names: Iterable[str]) -> set[int]:
+    """Return the ids of all parameters of some submodules."""
+    ids: set[int] = set()
+    for name in names:
+        ids.update(id(parameter) for parameter in model.get_submodule(name).parameters())
+    return ids
+
+
+def rank_part(
+    model: Any, cuts: Cuts, ranges: Iterable[Range], dtype: torch.dtype = torch.float32
+) -> Any:
+    """Return the part of a model that a rank holds; the model itself is left as it is.
+
+    These are the blocks of `ranges`, what comes before the first block if that is among them, and
+    what comes behind the last one likewise. Weights that both ends share (a tied head) are held by
+    both. `dtype`: the type that hidden states travel in.
+    """
+    own_blocks: set[int] = set()
+    for first, stop in ranges:
+        own_blocks.update(range(first, stop))
+    held_ends: list[str] = []
+    absent_ends: list[str] = []
+    if 0 in own_blocks:
+        held_ends += cuts.before
+    else:
+        absent_ends += cuts.before
+    if cuts.number - 1 in own_blocks:
+        held_ends += cuts.after
+    else:
+        absent_ends += cuts.after
+
+    held_weights = _parameter_ids(model, held_ends)
+    replacements: dict[str, nn.Module] = {}
+    for name in absent_ends:
+        module = model.get_submodule(name)
+        replacement = _replacement(module, held_weights, name in cuts.before, dtype)
+        if replacement is not None:
+            replacements[name] = replacement
+    for index, block in enumerate(model.get_submodule(cuts.blocks)):
+        if index not in own_blocks:
+            replacements[f"{cuts.blocks}.{index}"] = Absent(block, cuts.returns)
+    return _with_replaced(model, replacements)
+
+
+def _replacement(
+    module: nn.Module, held_weights: Collection[int], is_before: bool, dtype: torch.dtype
+) -> nn.Module | None:
+    """Return what takes the place of a module of an end that a rank does not have; None: it stays.
+
+    `held_weights`: ids of the parameters that the rank holds. `is_before`: whether the module runs
+    ahead of the blocks.
+    """
+    # Of an adapted layer the base counts: its factors, and rows of tokens, belong to the layer that
+    # they are laid over.
+    base = whole_layer(module)
+    own_weights = {id(parameter) for parameter in base.parameters(recurse=False)}
+    if not own_weights:
+        return None
+    if not own_weights.isdisjoint(held_weights):
+        return without_factors(module) if is_tuned(module) else None
+    if is_before and isinstance(base, nn.Embedding | nn.Linear):
+        return Absent(run=zeros_in_place_of(base, dtype))
+    return Absent()
+
+
+def _with_replaced(model: Any, replacements: dict[str, nn.Module]) -> Any:
+    """Return a copy of a model with some submodules replaced, by name.
+
+    It shares all other modules with the model, except those that contain a replaced one.
+    """
+    fresh = copy.copy(model)
+    fresh._modules = dict(model._modules)
+    # Child → replacements within it, by their names there.
+    within_children: dict[str, dict[str, nn.Module]] = {}
+    for name, module in replacements.items():
+        child, _, rest = name.partition(".")
+        if rest:
+            within_children.setdefault(child, {})[rest] = module
+        else:
+            fresh._modules[child] = module
+    for child, within in within_children.items():
+        fresh._modules[child] = _with_replaced(model._modules[child], within)
+    return fresh
+
+
+class Stage(nn.Module):
+    """Blocks [first, stop) of a model, with what comes before the first or behind the last."""
+
+    def __init__(
+        self, model: Any, cuts: Cuts, bounds: Range, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """`model`: the whole model, or a rank's part of it. `bounds`: (first, stop). `dtype`: the
+        type that hidden states travel in.
+        """
+        super().__init__()
+        first, stop = bounds
+        self.is_first = first == 0
+        self.is_last = stop == cuts.number
+        self.splits = cuts.splits
+        self.dtype = dtype
+        blocks = model.get_submodule(cuts.blocks)
+        neighbours: dict[str, nn.Module] = {}
+        if not self.is_first:
+            before = Absent(blocks[first - 1], cuts.returns, self._take_received)
+            neighbours[f"{cuts.blocks}.{first - 1}"] = before
+        if not self.is_last:
+            behind = Absent(blocks[stop], cuts.returns, self._keep_to_send)
+            neighbours[f"{cuts.blocks}.{stop}"] = behind
+        self.model = _with_replaced(rank_part(model, cuts, [bounds], dtype), neighbours)
+        self.received: torch.Tensor | None = None
+        self.to_send: torch.Tensor | None = None
+
+    def run(self, batch: Any, hidden_BTD: torch.Tensor | None) -> torch.Tensor | Outputs:
+        """Return the hidden states for the next stage, [B, T, D]; the last stage returns Outputs.
+
+        `hidden_BTD`: what the stage before has sent; None for the first stage.
+        """
+        self.received = hidden_BTD
+        if self.is_last:
+            trunk_and_head = split(self.model) if self.splits else None
+            return outputs(self.model, batch, trunk_and_head)
+        trunk = self.model.get_decoder() or self.model.base_model
+        with attending(self.model, batch) as inputs:
+            trunk(**inputs, use_cache=False)
+        to_send = self.to_send
+        self.to_send = None
+        assert to_send is not None, "a trunk runs the block behind the stage's own"
+        return to_send.to(self.dtype).contiguous()
+
+    def _take_received(self, _: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of the stage before, in place of the block before the own ones."""
+        received = self.received
+        self.received = None
+        assert received is not None, "a stage runs on what the one before it sent"
+        return received
+
+    def _keep_to_send(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        """Keep the hidden states for the next stage, in place of the block behind the own ones."""
+        self.to_send = hidden_BTD
+        return hidden_BTD
+
+
+def stages_reproduce_model(
+    model: Any, cuts: Cuts, ranges: tuple[Range, ...], ranks: int, ids_BT: torch.Tensor
+) -> bool:
+    """Return whether stages, run one after another, give the outputs of the whole model.
+
+    `ranges`: the blocks of each stage. The stages are dealt to `ranks` in turn, and each is made of
+    its rank's part.
+    Raises PlanError if the stages do not run.
+    """
+    parts = [rank_part(model, cuts, ranges[rank::ranks]) for rank in range(ranks)]
+    stages = [Stage(parts[index % ranks], cuts, bounds) for index, bounds in enumerate(ranges)]
+    # Two different rows: broadcasting would hide a wrong shape behind one.
+    ids_BT = torch.cat([ids_BT, ids_BT.flip(1)])
+    batch = Tokens(ids_BT)
+    whole = outputs(model, batch, None)
+    passed: Any = None
+    try:
+        for stage in stages:
+            stage.eval()
+            passed = stage.run(batch, passed)
+    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise NO_STAGES.error(f"{type(model).__name__} does not run in stages: {error}") from error
+    if whole.logits_BC is not None:
+        return close(passed.class_logits(), whole.logits_BC)
+    if whole.logits_BTV is None:
+        return close(passed.values(), whole.values())
+    logits_BTV = passed.logits_BTV
+    if logits_BTV is None:
+        logits_BTV = nn.functional.linear(passed.hidden_BTD, passed.weight_VD, passed.bias_V)
+    return close(logits_BTV, whole.logits_BTV)

@@ -1,0 +1,275 @@
+"""Shard a model over ranks by torch's fully_shard."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from drumline.dist.mesh import data_mesh, expert_mesh
+from drumline.engine.data_parallel import Sharded
+from drumline.engine.experts import of_experts
+from drumline.engine.native import Plain
+from drumline.engine.transforms import DTYPES, gathered_in
+from drumline.models.blocks import blocks, vocabulary
+from drumline.models.containers import each_tensor
+from drumline.models.head import gather_for_objective
+from drumline.models.shards import Values
+from drumline.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from drumline.config.strategies.fsdp2 import FSDP2Strategy
+
+
+def spread(
+    options: FSDP2Strategy,
+    plan: Plan,
+    whole: DeviceMesh,
+    model: nn.Module,
+    roots: list[tuple[nn.Module, nn.Module]],
+    values: Values,
+) -> Sharded:
+    """Shard the model and fill its weights.
+
+    `roots`: modules that run, each with the part of the model that is in it. A model without weights is
+    sharded first, then its parts are filled.
+    """
+    is_own_module = isinstance(roots[0][0], Plain)
+    dtype = gathered_in(plan, is_own_module)
+    experts = None
+    if plan.mesh.ep > 1:
+        experts = expert_mesh(whole)
+    mesh = data_mesh(whole)
+    ends_apart = options.gathers_ends_apart(plan.mesh, is_own_module)
+    sharded_roots = []
+    for root, inner in roots:
+        sharded = apply_fsdp2(root, inner, options, mesh, dtype, experts, ends_apart)
+        sharded_roots.append(sharded)
+    values.fill(model, offloaded=plan.offload == "cpu")
+    is_pipeline = plan.engine == "pipeline"
+    # torch's stages hold the reduction back until the last micro-batch, and then start it themselves.
+    sync = options.sync_each_micro_batch and not is_pipeline
+    # The clocks measure neither hybrid sharding, which also sums over replicas, nor stages, which train
+    # outside of `micro_batch`.
+    timed = mesh.device_type == "cpu" and mesh.ndim == 1 and not is_pipeline
+    first, *more_roots = sharded_roots
+    return Sharded(first, sync, casts=dtype is not None, more_roots=more_roots, timed=timed)
+
+
+class Units(NamedTuple):
+    """Modules that are gathered by themselves: the embedding and the head in lists of one or none."""
+
+    embedding: list[nn.Module]
+    blocks: list[nn.Module]
+    head: list[nn.Linear]
+
+    def in_turn(self) -> list[nn.Module]:
+        """Return all units in the order of forward."""
+        return [*self.embedding, *self.blocks, *self.head]
+
+
+def apply_fsdp2(
+    module: nn.Module,
+    model: nn.Module,
+    options: FSDP2Strategy,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype | None,
+    experts: DeviceMesh | None = None,
+    ends_apart: bool = False,
+) -> FSDPModule:
+    """Shard weights, gradients and moments (ZeRO-3, Rajbhandari et al. 2020), each parameter as a DTensor.
+
+    `module` is the root. Each block is a unit of its own, with `ends_apart` the embedding and the head,
+    too; the rest (the last norm, tied ends) belongs to the root. Weights are gathered in `param_dtype`.
+    Gradients are averaged over all ranks of the mesh in `options.reduce_dtype`. The parameters may be
+    on the meta device. `experts`: the mesh of experts that are cut by their number; each layer's are a
+    unit.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype,
+        reduce_dtype=DTYPES[options.reduce_dtype],
+        cast_forward_inputs=False,
+    )
+    offload = OffloadPolicy()
+    if options.offload == "cpu":
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    shared: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+    units = _find_units(module, model, options, ends_apart)
+    for unit in (*units.in_turn(), module):
+        # Before `fully_shard`, whose own hook then finds tensors that are no views.
+        unit.register_forward_hook(_return_no_views, with_kwargs=True)
+    if experts is not None:
+        for unit in _expert_layers(model):
+            fully_shard(unit, mesh=experts, reshard_after_forward=options.reshards, **shared)
+    # Inner units first: what they take is no part of the outer ones.
+    for unit in reversed(units.blocks):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=options.reshards, **shared)
+    for unit in units.embedding:
+        sharded = fully_shard(unit, mesh=mesh, reshard_after_forward=True, **shared)
+        # Its gradient needs no weights.
+        sharded.set_unshard_in_backward(False)
+    for unit in units.head:
+        # Backward begins with it, so it stays gathered.
+        fully_shard(unit, mesh=mesh, reshard_after_forward=False, **shared)
+        gather_for_objective(unit)
+    root = fully_shard(module, mesh=mesh, reshard_after_forward=False, **shared)
+    _prefetch(units, options.prefetch, options.prefetch_in_backward)
+    return root
+
+
+def _find_units(
+    root: nn.Module, model: nn.Module, options: FSDP2Strategy, ends_apart: bool
+) -> Units:
+    """Return the modules that are gathered by themselves. Those that share a weight belong to the root."""
+    if options.wrap is None:
+        candidates = list(blocks(model))
+    else:
+        candidates = [unit for unit in model.modules() if type(unit).__name__ in options.wrap]
+    embedding: list[nn.Module] = []
+    head: list[nn.Linear] = []
+    if ends_apart:
+        embedding, head = _ends(model)
+    # `wrap` may name the ends, too.
+    candidates = [unit for unit in candidates if unit not in (*embedding, *head)]
+    # BERT's embeddings are a unit: a layer inside of one is no unit of its own.
+    inside: set[nn.Module] = set()
+    for unit in candidates:
+        inside.update(unit.modules())
+    embedding = [unit for unit in embedding if unit not in inside]
+    head = [unit for unit in head if unit not in inside]
+    unshared = _without_shared([*embedding, *candidates, *head], root)
+    return Units(
+        embedding=[unit for unit in embedding if unit in unshared],
+        blocks=[unit for unit in candidates if unit in unshared],
+        head=[unit for unit in head if unit in unshared],
+    )
+
+
+def _expert_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hold weights of experts themselves."""
+    layers = []
+    for module in model.modules():
+        if any(of_experts(parameter) for parameter in module._parameters.values()):
+            layers.append(module)
+    return layers
+
+
+def _prefetch(units: Units, forward: int, backward: int) -> None:
+    """Let each unit gather that many units ahead of itself, in forward and in backward."""
+    in_turn = units.in_turn()
+    # The embedding is not gathered for backward.
+    first_in_backward = len(units.embedding)
+    for index, unit in enumerate(in_turn):
+        assert isinstance(unit, FSDPModule)
+        after = in_turn[index + 1 : index + 1 + forward]
+        before = in_turn[first_in_backward:index]
+        nearest_before = before[max(0, len(before) - backward) :]
+        nearest_before.reverse()
+        unit.set_modules_to_forward_prefetch(after)  # type: ignore[arg-type]
+        unit.set_modules_to_backward_prefetch(nearest_before)  # type: ignore[arg-type]
+
+
+def _ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Linear]]:
+    """Return the embedding and the head of a Hugging Face model, each in a list.
+
+    The list is empty if an adapter wraps the module.
+    """
+    embeddings: list[nn.Module] = []
+    heads: list[nn.Linear] = []
+    embedding, head = vocabulary(model)
+    if isinstance(embedding, nn.Embedding):
+        embeddings.append(embedding)
+    if isinstance(head, nn.Linear):
+        heads.append(head)
+    return embeddings, heads
+
+
+class _NotAView(torch.autograd.Function):
+    """Return a tensor over the memory of a view that is no view. The two share a version counter."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@torch.compiler.disable
+def _return_no_views(unit: nn.Module, args: Any, options: Any, outputs: Any) -> Any:
+    """Replace views among a unit's outputs by tensors over the same memory.
+
+    FSDP2 gathers the weights for backward in a hook on the outputs. An operation in place on a
+    view (`out *= 2` after a Linear layer) replaces the view's history and drops that hook.
+    A view of an input, or one whose memory another output shares, stays a view: autograd must
+    know what else an operation in place changes. torch warns of it.
+    """
+    if not torch.is_grad_enabled():
+        return outputs
+    returned = _tensors_in(outputs)
+    if not any(_is_view(tensor) for tensor in returned):
+        return outputs
+    elsewhere = Counter(_memory(tensor) for tensor in (*returned, *_tensors_in((args, options))))
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_view(tensor) or elsewhere[_memory(tensor)] > 1:
+            return tensor
+        alone: torch.Tensor = _NotAView.apply(tensor)
+        return alone
+
+    return each_tensor(own, outputs)
+
+
+def _tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    each_tensor(note, values)
+    return found
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    """Return whether an output is a view of another tensor, and has a history."""
+    return tensor.requires_grad and tensor._base is not None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return a number that tensors over the same memory have in common."""
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _without_shared(units: list[nn.Module], root: nn.Module) -> list[nn.Module]:
+    """Return the units whose weights no other module shares.
+
+    A weight that is tied to another module's is gathered with what belongs to the root.
+    """
+    everywhere = _count_weights(root)
+    unshared = []
+    for unit in units:
+        weights = _count_weights(unit)
+        if all(number == everywhere[weight] for weight, number in weights.items()):
+            unshared.append(unit)
+    return unshared
+
+
+def _count_weights(module: nn.Module) -> Counter[int]:
+    """Return how many times a module has each of its parameters, by the parameter's id."""
+    counts = Counter[int]()
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        counts[id(parameter)] += 1
+    return counts

@@ -1,0 +1,490 @@
+"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019) by a plan of styles.
+
+The plan comes with the Hugging Face model, or `models.blocks` has one for it. It names a style for
+each module that is cut; all other modules are held whole on each rank and computed alike. Weights
+become DTensors, so a checkpoint holds them whole, under their own names. Between modules there are
+plain tensors, whole or this rank's part, as the next module expects them.
+transformers.distributed.tensor_parallel explains the styles.
+
+With sequence parallelism (Korthikanti et al. 2022) the same ranks also cut the norms and the residual
+stream by tokens. A region (attention, a feed-forward) gathers the tokens that it begins with, and
+reduces and scatters what it ends with. Each rank's backward is then one summand of each gradient of a
+weight that is not cut, so these gradients are summed over the ranks.
+
+Shapes: B rows, T tokens, t of them on this rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from drumline.dist.mesh import first_row
+from drumline.engine.experts import apply_experts, with_weights
+from drumline.engine.norms import local
+from drumline.errors import PlanError
+from drumline.models.blocks import (
+    blocks_in_a_row,
+    cut_layers,
+    regions,
+    tensor_plan,
+    vocabulary,
+    whole_layer,
+)
+from drumline.models.cut_trial import weights_on_parts
+from drumline.plan.facts import ROWS_CUT, TP_STYLES
+
+# Styles that leave a module whole.
+REPLICATED = "replicate"
+REPLICATED_ON_PARTS = "replicated_with_grad_allreduce"
+
+
+def apply_tp(
+    model: Any, mesh: DeviceMesh, sequence_parallel: bool = False, keeps_parts: bool = True
+) -> None:
+    """Cut the model over `mesh` (one dimension) in place.
+
+    Before, all ranks hold the same weights, or meta tensors; LoRA may be in place. `keeps_parts`:
+    with sequence parallelism, what a region gathers is gathered again for its backward, because no
+    block is recomputed. A compiled region keeps it whole.
+    Raises PlanError for a model without a plan, and for a style that is not known here.
+    """
+    plan = tensor_plan(model)
+    _require_known_styles(model, plan)
+    embedding, head = vocabulary(model)
+    if embedding is not None:
+        whole_head = None if head is None else whole_layer(head)
+        _cut_vocabulary(whole_layer(embedding), whole_head, mesh)
+    stream: Stream | None = None
+    if sequence_parallel:
+        stream = Stream(mesh, keeps_parts)
+    else:
+        # With a stream, the gradients of all weights that are not cut are summed.
+        plan = dict.fromkeys(weights_on_parts(model), REPLICATED_ON_PARTS) | plan
+    _require_untied(model, [name for name, style in plan.items() if style != REPLICATED])
+    for name, style in plan.items():
+        _cut(model.get_submodule(name), style, mesh, stream)
+    if stream is not None:
+        _cut_stream(model, stream)
+
+
+def _require_known_styles(model: Any, plan: dict[str, str]) -> None:
+    """Raise PlanError for a model without a plan, and for a style that is not known here."""
+    class_name = type(model).__name__
+    unknown = sorted(set(plan.values()) - TP_STYLES)
+    if not plan:
+        what = f"{class_name} has no tensor-parallel plan"
+    elif unknown:
+        what = f"{class_name} is cut in ways not known here: {', '.join(unknown)}"
+    else:
+        return
+    raise PlanError(what, where="strategy.tp", fix="use strategy=fsdp2")
+
+
+def _require_untied(model: Any, names: list[str]) -> None:
+    """Raise PlanError for a weight that a module to be cut shares with another module.
+
+    Each of the two would get a part of its own, and train it alone.
+    """
+    # Embedding and head are tied again after they are cut.
+    ends: set[int] = set()
+    for layer in vocabulary(model):
+        if layer is not None:
+            ends.update(id(weight) for weight in layer.parameters())
+    uses: Counter[int] = Counter()
+    for module in model.modules():
+        uses.update(id(weight) for weight in module._parameters.values())
+    for name in names:
+        for full_name, weight in model.get_submodule(name).named_parameters(name):
+            if uses[id(weight)] > 1 and id(weight) not in ends:
+                raise PlanError(
+                    f"{full_name} is also another module's weight",
+                    where="tp_plan",
+                    fix="leave both out of it, or use fsdp2",
+                )
+
+
+def _redistribute(
+    x: Tensor,
+    mesh: DeviceMesh,
+    before: Placement,
+    after: Placement,
+    grad: Placement | None = None,
+    shape: Any = None,
+) -> Tensor:
+    """Bring a tensor from one placement on the ranks to another; its gradient goes the opposite way.
+
+    `grad`: the placement in which the gradient of the result comes; None: `after`. `shape`: of the
+    whole tensor, if parts may differ in size.
+    """
+    stride = None
+    if shape is not None:
+        stride = torch.empty(shape, device="meta").stride()
+    grad_placements = None
+    if grad is not None:
+        grad_placements = [grad]
+    placed = DTensor.from_local(x, mesh, [before], run_check=False, shape=shape, stride=stride)
+    moved = placed.redistribute(placements=[after])
+    result: Tensor = moved.to_local(grad_placements=grad_placements)
+    return result
+
+
+class Stream:
+    """The residual stream, cut by tokens over the ranks of `mesh`.
+
+    `rows`, `length`: B and T of the current batch. They are 0 until a block has begun; until then the
+    stream is whole, as in trials.
+    """
+
+    def __init__(self, mesh: DeviceMesh, keeps_parts: bool) -> None:
+        """`keeps_parts`: see `apply_tp`."""
+        self.mesh = mesh
+        self.keeps_parts = keeps_parts
+        self.rows = 0
+        self.length = 0
+
+    def cut(self, whole_BTD: Tensor) -> Tensor:
+        """Return this rank's tokens of a whole stream, [B, t, D]."""
+        self.rows, self.length = whole_BTD.shape[:2]
+        return _redistribute(whole_BTD, self.mesh, Replicate(), Shard(1))
+
+    def gather(self, part_BtD: Tensor, grad: Placement | None = None) -> Tensor:
+        """Return the whole stream, [B, T, D].
+
+        `grad`: Partial if the ranks compute different things of it; None: all compute the same.
+        """
+        shape = (part_BtD.shape[0], self.length, *part_BtD.shape[2:])
+        return _redistribute(part_BtD, self.mesh, Shard(1), Replicate(), grad, shape)
+
+    def reduce_scatter(self, product: Tensor) -> Tensor:
+        """Return this rank's tokens of a sum over the ranks.
+
+        `product`: this rank's summand, float[B, T, D] or float[B·T, D]. The result is float[B, t, D]
+        or float[B·t, D].
+        """
+        if product.ndim > 2:
+            return _redistribute(product, self.mesh, Partial(), Shard(1))
+        product_BTD = product.unflatten(0, (self.rows, self.length))
+        return self.reduce_scatter(product_BTD).flatten(0, 1)
+
+
+class _SavedPart:
+    """What autograd keeps in the place of a gathered tensor: this rank's part.
+
+    It is gathered again when backward asks for it.
+    """
+
+    def __init__(self, part: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
+        self.part = part.detach()
+        self.gather = gather
+        # Storage of the gathered tensor, only while a forward runs: autograd keeps this object.
+        self.storage: Any = None
+        # How many saved tensors are views of the gathered one, and how many are still to be read.
+        self.saved = 0
+        self.left = 0
+        self.gathered_again: Tensor | None = None
+
+    @contextlib.contextmanager
+    def in_place_of(self, whole: Tensor) -> Iterator[None]:
+        """Within, autograd keeps the part in the place of `whole` and its views."""
+        self.storage = whole.untyped_storage()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            self.storage = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage() is not self.storage:
+            return tensor
+        self.saved += 1
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self.gathered_again is None:
+            self.gathered_again = self.gather(self.part)
+            self.left = self.saved
+        whole = self.gathered_again
+        self.left -= 1
+        if self.left == 0:
+            self.gathered_again = None
+        shape, stride, offset = packed
+        return whole.as_strided(shape, stride, offset)
+
+
+def _on_all_tokens(stream: Stream, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a region's forward that is given this rank's tokens and runs on those of all ranks."""
+
+    def run(*given: Any, **options: Any) -> Any:
+        part_BtD = given[0] if given else options.pop("hidden_states")
+        # A mixture may give its shared expert rows end to end.
+        is_flat = part_BtD.ndim == 2
+        if is_flat:
+            part_BtD = part_BtD.unflatten(0, (stream.rows, -1))
+        device = part_BtD.device.type
+        if torch.is_autocast_enabled(device):
+            # Each layer of the region would cast the gathered tensor for itself.
+            part_BtD = part_BtD.to(torch.get_autocast_dtype(device))
+        whole = stream.gather(part_BtD, Partial())
+        if is_flat:
+            whole = whole.flatten(0, 1)
+        # Hooks on what autograd keeps would break the graph of a compiled block.
+        keeps_whole = torch.compiler.is_compiling() or not stream.keeps_parts
+        if keeps_whole or not torch.is_grad_enabled():
+            return forward(whole, *given[1:], **options)
+        saved = _SavedPart(part_BtD, torch.no_grad()(stream.gather))
+        with saved.in_place_of(whole):
+            return forward(whole, *given[1:], **options)
+
+    return run
+
+
+def _cut_stream(model: nn.Module, stream: Stream) -> None:
+    """Let blocks in a row hand on this rank's tokens: the first block cuts them, the last gathers.
+
+    In a pipeline these are the blocks of a stage.
+    """
+    for name in regions(model):
+        region = model.get_submodule(name)
+        region.forward = _on_all_tokens(stream, region.forward)
+    row = blocks_in_a_row(model)
+    for name, block in row.items():
+        for module in block.modules():
+            if _has_whole_weight(module):
+                sum_gradient = _with_options(_sum_gradient, stream.mesh)
+                module.forward = with_weights(module, module.forward, sum_gradient)
+        path, _, number = name.rpartition(".")
+        is_first = f"{path}.{int(number) - 1}" not in row
+        is_last = f"{path}.{int(number) + 1}" not in row
+        if is_first:
+            block.register_forward_pre_hook(partial(_cut_inputs, stream), with_kwargs=True)
+        if is_last:
+            block.register_forward_hook(partial(_gather_outputs, stream))
+
+
+def _has_whole_weight(module: nn.Module) -> bool:
+    """Return whether a module itself has a trainable weight that is not cut.
+
+    The router of experts and the factors of LoRA have some, too.
+    """
+    for parameter in module._parameters.values():
+        if parameter is None or isinstance(parameter, DTensor):
+            continue
+        if parameter.requires_grad:
+            return True
+    return False
+
+
+def _cut_inputs(
+    stream: Stream, _block: Any, given: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hook before the first block: its hidden states become this rank's tokens."""
+    if given:
+        return (stream.cut(given[0]), *given[1:]), options
+    return given, {**options, "hidden_states": stream.cut(options["hidden_states"])}
+
+
+def _gather_outputs(stream: Stream, _block: Any, _given: Any, result: Any) -> Any:
+    """Hook behind the last block: its hidden states become those of all ranks."""
+    if isinstance(result, tuple):
+        return (stream.gather(result[0]), *result[1:])
+    return stream.gather(result)
+
+
+def _sum_gradient(mesh: DeviceMesh, weight: Tensor) -> Tensor:
+    """Return a weight with its gradient summed over the ranks.
+
+    For a weight that each rank uses on tokens or heads of its own. A weight that is cut stays as it
+    is.
+    """
+    if isinstance(weight, DTensor):
+        return weight
+    return _redistribute(weight, mesh, Replicate(), Replicate(), Partial())
+
+
+def _cut(module: nn.Module, style: str, mesh: DeviceMesh, stream: Stream | None) -> None:
+    """Cut one module by its style. `stream`: None without sequence parallelism."""
+    if style == REPLICATED:
+        return
+    if style == REPLICATED_ON_PARTS:
+        # With a stream it is done for all such weights.
+        if stream is None:
+            sum_gradient = _with_options(_sum_gradient, mesh)
+            module.forward = with_weights(module, module.forward, sum_gradient)
+        return
+    if style == "experts":
+        apply_experts(module, mesh, shares_tokens=stream is None)
+        return
+    for layer in cut_layers(module, style):
+        _cut_linear(layer, style, mesh, stream)
+
+
+def _cut_linear(layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None) -> None:
+    """Cut the weight of one linear layer, and replace the layer's forward.
+
+    Raises PlanError for any other kind of layer.
+    """
+    is_transposed = _is_transposed(layer)
+    if not (isinstance(layer, nn.Linear) or is_transposed):
+        raise PlanError(
+            f"{type(layer).__name__} is no linear layer",
+            where="tp_plan",
+            fix="cut linear layers alone",
+        )
+    cuts_outputs = style in ROWS_CUT
+    dimension_of_outputs = 1 if is_transposed else 0
+    dimension_of_inputs = 1 - dimension_of_outputs
+    if cuts_outputs:
+        _cut_parameter(layer, "weight", mesh, Shard(dimension_of_outputs))
+        if layer.bias is not None:
+            _cut_parameter(layer, "bias", mesh, Shard(0))
+        run = _run_with_some_outputs
+    else:
+        _cut_parameter(layer, "weight", mesh, Shard(dimension_of_inputs))
+        run = _run_with_some_inputs
+    layer.forward = _with_options(run, layer, style, mesh, stream)
+
+
+def _with_options(function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+    """Return `function` with its first arguments, as functools.partial does.
+
+    torch.compile takes two partials for different code, so each block would be compiled anew; two of
+    these it compares by what they do and hold.
+    """
+
+    def run(*inputs: Any) -> Any:
+        return function(*options, *inputs)
+
+    return run
+
+
+def _cut_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a parameter by this rank's part of it."""
+    whole = module._parameters[name]
+    assert whole is not None
+    cut = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(cut, requires_grad=whole.requires_grad))
+
+
+def _run_with_some_outputs(
+    layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x: Tensor
+) -> Tensor:
+    """Return this rank's outputs of a linear layer, or the outputs of all ranks if its style gathers.
+
+    `x`: the inputs, whole.
+    """
+    if stream is None:
+        x = _redistribute(x, mesh, Replicate(), Replicate(), Partial())
+    bias = None if layer.bias is None else local(layer.bias)
+    out = nn.functional.linear(x, _own_matrix(layer), bias)
+    if style == "colwise":
+        return out
+    outputs = layer.weight.shape[1] if _is_transposed(layer) else layer.weight.shape[0]
+    shape = (*out.shape[:-1], outputs)
+    grad = None if stream is None else Partial()
+    return _redistribute(out, mesh, Shard(out.ndim - 1), Replicate(), grad, shape)
+
+
+def _run_with_some_inputs(
+    layer: Any, style: str, mesh: DeviceMesh, stream: Stream | None, x: Tensor
+) -> Tensor:
+    """Return the outputs of a linear layer whose inputs are cut: a sum over the ranks.
+
+    `x`: this rank's part of the inputs for the style `rowwise`; otherwise it is whole. With a stream
+    the outputs are those of this rank's tokens.
+    """
+    matrix = _own_matrix(layer)
+    if style != "rowwise":
+        if stream is None:
+            x = _redistribute(x, mesh, Replicate(), Shard(x.ndim - 1))
+        else:
+            x = x.narrow(-1, first_row(x.shape[-1], mesh), matrix.shape[1])
+    product = nn.functional.linear(x, matrix)
+    if stream is None:
+        out = _redistribute(product, mesh, Partial(), Replicate())
+    else:
+        out = stream.reduce_scatter(product)
+    if layer.bias is None:
+        return out
+    return out + local(layer.bias).to(out.dtype)
+
+
+def _is_transposed(layer: Any) -> bool:
+    """Return whether a layer's weight is [inputs, outputs], as GPT-2's are."""
+    return type(layer).__name__ == "Conv1D"
+
+
+def _own_matrix(layer: Any) -> Tensor:
+    """Return this rank's part of a layer's weight, [outputs, inputs]."""
+    weight = local(layer.weight)
+    if _is_transposed(layer):
+        return weight.T
+    return weight
+
+
+def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMesh) -> None:
+    """Cut embedding and head by rows; a tied pair stays one parameter.
+
+    The last ranks hold fewer rows if the rows do not divide. The head's own forward gathers all
+    logits. If the loss can take hidden states, it is never called (`models.head.Outputs`).
+    """
+    # On a stage of a pipeline, something else is in the place of a layer that another stage holds.
+    is_tied = False
+    if head is not None and hasattr(embedding, "weight"):
+        is_tied = getattr(head, "weight", None) is embedding.weight
+    if is_tied and not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)):
+        return
+    if isinstance(head, nn.Linear):
+        _cut(head, "colwise_gather_output", mesh, None)
+    if isinstance(embedding, nn.Embedding):
+        _cut_embedding(embedding, mesh)
+        if is_tied:
+            assert isinstance(head, nn.Linear)
+            embedding.weight = head.weight
+
+
+def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+    """Cut an embedding by rows, and replace its forward."""
+    first = first_row(embedding.num_embeddings, mesh)
+    _cut_parameter(embedding, "weight", mesh, Shard(0))
+    rows = local(embedding.weight).shape[0]
+    padding = embedding.padding_idx
+    own_padding = None
+    if padding is not None and first <= padding < first + rows:
+        own_padding = padding - first
+    inner = with_weights(embedding, embedding.forward, local)
+
+    def look_up(ids: Tensor) -> Tensor:
+        """Return the embedding of each token, summed over the ranks.
+
+        A token's row is looked up on the rank that has it, and is zero on the others.
+        """
+        own_ids = ids - first
+        is_elsewhere = (own_ids < 0) | (own_ids >= rows)
+        # An adapter over the embedding reads the number of the padding's row among all rows.
+        embedding.padding_idx = own_padding
+        try:
+            looked_up = inner(own_ids.masked_fill(is_elsewhere, 0))
+            part = looked_up.masked_fill(is_elsewhere[..., None], 0)
+        finally:
+            embedding.padding_idx = padding
+        return _redistribute(part, mesh, Partial(), Replicate())
+
+    embedding.forward = look_up  # type: ignore[assignment]

@@ -1,0 +1,500 @@
+"""Transforms: they change a model in place, and `native.prepare` applies them in one order.
+
+1. Batch norms, whose statistics become those of several ranks' samples (Ioffe & Szegedy 2015, over one larger batch).
+2. Activation checkpointing, since it re-enters a block's forward.
+3. Compile, around the block as it will be run again.
+4. The data-parallel wrapper, around everything, so that it sees the parameters as they will be used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from drumline.config.config import CompileConfig
+from drumline.config.strategy import CopyOptions
+from drumline.engine.offload import ActivationOffload
+from drumline.models import losses
+from drumline.models.blocks import blocks
+from drumline.plan.plan import Plan
+from drumline.plan.rules import NO_CHUNKS, NO_RECOMPUTING
+from drumline.vendor.torch import BatchNorm, TorchDispatchMode, foreach_copy_, tree_map_only
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ATEN = torch.ops.aten
+# Attention by its kernels on each device. The plain one consists of smaller operations, which are computed again.
+_ATTENTION_NAMES = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+ATTENTION = {getattr(_ATEN, name).default for name in _ATTENTION_NAMES if hasattr(_ATEN, name)}
+# The libraries of operations that are attention over sequences of different lengths.
+KERNELS = ("torch_attn", "flash_attn", "flash_attn_3", "drumline")
+PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
+# The same products as compiled code calls them.
+WRITTEN = {_ATEN.mm.out, _ATEN.addmm.out}
+
+
+def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> None:
+    """Let all batch norms of a model share their statistics over groups of `ranks` neighbours. Collective.
+
+    `ranks` None: over all ranks. The model is changed in place, under the same names: to torch's
+    SyncBatchNorm on a GPU and to `OnCPU` on a CPU, whose tensors torch's does not take. Running
+    statistics of ranks in different groups differ until `agree_on_statistics`.
+    """
+    group = dist.group.WORLD
+    if ranks is not None:
+        group = dist.new_subgroups(ranks)[0]
+    for module in model.modules():
+        if isinstance(module, BatchNorm):
+            # The classes of batch norm hold the same state; the group is all that this one adds.
+            if device == "cpu":
+                module.__class__ = OnCPU
+            else:
+                module.__class__ = nn.SyncBatchNorm
+            module.process_group = group
+
+
+def batch_norms(model: nn.Module) -> list[BatchNorm]:
+    """Return the batch norms that keep running statistics."""
+    norms: list[BatchNorm] = []
+    for module in model.modules():
+        if isinstance(module, BatchNorm) and module.running_mean is not None:
+            norms.append(module)
+    return norms
+
+
+def agree_on_statistics(norms: list[BatchNorm]) -> None:
+    """Average the running statistics of batch norms over all ranks. Collective.
+
+    All ranks then evaluate and save the same.
+    """
+    if not norms or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    buffers: list[torch.Tensor] = []
+    for norm in norms:
+        for buffer in (norm.running_mean, norm.running_var):
+            if buffer is not None:
+                buffers.append(buffer)
+    flat = torch.cat([buffer.double().flatten() for buffer in buffers])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    means = flat.split([buffer.numel() for buffer in buffers])
+    for buffer, mean in zip(buffers, means, strict=True):
+        buffer.copy_(mean.view_as(buffer))
+
+
+class Statistics:
+    """The running statistics of batch norms, which are put back if a step is passed over.
+
+    The host waits for nothing.
+    """
+
+    def __init__(self, norms: list[BatchNorm]) -> None:
+        self.norms = norms
+        # The buffers as they were before the step, end to end, a tensor for each type.
+        self.before: list[torch.Tensor] | None = None
+
+    def note(self) -> None:
+        """Keep the statistics as they are before a step; later micro-batches of it keep nothing."""
+        if self.norms and self.before is None:
+            self.before = [_end_to_end(buffers) for buffers in self._buffers()]
+
+    @torch.no_grad()
+    def settle(self, finite: torch.Tensor) -> None:
+        """End a step: put back the statistics from before, unless `finite`, a bool scalar, holds."""
+        if self.before is not None:
+            for buffers, before in zip(self._buffers(), self.before, strict=True):
+                now = _end_to_end(buffers)
+                after = torch.where(finite.to(before.device), now, before)
+                parts = after.split([buffer.numel() for buffer in buffers])
+                shaped = [part.view_as(b) for part, b in zip(parts, buffers, strict=True)]
+                foreach_copy_(buffers, shaped)
+        self.before = None
+
+    def _buffers(self) -> list[list[torch.Tensor]]:
+        """Return the buffers by type: counts are no floats."""
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for norm in self.norms:
+            for buffer in norm.buffers(recurse=False):
+                by_type.setdefault(buffer.dtype, []).append(buffer)
+        return list(by_type.values())
+
+
+def _end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+class OnCPU(BatchNorm):
+    """nn.SyncBatchNorm in plain operations."""
+
+    process_group: Any
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return float[N, C, …] normalised by channel.
+
+        In training, mean and variance are those over all ranks of the group.
+        """
+        if not self.training:
+            return super().forward(input)
+        output, mean_C, variance_C, count = _Normalise.apply(
+            input, self.weight, self.bias, self.eps, self.process_group
+        )
+        if (
+            self.running_mean is not None
+            and self.running_var is not None
+            and self.num_batches_tracked is not None
+        ):
+            self.num_batches_tracked += 1
+            factor = self.momentum
+            if factor is None:
+                # Without a momentum the running statistics are the average over all batches.
+                factor = 1.0 / float(self.num_batches_tracked)
+            self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), factor)
+            unbiased_C = variance_C * (count / (count - 1).clamp_min(1))
+            self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), factor)
+        return output
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        assert input.dim() >= 2, input.shape
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight_C: Any, bias_C: Any, eps: float, group: Any
+    ) -> tuple[torch.Tensor, ...]:
+        precise = torch.promote_types(input.dtype, torch.float32)
+        x_CM = input.transpose(0, 1).flatten(1).to(precise)
+        mine = torch.zeros(3, x_CM.shape[0], dtype=precise)
+        if x_CM.numel():
+            mean_C = x_CM.mean(1)
+            count_C = torch.full_like(mean_C, x_CM.shape[1])
+            squares_C = (x_CM - mean_C[:, None]).square().sum(1)
+            mine = torch.stack([count_C, mean_C, squares_C])
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, mine, group=group)
+        # Counts, means and squared distances of parts make those of the whole (Chan et al. 1979).
+        count_RC, mean_RC, squares_RC = torch.stack(parts).unbind(1)
+        count_C = count_RC.sum(0)
+        mean_C = (count_RC * mean_RC).sum(0) / count_C
+        variance_C = (squares_RC + count_RC * (mean_RC - mean_C).square()).sum(0) / count_C
+        scale_C = (variance_C + eps).rsqrt()
+        normal_CM = (x_CM - mean_C[:, None]) * scale_C[:, None]
+        ctx.save_for_backward(normal_CM, scale_C, weight_C, count_C)
+        ctx.group = group
+        out_CM = normal_CM
+        if weight_C is not None:
+            out_CM = out_CM * weight_C[:, None]
+        if bias_C is not None:
+            out_CM = out_CM + bias_C[:, None]
+        ctx.mark_non_differentiable(mean_C, variance_C, count_C)
+        return _back(out_CM, input), mean_C, variance_C, count_C
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        normal_CM, scale_C, weight_C, count_C = ctx.saved_tensors
+        grad_CM = grad.transpose(0, 1).flatten(1).to(normal_CM.dtype)
+        grad_bias_C = grad_CM.sum(1)
+        grad_weight_C = (grad_CM * normal_CM).sum(1)
+        # The weights' gradients are this rank's, summed later like all others. What flows back
+        # through the statistics is the group's.
+        through = torch.stack([grad_bias_C, grad_weight_C])
+        dist.all_reduce(through, group=ctx.group)
+        mean_CM, slope_CM = (through / count_C)[:, :, None]
+        factor_C = scale_C
+        if weight_C is not None:
+            factor_C = scale_C * weight_C
+        grad_input_CM = (grad_CM - mean_CM - normal_CM * slope_CM) * factor_C[:, None]
+        grad_input = _back(grad_input_CM, grad)
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_weight: torch.Tensor | None = None
+        if needs_weight and weight_C is not None:
+            grad_weight = grad_weight_C
+        grad_bias: torch.Tensor | None = None
+        if needs_bias and weight_C is not None:
+            grad_bias = grad_bias_C
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _back(x_CM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return float[C, N·…] in the shape and type of `like`, float[N, C, …].
+
+    It is a copy, even if N is 1: an activation behind may work in place.
+    """
+    channels_first = like.transpose(0, 1).shape
+    x_CN = x_CM.to(like.dtype).view(channels_first)
+    return x_CN.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+
+
+def apply_memory(model: Any, plan: Plan) -> None:
+    """Apply what the section `memory` sets: first what is inside of a block, last what goes around it."""
+    memory = plan.config.memory
+    if memory.mlp_chunk:
+        apply_mlp_chunks(model, memory.mlp_chunk)
+    apply_activation_checkpointing(model, plan.activation_checkpointing, memory.checkpointed_blocks)
+    if memory.activation_offload:
+        ActivationOffload(model, plan.device)
+
+
+def apply_activation_checkpointing(
+    model: Any, kind: Literal["none", "selective", "full"], number: int | None = None
+) -> None:
+    """Let blocks compute their activations again in backward.
+
+    `full` keeps the input of each block and computes the rest again (Chen et al. 2016). RNG is
+    replayed, so dropout agrees. `selective` keeps more, see the function of that name. `number`: how
+    many of the first blocks do so; None: all.
+    """
+    if kind == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kind == "selective":
+        options["context_fn"] = selective
+    if recomputed_by_blocks(model):
+        for block in blocks(model)[:number]:
+            block.forward = functools.partial(checkpoint, block.forward, **options)
+        return
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        # The name in older transformers.
+        enable = model.gradient_checkpointing_enable
+    enable(options)
+    if number is not None:
+        for block in blocks(model)[number:]:
+            block.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def apply_mlp_chunks(model: nn.Module, tokens: int) -> None:
+    """Let the feed-forward part of each block work on at most `tokens` of a micro-batch at once.
+
+    It is computed again in backward. So tensors as wide as its inside never exist for all of a long
+    row (tiled MLP of Arctic Long Sequence Training, Bekman et al. 2025).
+    """
+    parts = [getattr(block, "mlp", None) for block in blocks(model)]
+    if not parts or None in parts:
+        raise NO_CHUNKS.error("its blocks have no part of the name mlp")
+    for part in parts:
+        part.forward = functools.partial(_in_chunks, part.forward, tokens)  # type: ignore[union-attr]
+
+
+def _in_chunks(
+    inner: Any, tokens: int, hidden_BTD: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Return `inner(hidden_BTD, *args, **kwargs)`, computed by chunks of at most `tokens` tokens.
+
+    `args` and `kwargs` are what else `inner` takes, such as Bloom's residual. Of a tensor with the
+    same tokens each chunk gets its own.
+    """
+    rows, length = hidden_BTD.shape[:2]
+    width = max(1, tokens // rows)
+    if length <= width:
+        return inner(hidden_BTD, *args, **kwargs)
+
+    def compute(start: int) -> torch.Tensor:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.shape[:2] != (rows, length):
+                return tensor
+            return tensor[:, start : start + width]
+
+        chunk_args, chunk_kwargs = tree_map_only(torch.Tensor, cut, ((hidden_BTD, *args), kwargs))
+        return checkpoint(inner, *chunk_args, use_reentrant=False, **chunk_kwargs)
+
+    chunks = [compute(start) for start in range(0, length, width)]
+    return torch.cat(chunks, 1)
+
+
+def recomputed_by_blocks(model: Any) -> bool:
+    """Return whether blocks are computed again one by one, not as the model's own class does it.
+
+    Raises PlanError if neither is possible.
+    """
+    by_blocks = not hasattr(model, "supports_gradient_checkpointing") and bool(blocks(model))
+    if by_blocks and batch_norms(model):
+        raise NO_RECOMPUTING.error(
+            "it runs a block twice, and a batch norm would count its samples twice"
+        )
+    if not by_blocks and not getattr(model, "supports_gradient_checkpointing", False):
+        raise NO_RECOMPUTING.error(f"{type(model).__name__} has no activation checkpointing")
+    return by_blocks
+
+
+def selective() -> tuple[Any, Any]:
+    """Return the contexts of one checkpointed region, of its forward and of its recomputation.
+
+    The results of attention and of every second matrix product are kept. They cost most to compute
+    again; every second product is a fair trade for memory (as in torchtitan). The products are
+    counted alike in the forward and in the recomputation, so that both mean the same ones.
+    """
+    # Products so far, by whether they belong to the recomputation.
+    products = {False: 0, True: 0}
+
+    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operation in PRODUCTS:
+            products[context.is_recompute] += 1
+            is_kept = products[context.is_recompute] % 2 == 1
+        else:
+            is_kept = operation in ATTENTION or operation.namespace in KERNELS
+        if is_kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    kept: deque[torch.Tensor] = deque()
+    first, again = create_selective_checkpoint_contexts(policy)
+    return _Selective(first, kept, False), _Selective(again, kept, True)
+
+
+class _Selective(TorchDispatchMode):
+    """torch's mode of one pass, `inner`, which also keeps products of compiled code.
+
+    Compiled code writes products into memory of its own, which it uses again later. So every second
+    one is kept as a copy. If `is_recompute`, it is written from that copy.
+    """
+
+    supports_higher_order_operators = True
+    ac_graph_id: Any = None  # set where the region is traced with its recomputation
+
+    def __init__(self, inner: Any, kept: deque[torch.Tensor], is_recompute: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.kept = kept
+        self.is_recompute = is_recompute
+        self.products = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True as torch's modes for this do: below others blocks would not be compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in WRITTEN:
+            self.inner.ac_graph_id = self.ac_graph_id
+            return self.inner.__torch_dispatch__(func, types, args, kwargs)
+        self.products += 1
+        is_kept = self.products % 2 == 1
+        if is_kept and self.is_recompute:
+            return kwargs["out"].copy_(self.kept.popleft())
+        out = func(*args, **kwargs)
+        if is_kept:
+            self.kept.append(out.clone())
+        return out
+
+
+def apply_compile(model: nn.Module, options: CompileConfig) -> None:
+    """Compile each block in place, and what the cross-entropy does with logits, as `options` set.
+
+    Names of parameters stay. Equal blocks share one compilation.
+    """
+    if options.loss and not hasattr(losses._sums, "_torchdynamo_orig_callable"):
+        # The last chunk of a batch is shorter.
+        losses._sums = torch.compile(losses._sums, dynamic=True)
+    if not options.enabled:
+        return
+    for block in blocks(model) or [model]:
+        is_cut = any(isinstance(parameter, DTensor) for parameter in block.parameters())
+        is_checkpointed = getattr(block, "gradient_checkpointing", False)
+        if is_cut and is_checkpointed:
+            _compile_in_checkpoint(block, options.mode)
+        else:
+            block.compile(mode=options.mode)
+
+
+def _compile_in_checkpoint(block: Any, mode: str | None) -> None:
+    """Compile the forward of a block of transformers, and leave its checkpointing around it eager.
+
+    Together with tensor parallelism the two cannot be one graph. torch 2.13 takes the mesh for a
+    tensor that backward needs (an AssertionError), and with sequence parallelism a norm has another
+    weight while its forward runs, which is refused in a checkpointed region.
+    """
+    checkpoint_block = block._gradient_checkpointing_func
+    compiled = torch.compile(_call, mode=mode)
+
+    def run(forward: functools.partial[Any], *inputs: Any) -> Any:
+        # Not `forward` itself: each call has another, and would be compiled anew.
+        return checkpoint_block(compiled, forward.func, forward.args, forward.keywords, *inputs)
+
+    block._gradient_checkpointing_func = run
+
+
+def _call(function: Any, first: tuple[Any, ...], options: dict[str, Any], *inputs: Any) -> Any:
+    return function(*first, *inputs, **options)
+
+
+def compile_step(optimizer: torch.optim.Optimizer) -> None:
+    """Compile an optimizer's step. Its rates become tensors: each new number would be compiled anew."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.as_tensor(group["lr"])
+    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign, assignment]
+
+
+def gathered_in(plan: Plan, plain: bool = False) -> torch.dtype | None:
+    """Return the low type in which weights are gathered, or None if they are used as they are kept.
+
+    `plain`: any module, whose inputs may be fp32 as images are.
+    """
+    may_have_fp32_inputs = plan.config.images_alone or plain
+    low = plan.config.strategy.gathered_in(plan.precision, may_have_fp32_inputs)
+    if low is None:
+        return None
+    return DTYPES[low]
+
+
+def apply_ddp(
+    module: nn.Module, options: CopyOptions, group: dist.ProcessGroup
+) -> DistributedDataParallel:
+    """Return DDP around a module (Li et al. 2020).
+
+    It averages gradients over the ranks of `group` while backward still runs.
+    """
+    # Named only if it is switched off: torch 2.13 warns about the name, and older ones know no other.
+    buffers: dict[str, Any] = {}
+    if not options.broadcast_buffers:
+        buffers["broadcast_buffers"] = False
+    wrapped = DistributedDataParallel(
+        module,
+        process_group=group,
+        bucket_cap_mb=options.bucket_cap_mb,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        static_graph=options.static_graph,
+        find_unused_parameters=options.find_unused_parameters,
+        **buffers,
+    )
+    if not (options.static_graph or options.find_unused_parameters):
+        _lay_out_buckets(wrapped)
+    return wrapped
+
+
+def _lay_out_buckets(ddp: DistributedDataParallel) -> None:
+    """Run DDP's first backward, of zeros, so that it lays out its buckets.
+
+    After its first backward DDP lays out its buckets anew, in the order in which gradients came. The
+    order in which three ranks and more are summed depends on the place in a bucket, so the first
+    step of a resumed run would differ in its last bits. This backward reaches the last parameter
+    first, as that of a step does.
+    """
+    parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        zeros = [(parameter.flatten()[:1].float() * 0).sum() for parameter in parameters]
+        loss = torch.stack(zeros).sum()
+    ddp.reducer.prepare_for_forward()
+    ddp.reducer.prepare_for_backward([])
+    loss.backward()
+    for parameter in parameters:
+        parameter.grad = None
+    ddp.reducer._rebuild_buckets()

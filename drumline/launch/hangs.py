@@ -1,0 +1,345 @@
+"""Decide which rank causes a hang, which ranks wait for it, and what is reported about it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.system.redact import plain
+from drumline.telemetry.flight import LEFT_OUT, Entry, blame, describe, first_difference
+
+MAX_FRAMES = 6  # of each thread in a report
+MAX_STACK_LINES = 16
+MAX_WAITING_RANKS = 8
+MAX_SAMPLE_IDS = 16
+STEP_PHASES = ("data", "forward", "backward", "collective", "optimizer")
+# A thread whose innermost function is one of these has nothing to do.
+IDLE = re.compile(
+    r'"[^"]*(concurrent/futures/thread|multiprocessing/\w+|selectors|tqdm/_monitor|core/heartbeat)\.py"'
+)
+# Gloo ends a rank by SIGABRT with these words when a message of another rank has an unexpected size.
+GLOO_SIZE_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the watcher knows of one rank when the run hangs.
+
+    `state` and `sleeps_in` are the results of `watch.state_of`, and `stacks` is the text of faulthandler.
+    `collectives` and `samples` are the rank's own answers; None if it did not answer.
+    """
+
+    rank: int
+    phase: str
+    step: int  # the last finished one; -1 before the first
+    seconds: float  # since its last beat
+    limit: float
+    state: str = "S"
+    sleeps_in: str = ""
+    stacks: str = ""
+    position: int = 0
+    collectives: list[Entry] | None = None
+    samples: list[int] | None = None
+    elsewhere: bool = False  # a rank of another host, no further than this one, is at work
+    begun: bool = True  # it is past its imports
+
+    @property
+    def waiting(self) -> Entry | None:
+        """The oldest collective that this rank has begun and that has not ended."""
+        for entry in self.collectives or ():
+            if entry["waits"]:
+                return entry
+        return None
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A hang of the ranks of one host, and who causes it."""
+
+    culprit: int | None  # its rank; None if all ranks of this host wait for other hosts
+    ranks: tuple[int, ...]  # all culprits
+    why: str  # a sentence for the report
+    seen: tuple[Seen, ...]  # all ranks of this host
+    sure: bool = True  # False if the ranks may only be waiting for another host
+
+    @property
+    def of(self) -> Seen:
+        """The culprit, or the first rank of this host if the culprit is on another host."""
+        for each in self.seen:
+            if each.rank == self.culprit:
+                return each
+        return self.seen[0]
+
+    @property
+    def message(self) -> str:
+        culprit = self.of
+        if self.culprit is None:
+            # Worded like the errors of gloo and NCCL, so that a rank of another host is blamed.
+            return f"Timed out waiting in {culprit.phase} for ranks of other hosts, after {culprit.seconds:.0f} s"
+        if culprit.step >= 0:
+            place = f"at step {culprit.step + 1}"
+        else:
+            place = "before the first step"
+        duration = f"for {culprit.seconds:.0f} s (limit {culprit.limit:.0f} s)"
+        return f"hangs in {culprit.phase} {place}, {duration}: {self.why}"
+
+    def samples(self) -> list[int] | None:
+        """Return the samples of the culprit's step; None if no rank could give them.
+
+        A suspended culprit cannot answer. Another rank's samples are of the same step only if that rank stands at
+        the same position.
+        """
+        for each in self.seen:
+            if each.samples and each.position == self.of.position:
+                return each.samples
+        return None
+
+    def waits(self) -> list[str]:
+        """Return a line for each rank that waits."""
+        lines = []
+        for each in self.seen:
+            if each.rank in self.ranks:
+                continue
+            entry = each.waiting
+            if entry is None:
+                place = each.phase
+            else:
+                place = describe(entry)
+            lines.append(f"rank {each.rank} waits in {place}")
+        return lines
+
+    def text(self) -> str:
+        """Return a few lines: who waits, the samples of the step, and the culprit's stack."""
+        culprit = self.of
+        lines = self.waits()[:MAX_WAITING_RANKS]
+        if culprit.phase in STEP_PHASES and culprit.step >= 0:
+            names = _sample_names(self.samples())
+            lines.append(f"samples of the step, from position {culprit.position} on{names}")
+        stack = main_lines(culprit.stacks)
+        if stack:
+            lines.append(f"stack of rank {culprit.rank}, innermost first:")
+            lines += stack
+        return "\n".join(lines)
+
+    def error(self) -> dict[str, Any]:
+        """Return an error in the form of `train.failure`, with the event and the stacks that the launcher writes."""
+        culprit = self.of
+        event = {
+            "step": culprit.step,
+            "rank": culprit.rank,
+            "ranks": list(self.ranks),
+            "phase": culprit.phase,
+            "seconds": round(culprit.seconds, 3),
+            "limit": culprit.limit,
+            "why": self.why,
+            "waits": self.waits(),
+            "collective": self._collective(),
+            "position": culprit.position,
+            "sample_ids": None,
+            "stack": main_lines(culprit.stacks),
+        }
+        if culprit.phase in STEP_PHASES:
+            event["sample_ids"] = self.samples()
+        stacks = {}
+        for each in self.seen:
+            if each.stacks:
+                stacks[str(each.rank)] = each.stacks
+        error = _error(self.message, self.text())
+        error["hang"] = plain(event)
+        error["stacks"] = plain(stacks)
+        return error
+
+    def _collective(self) -> str | None:
+        """Describe the collective that the first waiting rank waits in."""
+        for each in self.seen:
+            entry = each.waiting
+            if entry is not None:
+                return describe(entry)
+        return None
+
+
+def _sample_names(samples: list[int] | None) -> str:
+    if not samples:
+        return ""
+    names = ", ".join(map(str, samples[:MAX_SAMPLE_IDS]))
+    if len(samples) > MAX_SAMPLE_IDS:
+        return f": {names} …"
+    return f": {names}"
+
+
+def _error(message: str, traceback: str) -> dict[str, Any]:
+    """Return an error in the form of `train.failure`."""
+    return {"message": message, "traceback": traceback, "time": time.time(), "exit_code": 1}
+
+
+def main_lines(stacks: str) -> list[str]:
+    """Return the innermost frames of the main thread, then those of other threads that are at work.
+
+    `stacks` is the text of faulthandler, which writes the main thread last.
+    """
+    threads = []
+    for part in stacks.strip().split("\n\n"):
+        if part.strip():
+            threads.append(part.splitlines())
+    main = threads[-1:]
+    working = []
+    for thread in threads[:-1]:
+        # The first line names the thread, the second is its innermost frame.
+        if len(thread) > 1 and not IDLE.search(thread[1]):
+            working.append(thread)
+    if not working:
+        return _innermost(main[0]) if main else []
+    lines: list[str] = []
+    for thread in main + working[::-1]:
+        frames = thread[1 : MAX_FRAMES + 1]
+        lines += [line.strip() for line in frames]
+        lines.append("")
+    return lines[:MAX_STACK_LINES]
+
+
+def _innermost(thread: list[str]) -> list[str]:
+    """Return the innermost frames of one thread, without empty lines."""
+    frames = [line.strip() for line in thread[1 : MAX_FRAMES + 1]]
+    return [line for line in frames if line]
+
+
+def name_hang(seen: list[Seen], elsewhere: bool) -> Hang:
+    """Return which of these ranks cause the hang, and why.
+
+    `seen` are all ranks of this host. `elsewhere` says that there are ranks on other hosts.
+    """
+    blamed, why = _stopped(seen)
+    if not blamed:
+        blamed, why = _blame_by_collectives(seen)
+    if blamed:
+        return _hang(blamed, why, seen, sure=True)
+    if elsewhere and all(each.waiting for each in seen):
+        return Hang(None, (), "all ranks of this host wait for others", tuple(seen), sure=False)
+    return _blame_slowest(seen, elsewhere)
+
+
+def _hang(blamed: list[Seen], why: str, seen: list[Seen], sure: bool) -> Hang:
+    ranks = tuple(each.rank for each in blamed)
+    return Hang(ranks[0], ranks, why, tuple(seen), sure)
+
+
+def _stopped(seen: list[Seen]) -> tuple[list[Seen], str]:
+    """Return the ranks that cannot run at all, and why; no ranks if all of them can."""
+    not_started = [each for each in seen if not each.begun]
+    if not_started:
+        return not_started, "it has not come to its first line: it is still importing"
+    suspended = [each for each in seen if each.state == "T"]
+    if suspended:
+        return suspended, "it is suspended (SIGSTOP)"
+    asleep = [each for each in seen if each.state == "D"]
+    if asleep:
+        place = ""
+        if asleep[0].sleeps_in:
+            place = f" ({asleep[0].sleeps_in})"
+        why = f"it sleeps in the kernel{place}, state D: it waits for a disk or a driver, and cannot be killed"
+        return asleep, why
+    return [], ""
+
+
+def _blame_by_collectives(seen: list[Seen]) -> tuple[list[Seen], str]:
+    """Return the ranks whose collectives differ from the others', and why; no ranks if none differ."""
+    collectives = {each.rank: each.collectives for each in seen if each.collectives is not None}
+    different = first_difference(collectives)
+    missing = _missing(seen)
+    if different is None:
+        # Ranks may begin the same collectives at different lines of code, so a difference in lines counts only
+        # if nothing else explains the hang.
+        by_line = first_difference(collectives, lines=True)
+        if by_line and (not missing or LEFT_OUT in blame(by_line, collectives)[1]):
+            different = by_line
+    if different is not None:
+        ranks, why = blame(different, collectives)
+        return [each for each in seen if each.rank in ranks], why
+    if missing:
+        return missing, _why_missing(missing, seen)
+    return [], ""
+
+
+def _blame_slowest(seen: list[Seen], elsewhere: bool) -> Hang:
+    """Blame the ranks with the fewest steps, of those the ones that do not wait in a collective."""
+    # A rank without an answer may have had no core to answer with. Without entries it is not known what a rank
+    # waits for.
+    sure = not elsewhere or any(each.collectives and not each.waiting for each in seen)
+    first_step = min(each.step for each in seen)
+    slowest = [each for each in seen if each.step == first_step]
+    blamed = [each for each in slowest if not each.waiting] or slowest
+    if len(seen) > 1:
+        why = "it has not moved on"
+    else:
+        why = "it does not move on"
+    return _hang(blamed, why, seen, sure)
+
+
+def _missing(seen: list[Seen]) -> list[Seen]:
+    """Return the ranks that have not come to a collective in which another rank waits."""
+    for rank in seen:
+        entry = rank.waiting
+        if entry is None:
+            continue
+        behind = []
+        for each in seen:
+            newest = _newest(each, entry["group"])
+            # A rank that was never seen in the group may not be a member of it.
+            may_be_member = each.collectives is None or newest >= 0 or len(seen) == 2
+            if each is not rank and newest < entry["number"] and may_be_member:
+                behind.append(each)
+        if behind:
+            return behind
+    return []
+
+
+def _newest(seen: Seen, group: str) -> int:
+    """Return the number of the newest collective that a rank has begun in a group; -1 if there is none."""
+    newest = -1
+    for entry in seen.collectives or ():
+        if entry["group"] == group:
+            newest = max(newest, entry["number"])
+    return newest
+
+
+def _why_missing(missing: list[Seen], seen: list[Seen]) -> str:
+    entry = next(each.waiting for each in seen if each.waiting)
+    is_silent = all(each.collectives is None for each in missing)
+    if is_silent:
+        rest = "and does not answer: it is in code that holds Python's lock"
+    else:
+        rest = "that the others wait in"
+    return f"it has not come to the {entry['op']} {rest}"
+
+
+def aborted(log: Path) -> dict[str, Any] | None:
+    """Return the error of a rank that gloo ended by SIGABRT, in the form of `Hang.error`; None for any other end.
+
+    Gloo aborts if a message of another rank has not the expected size. `log` is the rank's standard error.
+    """
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:
+        return None
+    sizes = GLOO_SIZE_MISMATCH.search(text)
+    if sizes is None:
+        return None
+    _, _, after_error = text.partition("Fatal Python error")
+    _, _, threads = after_error.partition("\n\n")
+    stacks, _, _ = threads.partition("\n\nExtension modules")
+    message = f"the ranks begin different collectives: {sizes[1]} bytes came where this one waits for {sizes[2]}; see its stack and theirs"
+    traceback = "\n".join(["innermost first:", *main_lines(stacks)])
+    return dict(plain(_error(message, traceback)))
+
+
+def write_stacks(logs: Path, stacks: Mapping[str, str]) -> None:
+    """Append each rank's stacks to its log, if the folder `logs` is on this host."""
+    if not logs.is_dir():
+        return
+    for rank, text in stacks.items():
+        with (logs / f"rank-{rank}.log").open("a", errors="replace") as file:
+            file.write(f"\nstacks of rank {rank} when the run hung, innermost first:\n{text}\n")

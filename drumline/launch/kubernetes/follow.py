@@ -1,0 +1,218 @@
+"""Follow a run in a cluster to its end.
+
+Shown are the phases of pods, warnings, and the log of rank 0; and which pod was evicted or ran out of memory, and on which node.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from drumline.errors import Preempted
+from drumline.launch.kubernetes.cluster import GONE, Cluster, Refused, Unreachable
+from drumline.system.redact import redact
+from drumline.system.signals import LEFT, LauncherSignals
+
+LOOK_SECONDS = 2.0
+PATIENCE_SECONDS = 600.0  # for an API server that does not answer; the run goes on meanwhile
+LOG_SECONDS = 10.0  # for the rest of a log, after the end
+INDEX = "batch.kubernetes.io/job-completion-index"
+# Reasons of a container that waits for something that does not come by itself.
+STUCK = (
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+)
+
+
+class _Ended(NamedTuple):
+    """The end of a container. The earliest end is the smallest."""
+
+    finished_at: str
+    pod: str
+    exit_code: int
+    node: str
+
+
+class Follower:
+    """Follows a workload that was made. A signal removes the workload: its pods save, and the exit code is 75."""
+
+    def __init__(self, cluster: Cluster, api: str, name: str, uid: str) -> None:
+        self.cluster = cluster
+        self.api = api
+        self.name = name
+        self.uid = uid
+        self.reported: set[object] = set()
+        self.faults: dict[str, str] = {}  # pod → what the cluster did to it, or cannot do for it
+        self.ends: dict[str, _Ended] = {}  # by pod
+        self.logs: dict[str, threading.Thread] = {}  # by pod
+
+    def until_end(self, leaves: bool = False, stop: bool = False) -> int:
+        """Follow the run to its end and return its exit code.
+
+        With `leaves` a signal ends this display alone. With `stop` the workload is removed at once.
+        """
+        with LauncherSignals() as signals:
+            is_stopping = False
+            silence = 0.0  # seconds for which the API server has not answered
+            while True:
+                if signals.number and leaves:
+                    self._say("it goes on")
+                    return LEFT
+                code = None
+                try:
+                    if (signals.number or stop) and not is_stopping:
+                        self._once("stop", "asked to stop: the pods save, and end")
+                        self.cluster.delete(self.api, self.name)
+                        is_stopping = True
+                    code = self._look(is_stopping)
+                    silence = 0.0
+                except Unreachable as fault:
+                    silence += LOOK_SECONDS
+                    self._once("silent", f"{fault.what}; the run goes on without this display")
+                    if silence > PATIENCE_SECONDS:
+                        raise
+                if signals.at_once:
+                    self._say("not waiting for its pods any longer")
+                    code = Preempted.exit_code
+                if code is not None:
+                    self._join_logs(bool(signals.at_once))
+                    return code
+                time.sleep(LOOK_SECONDS)
+
+    def _join_logs(self, at_once: bool) -> None:
+        """Wait for the rest of the logs, unless the user does not want to wait."""
+        patience = LOG_SECONDS
+        if at_once:
+            patience = 0.0
+        for thread in self.logs.values():
+            thread.join(patience)
+
+    def _look(self, stopping: bool) -> int | None:
+        """Show what is new of the pods and the workload. Return the exit code, once the run has ended."""
+        pods = self.cluster.pods(self.api, self.name)
+        for pod in pods:
+            self._pod(pod)
+        for event in self.cluster.warnings(self.name):
+            involved = f"{event.involved_object.kind.lower()} {event.involved_object.name}"
+            key = (event.metadata.uid, event.message)
+            self._once(key, f"{involved}: {event.reason}: {event.message}")
+        try:
+            workload = self.cluster.read(self.api, self.name)
+        except Refused as refused:
+            if refused.status != GONE:
+                raise
+            if pods:
+                return None  # they save
+            if not stopping:
+                self._say("somebody has removed it")
+            return self._stopped()
+        if workload["metadata"]["uid"] != self.uid:
+            self._say("somebody has removed it, and made another of that name")
+            return self._stopped()
+        return self._end_of(workload, stopping)
+
+    def _end_of(self, workload: dict[str, Any], stopping: bool) -> int | None:
+        """Report the end of a workload and return the exit code; None if it has not ended."""
+        for condition in workload.get("status", {}).get("conditions") or []:
+            if condition.get("status") != "True":
+                continue
+            if condition["type"] in ("Complete", "Completed"):
+                self._say("finished")
+                return 0
+            if condition["type"] == "Failed" and not stopping:
+                return self._failed(condition)
+        return None
+
+    def _pod(self, pod: Any) -> None:
+        """Report what is new of a pod, and show the log if it has rank 0."""
+        name = pod.metadata.name
+        node = pod.spec.node_name or "no node yet"
+        status = pod.status
+        self._once((name, status.phase), f"pod {name} on {node}: {status.phase}")
+        found = list(faults(pod))
+        for fault in found:
+            self._once((name, fault), f"pod {name} on {node}: {fault}")
+        if found:
+            self.faults[name] = f"pod {name} on {node}: {found[0]}"
+        elif status.phase in ("Running", "Succeeded"):
+            # It has waited for a node or an image, and has it now.
+            self.faults.pop(name, None)
+        for container in status.container_statuses or []:
+            ended = container.state.terminated
+            if ended is not None:
+                self.ends[name] = _Ended(str(ended.finished_at), name, ended.exit_code, node)
+            has_begun = ended is not None or container.state.running is not None
+            if name not in self.logs and _has_rank_0(pod) and has_begun:
+                self.logs[name] = threading.Thread(target=self._show_log, args=(name,), daemon=True)
+                self.logs[name].start()
+
+    def _show_log(self, pod: str) -> None:
+        try:
+            for piece in self.cluster.log(pod):
+                print(piece.decode(errors="replace"), end="", flush=True)
+        except (Refused, Unreachable) as fault:  # the pod is gone, or the server: the run goes on
+            self._once((pod, "log"), f"the log of pod {pod} ended: {fault.what}")
+
+    def _failed(self, condition: dict[str, Any]) -> int:
+        """Report the pod that failed first, and return the exit code."""
+        failed = [end for end in self.ends.values() if end.exit_code]
+        if self.faults:
+            why = next(iter(self.faults.values()))
+        elif failed:
+            first = min(failed)
+            command = f"kubectl logs {first.pod} --namespace {self.cluster.namespace}"
+            why = f"pod {first.pod} on {first.node} ended first, with exit code {first.exit_code} — {command}"
+        else:
+            why = f"{condition.get('reason', '')}: {condition.get('message', '')}"
+        print(f"error: {self.name} failed: {redact(why)}", file=sys.stderr)
+        return 1
+
+    def _stopped(self) -> int:
+        print("stopped: its ranks had their time to save — go on with --resume", file=sys.stderr)
+        return Preempted.exit_code
+
+    def _once(self, key: object, line: str) -> None:
+        if key not in self.reported:
+            self.reported.add(key)
+            self._say(line)
+
+    def _say(self, line: str) -> None:
+        print(f"{self.name}: {redact(' '.join(line.split()))}", file=sys.stderr, flush=True)
+
+
+def _has_rank_0(pod: Any) -> bool:
+    return index_of(pod) == "0"
+
+
+def index_of(pod: Any) -> str:
+    """Return the number of a pod among the pods of its run, as text."""
+    values = {**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}
+    return str(values.get(INDEX, "0"))
+
+
+def faults(pod: Any) -> Iterator[str]:
+    """Yield a line for each thing that the cluster did to a pod, or cannot do for it, with what may help."""
+    status = pod.status
+    if status.reason == "Evicted":
+        yield f"evicted: {status.message} — raise launch.memory or the claim's size, or choose other nodes by launch.node_selector"
+    for condition in status.conditions or []:
+        if condition.type == "DisruptionTarget" and condition.status == "True":
+            yield f"disrupted ({condition.reason}): {condition.message}"
+        elif condition.type == "PodScheduled" and condition.status == "False":
+            yield f"no node for it ({condition.reason}): {condition.message}"
+    for container in status.container_statuses or []:
+        for state in (container.state, container.last_state):
+            if state is None or state.terminated is None:
+                continue
+            if state.terminated.reason == "OOMKilled":
+                yield "out of memory (OOMKilled) — raise launch.memory, in which /dev/shm counts, or use less"
+        waiting = container.state.waiting
+        if waiting is not None and waiting.reason in STUCK:
+            yield f"{waiting.reason}: {waiting.message or ''} — see launch.image and launch.image_pull_secrets"

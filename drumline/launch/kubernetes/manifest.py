@@ -1,0 +1,338 @@
+"""Make the objects that are submitted: a TrainJob, JobSet or Job with its config, and for a Job the service by which pods find each other.
+
+They are dictionaries in the form of the API. Each is also made into an object of its own library, which knows the fields.
+
+TrainJob: https://www.kubeflow.org/docs/components/trainer; JobSet: https://jobset.sigs.k8s.io/docs; Job:
+https://kubernetes.io/docs/concepts/workloads/controllers/job (indexed, with a pod failure policy).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from drumline.errors import DrumlineError, EnvironmentFault
+
+if TYPE_CHECKING:
+    from drumline.launch.kubernetes.spec import KubernetesLauncher
+
+CONTAINER = "node"  # the name that Kubeflow and its torch runtime use
+PORT = 29500
+KILL_SECONDS = 30  # for torchrun to kill its ranks after their grace time
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+APIS = {
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+    "Job": "batch/v1",
+}
+RUN_LABEL = "drumline/run"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run under its name in the cluster."""
+
+    launch: KubernetesLauncher
+    name: str
+    config: str  # the text of its YAML
+    path: PurePosixPath  # of that file in the container
+    command: tuple[str, ...]  # of the container
+
+    def objects(self, workload: str) -> list[dict[str, Any]]:
+        """Return the workload (TrainJob, JobSet or Job), then the objects that belong to it."""
+        made = []
+        if workload == "TrainJob":
+            made.append(self._train_job())
+        elif workload == "JobSet":
+            made.append(self._job_set())
+        else:
+            made.append(self._job())
+        made.append(self._config_map())
+        if workload == "Job":
+            made.append(self._service())
+        return [checked(each) for each in made]
+
+    def _config_map(self) -> dict[str, Any]:
+        return {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": self._metadata(),
+            "data": {self.path.name: self.config},
+        }
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "namespace": self.launch.namespace,
+            "labels": {RUN_LABEL: self.name},
+        }
+
+    def _top(self, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+        return {"apiVersion": APIS[kind], "kind": kind, "metadata": self._metadata(), "spec": spec}
+
+    def _train_job(self) -> dict[str, Any]:
+        """Return a TrainJob. Its runtime makes a JobSet of it, with the variables by which processes meet.
+
+        What a TrainJob has no key for is a patch of the pods.
+        """
+        launch = self.launch
+        pod = self._pod()
+        container = pod.pop("containers")[0]
+        del pod["restartPolicy"]
+        pod["containers"] = [{"name": CONTAINER, "volumeMounts": container["volumeMounts"]}]
+        patch = {"template": {"spec": {"template": {"spec": pod}}}, "name": CONTAINER}
+        trainer = {
+            "image": launch.image,
+            "command": list(self.command),
+            "env": container["env"],
+            "numNodes": launch.nodes,
+            "numProcPerNode": launch.processes_per_node,
+            "resourcesPerNode": container["resources"],
+        }
+        spec = {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": launch.runtime_kind,
+                "name": launch.runtime,
+            },
+            "trainer": trainer,
+            "runtimePatches": [
+                {
+                    "manager": "drumline.launcher/kubernetes",
+                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}},
+                }
+            ],
+        }
+        return self._top("TrainJob", spec)
+
+    def _job_set(self) -> dict[str, Any]:
+        """Return a JobSet of one replicated Job. When a pod fails, it starts all of them again."""
+        first = f"{self.name}-{CONTAINER}-0-0.{self.name}"
+        job = {
+            "metadata": {"labels": {RUN_LABEL: self.name}},
+            "spec": self._job_spec(first, restarts=0),
+        }
+        spec = {
+            "network": {
+                "enableDNSHostnames": True,
+                "subdomain": self.name,
+                "publishNotReadyAddresses": True,
+            },
+            "failurePolicy": {"maxRestarts": self.launch.max_restarts},
+            "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": job}],
+        }
+        return self._top("JobSet", spec)
+
+    def _job(self) -> dict[str, Any]:
+        """Return a Job.
+
+        When a pod fails, the pods that wait for it fail as well, so each start takes as many failures as there are pods.
+        """
+        restarts = self.launch.max_restarts * self.launch.nodes
+        spec = self._job_spec(f"{self.name}-0.{self.name}", restarts)
+        spec["template"]["spec"]["subdomain"] = self.name
+        return self._top("Job", spec)
+
+    def _job_spec(self, first: str, restarts: int) -> dict[str, Any]:
+        """Return the spec of a Job. `first` is the host name of the first pod, and `restarts` the number of failures that it takes."""
+        pod = self._pod()
+        pod["containers"][0]["env"] += [
+            {"name": "PET_NNODES", "value": str(self.launch.nodes)},
+            {"name": "PET_NPROC_PER_NODE", "value": str(self.launch.processes_per_node)},
+            {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}},
+            {"name": "PET_MASTER_ADDR", "value": first},
+            {"name": "PET_MASTER_PORT", "value": str(PORT)},
+        ]
+        return {
+            "completions": self.launch.nodes,
+            "parallelism": self.launch.nodes,
+            "completionMode": "Indexed",
+            "backoffLimit": restarts,
+            # Not while the old pod still saves.
+            "podReplacementPolicy": "Failed",
+            # A node that is drained or lost is no failure of the run.
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "Ignore",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                    }
+                ]
+            },
+            "template": {"metadata": {"labels": {RUN_LABEL: self.name}}, "spec": pod},
+        }
+
+    def _pod(self) -> dict[str, Any]:
+        launch = self.launch
+        container = {
+            "name": CONTAINER,
+            "image": launch.image,
+            "command": list(self.command),
+            "env": self._env(),
+            "resources": self._resources(),
+            "volumeMounts": self._mounts(),
+        }
+        pod = {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": int(launch.grace_seconds) + KILL_SECONDS,
+            "containers": [container],
+            "volumes": self._volumes(),
+            "nodeSelector": launch.node_selector,
+            "tolerations": self._tolerations(),
+            "serviceAccountName": launch.service_account,
+            "imagePullSecrets": [{"name": name} for name in launch.image_pull_secrets],
+        }
+        return {key: value for key, value in pod.items() if value}
+
+    def _mounts(self) -> list[dict[str, Any]]:
+        """Return where the container has each volume."""
+        config = {
+            "name": "config",
+            "mountPath": str(self.path),
+            "subPath": self.path.name,
+            "readOnly": True,
+        }
+        mounts: list[dict[str, Any]] = [config]
+        for number, volume in enumerate(self.launch.volumes):
+            name = f"claim-{number}"
+            mounts.append({"name": name, "mountPath": volume.path, "readOnly": volume.read_only})
+        if self.launch.shm:
+            mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+        return mounts
+
+    def _volumes(self) -> list[dict[str, Any]]:
+        volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": self.name}}]
+        for number, volume in enumerate(self.launch.volumes):
+            claim = {"claimName": volume.claim}
+            volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": claim})
+        if self.launch.shm:
+            memory = {"medium": "Memory", "sizeLimit": self.launch.shm}
+            volumes.append({"name": "shm", "emptyDir": memory})
+        return volumes
+
+    def _tolerations(self) -> list[dict[str, Any]]:
+        tolerations = []
+        for each in self.launch.tolerations:
+            if each.value is None:
+                operator = "Exists"
+            else:
+                operator = "Equal"
+            tolerations.append({"operator": operator, **each.model_dump(exclude_none=True)})
+        return tolerations
+
+    def _env(self) -> list[dict[str, Any]]:
+        variables: list[dict[str, Any]] = [
+            # By it torchrun's ranks know their run when pods start again.
+            {"name": "PET_RDZV_ID", "value": self.name},
+            # Pods start again, and not what is in them.
+            {"name": "PET_MAX_RESTARTS", "value": "0"},
+            # Torchrun reads it from torch 2.13 on; before, it waits 30 s.
+            {"name": "PET_SHUTDOWN_TIMEOUT", "value": str(int(self.launch.grace_seconds))},
+        ]
+        for name, value in self.launch.env.items():
+            variables.append({"name": name, "value": value})
+        for name, source in self.launch.secrets.items():
+            reference = {"name": source.secret, "key": source.key or name}
+            variables.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
+        return variables
+
+    def _resources(self) -> dict[str, Any]:
+        launch = self.launch
+        requests: dict[str, Any] = {}
+        if launch.cpu:
+            requests["cpu"] = launch.cpu
+        if launch.memory:
+            requests["memory"] = launch.memory
+        if launch.gpus:
+            requests[launch.gpu_resource] = str(launch.gpus)
+        # Cores are not limited: a process that is throttled holds up the others.
+        limits = {name: amount for name, amount in requests.items() if name != "cpu"}
+        return {"requests": requests, "limits": limits}
+
+    def _service(self) -> dict[str, Any]:
+        """Return the service that gives the pods of a Job names, also before they are ready."""
+        selector = {"batch.kubernetes.io/job-name": self.name}
+        spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
+        return {"apiVersion": "v1", "kind": "Service", "metadata": self._metadata(), "spec": spec}
+
+
+def checked(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the same manifest, after its library has shown that it knows every field.
+
+    The models of the libraries drop unknown fields silently, so that a slip would be noticed in the cluster, if at all.
+    Raises DrumlineError with the place of the first unknown field, and EnvironmentFault without the library.
+    """
+    kind = manifest["kind"]
+    try:
+        if kind in ("TrainJob", "JobSet"):
+            kept = _kept_by_kubeflow(manifest)
+        else:
+            kept = _kept_by_kubernetes(manifest)
+    except ImportError:
+        raise missing() from None
+    lost = _lost(manifest, kept, kind)
+    if lost:
+        raise DrumlineError(f"a {kind} has no field {lost}", where="manifest")
+    return manifest
+
+
+def _kept_by_kubeflow(manifest: dict[str, Any]) -> Any:
+    """Return what Kubeflow's models keep of a TrainJob or a JobSet."""
+    from kubeflow_trainer_api import models
+
+    if manifest["kind"] == "TrainJob":
+        model: Any = models.TrainerV1alpha1TrainJob
+    else:
+        model = models.JobsetV1alpha2JobSet
+    return model.from_dict(manifest).to_dict()
+
+
+def _kept_by_kubernetes(manifest: dict[str, Any]) -> Any:
+    """Return what the models of Kubernetes keep of a manifest."""
+    from kubernetes import client
+
+    kind = manifest["kind"]
+    api: Any = client.ApiClient()
+    model = getattr(client, f"V1{kind}")
+    if hasattr(model, "from_dict"):
+        made = model.from_dict(manifest)
+    else:
+        # Before version 37 the API's client makes objects, out of an answer of a server.
+        made = api.deserialize(SimpleNamespace(data=json.dumps(manifest)), f"V1{kind}")
+    return api.sanitize_for_serialization(made)
+
+
+def missing() -> EnvironmentFault:
+    """Return the error of a missing library, to be raised."""
+    what = "the packages kubernetes and kubeflow-trainer-api are missing"
+    fix = "pip install kubernetes kubeflow-trainer-api"
+    return EnvironmentFault(what, where="launch.kind", fix=fix)
+
+
+def _lost(given: Any, kept: Any, place: str) -> str | None:
+    """Return the place of the first field of `given` that is not in `kept`; None if all are."""
+    if isinstance(given, dict):
+        return _lost_key(given, kept, place)
+    if isinstance(given, list):
+        if not isinstance(kept, list) or len(kept) != len(given):
+            return place
+        for number, (value, kept_value) in enumerate(zip(given, kept, strict=True)):
+            lost = _lost(value, kept_value, f"{place}[{number}]")
+            if lost:
+                return lost
+    return None
+
+
+def _lost_key(given: dict[str, Any], kept: Any, place: str) -> str | None:
+    for key, value in given.items():
+        if value in ({}, []):
+            continue
+        if not isinstance(kept, dict) or key not in kept:
+            return f"{place}.{key}"
+        lost = _lost(value, kept[key], f"{place}.{key}")
+        if lost:
+            return lost
+    return None

@@ -1,0 +1,376 @@
+"""Keep the lease of a run folder: one launcher at a time writes into it, on this host or any other that shares the folder.
+
+- `run.lock` is a line of JSON with its holder, and a counter that its holder raises every two seconds.
+- It appears whole by a hard link, and the lease of a dead holder is removed by a rename, so that network file systems can keep it, too (not
+  tried on one; there is no flock).
+- Whether a holder lives is seen from its process, or else from its counter. The times of files are never used, since clocks differ and
+  jump.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from drumline.errors import EnvironmentFault
+from drumline.foreign import disk_errors
+from drumline.system.files import create_whole, write_whole
+from drumline.system.output import say
+from drumline.system.process import ProcessId, this_process
+
+NAME = "run.lock"
+STOP = f"{NAME}.stop"  # a file beside it: the token of the lease whose holder shall stop
+RENEW_SECONDS = 2.0
+# A holder is dead if its counter stands still for so long, by the reader's own clock.
+PATIENCE_SECONDS = 8.0
+LOOK_SECONDS = 0.5
+LONGEST = 8192  # bytes; no lease is longer
+
+
+class Lease:
+    """Holds the run folder while it is entered, and makes the folder if it does not exist.
+
+    `__enter__` raises EnvironmentFault if another process holds the folder, or if it cannot be written to. A holder that finds its lease in
+    other hands (it was suspended, or cut off from the disk) exits immediately, and with it the ranks: the folder is no longer its own.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        at: tuple[str, int] | None = None,
+        after: str | None = None,
+        frozen: tuple[str | None, float] = (None, 0.0),
+    ) -> None:
+        """`at` is where the holder listens to agents of other hosts.
+
+        `after` is the token of the only lease that may be followed: once its holder is dead, and not if the holder has given it back.
+        `frozen` is a text of the file, and since when (seconds of this host's monotonic clock) a process of this host has seen no other
+        text there. Its text is None if no process has looked.
+        """
+        self.run_dir = run_dir
+        self.path = run_dir / NAME
+        self.after = after
+        self.frozen = frozen
+        self.token = secrets.token_hex(8)
+        owner = {
+            "token": self.token,
+            **asdict(this_process()),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "at": at,
+        }
+        self._head = json.dumps(owner).encode() + b"\n"
+        self._count = 0
+        self._ended = threading.Event()
+        self._made = False  # the folder did not exist before
+
+    def __enter__(self) -> Self:
+        self._made = not self.run_dir.exists()
+        with disk_errors(
+            "cannot write the run folder",
+            str(self.run_dir),
+            EnvironmentFault,
+            "choose another with run.dir=…",
+        ):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if self.after is not None:
+                self._wait_for_the_other()
+            has_followed = False
+            while not create_whole(self.path, self._text()):
+                self._wait_for_the_other()
+                has_followed = True
+            if has_followed:
+                self._confirm()
+        self._thread = threading.Thread(target=self._keep, daemon=True, name="drumline-lease")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        # No longer than that, since the disk may not answer.
+        self._thread.join(PATIENCE_SECONDS)
+        # A lease that cannot be removed is soon the one of a dead process.
+        with suppress(OSError):
+            if _token(_read(self.path) or b"") == self.token:
+                self.path.unlink()
+            if self._made:
+                # This fails if something is in the folder.
+                self.run_dir.rmdir()
+
+    def _confirm(self) -> None:
+        """Raise EnvironmentFault if another process has this lease's place.
+
+        If several processes wait for one dead holder, one of them may move the lease of the next aside for a moment, and a third may make
+        its own lease in that moment.
+        """
+        time.sleep(LOOK_SECONDS)
+        seen = _read(self.path)
+        if seen is not None and _token(seen) != self.token:
+            raise self._in_use(seen)
+
+    def _text(self) -> bytes:
+        return self._head + b"%020d\n" % self._count
+
+    def _wait_for_the_other(self) -> None:
+        """Wait until the present lease is gone: its holder gives it back, or this process removes the lease of a dead holder.
+
+        Raises EnvironmentFault if the holder lives.
+        """
+        seen = self._look()
+        if seen is None:
+            return
+        holder = _holder(seen)
+        is_alive = holder and holder.alive()
+        if is_alive is None:
+            # It can be seen only from the counter whether the holder lives.
+            say(
+                f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s"
+            )
+            until = self._stands_since(seen) + PATIENCE_SECONDS
+            while not is_alive and time.monotonic() < until:
+                time.sleep(LOOK_SECONDS)
+                now = self._look()
+                if now is None:
+                    return
+                is_alive = now != seen
+        if is_alive:
+            raise self._in_use(seen)
+        self._take_away(seen)
+
+    def _stands_since(self, seen: bytes) -> float:
+        """Return since when (monotonic seconds) the file has had this content, as far as this host knows."""
+        text, since = self.frozen
+        if seen.decode(errors="replace") == text:
+            return since
+        return time.monotonic()
+
+    def _in_use(self, seen: bytes) -> EnvironmentFault:
+        what = f"the run folder is in use by {_holder_text(seen)}"
+        fix = "wait for that run's end or stop it, or choose another folder with run.dir=…"
+        return EnvironmentFault(what, where=str(self.run_dir), fix=fix)
+
+    def _look(self) -> bytes | None:
+        """Return the content of the file. Raises EnvironmentFault if it is not the lease that this one may follow."""
+        seen = _read(self.path)
+        if self.after not in (None, _token(seen or b"")):
+            raise EnvironmentFault(
+                "the run has ended, or another host has taken it over", where=str(self.run_dir)
+            )
+        return seen
+
+    def _take_away(self, dead: bytes) -> None:
+        """Remove the file with these contents. A file that another process has put there since is put back."""
+        aside = self.path.with_name(f"{NAME}.{self.token}")
+        with suppress(FileNotFoundError):  # another process has removed it
+            self.path.rename(aside)
+            if aside.read_bytes() != dead:
+                with suppress(FileExistsError):
+                    os.link(aside, self.path)
+            aside.unlink()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(RENEW_SECONDS):
+            # After an error, as of a full disk or a host that does not answer, it is tried again in two seconds.
+            with suppress(OSError, EnvironmentFault):
+                self._renew()
+                self._stop_if_requested()
+
+    def _renew(self) -> None:
+        """Raise the counter. The file is changed in place, so that a full disk does not end the lease.
+
+        Exits immediately if another process has the lease.
+        """
+        self._count += 1
+        try:
+            with self.path.open("r+b", buffering=0) as file:
+                there = file.read(LONGEST)
+                if _token(there) == self.token:
+                    file.seek(0)
+                    file.write(self._text())
+                    return
+        except FileNotFoundError:
+            if not self._ended.is_set():
+                # Somebody has removed the file.
+                create_whole(self.path, self._text())
+            return
+        lost = f"the run folder was taken over by {_holder_text(there)} — this run ends here"
+        say(f"\nerror: {self.run_dir}: {lost}")
+        os._exit(1)
+
+    def _stop_if_requested(self) -> None:
+        """Signal this process if its stop was requested: its ranks, or this rank with the rest, save."""
+        if _read(self.run_dir / STOP) == self.token.encode():
+            (self.run_dir / STOP).unlink()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a run folder."""
+
+    token: str
+    host: str
+    pid: int
+    since: str
+    count: bytes  # the text of the lease, which changes with its counter
+    alive: bool | None  # None if only the counter can show it
+
+
+def holder(run_dir: Path) -> Holder | None:
+    """Return the holder of a run folder by its lease, alive or dead; None if there is none."""
+    seen = _read(run_dir / NAME)
+    process = seen and _holder(seen)
+    if not seen or not process:
+        return None
+    fields = _fields(seen)
+    token = str(fields.get("token"))
+    since = str(fields.get("since"))[:30]
+    return Holder(token, process.host[:100], process.pid, since, seen, process.alive())
+
+
+def holders(run_dirs: Sequence[Path]) -> dict[Path, Holder]:
+    """Return the holder of each run folder that has one, known to be alive or dead.
+
+    That takes some seconds if one is on another host.
+    """
+    found = {}
+    for folder in run_dirs:
+        one = holder(folder)
+        if one is not None:
+            found[folder] = one
+    if any(one.alive is None for one in found.values()):
+        time.sleep(2 * RENEW_SECONDS)
+    for folder, one in found.items():
+        if one.alive is None:
+            now = holder(folder)
+            found[folder] = replace(one, alive=now is not None and now.count != one.count)
+    return found
+
+
+def request_stop(run_dir: Path, token: str) -> None:
+    """Have the holder of a run folder stop as by SIGTERM, on any host. Raises EnvironmentFault if that cannot be written."""
+    with disk_errors(
+        "cannot be written", str(run_dir / STOP), EnvironmentFault, "stop it as its owner"
+    ):
+        write_whole(run_dir / STOP, token)
+
+
+@contextmanager
+def guarded(run_dir: Path) -> Iterator[None]:
+    """Within the block, end this rank when another launcher takes the run folder over.
+
+    The rank's own launcher may be suspended, and cannot end it.
+    """
+    own = None
+    ended = threading.Event()
+    with suppress(OSError, EnvironmentFault):
+        own = token_of(run_dir)
+
+    def look() -> None:
+        while not ended.wait(RENEW_SECONDS):
+            with suppress(OSError, EnvironmentFault):
+                if token_of(run_dir) not in (own, None) and not ended.is_set():
+                    say(
+                        f"error: another launcher has taken {run_dir} over: this rank ends, its own may be suspended"
+                    )
+                    os._exit(1)
+
+    # Without a token no launcher holds the folder, as in a trial.
+    if own is not None:
+        threading.Thread(target=look, daemon=True, name="drumline-guard").start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def has_lease(token: str, run_dir: Path, seconds: float) -> bool:
+    """Return whether the lease with this token is in `run_dir`, or appears there within `seconds`."""
+    until = time.monotonic() + seconds
+    while True:
+        with suppress(OSError, EnvironmentFault):  # such as a missing folder
+            if _token(_read(run_dir / NAME) or b"") == token:
+                return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(LOOK_SECONDS)
+
+
+def token_of(run_dir: Path) -> str | None:
+    """Return the token of the lease in a run folder; None if there is none."""
+    return _token(_read(run_dir / NAME) or b"")
+
+
+def text_of(run_dir: Path) -> str:
+    """Return the text of the lease in a run folder; empty if there is none. Raises OSError, and EnvironmentFault for what is no file."""
+    return (_read(run_dir / NAME) or b"").decode(errors="replace")
+
+
+def place_of(run_dir: Path) -> tuple[str, int] | None:
+    """Return where the holder of a run folder listens to agents of other hosts; None if it does not."""
+    match _fields(_read(run_dir / NAME) or b"").get("at"):
+        case [str(address), int(port)]:
+            return address, port
+    return None
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the bytes of a file; None if it does not exist. Raises EnvironmentFault for what is no file."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise EnvironmentFault(
+                "is no lock of Drumline",
+                where=str(path),
+                fix="remove it, if no run is using the folder",
+            )
+        with path.open("rb") as file:
+            return file.read(LONGEST)
+    except FileNotFoundError:
+        return None
+
+
+def _fields(text: bytes) -> dict[str, Any]:
+    """Return the fields of a lease; empty for any other text."""
+    try:
+        fields = json.loads(text.split(b"\n")[0])
+    except (ValueError, RecursionError):
+        return {}
+    if isinstance(fields, dict):
+        return fields
+    return {}
+
+
+def _token(text: bytes) -> str | None:
+    token = _fields(text).get("token")
+    if isinstance(token, str):
+        return token
+    return None
+
+
+def _holder(text: bytes) -> ProcessId | None:
+    """Return the process that a lease names; None if it names none."""
+    fields = _fields(text)
+    kinds = {"host": str, "boot": str, "space": str, "pid": int, "start": int}
+    for name, kind in kinds.items():
+        if type(fields.get(name)) is not kind:
+            return None
+    if not 0 < fields["pid"] < 2**31:
+        return None
+    return ProcessId(**{name: fields[name] for name in kinds})
+
+
+def _holder_text(text: bytes) -> str:
+    holder = _holder(text)
+    if holder is None:
+        return f"somebody (what {NAME} says cannot be read)"
+    since = str(_fields(text).get("since"))[:30]
+    return f"pid {holder.pid} on host {holder.host[:100]}, since {since}"

@@ -1,0 +1,467 @@
+"""Launch the ranks of a plan: start them, report how they fail, and start them again from the newest checkpoint.
+
+The ranks run on this machine, or wherever a launcher's `Ranks` start them. No process is left behind.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from drumline.config.launcher import OnOutOfMemory
+from drumline.config.urls import FETCHED, is_url
+from drumline.errors import NotSaved, Preempted, TrainingStopped, UserError
+from drumline.hardware.detect import free_bytes
+from drumline.launch.environment import listen
+from drumline.launch.hangs import write_stacks
+from drumline.launch.postmortem import (
+    RankEnd,
+    Restarts,
+    exhausted,
+    likely_cause,
+    report,
+    root_cause,
+)
+from drumline.plan.explain import EXPORT_FAILED, way_to_export
+from drumline.plan.plan import Plan
+from drumline.system.files import is_own_checkpoint, numbered
+from drumline.system.output import say
+from drumline.system.process import tied
+from drumline.system.signals import LauncherSignals
+from drumline.telemetry.events import (
+    Emit,
+    Eval,
+    Event,
+    EventLog,
+    Export,
+    Exporting,
+    Fault,
+    Restore,
+    RunEnd,
+    RunStart,
+    Save,
+    Step,
+    read,
+    tail,
+)
+from drumline.telemetry.watched import Hang
+
+if TYPE_CHECKING:
+    from drumline.launch.early import EarlyRanks
+
+# Events whose `step` says how far their attempt had come.
+MILESTONES = (Restore, Step, Eval, Save)
+# A session reads this variable: above 0 it goes on from its newest checkpoint.
+ATTEMPT = "DRUMLINE_ATTEMPT"
+GRACE_SECONDS = 60.0
+
+
+class Ranks(Protocol):
+    """All ranks of a run, one attempt after the other."""
+
+    def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+        """Start the ranks, wait until the last has ended, and return how each ended.
+
+        `rank` is the module of a rank and its arguments. `logs` is the folder for what ranks print.
+        Raises EnvironmentFault if they cannot be started.
+        """
+
+
+class LocalRanks:
+    """The ranks of a run on this machine."""
+
+    def __init__(
+        self, nproc: int, port: int | None, grace: float, early: EarlyRanks | None
+    ) -> None:
+        self.nproc = nproc
+        self.port = port
+        self.grace = grace
+        self.early = early
+
+    def attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+        listener = listen(self.port)
+        from drumline.launch.agent import Agent
+
+        command = tied(*rank)
+        agent = Agent(command, self.nproc, listener, logs, signals, self.grace, self.early)
+        return agent.attempt()
+
+
+def launch(
+    plan: Plan,
+    plan_path: Path,
+    resume: str | None,
+    on_event: Emit,
+    worker: str = "drumline.train.entry",
+    on_oom: OnOutOfMemory = lambda out, step: ("", "out of memory"),
+    trial: bool = False,
+    early: EarlyRanks | None = None,
+    ranks: Ranks | None = None,
+) -> int:
+    """Run the plan's ranks to the end and return the exit code (errors.py).
+
+    `on_event` gets each line of events.jsonl as it comes. `worker` is the module that is a rank; its arguments are the plan's path and, to
+    go on, `--resume PATH`. `on_oom` is called when a rank ran out of memory; such an end is never tried again with the same plan. With
+    `trial` nothing of the run is worth saving, and a signal ends it at once. `early` are ranks of the plan that wait already. `ranks`
+    starts the ranks; None stands for this machine. Raises EnvironmentFault for a port that is taken.
+    """
+    options = plan.config.launch
+    if ranks is None:
+        ranks = LocalRanks(plan.mesh.world_size, options.port, options.grace_seconds, early)
+    launched = _Launch(plan, Path(plan.run_dir) / "events.jsonl", on_oom)
+    attempt = -1
+    with LauncherSignals(trial) as signals, tail(launched.events_path, on_event):
+        while True:
+            launched.past = len(read(launched.events_path))
+            # The folder may show a new name late, so the number of the attempt before counts as well.
+            attempt = max(attempt + 1, next_attempt(launched.run_dir))
+            rank = [worker, str(plan_path)]
+            if resume:
+                rank += ["--resume", resume]
+            logs = launched.run_dir / "logs" / f"attempt-{attempt}"
+            ends = ranks.attempt(rank, logs, signals)
+            signals.raise_swallowed()
+            code = launched.finish(ends, attempt, signals)
+            if code is not None:
+                return code
+            resume = newest_or(
+                resume, launched.run_dir, plan.config.checkpoint.apart, launched.before
+            )
+
+
+class _Launch:
+    """The end of each attempt of a launch: what is reported, and whether another one follows."""
+
+    def __init__(self, plan: Plan, events_path: Path, on_oom: OnOutOfMemory) -> None:
+        self.plan = plan
+        self.run_dir = Path(plan.run_dir)
+        self.events_path = events_path
+        self.on_oom = on_oom
+        self.restarts = Restarts(plan.config.launch.max_restarts, "launch.max_restarts is 0")
+        self.before = len(read(events_path))  # number of events before this launch
+        self.past = self.before  # number of events before this attempt
+
+    def finish(self, ends: list[RankEnd], attempt: int, signals: LauncherSignals) -> int | None:
+        """Report how an attempt ended. Return the exit code of the launch; None to start again.
+
+        A signal may come at any time, so `signals` are looked at where each decision is made.
+        """
+        plan = self.plan
+        code = exit_code(ends, signals.number)
+        if signals.number and code != 0 and _was_exporting(self.events_path, self.past):
+            _report_stopped_export(signals.number, plan, self.events_path)
+            return Preempted.exit_code
+        if code is not None:
+            _report_end(ends, code, signals.number, plan)
+            _note_mistake(ends, code, attempt, self.events_path)
+            if code == 0:
+                _report_failed_export(self.events_path, self.past)
+            if code == NotSaved.rank_code:
+                return NotSaved.exit_code
+            return code
+        cause = root_cause(ends)
+        if cause.rank == 0 and _was_exporting(self.events_path, self.past):
+            _report_lost_export(cause, plan, self.events_path)
+            return 0
+        may_start_again = self._decide(cause, ends, attempt, signals)
+        if may_start_again:
+            return None
+        return 1
+
+    def _decide(
+        self, cause: RankEnd, ends: list[RankEnd], attempt: int, signals: LauncherSignals
+    ) -> bool:
+        """Report a failure, and return whether to start again."""
+        reached, failed_at = progress_since(self.events_path, self.past)
+        step = max(failed_at, 0)
+        out_of_memory = exhausted(cause)
+        memory_line = None
+        again = ""
+        reason: str | None
+        if signals.number:
+            reason = "asked to stop"
+        elif hang_of(cause) and self.plan.config.health.on_hang == "stop":
+            reason = "health.on_hang is stop"
+        elif out_of_memory is not None:
+            advice, reason = self.on_oom(out_of_memory, step)
+            memory_line = out_of_memory.describe()
+            if advice:
+                memory_line += f"; {advice}"
+            again = "with that plan"
+        else:
+            reason = self.restarts.decide(reached, failed_at, cause.rank, cause.message, cause.host)
+            again = f"{self.restarts.left} restarts left until the next progress"
+        report_failure(cause, ends, attempt, step, reason, again, self.events_path, memory_line)
+        return reason is None
+
+
+def launch_trial(
+    plan: Plan, plan_path: Path, name: str, on_progress: Callable[[str, int, int | None], None]
+) -> int:
+    """Launch a run that nobody keeps, and return its exit code.
+
+    `on_progress` gets `name`, each finished step, and the number of steps.
+    """
+
+    def follow(event: Event) -> None:
+        if isinstance(event, Step):
+            on_progress(name, event.step, plan.steps)
+
+    on_progress(name, 0, plan.steps)
+    return launch(plan, plan_path, None, follow, trial=True)
+
+
+def _is_of(path: str, resume: str) -> bool:
+    """Return whether a checkpoint is the one that `resume` names: by its folder, its run's folder, or a URL.
+
+    Of a URL a copy in a folder of this host may have been read.
+    """
+    if is_url(resume):
+        return path.startswith(resume) or Path(path).parent.name == FETCHED
+    return path != "newest" and Path(path).is_relative_to(resume)
+
+
+def newest_or(resume: str | None, run_dir: Path, apart: bool, since: int = 0) -> str:
+    """Return where to start a run again: "newest", or the checkpoint at which it was to begin.
+
+    It begins there again until it has saved after that; then it goes on at its newest checkpoint. A checkpoint of its own at which it was
+    to begin has become its newest, unless the files of checkpoints lie `apart`. The first `since` events, and saves before it began
+    there, are of other starts.
+    """
+    if resume in (None, "newest"):
+        return "newest"
+    has_begun = False
+    has_saved = False
+    for event in read(run_dir / "events.jsonl")[since:]:
+        if isinstance(event, RunStart):
+            if event.resumed_from is not None and _is_of(event.resumed_from, resume):
+                has_begun = True
+                has_saved = False
+        elif isinstance(event, Restore):
+            if event.path is not None and _is_of(event.path, resume):
+                has_begun = True
+                has_saved = not apart and is_own_checkpoint(Path(event.path), run_dir)
+        elif isinstance(event, Save) and has_begun and event.path is not None:
+            has_saved = True
+    if has_saved:
+        return "newest"
+    return resume
+
+
+def furthest_step(run_dir: Path) -> int:
+    """Return the last step that any attempt of a run finished; -1 if there is none."""
+    events = read(run_dir / "events.jsonl")
+    steps = [event.step for event in events if isinstance(event, MILESTONES)]
+    return max(steps, default=-1)
+
+
+def next_attempt(run_dir: Path) -> int:
+    """Return the number of the next attempt. Attempts are counted over all launches into a run folder."""
+    return max(numbered(run_dir / "logs", "attempt-"), default=-1) + 1
+
+
+def progress_since(events_path: Path, past: int) -> tuple[int, int]:
+    """Return the last step that any attempt finished, and the last step of the attempt that began after `past` events.
+
+    Each is -1 if there is none. Events are not ordered by their times, because hosts have clocks of their own.
+    """
+    furthest = -1
+    newest = -1
+    for number, event in enumerate(read(events_path)):
+        if isinstance(event, MILESTONES):
+            furthest = max(furthest, event.step)
+            if number >= past:
+                newest = event.step
+    return furthest, newest
+
+
+def _was_exporting(events_path: Path, past: int) -> bool:
+    """Return whether the attempt that began after `past` events had finished its run, and was ended while it exported."""
+    events = read(events_path)[past:]
+    return bool(events) and isinstance(events[-1], Exporting)
+
+
+def _report_failed_export(events_path: Path, past: int) -> None:
+    """Print why the attempt that began after `past` events exported nothing, if that failed."""
+    exports = [event for event in read(events_path)[past:] if isinstance(event, Export)]
+    if exports and exports[-1].error:
+        say(f"note: {exports[-1].error}")
+
+
+def _report_lost_export(cause: RankEnd, plan: Plan, events_path: Path) -> None:
+    """End a run that is finished except for its export, because the rank that wrote the export was killed.
+
+    A restart would be killed at the same place.
+    """
+    error = f"{EXPORT_FAILED}: {cause.name} {cause.message.splitlines()[0]}; {way_to_export(plan)}"
+    say(f"note: {error}; see {cause.log}")
+    _note_lost_export(error, "finished", 0, events_path)
+
+
+def _report_stopped_export(number: int, plan: Plan, events_path: Path) -> None:
+    """End a run that is finished except for its export, which a stop signal to the launcher ended."""
+    name = signal.Signals(number).name
+    error = f"{name} in the export: the run is finished and its weights were saved before; {way_to_export(plan)}"
+    say(f"stopped: {error}")
+    _note_lost_export(error, "preempted", Preempted.exit_code, events_path)
+
+
+def _note_lost_export(error: str, status: str, code: int, events_path: Path) -> None:
+    """Write the end of a run whose rank 0 was ended while it exported."""
+    log = EventLog(events_path)
+    log.emit(Export(path=None, seconds=0.0, max_logit_difference=None, error=error))
+    steps = [event.step for event in read(events_path) if isinstance(event, Exporting)]
+    log.emit(RunEnd(status=status, exit_code=code, step=max(steps, default=0), goodput={}))
+
+
+def exit_code(ends: list[RankEnd], stop_signal: int) -> int | None:
+    """Return the exit code of a launch that is over; None if a rank failed and has to be reported."""
+    any_killed = any(end.killed for end in ends)
+    codes = {end.exitcode for end in ends if not end.killed or end.error}
+    if codes == {0} and not any_killed:
+        return 0
+    # A rank ends with 75 after the checkpoint is whole on all ranks: what fails while it leaves does not undo it.
+    for code in (2, 3, NotSaved.rank_code, 75):
+        if code in codes:
+            return code
+    if stop_signal and -stop_signal in codes:
+        # A rank died of the signal because it could not listen yet; there was nothing to save then.
+        return 75
+    if stop_signal and codes <= {0}:
+        return 1
+    return None
+
+
+def _with_exit_code(ends: list[RankEnd], code: int) -> list[RankEnd]:
+    """Return the ranks whose error ends a run with an exit code."""
+    return [end for end in ends if end.error and end.error.get("exit_code") == code]
+
+
+def _report_end(ends: list[RankEnd], code: int, stop_signal: int, plan: Plan) -> None:
+    """Print the line of an end on purpose, once for all ranks."""
+    reports = _with_exit_code(ends, code)
+    if reports:
+        if code == 75:
+            say(f"stopped: {reports[0].message}")
+        else:
+            say(f"error: {reports[0].message}")
+    elif code == 75:
+        say("stopped: before the first step, nothing was lost — go on with --resume")
+    elif code == NotSaved.rank_code:
+        _report_full_disk(plan)
+    elif code == 1 and stop_signal:
+        say(
+            "error: asked to stop, but the ranks did not save in time and were killed — go on from the newest checkpoint with --resume"
+        )
+    elif code:
+        cause = root_cause(ends)
+        say(f"error: {cause.name} {cause.message}; see {cause.log}")
+
+
+def _report_full_disk(plan: Plan) -> None:
+    """Print that the last checkpoint found no room. The disk had no room for the rank's own error either."""
+    free = free_bytes(Path(plan.run_dir))
+    room = f"about {plan.checkpoint_bytes:,} bytes needed, {free:,} free in {plan.run_dir}"
+    fix = "free some, and go on with --resume"
+    fallback_dir = plan.config.checkpoint.fallback_dir
+    if fallback_dir:
+        fix += f" and the folder of this run in {fallback_dir}, if that took it"
+    say(f"error: the last checkpoint could not be written: no space: {room} — {fix}")
+
+
+def _note_mistake(ends: list[RankEnd], code: int, attempt: int, events_path: Path) -> None:
+    """Write the event of an error that ended a run for good, if rank 0 did not meet it itself.
+
+    Rank 0 saw only a lost connection, and ended the run with that.
+    """
+    reports = _with_exit_code(ends, code)
+    is_mistake = code in (UserError.exit_code, TrainingStopped.exit_code)
+    if not is_mistake or not reports or reports[0].rank == 0:
+        return
+    end = reports[0]
+    fault = Fault(
+        attempt=attempt,
+        rank=end.rank,
+        host=end.host or None,
+        signal=end.signal,
+        exitcode=end.exitcode,
+        error=end.message,
+        log=str(end.log),
+        step=max(0, furthest_step(events_path.parent)),
+        action=f"stop: exit code {code}, another attempt would meet it again",
+    )
+    EventLog(events_path).emit(fault)
+
+
+def report_failure(
+    cause: RankEnd,
+    ends: list[RankEnd],
+    attempt: int,
+    step: int,
+    reason: str | None,
+    again: str,
+    events_path: Path,
+    memory_line: str | None,
+) -> None:
+    """Report a failure on standard error and as an event.
+
+    `reason` says why the run ends; None if it starts again. `again` says how it goes on then. `memory_line` is a line about memory, if
+    that ran out.
+    """
+    reported = report(cause, ends)
+    if memory_line is None:
+        say(f"\n{reported}\n")
+    hang = hang_of(cause)
+    if hang:
+        # On a disk that stalls this waits, so the terminal comes first.
+        EventLog(events_path).emit(Hang(attempt=attempt, host=cause.host or None, **hang))
+        for end in ends:
+            write_stacks(end.log.parent, (end.error or {}).get("stacks", {}))
+    summary = memory_line or cause.message.splitlines()[0]
+    first = f"error: {cause.name} failed after step {step}: {summary}"
+    if reason is not None:
+        say(f"{first} — {reason}; see {cause.log}")
+    else:
+        restart = f"starting again from the newest checkpoint ({again})"
+        if memory_line:
+            say(f"{first}\n{restart}")
+        else:
+            say(restart)
+    if reason:
+        action = f"stop: {reason}"
+    elif memory_line:
+        action = "replan"
+    else:
+        action = "restart"
+    likely = None
+    if not memory_line:
+        likely = _cause_line(reported)
+    fault = Fault(
+        attempt=attempt,
+        rank=cause.rank,
+        host=cause.host or None,
+        signal=cause.signal,
+        exitcode=cause.exitcode,
+        error=memory_line or cause.message,
+        log=str(cause.log),
+        step=step,
+        action=action,
+        cause=likely,
+    )
+    EventLog(events_path).emit(fault)
+
+
+def _cause_line(reported: str) -> str | None:
+    """Return the likely cause and its fix of a failure as reported, in one line."""
+    known = likely_cause(reported.splitlines())
+    if known is None:
+        return None
+    cause_text, fix = known
+    return f"{cause_text} — {fix}"
+
+
+def hang_of(cause: RankEnd) -> dict[str, Any] | None:
+    """Return the fields of the event of a hang, if a hang ended the rank."""
+    return (cause.error or {}).get("hang")

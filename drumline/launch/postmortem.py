@@ -1,0 +1,253 @@
+"""Find which rank failed first and why, report it once with its consequences, and decide whether another start may help."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.plan.out_of_memory import Exhausted
+from drumline.system.redact import redact
+
+# Errors of a rank after another one has ended. Such an error is a consequence, and its own traceback explains nothing.
+CONSEQUENCES = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvValue failed",
+    "NCCL communicator was aborted", "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused",
+    "failed on another rank", "Application timeout", "collective operation timeout",
+)  # fmt: skip
+LOG_LINES = 15
+MOST_CHARACTERS = 100  # of the error of a rank that failed in consequence
+OUT_OF_MEMORY = "the kernel does that too when memory runs out: see `dmesg`"
+# Addresses, sizes and counts differ between two reports of the same failure.
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?", re.IGNORECASE)
+# Errors of Python that another start meets again: code or values do not fit.
+_CERTAIN = re.compile(
+    r"(Type|Attribute|Name|NotImplemented|Import|ModuleNotFound|Syntax|Indentation|UnboundLocal|ZeroDivision)Error\b"
+)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    exitcode: int
+    error: dict[str, Any] | None
+    log: Path
+    killed: bool = False  # by the launcher, after another rank had failed
+    at: float = 0.0  # unix seconds of its error, or of its end
+    suspended: bool = False  # somebody had suspended it until the launcher killed it
+    # How many processes the kernel of its host had killed for lack of memory, before the attempt and after it.
+    kills: tuple[int | None, int | None] = (None, None)
+    host: str = ""  # its name, if the run has several
+    lines: tuple[str, ...] | None = None  # the end of the log, if that is on another host
+
+    @property
+    def name(self) -> str:
+        if self.host:
+            return f"rank {self.rank} on host {self.host}"
+        return f"rank {self.rank}"
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the signal that ended it; None if it has exited."""
+        if self.exitcode >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exitcode).name
+        except ValueError:  # a real-time signal
+            return f"signal {-self.exitcode}"
+
+    @property
+    def message(self) -> str:
+        """What the rank reported, or how it died."""
+        if self.error:
+            return redact(str(self.error["message"]))
+        if self.killed:
+            if self.suspended:
+                why = "it was suspended (SIGSTOP)"
+            else:
+                why = "it hung, or waited for another"
+            return f"did not end by itself and was killed by the launcher: {why}"
+        if self.signal:
+            return f"killed by {self.signal}"
+        return f"exited with {self.exitcode}"
+
+    @property
+    def exhausted(self) -> Exhausted | None:
+        """What the rank knew of memory when that ran out; None if it ended for another reason."""
+        report = (self.error or {}).get("exhausted")
+        if report is None:
+            return None
+        return Exhausted.model_validate(report)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it failed because another rank had failed."""
+        if self.killed and not self.error:
+            return True
+        text = self.message
+        if self.signal == "SIGABRT":
+            # A C++ exception that nobody caught ends in SIGABRT. Which one it was is in the log.
+            text = "\n".join(log_lines(self, None))
+        return any(phrase in text for phrase in CONSEQUENCES)
+
+
+def read_error(path: Path) -> dict[str, Any] | None:
+    """Return what `train.failure` noted of an exception: message, traceback, time, exit_code. None if it noted nothing."""
+    try:
+        noted: dict[str, Any] = json.loads(path.read_text())["message"]["drumline"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return noted
+
+
+def root_cause(ends: list[RankEnd]) -> RankEnd:
+    """Return the rank to blame.
+
+    A rank that was killed from outside comes first, then the first rank with an error of its own, then a rank that failed or reported that
+    it waited in vain. A rank that the launcher killed and that had reported nothing comes last, because it may have waited as well.
+    """
+    failed = [end for end in ends if end.exitcode != 0]
+    with_own_error = [end for end in failed if not end.is_consequence]
+    reporting = [end for end in failed if end.error or not end.killed]
+    blamed = with_own_error or reporting or failed
+    return min(blamed, key=_order_of_blame)
+
+
+def _order_of_blame(end: RankEnd) -> tuple[bool, bool, float, int]:
+    was_killed_from_outside = end.signal not in (None, "SIGABRT") and not end.killed
+    return not was_killed_from_outside, not end.suspended, end.at, end.rank
+
+
+def exhausted(cause: RankEnd) -> Exhausted | None:
+    """Return what is known of memory if it ran out; None if it did not."""
+    before, after = cause.kills
+    was_killed_from_outside = cause.signal == "SIGKILL" and not cause.killed
+    if was_killed_from_outside and before is not None and after is not None and after > before:
+        return Exhausted(rank=cause.rank, during="", killed=True)
+    return cause.exhausted
+
+
+def report(cause: RankEnd, ends: list[RankEnd]) -> str:
+    """Return the failure as text without secrets.
+
+    It has the rank, the cause, the traceback once, the end of the log, and the other ranks in one line.
+    """
+    first = f"{cause.name}: {cause.message}"
+    if cause.signal == "SIGKILL" and not cause.killed:
+        first += f" ({OUT_OF_MEMORY})"
+    lines = [first]
+    if cause.error and cause.error.get("traceback"):
+        lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]
+    tail = log_lines(cause, without=cause.error)
+    if tail:
+        lines += ["", f"last lines of {cause.log}:", *_indent(tail)]
+    else:
+        lines += ["", f"its log: {cause.log}"]
+    lines += _other_ranks(cause, ends)
+    known = likely_cause(lines)
+    if known is not None:
+        cause_text, fix = known
+        lines += ["", f"likely cause: {cause_text}", f"fix: {fix}"]
+    return redact("\n".join(lines))
+
+
+def _other_ranks(cause: RankEnd, ends: list[RankEnd]) -> list[str]:
+    """Return lines about the ranks that failed in consequence, and about ranks that hung."""
+    consequences = []
+    silent = []
+    for end in ends:
+        if end.rank == cause.rank:
+            continue
+        if end.exitcode != 0 and not end.killed:
+            summary = end.message.splitlines()[0][:MOST_CHARACTERS]
+            consequences.append(f"{end.name} {summary}{_begun(end)}")
+        if end.killed and not end.error and (end.suspended or cause.is_consequence):
+            silent.append(f"{end.name} {end.message}")
+    if consequences:
+        return ["", "in consequence: " + "; ".join(consequences), *silent]
+    return silent
+
+
+def likely_cause(lines: list[str]) -> tuple[str, str] | None:
+    """Return the likely cause of a failure and its fix; None if the doctor knows no such error."""
+    from drumline.doctor.diagnose import advice
+
+    known = advice("\n".join(line.strip() for line in lines))
+    if known is None:
+        return None
+    return known.cause, known.signature.mend
+
+
+def _begun(end: RankEnd) -> str:
+    """Return the collective that a rank had begun last, for a line about it; empty if it is not known."""
+    if end.error and end.error.get("collective"):
+        return f", in {end.error['collective']}"
+    return ""
+
+
+def _indent(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def log_lines(end: RankEnd, without: dict[str, Any] | None) -> list[str]:
+    """Return the last lines of a rank's log, without the traceback of the error `without`, which is shown already."""
+    if end.lines is not None:
+        return list(end.lines)
+    try:
+        text = end.log.read_text(errors="replace").rstrip()
+    except OSError:
+        return []
+    if without and without.get("traceback"):
+        text = text.replace(without["traceback"].rstrip(), "").rstrip()
+    lines = []
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("Extension modules: "):
+            lines.append(line)
+    return lines[-LOG_LINES:]
+
+
+class Restarts:
+    """A budget of restarts. Progress fills it up again, and the same failure twice at the same step ends it."""
+
+    def __init__(self, limit: int, why_none: str = "") -> None:
+        """`limit` is the number of restarts without progress. `why_none` says for the message what has set a limit of 0."""
+        self.limit = limit
+        self.left = limit
+        self.why_none = why_none
+        self.reached = -1
+        self.last: tuple[int, int, str, str] | None = None
+
+    def decide(
+        self, reached: int, failed_at: int, rank: int, message: str, host: str = ""
+    ) -> str | None:
+        """Return the reason not to start again; None to start again.
+
+        `reached` is the last step that any attempt finished. `failed_at` is the last step that this attempt finished, -1 if none; it may
+        have started again from an earlier step. `message` is the error that ended `rank`.
+        """
+        if reached > self.reached:
+            self.left = self.limit
+            self.reached = reached
+        if _CERTAIN.match(message):
+            return "another start would not help: it is an error of code or of values"
+        failure = (failed_at, rank, host, _NUMBER.sub("#", message))
+        if self.last == failure:
+            if failed_at >= 0:
+                when = f"after step {failed_at}"
+            else:
+                when = "before the first step"
+            return f"the same failure came twice {when}: another start would not help"
+        self.last = failure
+        if self.left != 0:
+            self.left -= 1
+            return None
+        if self.limit > 0:
+            return f"{self.limit} restarts without progress"
+        if self.why_none:
+            return f"no restart is allowed ({self.why_none})"
+        return "no restart is allowed"

@@ -1,0 +1,388 @@
+"""List runs, show their logs, follow them and stop them, whoever launched them.
+
+Everything that is known of a run is in its folder: the lease, the events, the logs, and the number of its Slurm job. The folder
+of a run in a Kubernetes cluster says only where that run is. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.errors import DrumlineError, EnvironmentFault, UserError, printable
+from drumline.foreign import open_plain, read_object
+from drumline.launch import lease
+from drumline.launch.kubernetes.runs import EXPERIMENTAL, NOTE, Submitted, submitted
+from drumline.launch.slurm import queue
+from drumline.system.files import numbered
+from drumline.system.output import nobody_reads
+from drumline.system.redact import redact
+from drumline.system.signals import LEFT, LauncherSignals
+from drumline.telemetry.events import (
+    Emit,
+    Event,
+    Fault,
+    RunEnd,
+    RunStart,
+    Step,
+    last,
+    last_start,
+    tail,
+)
+
+LOOK_SECONDS = 0.5
+PAUSE_SECONDS = 0.1  # between two looks at the signals
+NO_RUNS = Path("runs")  # the default folder, which does not exist before the first run
+STOP_SECONDS = 30.0  # between two lines while a run saves
+TAKEOVER_SECONDS = 60.0  # for another host to follow a dead launcher, if hosts may come and go
+# A duration is shown in the largest unit of which it has at least two.
+UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+
+
+@dataclass(frozen=True)
+class State:
+    """The present state of a run, as a row of `drumline ps`."""
+
+    run_dir: Path
+    state: str
+    step: int | None
+    where: str  # host and process, or the job
+    age: float  # seconds since its last event, or since its folder was made
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "plan.json").is_file()
+
+
+def require_run(folder: Path) -> Submitted | None:
+    """Return what is known of a run in a cluster; None for a run on this side.
+
+    Raises UserError if the folder belongs to no run.
+    """
+    if is_run(folder):
+        return None
+    in_cluster = submitted(folder)
+    if in_cluster is None:
+        fix = "name the folder of a run; `drumline ps` lists them"
+        raise UserError("is no run folder: there is no plan.json", where=str(folder), fix=fix)
+    print(EXPERIMENTAL, file=sys.stderr)
+    return in_cluster
+
+
+def states(folder: Path) -> list[State]:
+    """Return the state of the run in `folder`, or of all runs below it, the newest event first.
+
+    Raises UserError if there is no such folder.
+    """
+    if not folder.is_dir():
+        fix = "name a run, or the folder that has runs"
+        if folder.exists():
+            raise UserError("is no folder", where=str(folder), fix=fix)
+        if folder != NO_RUNS:
+            raise UserError("there is no such folder", where=str(folder), fix=fix)
+    if is_run(folder):
+        runs = [folder]
+    else:
+        runs = [path.parent for path in sorted(folder.glob("*/plan.json"))]
+    holders = lease.holders(runs)
+    found = [_state(run, holders.get(run)) for run in runs]
+    for note in [folder / NOTE, *sorted(folder.glob(f"*/{NOTE}"))]:
+        run = note.parent
+        in_cluster = submitted(run)
+        if in_cluster is not None:
+            state = in_cluster.state()
+            age = max(0.0, time.time() - note.stat().st_mtime)
+            found.append(State(run, state, None, in_cluster.where, age))
+    return sorted(found, key=lambda each: each.age)
+
+
+def _state(run: Path, holder: lease.Holder | None) -> State:
+    events = last(run / "events.jsonl")
+    step: int | None = None
+    for event in events:
+        number = getattr(event, "step", None)
+        if type(number) is int and number >= 0:
+            step = number
+    where = _where(queue.job_of(run), holder)
+    if events:
+        newest = events[-1].t
+    else:
+        newest = (run / "plan.json").stat().st_mtime
+    name = _name(run, holder, events)
+    age = max(0.0, time.time() - newest)
+    return State(run, name, step, where, age)
+
+
+def _where(job: str | None, holder: lease.Holder | None) -> str:
+    """Return the job of a run, and the host and process of its launcher."""
+    where = ""
+    if holder is not None:
+        where = f"{holder.host} pid {holder.pid}"
+    if job is None:
+        return where
+    if where:
+        return f"job {job} on {where}"
+    return f"job {job}"
+
+
+def _name(run: Path, holder: lease.Holder | None, events: list[Event]) -> str:
+    """Return the word for the state of a run.
+
+    It is running, queued (also just before it starts or ends), finished, preempted, stopped, failed, lost (its launcher has
+    died), not started, or unknown (Slurm does not answer).
+    """
+    if holder is not None and holder.alive:
+        return "running"
+    try:
+        if queue.queued_job(run) is not None:
+            return "queued"
+    except EnvironmentFault:
+        return "unknown"
+    newest = _newest(events)
+    if isinstance(newest, RunEnd):
+        return str(newest.status)
+    if isinstance(newest, Fault) and str(newest.action).startswith("stop"):
+        return "failed"
+    if holder is not None or newest:
+        return "lost"
+    return "not started"
+
+
+def _newest(events: list[Event]) -> Event | None:
+    """Return the newest event that tells whether a run has ended. The end of an earlier start does not count."""
+    for event in reversed(events):
+        if isinstance(event, RunStart | RunEnd | Fault | Step):
+            return event
+    return None
+
+
+def print_logs(run: Path, rank: int | None) -> None:
+    """Print the logs of the newest attempt: of all ranks, or of one; of each standard output, then standard error.
+
+    Raises UserError if there are none.
+    """
+    in_cluster = require_run(run)
+    if in_cluster is not None:
+        in_cluster.print_logs(rank)
+        return
+    files = _log_files(run / "logs")
+    found = files
+    if rank is not None:
+        found = [path for path in files if _order(path)[0] == rank]
+    found = [path for path in found if path.suffix in (".out", ".log") and path.is_file()]
+    if not found and rank is None:
+        file = _job_log(run)
+        if file is not None:
+            _print(file, "")
+            return
+    if not found:
+        if files:
+            what = f"has no logs of rank {rank}"
+        else:
+            what = "has no logs"
+        fix = "under torchrun, srun and mpirun ranks print where that program does"
+        raise UserError(what, where=str(run / "logs"), fix=fix)
+    _print_each(found, rank)
+
+
+def _print_each(files: list[Path], rank: int | None) -> None:
+    """Print logs one after another, each line with its rank if they are of all ranks."""
+    for path in files:
+        label = ""
+        if rank is None:
+            label = f"rank {_order(path)[0]} | "
+        is_read = _print(path, label)
+        if not is_read:
+            return
+    if any(path.stat().st_size for path in files):
+        return
+    if rank is None:
+        print("nothing was printed by any rank", file=sys.stderr)
+    else:
+        print(f"nothing was printed by rank {rank}", file=sys.stderr)
+
+
+def _log_files(logs: Path) -> list[Path]:
+    """Return the files of the newest attempt, rank by rank."""
+    attempts = numbered(logs, "attempt-")
+    if not attempts:
+        return []
+    newest = attempts[max(attempts)]
+    return sorted(newest.glob("rank-*.*"), key=_order)
+
+
+def _print(path: Path, label: str) -> bool:
+    """Print a log, each line behind a label. Return False once nobody reads standard output any more."""
+    with open_plain(path, UserError) as file:
+        for line in io.TextIOWrapper(file, encoding="utf-8", errors="replace"):
+            print(f"{label}{printable(redact(line.rstrip()))}")
+            if nobody_reads():
+                return False
+    return True
+
+
+def _job_log(run: Path) -> Path | None:
+    """Return the log in which a run's Slurm job says why no rank has started; None if it says nothing."""
+    job = queue.job_of(run)
+    if job is None:
+        return None
+    file = queue.log_of(run, job)
+    if file is not None and file.is_file() and file.stat().st_size:
+        return file
+    return None
+
+
+def _order(path: Path) -> tuple[int, bool]:
+    """Return the place of a log in the order of printing: its rank, then standard error after standard output."""
+    number = path.stem.removeprefix("rank-")
+    rank = -1
+    if number.isdecimal():
+        rank = int(number)
+    return rank, path.suffix == ".log"
+
+
+def follow(run: Path, on_event: Emit) -> int:
+    """Show the newest start of a run, and all new events until it ends; return its exit code. Ctrl-C leaves the run alone."""
+    in_cluster = require_run(run)
+    if in_cluster is not None:
+        return in_cluster.follower().until_end(leaves=True)
+    path = run / "events.jsonl"
+    start = last_start(path)
+    job = queue.queued_job(run)
+    if job is not None:
+        return queue.follow(run, job, on_event, start)
+    patience = 0.0
+    if _may_change_hosts(run):
+        patience = TAKEOVER_SECONDS
+    with LauncherSignals() as signals, tail(path, on_event, start):
+        _wait_for_holder(run, patience, signals)
+    if signals.number:
+        return LEFT
+    exit_code = queue.end_of(run)
+    events = last(path)
+    if exit_code is None:
+        newest = _newest(events)
+        if isinstance(newest, RunEnd):
+            return newest.exit_code
+    file = _job_log(run)
+    line = f"{run}: {_name(run, None, events)}"
+    if file is not None:
+        line += f"; see {file}"
+    print(line, file=sys.stderr)
+    if exit_code is None:
+        return 1
+    return exit_code
+
+
+def _may_change_hosts(run: Path) -> bool:
+    """Return whether a run has `launch.nodes`, so that another host may take it over."""
+    value: Any = read_object(run / "plan.json", UserError, "name the folder of a run")
+    # A plan of another version may have left these keys out.
+    for key in ("config", "launch", "nodes"):
+        if not isinstance(value, dict):
+            return False
+        value = value.get(key)
+    return isinstance(value, dict)
+
+
+def _wait_for_holder(run: Path, patience: float, signals: LauncherSignals) -> None:
+    """Wait until the lease is given back, its holder has been dead for `patience` seconds, or a signal comes."""
+    until = time.monotonic() + patience
+    while not signals.number:
+        holder = lease.holders([run]).get(run)
+        if holder is None:
+            return
+        if not holder.alive and time.monotonic() >= until:
+            return
+        if holder.alive:
+            until = time.monotonic() + patience
+        _pause(signals, LOOK_SECONDS)
+
+
+def _pause(signals: LauncherSignals, seconds: float) -> None:
+    """Sleep, but not beyond a signal."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not signals.number:
+        time.sleep(PAUSE_SECONDS)
+
+
+def stop(run: Path) -> None:
+    """Have a run save and end, as SIGTERM to its launcher does, and wait until it has ended.
+
+    Raises UserError if it is not under way.
+    """
+    in_cluster = require_run(run)
+    if in_cluster is not None:
+        in_cluster.follower().until_end(stop=True)
+        return
+    holder = lease.holders([run]).get(run)
+    if holder is not None and holder.alive:
+        lease.request_stop(run, holder.token)
+        print(f"{run}: pid {holder.pid} on host {holder.host} saves and ends", file=sys.stderr)
+        _wait_for_end(run, holder.token)
+        return
+    job = queue.queued_job(run)
+    if job is None:
+        fix = "`drumline ps` lists runs and their states"
+        raise UserError("is not under way", where=str(run), fix=fix)
+    queue.ask("scancel", job)
+    print(f"{run}: job {job} was in the queue and is cancelled", file=sys.stderr)
+
+
+def _wait_for_end(run: Path, token: str) -> None:
+    """Wait until the holder of a lease has given it back, or has died. Raises DrumlineError at a signal.
+
+    A holder on another host counts as dead when its counter stands still.
+    """
+    printed = time.monotonic()
+    moved = 0.0
+    count = b""
+    with LauncherSignals() as signals:
+        while True:
+            holder = lease.holder(run)
+            if holder is None or holder.token != token or signals.number:
+                break
+            if holder.count != count:
+                moved = time.monotonic()
+                count = holder.count
+            stands_still = time.monotonic() - moved > lease.PATIENCE_SECONDS
+            if holder.alive is False or (holder.alive is None and stands_still):
+                print(f"{run}: its launcher has died", file=sys.stderr)
+                return
+            if time.monotonic() - printed > STOP_SECONDS:
+                printed = time.monotonic()
+                print(f"{run}: still saving", file=sys.stderr)
+            _pause(signals, LOOK_SECONDS)
+    if signals.number:
+        raise DrumlineError(
+            "it was requested to stop, and has not ended yet",
+            where=str(run),
+            fix="drumline ps shows whether it has",
+        )
+
+
+def table(found: list[State]) -> str:
+    """Return the runs as a table with aligned columns."""
+    rows: list[tuple[str, ...]] = [("RUN", "STATE", "STEP", "LAST EVENT", "WHERE")]
+    for each in found:
+        step = str(each.step or "-")
+        age = f"{_duration(each.age)} ago"
+        cells = (str(each.run_dir), each.state, step, age, each.where)
+        rows.append(tuple(printable(cell.replace("\n", " ")) for cell in cells))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in UNITS:
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

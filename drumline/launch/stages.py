@@ -1,0 +1,64 @@
+"""Read what each rank of a run is doing now from the shared memory that its launcher watches.
+
+The run itself is asked nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from drumline.launch import lease
+from drumline.system import heartbeat
+
+
+def stages(run_dir: Path) -> list[dict[str, Any]]:
+    """Return {rank, phase, step, seconds in the phase} of each rank of this host.
+
+    The list is empty if the run has ended, or if its launcher is on another host.
+    """
+    holder = lease.holder(run_dir)
+    if holder is None or holder.alive is not True or holder.host != socket.gethostname():
+        return []
+    # The folder of the board is removed as soon as all ranks have it open (`launch.watch`), but an open file is still found in /proc.
+    boards: list[tuple[float, Path]] = []
+    for link in Path(f"/proc/{holder.pid}/fd").glob("*"):
+        with suppress(OSError):  # closed meanwhile, or another user's
+            if _is_board(str(link.readlink())):
+                boards.append((link.stat().st_ctime, link))
+    with suppress(OSError, ValueError):  # closed meanwhile, or there is none
+        _, newest = max(boards)  # an earlier attempt may have left another
+        return _read(newest)
+    return []
+
+
+def _is_board(target: str) -> bool:
+    """Return whether a file of /proc/PID/fd leads to a board of heartbeats."""
+    return "/drumline-" in target and target.removesuffix(" (deleted)").endswith("/board")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with mmap.mmap(handle, 0, prot=mmap.PROT_READ) as memory:
+            board = bytes(memory)
+    finally:
+        os.close(handle)
+    # The same words, as integers and as numbers with a fraction: `system.heartbeat` says which is which.
+    ints = memoryview(board).cast("q")
+    floats = memoryview(board).cast("d")
+    now = time.monotonic()
+    found = []
+    for rank, slot in enumerate(range(0, len(ints), heartbeat.SLOT)):
+        if not ints[slot + heartbeat.PID]:
+            continue
+        phase = heartbeat.PHASES[ints[slot + heartbeat.PHASE]]
+        step = ints[slot + heartbeat.STEP]
+        seconds = max(0.0, now - floats[slot + heartbeat.SINCE])
+        found.append({"rank": rank, "phase": phase, "step": step, "seconds": round(seconds, 1)})
+    return found

@@ -1,0 +1,376 @@
+"""Make ranks of the tasks that srun or mpirun has started.
+
+The variables of those programs say which rank this process is, and where rank 0 is. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, NoReturn
+
+from drumline.errors import EnvironmentFault
+from drumline.system.process import output_of
+
+LOOPBACK = "127.0.0.1"
+# Ports from FIRST_PORT on: below the ports that Linux gives to clients (from 32768 on), and above the usual ones of services.
+FIRST_PORT = 15000
+PORTS = 17000
+# Steps of Slurm that are not tasks of the user: the batch script, the shell of salloc, and two of Slurm's own (slurm.h).
+NO_TASKS = {str(0xFFFFFFFF - number) for number in range(2, 6)}
+SCONTROL_SECONDS = 30.0
+JOINED = "DRUMLINE_JOINED"  # the program by whose variables a task has become a rank
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+REQUIRED = ("RANK", "WORLD_SIZE", *RENDEZVOUS)
+# How many processes have been started of the same command, and which one this is; mpirun may have started its own helpers by srun.
+TASKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+TASK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+PROXIES = ("hydra_", "pmi_proxy")  # of MPICH's and Intel's mpirun, one on each host
+
+
+def join_tasks() -> None:
+    """Have this process join the rest as a rank, if it is one task of several.
+
+    It sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless a launcher has set them.
+    """
+    if not joined():
+        os.environ.update(task_variables(os.environ))
+
+
+def joined() -> bool:
+    """Return whether this process is a rank: it has the variables of torchrun and similar launchers."""
+    return all(name in os.environ for name in REQUIRED)
+
+
+def require_rendezvous() -> None:
+    """Raise EnvironmentFault if this is one of several tasks that do not know of each other: each would train alone."""
+    tasks = max(_number(os.environ, name) for name in TASKS)
+    if tasks < 2 or joined():
+        return
+    if "SLURM_PTY_PORT" in os.environ:
+        what = f"this terminal is one of the {tasks} tasks of an srun --pty, and the rest do not hear what is typed"
+        fix = "type it in the shell of salloc, or give srun --pty one task: --ntasks=1"
+    elif _task_number() > 0:
+        raise SystemExit(EnvironmentFault.exit_code)  # task 0 reports it
+    else:
+        what = f"srun or mpirun has started {tasks} tasks, and none of them knows where to meet the rest: each would train alone"
+        fix = "set MASTER_ADDR to the host of rank 0 for all of them: mpirun -x MASTER_ADDR=HOST, with MPICH mpirun -genv MASTER_ADDR HOST"
+    raise EnvironmentFault(what, where="launcher", fix=fix)
+
+
+def _task_number() -> int:
+    """Return the number of this task, as the first of the programs that has set one says; 0 if none has."""
+    for name in TASK:
+        if name in os.environ:
+            return _number(os.environ, name)
+    return 0
+
+
+def step_of_allocation() -> list[str]:
+    """Return the srun that runs a command in all tasks of the allocation in which it is called, by salloc's shell or a batch script.
+
+    It is empty if there is no allocation, if this is a task of the allocation or of mpirun, and if the allocation has one task alone, on
+    this host.
+    """
+    env = os.environ
+    if joined() or _is_of_mpi(env) or "SLURM_JOB_ID" not in env:
+        return []
+    if env.get("SLURM_STEP_ID", "") not in {"", *NO_TASKS}:
+        return []
+    require_one_group()
+    hosts = expand(env.get("SLURM_JOB_NODELIST", ""))
+    full_name = socket.gethostname()
+    own_names = {full_name, full_name.partition(".")[0], env.get("SLURMD_NODENAME")}
+    is_one_task = len(hosts) < 2 and _number(env, "SLURM_NTASKS") < 2
+    if is_one_task and own_names & set(hosts):
+        return []
+    step = ["srun", "--kill-on-bad-exit=1"]
+    cores = env.get("SLURM_CPUS_PER_TASK")
+    if cores:
+        # Since 22.05 srun does not take the allocation's own number.
+        step.append(f"--cpus-per-task={cores}")
+    return step
+
+
+def requeued() -> bool:
+    """Return whether this command is of a batch script that Slurm runs again, so that its run has been started before."""
+    if joined() or "SLURM_JOB_ID" not in os.environ:
+        return False
+    return _number(os.environ, "SLURM_RESTART_COUNT") > 0
+
+
+def require_one_group() -> None:
+    """Raise EnvironmentFault in a heterogeneous job of Slurm; tasks other than the first exit silently."""
+    if _number(os.environ, "SLURM_HET_SIZE") > 1:
+        if _number(os.environ, "SLURM_PROCID"):
+            raise SystemExit(EnvironmentFault.exit_code)
+        what = "this job is heterogeneous, and a run is planned for nodes that are alike"
+        raise EnvironmentFault(
+            what, where="launcher", fix="ask Slurm for one group of nodes, without ':' and hetjob"
+        )
+
+
+def torchrun_of_node(count: Callable[[], int]) -> list[str]:
+    """Return the torchrun that starts the ranks of this node, if srun has started one task a node and a node shall have more ranks.
+
+    `count` returns how many ranks a node shall have. The command is empty in all other cases.
+    """
+    env = os.environ
+    nodes = _number(env, "SLURM_STEP_NUM_NODES")
+    if env.get(JOINED) != "srun" or nodes != int(env["WORLD_SIZE"]):
+        return []
+    processes = count()
+    if processes < 2:
+        return []
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={processes}",
+        f"--rdzv-id={env['SLURM_JOB_ID']}",
+        f"--node-rank={env['RANK']}",
+        f"--master-addr={env['MASTER_ADDR']}",
+        f"--master-port={env['MASTER_PORT']}",
+        "-m",
+        "--",
+    ]
+
+
+def become(command: list[str]) -> NoReturn:
+    """Replace this process by another program. Raises EnvironmentFault if it is not installed."""
+    sys.stdout.flush()
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        raise EnvironmentFault(
+            f"there is no program {command[0]!r}",
+            where="PATH",
+            fix="call drumline where it is installed",
+        ) from None
+
+
+def task_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of this rank.
+
+    They are empty if this process is not one task of several, or cannot know where rank 0 is. MASTER_ADDR and MASTER_PORT stay as the user
+    has set them.
+    """
+    if _is_of_mpi(env):
+        variables = _of_open_mpi(env) or _of_hydra(env)
+    else:
+        variables = _of_slurm(env)
+    if variables:
+        for name in RENDEZVOUS:
+            if env.get(name):
+                variables[name] = env[name]
+    return variables
+
+
+def _is_of_mpi(env: Mapping[str, str]) -> bool:
+    """Return whether this is a task of mpirun, and not one of srun.
+
+    Mpirun starts its own helpers by srun, so that its tasks see the variables of such a step, too. And srun --mpi=pmi2 sets PMI_SIZE
+    without the local rank.
+    """
+    if _number(env, "OMPI_COMM_WORLD_SIZE") > 1:
+        return True
+    return "MPI_LOCALRANKID" in env and _number(env, "PMI_SIZE") > 1
+
+
+def _of_slurm(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a task of srun; empty for any other process."""
+    # In a terminal of srun (--pty) commands are typed in one task; the rest of the step does not hear them.
+    if "SLURM_PTY_PORT" in env or env.get("SLURM_STEP_ID") in NO_TASKS:
+        return {}
+    if _number(env, "SLURM_STEP_NUM_TASKS") < 2:
+        return {}
+    require_one_group()
+    node = int(env.get("SLURM_NODEID", "0"))
+    hosts = expand(env["SLURM_STEP_NODELIST"])
+    tasks = tasks_of_nodes(env["SLURM_STEP_TASKS_PER_NODE"])
+    numbers = _Numbers(
+        env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"], str(tasks[node])
+    )
+    if len(hosts) == 1:
+        host = LOOPBACK
+    else:
+        host = env.get("MASTER_ADDR") or address(hosts[0])
+    variables = _rank("srun", numbers, host, f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}")
+    # A job that was requeued goes on with its run.
+    variables["TORCHELASTIC_RESTART_COUNT"] = env.get("SLURM_RESTART_COUNT", "0")
+    return variables
+
+
+def _of_open_mpi(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a task of Open MPI's mpirun; empty for any other process, or if rank 0 cannot be found."""
+    numbers = _numbers_of(
+        env,
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
+    if numbers is None:
+        return {}
+    hosts = _hosts_of_mpirun(env)
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
+    if numbers.local_world_size == numbers.world_size:
+        host: str | None = LOOPBACK
+    else:
+        host = env.get("MASTER_ADDR") or next(iter(hosts), None)
+    if host is None:
+        return {}
+    if numbers.rank == "0" and host in hosts and not _is_here(host):
+        return {}
+    return _rank("mpirun", numbers, host, job)
+
+
+def _hosts_of_mpirun(env: Mapping[str, str]) -> list[str]:
+    """Return the addresses of the host of Open MPI's mpirun, which puts rank 0 on its own host first.
+
+    The variable is `JOB.0;tcp://ADDRESS,ADDRESS:PORT;tcp6://…`.
+    """
+    mpirun = re.search(r";tcp://([^:;]+):\d+", env.get("OMPI_MCA_orte_hnp_uri", ""))
+    if mpirun is None:
+        return []
+    return [host for host in mpirun[1].split(",") if not host.startswith("127.")]
+
+
+def _of_hydra(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a task of MPICH's or Intel's mpirun; empty for any other process, or if rank 0 cannot be found.
+
+    These programs do not say where rank 0 is, so several hosts need a MASTER_ADDR. Nor do tasks on several hosts have a text of this start
+    alone, so two runs of one user there, of as many ranks, need a MASTER_PORT.
+    """
+    numbers = _numbers_of(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    if numbers is None:
+        return {}
+    if numbers.local_world_size == numbers.world_size:
+        return _rank("mpirun", numbers, LOOPBACK, str(_proxy()))
+    host = env.get("MASTER_ADDR")
+    if not host:
+        return {}
+    return _rank("mpirun", numbers, host, f"{host}.{numbers.world_size}.{os.getuid()}")
+
+
+def _proxy() -> int:
+    """Return the process above all ranks of this host: the nearest proxy of mpirun, with scripts in between; else the parent."""
+    import psutil
+
+    for above in psutil.Process().parents():
+        try:
+            if above.name().startswith(PROXIES):
+                return above.pid
+        except psutil.Error:  # another user's process
+            continue
+    return os.getppid()
+
+
+class _Numbers(NamedTuple):
+    """The place of a rank, as the text of its variables."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+def _numbers_of(env: Mapping[str, str], *names: str) -> _Numbers | None:
+    """Return the place of a rank by the names of its four variables; None if one is missing, or if it is not one of several."""
+    if not all(name in env for name in names):
+        return None
+    numbers = _Numbers(*(env[name] for name in names))
+    _, size_name, _, _ = names
+    if _number(env, size_name) < 2:
+        return None
+    return numbers
+
+
+def _rank(program: str, numbers: _Numbers, host: str, job: str) -> dict[str, str]:
+    """Return the variables of a rank. `job` is a text that all ranks of this start have, and other starts do not."""
+    port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+    return {
+        "RANK": numbers.rank,
+        "WORLD_SIZE": numbers.world_size,
+        "LOCAL_RANK": numbers.local_rank,
+        "LOCAL_WORLD_SIZE": numbers.local_world_size,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        JOINED: program,
+    }
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    """Return the number in a variable; 0 if it has none."""
+    if env.get(name, "").isdecimal():
+        return int(env[name])
+    return 0
+
+
+def _is_here(address: str) -> bool:
+    """Return whether an address is one of this host."""
+    import psutil
+
+    own: set[str] = set()
+    for addresses in psutil.net_if_addrs().values():
+        own.update(each.address for each in addresses)
+    return address in own
+
+
+def expand(hosts: str) -> list[str]:
+    """Return the hosts of Slurm's list, one by one: `n[1-3,07],gpu1` is n1, n2, n3, n07 and gpu1."""
+    found = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
+        names = [""]
+        for part in re.findall(r"\[[^\]]*\]|[^\[]+", item):
+            if part.startswith("["):
+                endings = _numbers(part[1:-1])
+            else:
+                endings = [part]
+            names = [name + ending for name in names for ending in endings]
+        found += names
+    return found
+
+
+def _numbers(ranges: str) -> list[str]:
+    """Return the numbers of ranges: `1-3,07` is 1, 2, 3, 07. Zeros in front are kept."""
+    found = []
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            found.append(str(number).zfill(len(first)))
+    return found
+
+
+def tasks_of_nodes(counts: str) -> list[int]:
+    """Return Slurm's count of tasks, node by node: `2(x3),1` is 2, 2, 2, 1."""
+    found: list[int] = []
+    for number, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        found += [int(number)] * int(repeated or 1)
+    return found
+
+
+def address(node: str) -> str:
+    """Return a name or an address by which a node of Slurm is found: its own name, or else the address that Slurm itself uses.
+
+    Raises EnvironmentFault if there is none.
+    """
+    try:
+        socket.getaddrinfo(node, None)
+        return node
+    except socket.gaierror:
+        pass
+    command = ["scontrol", "show", "node", node, "--oneliner"]
+    shown = output_of(command, SCONTROL_SECONDS) or ""
+    node_address = re.search(r"\bNodeAddr=(\S+)", shown)
+    if node_address is not None:
+        return node_address[1]
+    fix = "set MASTER_ADDR to a name or an address of the first host"
+    raise EnvironmentFault(
+        f"the host {node!r} of rank 0 has no address", where="SLURM_STEP_NODELIST", fix=fix
+    )

@@ -1,0 +1,396 @@
+"""Watch the heartbeats of one host's ranks: find out whether they hang, and then what each of them is doing.
+
+Nothing of a rank has to run for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from drumline.launch.hangs import Hang, Seen, name_hang
+from drumline.system import heartbeat as beats
+
+# The longest time that counts between two looks: if this process did not run for longer, ranks may not have run either.
+MOST_LOOK = 0.5
+# Seconds after a beat at which the waits for a core are read. Most phases are over by then, and nothing has to be read for them.
+STARVED_AFTER = 1.0
+# For other hosts to name a rank of theirs first, or to answer that one is at work.
+ELSEWHERE_SECONDS = 5.0
+DOUBT_SECONDS = 1.0  # between two looks until then
+ANSWER_SECONDS = 3.0  # for stacks and collectives
+SIGNAL_SECONDS = 1.0  # for the stacks of a rank that has not answered
+WAIT_SECONDS = 0.05  # between two looks for an answer
+
+
+@dataclass
+class _Pulse:
+    """What the watcher knows of a rank."""
+
+    count: int = -1  # of its last beat
+    waited: float = 0.0  # seconds of looks without a new beat
+    # For each thread, the seconds that it had waited for a core soon after the beat.
+    starved: dict[int, float] = field(default_factory=dict)
+
+
+class _Rank(NamedTuple):
+    """A rank that has begun to beat."""
+
+    rank: int  # in the run
+    place: int  # on the board
+    pid: int
+
+
+class _State(NamedTuple):
+    """The state of a process (R, S, D, T, t, Z), and the kernel's function that it sleeps in."""
+
+    state: str
+    sleeps_in: str
+
+
+class Watch:
+    """Watches `ranks` ranks of this host, of which the first is rank `first` of `world_size`.
+
+    `board` has a place for each rank of the run. Without one, a new board is made for the ranks of this host.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        first: int = 0,
+        world_size: int | None = None,
+        board: beats.Board | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self.first = first
+        self.world_size = world_size or ranks
+        self.board = board or beats.new_board(ranks)
+        self.pulses: dict[int, _Pulse] = {}  # by place, of the ranks that have begun
+        self.files: dict[tuple[str, int], IO[bytes]] = {}  # by kind and place
+        now = time.monotonic()
+        self.began = now
+        self.looked = now  # when it looked last
+        self.look_again = now  # no hang is looked into before
+        # Since when the hang may be one of another host; None if there is no such doubt.
+        self.doubted: float | None = None
+
+    def variable(self, place: int) -> dict[str, str]:
+        """Return what a rank needs in its environment."""
+        if self.board is None:
+            return {}
+        return {beats.VARIABLE: f"{self.board.folder}:{place}"}
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+        if self.board is not None:
+            shutil.rmtree(self.board.folder, ignore_errors=True)
+
+    def look(self, running: Mapping[int, int]) -> Hang | None:
+        """Return the hang of these ranks (rank → process id); None if they do not hang.
+
+        While a debugger holds a rank, no rank hangs.
+        """
+        now = time.monotonic()
+        spent = min(now - self.looked, MOST_LOOK)
+        self.looked = now
+        if self.board is None or not running:
+            return None
+        beating = self._beating(running)
+        self._open_files(beating)
+        for each in beating:
+            self._count(each, spent)
+        if not beating:
+            return None
+        if not self._may_hang(beating):
+            self.doubted = None
+            return None
+        if now < self.look_again:
+            return None
+        if any(state_of(each.pid)[0] == "t" for each in beating):
+            return None
+        has_other_hosts = max(self.ranks, len(beating)) < self.world_size
+        hang = name_hang(self._seen(beating, running), has_other_hosts)
+        if hang.sure or self._is_doubt_over(hang, now):
+            return hang
+        return None
+
+    def _beating(self, running: Mapping[int, int]) -> list[_Rank]:
+        """Return the running ranks that have begun to beat."""
+        found = []
+        for rank, pid in running.items():
+            place = rank - self.first
+            if self._int(place, beats.PID):
+                found.append(_Rank(rank, place, pid))
+        return found
+
+    def _open_files(self, beating: list[_Rank]) -> None:
+        """Open the files of ranks that are new, and remove the folder once all ranks have the files open."""
+        assert self.board is not None
+        for _, place, _ in beating:
+            if place in self.pulses:
+                continue
+            self.pulses[place] = _Pulse()
+            for kind in ("stacks", "answer"):
+                # Without a buffer, which would give an older answer again.
+                self.files[kind, place] = self.board.file(kind, place).open("rb", buffering=0)
+        if len(beating) >= self.ranks:
+            # So nothing is left behind, however this process ends.
+            shutil.rmtree(self.board.folder, ignore_errors=True)
+
+    def _count(self, rank: _Rank, spent: float) -> None:
+        """Take the newest beat of a rank; without one, add the seconds since the last look to those that it has stood still."""
+        pulse = self.pulses[rank.place]
+        count = self._int(rank.place, beats.COUNT)
+        if count == pulse.count:
+            pulse.waited += spent
+        else:
+            pulse.count = count
+            pulse.waited = 0.0
+            pulse.starved = {}
+        if pulse.waited >= STARVED_AFTER and not pulse.starved:
+            pulse.starved = starved(rank.pid)
+
+    def _may_hang(self, beating: list[_Rank]) -> bool:
+        """Return whether all ranks that are furthest behind are late, or one of them is suspended.
+
+        They hold up the other ranks, which may wait for longer than they ever did.
+        """
+        busy = [each for each in beating if self._phase(each.place) != "done"]
+        if not busy:
+            return False
+        # Read once: ranks go on meanwhile.
+        steps = [self._int(each.place, beats.STEP) for each in busy]
+        first_step = min(steps)
+        behind = [each for each, step in zip(busy, steps, strict=True) if step == first_step]
+        if min(self._late(each) for each in behind) > 0:
+            return True
+        return any(self._suspended(each) for each in behind)
+
+    def _is_doubt_over(self, hang: Hang, now: float) -> bool:
+        """Return whether a hang that may be one of another host counts as one of this host.
+
+        Otherwise set when to look into it again, since each look has all ranks write their stacks.
+        """
+        if self.doubted is None:
+            self.doubted = now
+        until = self.doubted + ELSEWHERE_SECONDS
+        is_other_at_work = any(seen.elsewhere for seen in hang.seen)
+        if is_other_at_work:
+            self.look_again = now + ELSEWHERE_SECONDS
+            return False
+        if now >= until:
+            return True
+        self.look_again = min(now + DOUBT_SECONDS, until)
+        return False
+
+    def _late(self, rank: _Rank) -> float:
+        """Return by how many seconds a rank has stood still for longer than its limit; at most 0 if it has not.
+
+        On a host with too much to do, the seconds do not count that a thread of the rank waited for a core: the main thread waits for the
+        threads that compute with it.
+        """
+        pulse = self.pulses[rank.place]
+        late = pulse.waited - self._limit(rank.place)
+        if late <= 0:
+            return late
+        waits = []
+        for thread, seconds in starved(rank.pid).items():
+            waits.append(seconds - pulse.starved.get(thread, seconds))
+        return late - max(waits, default=0.0)
+
+    def _suspended(self, rank: _Rank) -> bool:
+        """Return whether a rank has been suspended for longer than a step may stand still.
+
+        The limit of a step counts in every phase, since a suspended rank does nothing.
+        """
+        limit = self._float(rank.place, beats.LIMIT + beats.LIMITS.index("hang"))
+        if self.pulses[rank.place].waited <= limit:
+            return False
+        return _state(Path(f"/proc/{rank.pid}")) == "T"
+
+    def _int(self, place: int, word: int) -> int:
+        assert self.board is not None
+        return self.board.int_(place, word)
+
+    def _float(self, place: int, word: int) -> float:
+        assert self.board is not None
+        return self.board.float_(place, word)
+
+    def _phase(self, place: int) -> str:
+        return beats.PHASES[self._int(place, beats.PHASE)]
+
+    def _limit(self, place: int) -> float:
+        """Return for how many seconds the present phase of a rank may stand still."""
+        assert self.board is not None
+        return self.board.limit(place, self.pulses)
+
+    def _seen(self, beating: list[_Rank], running: Mapping[int, int]) -> list[Seen]:
+        """Ask every rank for its stacks and its collectives, without waiting long, and return what is known of each."""
+        states = {each.rank: state_of(each.pid) for each in beating}
+        # Before the signal, which may wake up a rank.
+        seen = {each.rank: self._one(each) for each in beating}
+        offsets = {each.place: self._end_of_stacks(each.place) for each in beating}
+        awake = [each for each in beating if states[each.rank].state != "T"]
+        self._ask(beating, awake, offsets)
+        for each in beating:
+            # A rank that only read a disk for a moment does not stand still.
+            if states[each.rank].state == "D":
+                states[each.rank] = state_of(each.pid)
+        found = self._not_started(beating, running, max(each.limit for each in seen.values()))
+        for each in beating:
+            offset = offsets[each.place]
+            found.append(self._answered(seen[each.rank], each.place, states[each.rank], offset))
+        return found
+
+    def _ask(self, beating: list[_Rank], awake: list[_Rank], offsets: Mapping[int, int]) -> None:
+        """Have ranks answer, and those that do not answer write their stacks at a signal.
+
+        `offsets` are the ends of the files of stacks before, by place.
+        """
+        assert self.board is not None
+        for each in beating:
+            self.board.ints[each.place * beats.SLOT + beats.REQUEST] += 1
+        self._wait_for(ANSWER_SECONDS, self._has_answered, awake)
+        silent = [each for each in awake if not self._has_answered(each.place)]
+        for each in silent:
+            _signal(each.pid)
+
+        def has_stacks(place: int) -> bool:
+            return self._end_of_stacks(place) > offsets[place]
+
+        self._wait_for(SIGNAL_SECONDS, has_stacks, silent)
+
+    def _has_answered(self, place: int) -> bool:
+        return self._int(place, beats.REPLY) == self._int(place, beats.REQUEST)
+
+    def _end_of_stacks(self, place: int) -> int:
+        return self.files["stacks", place].seek(0, os.SEEK_END)
+
+    @staticmethod
+    def _wait_for(seconds: float, is_there: Callable[[int], bool], ranks: list[_Rank]) -> None:
+        """Wait until something is there for the places of all ranks, and for at most so many seconds."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not all(is_there(each.place) for each in ranks):
+            time.sleep(WAIT_SECONDS)
+
+    def _not_started(
+        self, beating: list[_Rank], running: Mapping[int, int], limit: float
+    ) -> list[Seen]:
+        """Return the running ranks that have not begun to beat."""
+        waited = time.monotonic() - self.began
+        begun = {each.rank for each in beating}
+        found = []
+        for rank in running:
+            if rank not in begun:
+                found.append(Seen(rank, "startup", -1, waited, limit, begun=False))
+        return found
+
+    def _one(self, rank: _Rank) -> Seen:
+        """Return what the board says of a rank."""
+        place = rank.place
+        return Seen(
+            rank=rank.rank,
+            phase=self._phase(place),
+            step=self._int(place, beats.STEP),
+            seconds=time.monotonic() - self._float(place, beats.SINCE),
+            limit=self._limit(place),
+            position=self._int(place, beats.POSITION),
+        )
+
+    def _answered(self, seen: Seen, place: int, state: _State, offset: int) -> Seen:
+        """Add the state of a rank, the stacks that it wrote after `offset`, and its answer, if it gave one."""
+        self.files["stacks", place].seek(offset)
+        stacks = self.files["stacks", place].read().decode(errors="replace")
+        answer: dict[str, Any] = {}
+        if self._has_answered(place):
+            self.files["answer", place].seek(0)
+            with suppress(ValueError):
+                answer = json.loads(self.files["answer", place].read().partition(b"\n")[0])
+        return replace(
+            seen,
+            state=state.state,
+            sleeps_in=state.sleeps_in,
+            stacks=stacks,
+            # A text says why it could not be asked.
+            elsewhere=answer.get("elsewhere") is True,
+            collectives=_list_of(answer, "collectives"),
+            samples=_list_of(answer, "samples"),
+        )
+
+
+def _list_of(answer: Mapping[str, Any], name: str) -> list[Any] | None:
+    value = answer.get(name)
+    if isinstance(value, list):
+        return value
+    return None
+
+
+def state_of(pid: int) -> _State:
+    """Return the state of a process's main thread (proc(5): R, S, D, T, t, Z), and the kernel's function that it sleeps in.
+
+    The state is D if any thread of the process is in state D; then the function is that thread's. It is empty if it cannot be read.
+    """
+    states = _threads(pid)
+    main = states.get(pid, "")
+    asleep = next((thread for thread, state in states.items() if state == "D"), None)
+    if asleep is None or main in "Tt":
+        return _State(main, "")
+    function = ""
+    with suppress(OSError):
+        function = Path(f"/proc/{pid}/task/{asleep}/wchan").read_text().strip("0 \n")
+    return _State("D", function)
+
+
+def starved(pid: int) -> dict[int, float]:
+    """Return for each thread the seconds that it was ready and had no core (proc(5): schedstat), if that is known."""
+    waited = {}
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError, ValueError, IndexError):
+                _, nanoseconds, *_ = (task / "schedstat").read_text().split()
+                waited[int(task.name)] = int(nanoseconds) / 1e9
+    return waited
+
+
+def _threads(pid: int) -> dict[int, str]:
+    """Return the state of each thread of a process."""
+    states = {}
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            state = _state(task)
+            if state:
+                states[int(task.name)] = state
+    return states
+
+
+def _state(folder: Path) -> str:
+    """Return the state of a process or thread by its folder of /proc; empty if it has gone."""
+    with suppress(OSError, IndexError):
+        text = (folder / "stat").read_text(errors="replace")
+        # The name of the program stands in brackets, and may have spaces and brackets itself.
+        _, _, fields = text.rpartition(")")
+        return fields.split()[0]
+    return ""
+
+
+def _signal(pid: int) -> None:
+    """Have a process write its stacks without Python's lock.
+
+    The signal goes to a thread that can take one, since a thread that sleeps in the kernel cannot.
+    """
+    able = [thread for thread, state in sorted(_threads(pid).items()) if state in "RS"]
+    with suppress(ProcessLookupError):
+        if able and sys.platform == "linux":
+            ctypes.CDLL(None).tgkill(pid, able[0], int(beats.DUMP))
+        else:
+            os.kill(pid, beats.DUMP)

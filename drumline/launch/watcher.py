@@ -1,0 +1,168 @@
+"""Watch the ranks of one host that another program has started (torchrun, srun, mpirun and others).
+
+`python -m drumline.launch.watcher POST`: the first rank of the host starts it, and it ends with that rank. It does not import torch.
+
+Ranks that hang are named on standard error and in the run folder, and killed. The program that started them sees a rank that failed, and
+starts all of them again if it does so. Under `launch.kind: slurm` the hang is noted where the job finds it, which reports it and starts
+again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.launch.environment import launched_by
+from drumline.launch.hangs import Hang
+from drumline.launch.local import furthest_step, next_attempt, report_failure
+from drumline.launch.postmortem import RankEnd
+from drumline.launch.watch import Watch
+from drumline.system import heartbeat
+from drumline.system.files import write_whole
+from drumline.system.process import ProcessId, here, process, start_module
+
+LOOK_SECONDS = 0.25
+KILL_SECONDS = 2.0  # for the report: a disk that stalls must not keep the ranks
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a watcher has to know."""
+
+    parent: int  # the process id of the rank with which it ends
+    board: str  # the folder of the heartbeats
+    ranks: int  # of this host
+    world_size: int
+    run_dir: str
+    logs: str  # where ends of ranks are noted for our own launcher; empty under another one
+    host: str
+    program: str  # the launcher
+
+
+def begin(name: str, rank: int, world_size: int, run_dir: Path) -> None:
+    """Have this rank watched, if no launcher watches it.
+
+    `name` is a text that the ranks of this start have in common, and that nobody else knows.
+    """
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    # Containers may share memory and the host's name, but not the numbers of processes.
+    space = here()[2].strip("pid:[]")
+    try:
+        if not space:
+            raise OSError("/proc is of another container")
+        folder, first = heartbeat.common_board(f"{name}-{host}-{space}", world_size)
+    except OSError as error:
+        print(f"note: rank {rank} is not watched: {error}", file=sys.stderr)
+        return
+    os.environ[heartbeat.VARIABLE] = f"{folder}:{rank}"
+    if first:
+        post = _post(str(folder), world_size, run_dir, host)
+        start_module("drumline.launch.watcher", json.dumps(asdict(post)), keeps=())
+
+
+def _post(board: str, world_size: int, run_dir: Path, host: str) -> Post:
+    """Return what the watcher of this host has to know. This process is the rank with which it ends."""
+    # The second variable is deepspeed's.
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    logs = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/")).parent
+    if logs.parent == (run_dir / "logs").absolute():
+        own_logs = str(logs)
+    else:
+        own_logs = ""
+    return Post(
+        parent=os.getpid(),
+        board=board,
+        ranks=int(ranks),
+        world_size=world_size,
+        run_dir=str(run_dir.absolute()),
+        logs=own_logs,
+        host=host,
+        program=launched_by() or "srun",
+    )
+
+
+def keep(post: Post) -> None:
+    """Watch until the parent has ended, or ranks hang."""
+    board = heartbeat.Board(Path(post.board), 0)
+    watch = Watch(post.ranks, 0, post.world_size, board)
+    known: dict[int, ProcessId] = {}
+    try:
+        while os.getppid() == post.parent:
+            running = _running(board, post.world_size, known)
+            hang = watch.look(running)
+            if hang is not None:
+                _end(post, hang, running)
+                return
+            time.sleep(LOOK_SECONDS)
+    finally:
+        watch.close()
+
+
+def _running(
+    board: heartbeat.Board, world_size: int, known: dict[int, ProcessId]
+) -> dict[int, int]:
+    """Return the process id of each rank that has begun and not ended. `known` keeps the ranks that have begun."""
+    for rank in range(world_size):
+        if rank in known:
+            continue
+        pid = board.ints[rank * heartbeat.SLOT + heartbeat.PID]
+        if pid:
+            known[rank] = process(pid)
+    return {rank: each.pid for rank, each in known.items() if each.alive() is not False}
+
+
+def _end(post: Post, hang: Hang, running: Mapping[int, int]) -> None:
+    """Report a hang and kill the ranks: under our own launcher only the culprit, since the launcher ends the rest."""
+    error = hang.error()
+    rank = hang.of.rank
+    attempt = 0
+    if post.logs:
+        victims = [running[rank]]
+    else:
+        victims = list(running.values())
+        attempt = next_attempt(Path(post.run_dir))
+    late = threading.Timer(KILL_SECONDS, _kill, [victims])
+    late.start()
+    if post.logs:
+        noted = {"message": {"drumline": {**error, "host": post.host}}}
+        write_whole(Path(post.logs) / f"rank-{rank}.json", json.dumps(noted))
+    else:
+        _report(post, rank, error, attempt)
+    late.cancel()
+    # At once: ranks of other hosts that wait for these would report an error of their own.
+    _kill(victims)
+
+
+def _report(post: Post, rank: int, error: dict[str, Any], attempt: int) -> None:
+    """Name a hang on standard error and in the run folder."""
+    run_dir = Path(post.run_dir)
+    logs = run_dir / "logs" / f"attempt-{attempt}"
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"rank-{rank}.log"
+    end = RankEnd(rank, 1, error, log, killed=True, at=error["time"], host=post.host)
+    step = max(furthest_step(run_dir), 0)
+    reason = f"its ranks are killed, and {post.program} decides about another start"
+    report_failure(end, [end], attempt, step, reason, "", run_dir / "events.jsonl", None)
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        # A batch system sends them to all that a task has started.
+        signal.signal(number, signal.SIG_IGN)
+    keep(Post(**json.loads(sys.argv[1])))

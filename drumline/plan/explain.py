@@ -1,0 +1,207 @@
+"""A plan as text: one line above the progress display, and all of it for --dry-run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from drumline.config.config import LoRAConfig
+from drumline.plan.plan import Layout, PipelinePlan, Plan
+
+EXPORT_FAILED = "the run is finished and its weights are saved, but the export failed"
+
+
+def size(bytes_: float) -> str:
+    """Return bytes in the largest binary unit that keeps them above one: 2.01 GiB."""
+    if abs(bytes_) < 1024:
+        return f"{bytes_:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        bytes_ /= 1024
+        if abs(bytes_) < 1024:
+            return f"{bytes_:.2f} {unit}"
+    return f"{bytes_ / 1024:.2f} TiB"
+
+
+def count(number: float) -> str:
+    """Return a count as models are named: 134.5M, 8.03B."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.4g}{unit}"
+    return f"{number:g}"
+
+
+def strategy_name(plan: Plan) -> str:
+    """Return the name of what the plan runs, with all parts of a mix: `ddp`, `fsdp2 × tp 2`."""
+    return plan.config.strategy.title(plan.data_parallel, plan.mesh)
+
+
+def way_to_export(plan: Plan) -> str:
+    """Say how to get the model of a finished run after its export has failed."""
+    config = plan.config
+    if config.plain:
+        return "drumline train with --resume exports again, and trains nothing"
+    command = f"drumline export {shlex.quote(plan.run_dir)} --to FOLDER"
+    is_merged = isinstance(config.adapter, LoRAConfig) and not config.checkpoint.export_adapter
+    if is_merged and config.model.as_published:
+        return f"get the adapter by itself with {command} --adapter"
+    return f"export again with {command}"
+
+
+def plan_line(plan: Plan) -> str:
+    """Return the plan in one line, for above the progress display."""
+    config = plan.config
+    devices = plan.mesh.world_size * plan.devices_per_rank
+    steps = "?" if plan.steps is None else plan.steps
+    parts = [
+        _named_model(plan),
+        f"{config.algorithm.kind} {strategy_name(plan)} on {devices} × {plan.device}",
+        plan.precision,
+        plan.batch.rule(plan.mesh.data_ranks),
+        f"{steps} steps",
+        f"lr {plan.lr:g} {config.schedule.kind}",
+    ]
+    estimate = plan.predicted.estimate
+    if estimate:
+        peak = size(estimate.memory.reserved)
+        parts.append(f"{peak} of {size(estimate.limit)} a rank at its peak")
+    return " · ".join(parts)
+
+
+def _named_model(plan: Plan) -> str:
+    """Return the model's name and number of parameters."""
+    model = plan.config.model
+    full_name = model.id or model.config.get("model_type", "model")
+    name = full_name.removeprefix("package:").rstrip("/").split("/")[-1]
+    predicted = plan.predicted
+    if not predicted.parameters:
+        return name
+    name += f" {count(predicted.parameters)}"
+    if predicted.trainable not in (None, predicted.parameters):
+        name += f", {count(predicted.trainable or 0)} of them learn"
+    return name
+
+
+def explain(plan: Plan) -> str:
+    """Return the whole plan: its numbers, and why they were chosen if the user left it open."""
+    config = plan.config
+    steps = "known once the data is prepared" if plan.steps is None else plan.steps
+    memory = f"activation checkpointing {checkpointing(plan)}, offload {plan.offload}"
+    if config.memory.activation_offload:
+        memory += " and activations"
+    rows = [
+        ("run folder", plan.run_dir),
+        ("model", _model(plan)),
+        ("mesh", _mesh(plan)),
+        (
+            "engine",
+            f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}",
+        ),
+        ("memory", memory),
+        ("batch", plan.batch.rule(plan.mesh.data_ranks)),
+    ]
+    if plan.pipeline:
+        rows.append(("pipeline", _stages(plan.pipeline, plan.mesh.pp)))
+    rows += [
+        ("steps", f"{steps}, {_warm_up(plan)} of them warm-up"),
+        ("learning rate", f"{plan.lr:g}, {config.schedule.kind}"),
+        ("data", _data(plan)),
+    ]
+    if plan.data:
+        rows += [("mixture", line.removeprefix("data.train: ")) for line in plan.data.mixture]
+    if plan.deepspeed:
+        rows.append(("DeepSpeed", json.dumps(plan.deepspeed)))
+    rows += _predicted(plan)
+    rows += [("because", line) for line in plan.why]
+    return "\n".join(f"{name:<14} {value}" for name, value in rows)
+
+
+def _mesh(plan: Plan) -> str:
+    """Return the degree of each dimension: `pp 1 × replicate 2 × … = 2 ranks`."""
+    degrees = [f"{name} {degree}" for name, degree in plan.mesh.model_dump().items()]
+    return f"{' × '.join(degrees)} = {plan.mesh.world_size} ranks"
+
+
+def _stages(pipeline: PipelinePlan, ranks: int) -> str:
+    """Return the schedule of a pipeline, and the layers of each of its stages."""
+    parts: list[str] = [pipeline.schedule]
+    for index, (first, end) in enumerate(pipeline.layers):
+        parts.append(f"stage {index} on rank {index % ranks}: layers {first}–{end - 1}")
+    if not pipeline.layers:
+        parts.append("stages known once the model is")
+    return "; ".join(parts)
+
+
+def _data(plan: Plan) -> str:
+    """Return the number of samples, if the data is prepared."""
+    data = plan.data
+    if not data:
+        return "not prepared yet: `drumline prepare` or `drumline train` does it"
+    tokens = f" ({count(data.train_tokens)} tokens)" if data.train_tokens else ""
+    line = f"{data.train_samples} training samples{tokens}, {data.eval_samples} held out"
+    if data.epoch_samples:
+        line += f"; {data.epoch_samples} an epoch"
+    return line
+
+
+def _predicted(plan: Plan) -> list[tuple[str, str]]:
+    """Return the rows of what is predicted of a rank."""
+    predicted = plan.predicted
+    rows = [("adapter", line) for line in predicted.unadapted]
+    estimate = predicted.estimate
+    if estimate:
+        memory = estimate.memory
+        state = size(memory.parameters + memory.gradients + memory.optimizer)
+        peak = f"{size(memory.reserved)} of {size(estimate.limit)}, in {memory.phase}"
+        rows.append(("state a rank", f"{state} of weights, gradients and moments"))
+        rows.append(("peak a rank", peak))
+    if predicted.flops_per_token:
+        rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
+    return rows
+
+
+def _model(plan: Plan) -> str:
+    """Return the model, and where its weights or its shape come from."""
+    model = plan.config.model
+    if model.builder is not None:
+        return f"a module of your own ← {model.builder}"
+    return f"{model.id or 'written out'} ← {plan.model_path or 'config'}"
+
+
+def _warm_up(plan: Plan) -> str:
+    """Return the steps of warm-up, or their share as long as the number of steps is unknown."""
+    schedule = plan.config.schedule
+    is_share = plan.steps is None and schedule.warmup_steps is None
+    if is_share and schedule.warmup_ratio:
+        return f"{100 * schedule.warmup_ratio:g}%"
+    return str(plan.warmup_steps)
+
+
+def checkpointing(layout: Layout) -> str:
+    """Return the kind of activation checkpointing, and the number of blocks if it is not of all."""
+    blocks = layout.config.memory.checkpointed_blocks
+    if blocks:
+        return f"{layout.activation_checkpointing} of {blocks} blocks"
+    return layout.activation_checkpointing
+
+
+def flow(value: Any) -> str:
+    """Return a value as YAML writes it on one line: `fsdp2`, `{kind: fsdp2, tp: 2}`."""
+    if isinstance(value, dict):
+        if set(value) == {"kind"}:
+            return str(value["kind"])
+        pairs = [f"{key}: {flow(inner)}" for key, inner in value.items()]
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    return str(value)
+
+
+def default_run_dir(config_path: Path) -> str:
+    """Return runs/<name of the YAML>, below the current folder."""
+    return str(Path("runs") / config_path.stem)

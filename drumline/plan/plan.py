@@ -1,0 +1,496 @@
+"""The Plan: what will happen, with every number resolved. Ranks read only `plan.json`. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
+
+from drumline.config.config import Config, MemoryConfig, NoAdapter
+from drumline.config.mesh import Mesh
+from drumline.config.mistakes import first_mistake
+from drumline.config.model import Head, ModelConfig
+from drumline.config.strategy import DataParallel, Engine, Precision, Schedule, StrategySpec
+from drumline.errors import CheckpointError
+from drumline.foreign import read_object
+from drumline.plan.estimate import Estimate, Frozen
+from drumline.plan.facts import ModelFacts
+from drumline.system.files import write_whole
+
+# Of a trainable weight: itself and AdamW's two moments, in fp32.
+CHECKPOINT_BYTES_PER_WEIGHT = 3 * 4
+
+
+class BatchPlan(Frozen):
+    """The sizes of batches: global_samples = micro_batch × accumulation × data_ranks.
+
+    All are in samples: packs, if packing is on, or pairs.
+    """
+
+    global_samples: int
+    micro_batch: int
+    accumulation: int
+    eval_micro_batch: int
+    rows_per_sample: int = Field(
+        1, description="Sequences that a sample puts into a micro-batch: a pair has two."
+    )
+
+    def rule(self, data_ranks: int) -> str:
+        """Return the product rule with its numbers, for the plan line."""
+        ranks = "data ranks" if data_ranks > 1 else "data rank"
+        return (
+            f"{self.global_samples} samples = {self.micro_batch} micro-batch"
+            f" × {self.accumulation} accumulation × {data_ranks} {ranks}"
+        )
+
+
+class DataIdentity(Frozen):
+    """Identifies the data of a run, for a resume: a position counts samples of these rows in their order."""
+
+    cache: str = Field(
+        description="Folder of the token cache, whose name is a hash of all that it was made from."
+    )
+    content: str = Field(description="sha256 of its tokens and of how samples are laid out.")
+    rows: int
+    row_set: int = Field(description="Sum of the rows' hashes: the same in any order.")
+    code: str | None = Field(
+        None, description="sha256 of the functions that give the rows, where such do."
+    )
+
+
+def _by_name(value: Any) -> Any:
+    """Return evaluation sets by name. Older plans have one set, or null."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"": value}
+    return value
+
+
+# Outcomes of a row that is not trained on: keys of `SourcePlan`, and of what a preparation counts.
+LEFT_OUT = ("filtered", "ties", "duplicates", "contaminated", "too_long", "unlearned")
+
+
+class SourcePlan(Frozen):
+    """What became of the rows of one source."""
+
+    name: str
+    read: int = Field(0, description="Rows read.")
+    filtered: int = Field(0, description="Of these, left out by a condition.")
+    ties: int = Field(0, description="Left out: answers of which none is the better.")
+    contaminated: int = Field(0, description="Left out: they hold evaluation rows.")
+    too_long: int = 0
+    unlearned: int = Field(0, description="Skipped: nothing to learn.")
+    duplicates: int = Field(0, description="Left out: alike an earlier row.")
+    truncated: int = Field(0, description="Cut, and kept.")
+    rows: int = Field(0, description="In the samples; the rest of those read are held out.")
+    tokens: int = Field(0, description="Of these rows.")
+    samples: int | None = Field(None, description="null: packs hold rows of several sources.")
+    per_epoch: int = Field(
+        0,
+        description="Samples of it in an epoch: fewer or more than it has, where data.train is mixed.",
+    )
+
+
+class DataPlan(Frozen):
+    """The prepared data: folders of the token cache (see data.prepare) and what they hold."""
+
+    train_cache: str
+    eval_caches: Annotated[dict[str, str], BeforeValidator(_by_name)] = Field(
+        default_factory=dict,
+        validation_alias=AliasChoices("eval_caches", "eval_cache"),
+        description="By name of the set, or empty.",
+    )
+    train_samples: int = 0
+    train_tokens: int = 0
+    train_learned: int | None = Field(
+        None, description="Of these, the tokens in the loss; null in a plan of an older version."
+    )
+    eval_samples: int = 0
+    images: int = Field(0, description="In the training samples.")
+    image_tokens: int = Field(0, description="Of the training tokens, those that stand for images.")
+    samples_with_images: int = 0
+    labels: tuple[str, ...] = Field((), description="The classes in order, where rows have one.")
+    identity: DataIdentity | None = Field(None, description="Of the training data.")
+    formats: tuple[str, ...] = Field(
+        (), description="Sources whose rows were read from a format of another tool, in words."
+    )
+    left_out: tuple[str, ...] = Field(
+        (), description="How many rows were cut, dropped or skipped, in words."
+    )
+    sources: tuple[SourcePlan, ...] = Field((), description="Of the training rows.")
+    eval_sources: tuple[SourcePlan, ...] = ()
+    stream: bool = Field(
+        False,
+        description="Rows are tokenised while training reads them: counts are of the first block.",
+    )
+    epoch_samples: int = Field(
+        0, description="Samples of an epoch where sources are mixed; 0: train_samples."
+    )
+
+    @property
+    def epoch(self) -> int:
+        """Samples of an epoch; 0 in a stream, which has none."""
+        if self.stream:
+            return 0
+        return self.epoch_samples or self.train_samples
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Mean number of tokens of a sample over an epoch."""
+        if not self.epoch_samples:
+            return self.train_tokens / self.train_samples
+        tokens: float = 0
+        for source in self.sources:
+            if source.samples:
+                tokens += source.per_epoch * source.tokens / source.samples
+        return tokens / self.epoch
+
+    @property
+    def mixture(self) -> tuple[str, ...]:
+        """A line for each source of a mixture, with its part of an epoch; none if nothing is mixed."""
+        if not self.epoch_samples:
+            return ()
+        lines = []
+        for source in self.sources:
+            if source.samples is None:
+                continue
+            times = source.per_epoch / max(1, source.samples)
+            part = source.per_epoch / self.epoch
+            lines.append(
+                f"data.train: an epoch has {source.per_epoch:,} samples of {source.name},"
+                f" × {times:.3g} of its {source.samples:,} ({part:.1%} of it)"
+            )
+        return tuple(lines)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about the rows that the user should read."""
+        return self.formats + self.left_out + self.mixture
+
+
+class PipelinePlan(Frozen):
+    """How a pipeline runs.
+
+    `model_parallel` runs one micro-batch at a time through the stages in turn.
+    """
+
+    schedule: Schedule
+    stages_per_rank: int = 1
+    layers: tuple[tuple[int, int], ...] = Field(
+        (),
+        description="Blocks [first, stop) of each stage; stage s lies on rank s mod pp. Empty while the model is not known.",
+    )
+
+
+class RolePlan(Frozen):
+    """A model besides the policy, spread like it: an algorithm's reference, value or reward model."""
+
+    model: ModelConfig
+    model_path: str | None
+    head: Literal["lm", "score"] = Field(
+        description="score: one number a token, by a linear head on the last hidden states."
+    )
+    trainable: bool = Field(False, validation_alias=AliasChoices("trainable", "learns"))
+    lr_ratio: float = Field(
+        1.0, description="trainable: its learning rate as a part of the policy's."
+    )
+    layers: tuple[tuple[int, int], ...] = Field(
+        (), description="Blocks of each stage of a pipeline, as PipelinePlan has them."
+    )
+
+
+def _explicit_stream_parts(values: dict[str, Any]) -> int:
+    """Return the parts of the stream of a plan that does not have them.
+
+    Such a plan is an older version's, in which nothing was left open.
+    """
+    if "config" not in values or "mesh" not in values:
+        return 1
+    is_cut = getattr(values["config"].strategy, "sequence_parallel", False)
+    return values["mesh"].tp if is_cut else 1
+
+
+class Layout(Frozen):
+    """How a run is spread over its devices: what the planner's arithmetic is a function of.
+
+    A search makes thousands of layouts; a Plan is one of them. `config.strategy` is what runs (`auto` is
+    in none that is estimated). What the user left open in `config` is resolved in the other fields. If
+    `data` is None, rows are taken to be as long as they may be.
+    """
+
+    config: Config
+    mesh: Mesh
+    engine: Engine
+    data_parallel: DataParallel = Field(
+        "none", description="How ranks that see different samples share the work."
+    )
+    pipeline: PipelinePlan | None = None
+    devices_per_rank: int = Field(
+        1, description="More than one under dp alone, where one process drives all GPUs."
+    )
+    device: Literal["cpu", "cuda"]
+    precision: Precision
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    batch: BatchPlan
+    stream_parts: int = Field(
+        default_factory=_explicit_stream_parts,
+        description="Parts that the residual stream is cut into by tokens between the layers that tensor parallelism cuts: tp, or 1.",
+    )
+    steps: int | None = Field(
+        None, description="Optimizer steps in all; null in a dry run before the data is prepared."
+    )
+    data: DataPlan | None = None
+    roles: dict[str, RolePlan] = Field(
+        default_factory=dict, description="reference, value, reward: models besides the policy."
+    )
+
+    @property
+    def strategy(self) -> StrategySpec:
+        return self.config.strategy
+
+    @property
+    def place(self) -> str:
+        """torch's name for the kind of device that ranks compute on."""
+        if self.config.run.device == "mps":
+            return "mps"
+        return self.device
+
+    @property
+    def pure(self) -> bool:
+        """Whether trainable weights, gradients and moments are in bf16."""
+        return self.precision == "bf16" and self.config.precision.master == "bf16"
+
+    @property
+    def fp8(self) -> bool:
+        """Whether linear layers of blocks multiply in fp8; `precision` is then that of everything else."""
+        return self.config.precision.kind == "fp8"
+
+    @property
+    def length(self) -> int:
+        """Width of a row of a micro-batch in tokens."""
+        return self.config.data.max_length
+
+    @property
+    def rows(self) -> int:
+        """Sequences of one micro-batch on one data rank."""
+        return self.batch.micro_batch * self.batch.rows_per_sample
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Real tokens of a row: the mean over the data, or all that fit if it is unknown.
+
+        A prompt has an answer of full length. An image counts as one token.
+        """
+        config, data = self.config, self.data
+        if config.images_alone:
+            return 1.0
+        if data is None or not data.train_samples:
+            return float(self.length)
+        mean = data.tokens_per_sample / config.algorithm.rows_per_sample
+        return min(float(self.length), mean + config.algorithm.new_tokens)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Real tokens of a global batch."""
+        return self.batch.global_samples * self.batch.rows_per_sample * self.tokens_per_row
+
+    @property
+    def positions(self) -> float:
+        """Tokens of a row that are computed.
+
+        If the width of rows is fixed, it is all of it. Else rows of similar length share a batch, and
+        the little padding that this takes is neglected. An image counts as one.
+        """
+        if self.config.images_alone:
+            return 1.0
+        is_cut = self.mesh.pp * self.mesh.cp > 1
+        has_fixed_width = self.config.compile.enabled or self.config.packs or is_cut
+        return float(self.length) if has_fixed_width else self.tokens_per_row
+
+    def trainable(self, facts: ModelFacts) -> list[tuple[Head, ModelFacts]]:
+        """Return head and sizes of each model that is trained, the policy (`facts`) first."""
+        models: list[tuple[Head, ModelFacts]] = [(self.config.head, facts)]
+        for name, role in self.roles.items():
+            if role.trainable and name in facts.roles:
+                models.append((role.head, facts.roles[name]))
+        return models
+
+    def of_role(self, name: str) -> Self:
+        """Return the layout of one of `roles` by itself: spread like the policy, without adapter.
+
+        A frozen one under DeepSpeed runs on the native engine, because nothing is reduced or stepped:
+        whole, or under ZeRO 3 by FSDP2.
+        """
+        role = self.roles[name]
+        sections: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
+        fields: dict[str, Any] = {"roles": {}, "pipeline": None}
+        if self.pipeline is not None:
+            fields["pipeline"] = self.pipeline.model_copy(update={"layers": role.layers})
+        if not role.trainable:
+            sections["memory"] = MemoryConfig()
+            frozen = self.strategy.frozen()
+            data_parallel = self.data_parallel
+            if frozen is not self.strategy:
+                sections["strategy"] = frozen
+                fields["engine"] = "native"
+                data_parallel = frozen.data_parallel(Mesh())
+            if data_parallel not in ("dp", "fsdp2"):
+                data_parallel = "none"
+            fields["data_parallel"] = data_parallel
+            fields["activation_checkpointing"] = "none"
+        fields["config"] = self.config.model_copy(update=sections)
+        return self.model_copy(update=fields)
+
+
+class Predicted(Frozen):
+    """What the planner expects; null if it does not know yet."""
+
+    parameters: int | None = None
+    trainable: int | None = Field(
+        None,
+        validation_alias=AliasChoices("trainable", "learned"),
+        description="Of these, those that are trained; the others are frozen under an adapter.",
+    )
+    unadapted: tuple[str, ...] = Field(
+        (), description="Large weights that `all-linear` does not adapt or QLoRA does not pack."
+    )
+    flops_per_token: float | None = Field(None, description="Forward and backward, model FLOPs.")
+    peak_flops_per_device: float | None = Field(
+        None, description="Datasheet rate of the compute type, FLOP/s; null where unknown."
+    )
+    estimate: Estimate | None = Field(
+        None,
+        description="Memory, seconds and traffic by category; null where the model is not known.",
+    )
+
+    def mfu(self, tokens_per_s: float, devices: int = 1) -> float | None:
+        """Return the share of the devices' datasheet rate that model FLOPs take; None if either is unknown.
+
+        `tokens_per_s`: of all `devices` together.
+        """
+        if not self.flops_per_token or not self.peak_flops_per_device:
+            return None
+        return tokens_per_s * self.flops_per_token / (self.peak_flops_per_device * devices)
+
+
+class Plan(Layout):
+    """One run, resolved. `config` is what the user wrote, with every default filled in."""
+
+    version: Literal[1] = 1
+    run_dir: str
+    base_dir: str = Field(
+        ".", description="Folder of the YAML: where files named by reward functions are looked for."
+    )
+    cp_method: Literal["ulysses", "ring"] = "ulysses"
+    backend: Literal["gloo", "nccl"]
+    offload: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="Where training state is kept besides the devices."
+    )
+    deepspeed: dict[str, Any] | None = Field(
+        None, description="What DeepSpeed is given, where it is the engine."
+    )
+    lr: float = Field(description="Peak rate after lr_scaling.")
+    warmup_steps: int = 0
+    model_path: str | None = Field(
+        description="Local folder or hub id that ranks load from; null: built from config."
+    )
+    base: str | None = Field(
+        None,
+        description="Digest of the model's files of weights, where some stay frozen; null: not known, or none.",
+    )
+    bidirectional: bool = Field(
+        False,
+        validation_alias=AliasChoices("bidirectional", "looks_ahead"),
+        description="Text classifiers: tokens see those behind them, so batches carry an attention mask.",
+    )
+    first_position: int = Field(
+        0, description="Of those texts: the id of the first token's position."
+    )
+    predicted: Predicted
+    saves: bool = Field(
+        True, description="False: a few steps to be measured, whose weights nobody wants."
+    )
+    why: list[str] = Field(
+        default_factory=list, description="One line for each choice made on the user's behalf."
+    )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The classes in order, if rows have one."""
+        if self.data is None:
+            return ()
+        return self.data.labels
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About the size of a checkpoint: trainable weights, and AdamW's two moments of them, in fp32.
+
+        0 if the model is not known.
+        """
+        trainable = self.predicted.trainable or 0
+        return CHECKPOINT_BYTES_PER_WEIGHT * trainable
+
+    def measured_only(self) -> Self:
+        """Return the plan of a short measurement run, which saves and evaluates nothing."""
+        data = self.data
+        if data is not None:
+            data = data.model_copy(update={"eval_caches": {}, "eval_samples": 0})
+        return self.model_copy(update={"saves": False, "data": data})
+
+    def save(self, path: Path) -> None:
+        """Write the plan. The file is private, because user options are in it."""
+        write_whole(path, self.model_dump_json(indent=2) + "\n", private=True)
+
+    def of_role(self, name: str) -> Self:
+        """Return the plan of one of `roles` by itself."""
+        role = self.roles[name]
+        layout = super().of_role(name)
+        deepspeed = None
+        if role.trainable and self.deepspeed is not None:
+            deepspeed = _with_own_nvme_folders(self.deepspeed, name)
+        return layout.model_copy(
+            update={
+                "offload": getattr(layout.strategy, "offload", self.offload),
+                "deepspeed": deepspeed,
+                "model_path": role.model_path,
+            }
+        )
+
+    @classmethod
+    def load(cls, path: Path, trusted: bool = True) -> Plan:
+        """Read a plan from its file.
+
+        If it is not `trusted` and names a strategy of the user's own, it is refused with ConfigError.
+        Raises CheckpointError for a file that is not there, and for what this version cannot read.
+        """
+        try:
+            return cls.of(read_object(path, CheckpointError, "name a run folder"), trusted)
+        except ValidationError as error:
+            first = first_mistake(error)
+            raise CheckpointError(
+                f"{path.name} is not one of this version: {first.where}: {first.what}",
+                where=str(path.parent),
+                fix="use the version that wrote it, or train again",
+            ) from None
+
+    @classmethod
+    def of(cls, values: Any, trusted: bool = True) -> Plan:
+        """Return the plan that is `values` as JSON.
+
+        Kinds of the user's own are found from the folder of the YAML, wherever this process is.
+        """
+        base_dir = values.get("base_dir") if isinstance(values, dict) else None
+        folder = Path(base_dir) if isinstance(base_dir, str) else None
+        return cls.model_validate(values, context={"trusted": trusted, "base_dir": folder})
+
+
+def _with_own_nvme_folders(deepspeed: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return DeepSpeed's config with separate folders on NVMe: engines must not share files."""
+    zero = dict(deepspeed["zero_optimization"])
+    for part in ("offload_param", "offload_optimizer"):
+        folder = zero.get(part, {}).get("nvme_path")
+        if folder:
+            zero[part] = {**zero[part], "nvme_path": str(Path(folder) / name)}
+    return {**deepspeed, "zero_optimization": zero}

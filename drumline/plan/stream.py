@@ -1,0 +1,89 @@
+"""Sequence parallelism beside tensor parallelism: its key, whether it is on, and why a residual stream cannot be cut by tokens.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from drumline.config.section import Section
+from drumline.plan.rule import Refusal
+
+if TYPE_CHECKING:
+    from drumline.config.config import Config
+    from drumline.plan.facts import ModelFacts
+
+# Types of models whose losses and gradients with the stream cut were held against one process, in
+# tests/distributed/test_tensor_parallel.py and, of BERT, test_classify.py. The stream of another type
+# is cut only where the user says so.
+PROVEN = frozenset(
+    (
+        "apertus", "arcee", "bert", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5",
+        "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_unified_text", "glm",
+        "glm4", "glm4_moe", "gpt2", "gpt_neox", "granite", "helium", "hy_v3", "hyperclovax",
+        "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama", "mellum", "minimax_m2",
+        "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2",
+        "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+        "starcoder2", "vaultgemma",
+    )
+)  # fmt: skip
+
+
+class SequenceParallel(Section):
+    """Part of a strategy that may cut matrices over tp ranks."""
+
+    sequence_parallel: bool | None = Field(
+        None,
+        description="With tp > 1, norms and the residual stream are cut by tokens over the tp ranks, too (Korthikanti et al. 2022)."
+        " null: true where that is proven for the model.",
+    )
+
+
+def reason_against_stream(config: Config, facts: ModelFacts | None) -> str:
+    """Return why sequence parallelism is off where nobody has set it; an empty text where it is on.
+
+    `facts`: of the model; None: it is not known, or a module of the user's own.
+    """
+    if facts is None:
+        return "what the model computes between its layers is not known"
+    refusal = next(whole_stream(config, facts), None)
+    if refusal is not None:
+        return refusal.reason
+    strategy = config.strategy
+    if getattr(strategy, "cp", 1) > 1 and strategy.context_method() == "ring":
+        return "it has not run beside ring attention"
+    if facts.name not in PROVEN:
+        return f"it is not proven for models of type {facts.name}"
+    return ""
+
+
+def whole_stream(config: Config, facts: ModelFacts) -> Iterator[Refusal]:
+    """Why the residual stream cannot be cut over tp ranks."""
+    where, instead = "strategy.sequence_parallel", "use tp without it"
+    reason = (
+        "images are added to the stream between blocks"
+        if facts.vision_language
+        else facts.whole_stream
+    )
+    if reason:
+        yield Refusal("sequence_parallel × the model", reason, instead, where)
+    if facts.trains_router:
+        reason = "the loss needs all tokens of a document on one rank"
+        yield Refusal(
+            "sequence_parallel × the router loss of a mixture of experts", reason, instead, where
+        )
+    if facts.drops_stream:
+        reason = "tp ranks draw alike, so their parts of a sequence would drop the same places"
+        yield Refusal(
+            "sequence_parallel × dropout over the stream",
+            reason,
+            "set the model's dropout to 0, or use tp without it",
+            where,
+        )
+    if config.adapter.kind == "lora" and facts.tp_styles & {"rowwise_split_input", "rowwise_rep"}:
+        reason = "the adapter of a layer whose inputs are whole would give all tokens, and the layer gives a part"
+        yield Refusal("sequence_parallel × LoRA × layers with whole inputs", reason, instead, where)

@@ -1,0 +1,591 @@
+"""The terms of a strategy's cost, and the cost of copies of the model, which is the default.
+
+Bytes are exact: they are those that the engines allocate and that `rank_params()` of the engines
+counts. Both leave out the optimizer's count of steps, 4 bytes a tensor. All functions are pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from drumline.hardware.cluster import Collective
+from drumline.plan.estimate import Activations, Traffic
+from drumline.plan.facts import (
+    ModelFacts,
+    Part,
+    Sizes,
+    Weight,
+    largest_block,
+    part,
+    rank_params,
+    takes_fp8,
+    weights_in,
+    weights_of,
+)
+
+if TYPE_CHECKING:
+    from drumline.config.config import OptimizerConfig
+    from drumline.plan.plan import Layout
+
+MIB = 2**20
+# Bytes of an entry in fp32, and in bf16 or fp16.
+FULL = 4
+LOW = 2
+WIDTH = {"fp32": FULL, "bf16": LOW, "fp16": LOW}
+# Entries that share a scale of the 8-bit code (engine.compress.Int8), and bytes of that scale.
+BLOCK = 256
+SCALE = 4
+# Bytes of gradients that engine.data_parallel averages together.
+BUCKET = 25 * MIB
+# Bytes of a number in fp64.
+NUMBER = 8
+# topk sends an fp32 value and an int32 index for each entry.
+TOPK_ENTRY = 8
+# fp32 copies of the largest weight in an optimizer step that takes one weight after the other: with
+# weights and moments in bf16, and with torch's own AdamW and SGD.
+PURE_STEP_COPIES = 6
+SINGLE_STEP_COPIES = 3
+# A step number at which every compression has begun.
+LATE_STEP = 10**9
+# fp32: everything is fp32. autocast: weights and the residual stream are fp32, products are in a low
+# precision. low: weights and everything between them are in the low precision.
+Kind = Literal["fp32", "autocast", "low"]
+# gradients: replicate × shard × ep × cp. shard: with ep and cp.
+Axis = Literal["pp", "replicate", "shard", "ep", "cp", "tp", "gradients"]
+Beside = Literal["forward", "backward", "last", "steps", "nothing"]
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of one rank's weights, gradients and moments.
+
+    The fields with `host_` are bytes that offloading keeps in host memory or on NVMe. On a CPU all
+    bytes are on the device.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host_parameters: int = 0
+    host_gradients: int = 0
+    host_optimizer: int = 0
+
+    @property
+    def device(self) -> int:
+        """Return the bytes on the device."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def host(self) -> int:
+        """Return the bytes that offloading keeps elsewhere."""
+        return self.host_parameters + self.host_gradients + self.host_optimizer
+
+    def here(self) -> State:
+        """Return the state of a rank whose device and host share one memory."""
+        return State(
+            self.parameters + self.host_parameters,
+            self.gradients + self.host_gradients,
+            self.optimizer + self.host_optimizer,
+        )
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes of a rank's buffers, by the phase of a step in which they exist."""
+
+    always: float = 0.0
+    # In forward, up to the loss.
+    forward: float = 0.0
+    # From the beginning of forward to the end of backward.
+    through: float = 0.0
+    # Additional bytes while a block runs forward.
+    block: float = 0.0
+    # From the beginning of backward to its end.
+    begun: float = 0.0
+    # Additional bytes while a block runs backward.
+    backward: float = 0.0
+    # More than `backward` from the second block on, when what the first one saved is freed.
+    second: float = 0.0
+    # Additional bytes in the loss and in the head's backward.
+    head: float = 0.0
+    # More in the first block of backward, while the head's gradient is reduced.
+    first: float = 0.0
+    # At the end of backward.
+    last: float = 0.0
+    step: float = 0.0
+    # After backward, while gradients are averaged without DDP.
+    average: float = 0.0
+    # Bytes of gradients that exist before backward, whatever the accumulation.
+    early: int = 0
+
+
+class Host(NamedTuple):
+    """Bytes of a rank's states in host memory.
+
+    `between`: while it trains. `load`: while weights are loaded. `export`: while rank 0 exports.
+    `copies`: how many copies of its part of a checkpoint (fp32 weights and moments) exist while it saves.
+    """
+
+    between: int
+    load: int
+    export: int
+    copies: int
+
+
+class Copied(NamedTuple):
+    """Bytes that a step copies between device and host.
+
+    `up`: to the device. `down`: to the host. `stored`: read from a disk, and as many written.
+    `hidden`: the copies run beside computing.
+    """
+
+    up: float
+    down: float
+    stored: float = 0.0
+    hidden: bool = False
+
+
+class Flow(NamedTuple):
+    """The bytes that a rank sends in one step by collectives of one kind.
+
+    There are `calls` collectives among `ranks` of one `axis` of the mesh.
+    `beside`: what is computed meanwhile: a forward, a backward, the backward of the last
+    micro-batch, whole steps, or nothing.
+    """
+
+    kind: Collective
+    bytes_: float
+    ranks: int
+    axis: Axis
+    calls: float
+    beside: Beside
+
+
+def _ring_share(bytes_: float, ranks: int) -> float:
+    """Return the bytes that leave each rank if every part but the rank's own goes around a ring."""
+    return bytes_ * (ranks - 1) / ranks
+
+
+def _ring_all_reduce(bytes_: float, ranks: int) -> float:
+    """Return the bytes that leave each rank in a reduce-scatter and an all-gather."""
+    return bytes_ * 2 * (ranks - 1) / ranks
+
+
+def _ring_all_gather(bytes_: float, ranks: int) -> float:
+    """Return the bytes that leave each rank if all get what each rank has, which is `bytes_`."""
+    return bytes_ * (ranks - 1)
+
+
+def _send_once(bytes_: float, ranks: int) -> float:
+    """Return the bytes that leave a rank which sends to one other."""
+    return bytes_
+
+
+# Bytes that leave each rank in the ring algorithm, as `telemetry.traffic` counts them. The argument is
+# the bytes that a rank has; for a reduce-scatter the bytes before it.
+SHARES: dict[Collective, Callable[[float, int], float]] = {
+    "all_reduce": _ring_all_reduce,
+    "all_gather": _ring_all_gather,
+    "reduce_scatter": _ring_share,
+    "all_to_all": _ring_share,
+    "broadcast": _ring_share,
+    "p2p": _send_once,
+}
+
+
+@dataclass
+class Volume:
+    """The flows of a step.
+
+    `part`: the share of the ranks that makes the calls which are added next.
+    """
+
+    part: float = 1.0
+    flows: list[Flow] = field(default_factory=list)
+
+    def add(
+        self,
+        kind: Collective,
+        bytes_: float,
+        ranks: int,
+        axis: Axis,
+        calls: float = 1,
+        beside: Beside = "nothing",
+    ) -> None:
+        """Add collectives of `bytes_` altogether (see SHARES); nothing if there is one rank or no byte.
+
+        `axis`, `calls` and `beside` are those of `Flow`.
+        """
+        if ranks <= 1 or not bytes_:
+            return
+        sent = self.part * SHARES[kind](bytes_, ranks)
+        self.flows.append(Flow(kind, sent, ranks, axis, self.part * (calls or 1), beside))
+
+    def traffic(self) -> Traffic:
+        """Return the bytes of all flows, by kind of collective."""
+        sums = Counter[str]()
+        for flow in self.flows:
+            sums[flow.kind] += flow.bytes_  # type: ignore[assignment]
+        return Traffic(**sums)
+
+
+def kind_of(layout: Layout) -> Kind:
+    """Return how the layout computes in its precision."""
+    if layout.precision == "fp32":
+        return "fp32"
+    strategy = layout.strategy
+    if layout.pure or strategy.keeps_low:
+        return "low"
+    gathered = strategy.gathered_in(layout.precision, layout.config.images_alone)
+    if gathered is not None:
+        return "low"
+    return "autocast"
+
+
+@lru_cache(maxsize=4096)
+def moments(
+    facts: ModelFacts, mine: Part, tp: int, shards: int, options: OptimizerConfig, low: int = 0
+) -> int:
+    """Return the bytes of the optimizer's states of a part of the model.
+
+    The part is cut into tp × shards parts. `low`: see OptimizerConfig.bytes_of.
+    """
+    total = 0
+    for weight, number in weights_in(facts, mine):
+        if weight.trainable:
+            total += number * options.bytes_of(weight, part(weight, tp, shards), low)
+    return total
+
+
+def entry_bytes(layout: Layout) -> int:
+    """Return the bytes of an entry of a trainable weight, and of its gradient."""
+    if layout.pure:
+        return LOW
+    return FULL
+
+
+def low_moments(layout: Layout) -> int:
+    """Return the bytes that AdamW in bf16 keeps of an entry; 0 if moments are fp32.
+
+    They are two moments, and with Kahan summation also what the last step has lost by rounding.
+    """
+    if not layout.pure:
+        return 0
+    if layout.config.precision.rounding == "kahan":
+        return 3 * LOW
+    return 2 * LOW
+
+
+def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
+    """Return the bytes of a rank's weights, and of gradients and moments of the trainable ones."""
+    tp = layout.mesh.tp
+    strategy = layout.strategy
+    options = layout.config.optimizer
+    shards = strategy.shards(layout.mesh)
+    here = rank_params(facts, mine, tp, shards)
+    weights = _weight_bytes(layout, here)
+    if layout.config.precision.gather == "fp8":
+        # Each weight that is gathered in fp8 has an fp32 scale.
+        for weight, number in weights_in(facts, mine):
+            if takes_fp8(weight):
+                weights += FULL * number
+    steps = strategy.optimizer_shards(layout.mesh)
+    kept = moments(facts, mine, tp, steps, options, low_moments(layout))
+    kept += strategy.outer_bytes() * here.trainable
+    gradients = entry_bytes(layout) * here.trainable
+    if options.offload:
+        # The host keeps weights and gradients besides the moments, between steps too.
+        kept += 2 * FULL * here.trainable
+        return State(weights, gradients, 0, host_optimizer=kept)
+    if options.in_backward:
+        gradients = 0
+    if strategy.offloads()[0] == "cpu":
+        return State(0, 0, 0, weights, gradients, kept)
+    return State(weights, gradients, kept)
+
+
+def _weight_bytes(layout: Layout, here: Sizes) -> int:
+    """Return the bytes of the weights of a rank, whose entries are `here`.
+
+    Some frozen weights are in the low precision (models.freeze.keep_low, models.packed).
+    """
+    if layout.pure:
+        low = here.frozen
+    else:
+        low = here.low
+    return entry_bytes(layout) * (here.entries - low) + WIDTH[layout.precision] * low
+
+
+def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:
+    """Return the bytes of a step that is not fused, over trainable weights with the sizes `here`.
+
+    `sharded`: the weights are DTensors. Weights are stepped one by one, but torch's own optimizers
+    step all at once on a GPU (foreach).
+    """
+    options = layout.config.optimizer
+    if layout.pure:
+        return FULL * PURE_STEP_COPIES * here.largest
+    if options.kind not in ("adamw", "sgd"):
+        return FULL * options.does.copies * here.largest
+    if options.fused and (options.kind == "adamw" or not sharded):
+        return 0.0
+    if layout.device != "cuda" or sharded:
+        return FULL * SINGLE_STEP_COPIES * here.largest
+    if options.kind == "adamw" or options.weight_decay:
+        return FULL * here.trainable
+    return 0
+
+
+def copies_buffers(
+    layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
+) -> Buffers:
+    """Return the buffers of one process, DP, DDP, TP and pipelines of those, local SGD and DiLoCo."""
+    mesh = layout.mesh
+    strategy = layout.strategy
+    here = rank_params(facts, mine, mesh.tp)
+    gradients = state.gradients
+    # Ranks that share out the step: each averages its rows of the gradients.
+    steps = strategy.optimizer_shards(mesh)
+    has_buckets = _has_ddp_buckets(layout)
+
+    always = strategy.kept_bytes(mesh.world_size) * here.trainable
+    if has_buckets and not strategy.copies().gradient_as_bucket_view:
+        always += gradients
+    average = 0.0
+    if _has_copies(layout) and not has_buckets and strategy.exchange is None:
+        average = _averaging_bytes(layout, gradients, here)
+    copies = _cast_copies(layout, facts, mine, kept)
+    through = copies.through
+    if has_buckets and layout.batch.accumulation > 1:
+        # Gradients are added up outside of DDP's buckets up to the last micro-batch.
+        through += gradients
+    last = 0.0
+    if layout.devices_per_rank > 1:
+        # The first GPU adds up the gradients of the others.
+        last = 2 * gradients
+    step = stepping(layout, rank_params(facts, mine, mesh.tp, steps), mesh.tp * steps > 1)
+    early = 0
+    if steps > 1:
+        step = max(step, average)
+    if has_buckets:
+        early = gradients
+    return Buffers(
+        always=always,
+        forward=copies.forward,
+        through=through,
+        # A new gradient is a tensor of its own until it is added to the one before. Averaging
+        # weights, local SGD and DiLoCo take no more than gradients did, which are freed by then.
+        backward=copies.block + entry_bytes(layout) * here.largest,
+        last=last,
+        step=step,
+        average=average,
+        early=early,
+    )
+
+
+def _has_copies(layout: Layout) -> bool:
+    """Return whether more than one rank holds a copy of the weights that takes other samples."""
+    return layout.mesh.data_ranks * layout.mesh.cp > 1
+
+
+def _has_ddp_buckets(layout: Layout) -> bool:
+    """Return whether gradients of copies are averaged in each step, in the buckets of DDP."""
+    mesh = layout.mesh
+    strategy = layout.strategy
+    if not _has_copies(layout) or mesh.tp * mesh.pp * mesh.ep > 1:
+        return False
+    return strategy.exchange is None and strategy.optimizer_shards(mesh) == 1
+
+
+def _averaging_bytes(layout: Layout, gradients: int, here: Sizes) -> float:
+    """Return the bytes of the flat buckets in which gradients are averaged without DDP."""
+    steps = layout.strategy.optimizer_shards(layout.mesh)
+    bucket = max(layout.strategy.copies().bucket_cap_mb * MIB, FULL * here.largest)
+    if steps > 1:
+        # A bucket of all rows, and the rows of this rank.
+        return min(gradients, bucket) * (1 + 1 / steps)
+    return min(gradients, 2 * bucket)
+
+
+class CastCopies(NamedTuple):
+    """Bytes of the copies that autocast keeps of weights, by the phases of `Buffers`.
+
+    `block`: while a block is computed again in backward.
+    """
+
+    forward: float
+    through: float
+    block: float
+
+
+def _cast_copies(
+    layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None
+) -> CastCopies:
+    """Return the bytes of the copies that autocast keeps of the weights of linear layers.
+
+    They are kept until backward has used them; with activation checkpointing, until the end of
+    the block. `kept` has measured bytes, if the activations were traced.
+    """
+    tp = layout.mesh.tp
+    recomputes = layout.activation_checkpointing != "none"
+    forward = 0
+    through = 0
+    block = 0
+    # Frozen weights are in the low precision already; fp8 casts weights when they are used.
+    if kind_of(layout) == "autocast" and not layout.fp8:
+        without_ends = Part(mine.stages, first=False, last=False)
+        all_blocks = LOW * rank_params(facts, without_ends, tp).trainable
+        largest = LOW * largest_block(facts, mine, tp).trainable
+        if not recomputes:
+            through = all_blocks
+        else:
+            block = largest
+            # Under tensor parallelism a cut weight is a view in its block, and autocast keeps no
+            # copies of views: its copy goes with its block.
+            forward = largest if tp > 1 else all_blocks
+    if kept is not None and kept.copies is not None:
+        blocks = facts.layers
+        if layout.pipeline:
+            blocks = mine.blocks
+        made_in_block, made_at_ends = kept.copies
+        kept_in_block, kept_at_ends = kept.copies_kept
+        made = blocks * made_in_block + made_at_ends
+        through = blocks * kept_in_block + kept_at_ends
+        forward = max(0, made - through)
+    return CastCopies(forward, through, block)
+
+
+def send_gradients(
+    volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+) -> None:
+    """Add the flows that average gradients, once a step.
+
+    `has`: entries on a rank, of `plan.facts.cut_weights`. `step`: None for a late step, in which
+    gradients are compressed if they ever are.
+    """
+    mesh = layout.mesh
+    steps = layout.strategy.optimizer_shards(mesh)
+    if steps > 1:
+        _send_shared_step(volume, has, steps)
+    elif mesh.tp * mesh.pp * mesh.ep > 1:
+        _send_flat_buckets(volume, layout, has)
+    else:
+        _send_ddp_buckets(volume, layout, facts, step)
+
+
+def _send_shared_step(volume: Volume, has: Counter[str], steps: int) -> None:
+    """Add the flows of an optimizer step that `steps` ranks share out.
+
+    Each rank averages its rows of the gradients, padded to as many rows on all ranks. After the
+    step all ranks gather the rows of the weights.
+    """
+    rows = has["units_trainable"] + has["root_trainable"]
+    calls = math.ceil(FULL * rows * steps / BUCKET)
+    # Each tensor has a flag that says whether a rank has a gradient for it.
+    before = FULL * steps * (rows + has["tensors"])
+    volume.add("reduce_scatter", before, steps, "gradients", calls)
+    volume.add("all_gather", FULL * rows, steps, "gradients", calls)
+
+
+def _send_flat_buckets(volume: Volume, layout: Layout, has: Counter[str]) -> None:
+    """Add the flows of copies of parts (tp, pp, ep): flat buckets with a flag for each gradient."""
+    mesh = layout.mesh
+    ranks = mesh.data_ranks * mesh.cp
+    experts = FULL * (has["experts_whole"] + has["experts_tensors"])
+    calls = math.ceil(experts / BUCKET)
+    volume.add("all_reduce", experts, ranks // mesh.ep, "replicate", calls)
+    entries = FULL * (has["trainable"] + has["tensors"])
+    volume.add("all_reduce", entries, ranks, "gradients", math.ceil(entries / BUCKET))
+
+
+def _send_ddp_buckets(volume: Volume, layout: Layout, facts: ModelFacts, step: int | None) -> None:
+    """Add the flows of DDP: buffers of the first rank before the forward, and gradients.
+
+    int8 and topk compress bucket by bucket, and the order in which backward makes gradients decides
+    which bucket a gradient is in. Bytes are exact if one bucket holds all gradients. Otherwise int8
+    sends up to 1.02 × 256 × ranks bytes a bucket more, and topk up to 4 × (ranks − 1) more or fewer.
+    """
+    mesh = layout.mesh
+    ranks = mesh.data_ranks * mesh.cp
+    options = layout.strategy.copies()
+    compression = options.compression
+    weights = [(weight, number) for weight, number in weights_of(facts) if weight.trainable]
+    if options.broadcast_buffers:
+        volume.add("broadcast", facts.buffer_bytes, ranks, "gradients")
+    if options.find_unused_parameters and not options.static_graph:
+        # Which ranks have a gradient: an int32 for each weight.
+        tensors = sum(number for _, number in weights)
+        volume.add("all_reduce", FULL * tensors, ranks, "gradients")
+    buckets = math.ceil(FULL * facts.trainable / (options.bucket_cap_mb * MIB))
+    collective: Collective = "all_reduce"
+    kind = "none"
+    if compression.compresses(LATE_STEP if step is None else step):
+        kind = compression.kind
+    if kind == "int8":
+        blocks = -(-facts.trainable // (ranks * BLOCK))
+        sent = blocks * (BLOCK + SCALE)
+        volume.add("all_to_all", sent * ranks, ranks, "gradients", buckets)
+        collective = "all_gather"
+    elif kind == "topk":
+        sent = TOPK_ENTRY * max(1, round(compression.ratio * facts.trainable))
+        collective = "all_gather"
+    elif kind == "powersgd":
+        sent = 0
+        for weight, number in weights:
+            sent += FULL * number * _powersgd(weight, compression.rank)
+    elif kind == "none":
+        sent = entry_bytes(layout) * facts.trainable
+    else:
+        sent = LOW * facts.trainable
+    volume.add(collective, sent, ranks, "gradients", buckets, "last")
+
+
+def _powersgd(weight: Weight, rank: int) -> int:
+    """Return the entries that PowerSGD sends of a gradient.
+
+    They are both factors, or the whole gradient if factors would not halve it.
+    """
+    if not is_halved(weight.shape, rank):
+        return weight.numel
+    rows = weight.shape[0]
+    return rank * (rows + weight.numel // rows)
+
+
+def is_halved(shape: Sequence[int], rank: int) -> bool:
+    """Return whether PowerSGD's factors have at most half the entries of a tensor.
+
+    The tensor is taken as a matrix of `shape[0]` rows.
+    """
+    if len(shape) <= 1:
+        return False
+    rows = shape[0]
+    columns = math.prod(shape[1:])
+    if rank > min(rows, columns):
+        return False
+    return 2 * rank * (rows + columns) <= rows * columns
+
+
+def send_norm(volume: Volume, layout: Layout, has: Counter[str]) -> None:
+    """Add the flows of the gradient norm.
+
+    One number goes over the ranks that hold the other parts of a gradient, for each axis along
+    which gradients are cut; and one number goes over the stages of a pipeline.
+    """
+    mesh = layout.mesh
+    steps = layout.strategy.optimizer_shards(mesh)
+    if has["cut"]:
+        volume.add("all_reduce", NUMBER, steps, "shard")
+    if has["uncut"]:
+        volume.add("all_reduce", NUMBER, steps, "shard")
+    if has["cut"]:
+        volume.add("all_reduce", NUMBER, mesh.tp, "tp")
+    if has["apart"]:
+        shards = layout.strategy.shards(mesh) // mesh.ep
+        volume.add("all_reduce", NUMBER, shards, "shard")
+        volume.add("all_reduce", NUMBER, mesh.ep, "ep")
+    volume.add("all_reduce", NUMBER, mesh.pp, "pp")

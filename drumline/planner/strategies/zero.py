@@ -1,0 +1,553 @@
+"""The bytes that DeepSpeed keeps and sends under ZeRO 1, 2 and 3 (Rajbhandari et al. 2020).
+
+They follow DeepSpeed's source of 0.19.8: flat buffers with their padding, fp32 masters, gradients
+accumulated in fp32, and host copies of offloaded states. All functions are pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
+
+from drumline.config.mesh import Mesh
+from drumline.config.strategy import StrategySpec
+from drumline.engine.strategies.zero.config import (
+    LIVE,
+    MOST_IN_A_BUCKET,
+    PERSISTENT,
+    PREFETCHED,
+    REUSE,
+    STEPPED,
+    ZeroPlusPlus,
+    user_config,
+)
+from drumline.plan.estimate import Activations
+from drumline.plan.facts import ModelFacts, Part, Weight, ends, largest_block, part_of, weights_of
+from drumline.plan.plan import Layout
+from drumline.planner.cost.terms import (
+    FULL,
+    LOW,
+    WIDTH,
+    Beside,
+    Buffers,
+    Copied,
+    Host,
+    State,
+    Volume,
+)
+
+if TYPE_CHECKING:
+    from drumline.config.strategies.zero import Zero
+
+# Words of a DeepSpeed config for types of two bytes.
+LOW_TYPES = ("fp16", "bfp16", "bf16")
+# An offloaded AdamW reads and writes, for each parameter, an fp32 weight and two fp32 moments.
+ADAMW_BYTES = 3 * FULL
+# Bytes of the scalar that ZeRO 3 reduces for the gradient norm: fp64 on the device, fp32 on the host.
+NORM_ON_DEVICE = 8
+NORM_ON_HOST = 4
+# Blocks that are read between a block's forward and its backward: the blocks behind it in forward and
+# in backward, and with activation checkpointing once more in the recomputation.
+PASSES = 2
+PASSES_RECOMPUTED = 3
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Numbers of entries of a model that ZeRO cuts over some ranks.
+
+    `trainable`, `frozen`: the model's own entries.
+    `flat`: the trainable entries end to end in the optimizer's groups (`_groups`), each group padded
+    to a multiple of 2 × ranks.
+    `touched`: on the rank with most, all entries of the weights that it holds a part of.
+    `pieces`: what a rank holds if each trainable weight is cut by itself and rounded up;
+    `frozen_pieces`: the same of frozen weights.
+    `largest`: the entries of the largest trainable weight.
+    """
+
+    trainable: int
+    flat: int
+    touched: int
+    pieces: int
+    frozen: int
+    frozen_pieces: int
+    largest: int
+
+
+@lru_cache(maxsize=4096)
+def partition(facts: ModelFacts, ranks: int, has_two_groups: bool) -> Partition:
+    """Return the sizes of a model that is cut over `ranks`; `has_two_groups`: see _has_two_groups."""
+    weights = _weights_in_order(facts)
+    trainable = [weight for weight in weights if weight.trainable]
+    frozen = [weight for weight in weights if not weight.trainable]
+    flat = 0
+    touched = [0] * ranks
+    for decays in (True, False):
+        # Weights of a group lie end to end, and each rank has an equal, even share of them.
+        group = [weight.numel for weight in trainable if _decays(weight, has_two_groups) == decays]
+        share = 2 * math.ceil(sum(group) / (2 * ranks))
+        flat += share * ranks
+        start = 0
+        for entries in group:
+            # The weight may lie on several ranks.
+            first_rank = start // share
+            last_rank = (start + entries - 1) // share
+            for rank in range(first_rank, last_rank + 1):
+                touched[rank] += entries
+            start += entries
+    return Partition(
+        trainable=sum(weight.numel for weight in trainable),
+        flat=flat,
+        touched=max(touched),
+        pieces=_pieces(trainable, ranks),
+        frozen=sum(weight.numel for weight in frozen),
+        frozen_pieces=_pieces(frozen, ranks),
+        largest=max((weight.numel for weight in trainable), default=0),
+    )
+
+
+def _weights_in_order(facts: ModelFacts) -> list[Weight]:
+    """Return all weights in the model's own order."""
+    weights = [weight for weight in facts.end_weights if weight.place != "after"]
+    for block in facts.block_weights:
+        weights += block
+    weights += [weight for weight in facts.end_weights if weight.place == "after"]
+    return weights
+
+
+def _pieces(weights: list[Weight], ranks: int) -> int:
+    """Return the entries on a rank if each weight is cut by itself and rounded up."""
+    return sum(math.ceil(weight.numel / ranks) for weight in weights)
+
+
+class GradientBytes(NamedTuple):
+    """Bytes of an entry of a gradient while it is sent, and while gradients are accumulated."""
+
+    sent: int
+    accumulated: int
+
+
+# The part of the ZeRO strategies that the planner computes with. (A docstring would be part of the
+# YAML's JSON schema.)
+class ZeroCosts(StrategySpec):
+    stage: ClassVar[Literal[1, 2, 3]]
+    keeps_low: ClassVar[bool] = True
+
+    def shards(self, mesh: Mesh) -> int:
+        return mesh.shard
+
+    def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
+        """Return the bytes of weights, gradients and moments between two steps.
+
+        Gradients are counted as they lie at the end of the last backward of a step. Weights have
+        fp32 masters besides them in fp32, too.
+        """
+        cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
+        if self.stage == 3:
+            return self._state_of_stage_3(layout, facts, cut)
+        ranks = layout.mesh.world_size
+        is_low = layout.precision != "fp32"
+        is_offloaded = self.offloads()[0] != "none"
+        # All ranks have all weights, and a share of the masters and moments.
+        share = cut.flat // ranks
+        weights = WIDTH[layout.precision] * (cut.flat + cut.frozen)
+        masters = FULL * share * (1 + layout.config.optimizer.slots)
+        # Stage 1 keeps whole gradients until they are reduced.
+        unsharded = 0
+        if self.stage == 1:
+            unsharded = FULL * cut.trainable
+        low_gradients = self._gradient_bytes(layout, facts).accumulated * share + unsharded
+        if is_offloaded:
+            device_gradients = 0
+            if is_low:
+                device_gradients = low_gradients
+            # DeepSpeed copies the rank's share to the host, where it is stepped.
+            host_gradients = FULL * share
+            if self.stage == 2 and not is_low and layout.batch.accumulation > 1:
+                host_gradients += FULL * cut.touched
+            return State(weights, device_gradients, 0, 0, host_gradients, masters)
+        if not is_low:
+            return State(weights, FULL * cut.touched, masters)
+        if self._is_bf16_optimizer(layout):
+            # DeepSpeed's BF16_Optimizer keeps fp32 gradients of all weights, and the bf16 ones that
+            # they were accumulated from.
+            return State(weights, FULL * cut.flat + LOW * cut.trainable, masters)
+        return State(weights, low_gradients, masters)
+
+    def _state_of_stage_3(self, layout: Layout, facts: ModelFacts, cut: Partition) -> State:
+        """Return the bytes of weights, gradients and moments between two steps of stage 3."""
+        optimizer, parameters = self.offloads()
+        weights = WIDTH[layout.precision] * (cut.pieces + cut.frozen_pieces)
+        masters = FULL * cut.pieces * (layout.config.optimizer.slots + 1)
+        gradients = self._gradient_bytes(layout, facts).accumulated * cut.pieces
+        device_weights, host_weights = weights, 0
+        if parameters != "none":
+            device_weights, host_weights = 0, weights
+        if optimizer == "none":
+            return State(device_weights, gradients, masters, host_weights)
+        # The flat buffer that gradients are reduced into lies where the optimizer does, and so does
+        # what its step reads.
+        return State(device_weights, 0, 0, host_weights, 2 * gradients, masters)
+
+    def _is_bf16_optimizer(self, layout: Layout) -> bool:
+        """Return whether DeepSpeed uses its BF16_Optimizer if nothing is offloaded."""
+        return self.stage == 1 and layout.precision == "bf16"
+
+    def _user_options(self, facts: ModelFacts) -> dict[str, Any]:
+        """Return the user's own DeepSpeed config, dotted path → value."""
+        return user_config(cast("Zero", self), facts)
+
+    def _gradient_bytes(self, layout: Layout, facts: ModelFacts) -> GradientBytes:
+        """Return the bytes of an entry of a gradient: fp32, unless the user's config sets another type."""
+        options = self._user_options(facts)
+        sent = options.get("communication_data_type", "fp32")
+        accumulated = options.get("data_types.grad_accum_dtype", "fp32")
+        return GradientBytes(_bytes_of_type(sent), _bytes_of_type(accumulated))
+
+    def buffers(
+        self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
+    ) -> Buffers:
+        """Return the bytes of DeepSpeed's buckets, which are allocated at once, and of what ZeRO 3 gathers."""
+        cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
+        if self.stage == 3:
+            return self._buffers_of_stage_3(layout, facts, cut, state)
+        options = self._user_options(facts)
+        width = WIDTH[layout.precision]
+        is_low = layout.precision != "fp32"
+        is_offloaded = self.offloads()[0] != "none"
+        bucket = _bucket_entries(options, cut)
+        early = 0
+        if self._is_bf16_optimizer(layout):
+            # Of 4 + 2 bytes an entry (`state`), the fp32 ones are kept.
+            early = state.gradients * 2 // 3
+        has_bf16_optimizer = self._is_bf16_optimizer(layout) and not is_offloaded
+        sends_a_copy = is_low and self._gradient_bytes(layout, facts).sent == FULL
+        message = 0
+        if sends_a_copy or has_bf16_optimizer:
+            # What is sent of a bucket is copied to fp32.
+            message = FULL * min(bucket, cut.trainable)
+        always = 0
+        if is_offloaded:
+            always = width * cut.largest
+            if layout.device != "cuda":
+                always = 2 * width * cut.largest + width * cut.flat // layout.mesh.world_size
+        if self.stage == 1 and not has_bf16_optimizer and layout.batch.accumulation > 1:
+            # Whole gradients that ZeRO 1 accumulates until the last micro-batch. With the
+            # BF16_Optimizer they are part of `state`.
+            always += FULL * cut.trainable
+        # DeepSpeed keeps the largest weight's gradient outside of the bucket if the bucket is full.
+        backward = width * cut.largest
+        if bucket < cut.trainable:
+            # A full bucket is sent before the end of backward, too.
+            backward += message
+        last = message
+        if self.stage == 1 and layout.precision == "fp16":
+            last += FULL * cut.trainable
+        step = 0
+        if not is_low:
+            step = FULL * cut.flat // layout.mesh.world_size
+        return Buffers(
+            always=always,
+            begun=self._bucket_bytes(layout, options, bucket, has_bf16_optimizer),
+            backward=backward,
+            last=last,
+            step=step,
+            early=early,
+        )
+
+    def _bucket_bytes(
+        self, layout: Layout, options: dict[str, Any], bucket: int, has_bf16_optimizer: bool
+    ) -> int:
+        """Return the bytes of the buckets that stage 1 and 2 allocate at the beginning of backward."""
+        if has_bf16_optimizer:
+            return 0
+        width = WIDTH[layout.precision]
+        if self.stage == 1:
+            width = FULL
+        buckets = 1
+        if options.get("zero_optimization.overlap_comm"):
+            # One is filled while the other is sent.
+            buckets = 2
+        return width * bucket * buckets
+
+    def _buffers_of_stage_3(
+        self, layout: Layout, facts: ModelFacts, cut: Partition, state: State
+    ) -> Buffers:
+        """Return the bytes of stage 3's bucket, and of the weights that it gathers."""
+        options = self._user_options(facts)
+        width = WIDTH[layout.precision]
+        bucket = _bucket_entries(options, cut)
+        live = _stage_3_entries(options, "max_live_parameters", LIVE)
+        prefetched = _stage_3_entries(options, "prefetch_bucket_size", PREFETCHED)
+        threshold = _stage_3_entries(options, "param_persistence_threshold", PERSISTENT)
+        persistent = 0
+        for weight, number in weights_of(facts):
+            if weight.numel <= threshold:
+                persistent += number * weight.numel
+        everything = cut.trainable + cut.frozen
+        block = largest_block(facts, part_of(facts)).entries
+        # A persistent weight is counted in `always`.
+        gathered = min(everything, live + prefetched + block) - min(everything, persistent)
+        reduced = width * min(bucket, cut.trainable)
+        step = 0
+        if self.offloads()[0] == "none" and layout.precision != "fp32":
+            # Groups of weights are stepped one after the other.
+            group = int(options.get("zero_optimization.sub_group_size", STEPPED))
+            step = FULL * min(cut.pieces, group)
+        return Buffers(
+            always=self._gradient_bytes(layout, facts).sent * bucket + width * persistent,
+            through=max(0, width * gathered),
+            backward=reduced,
+            last=reduced,
+            step=step,
+            early=state.gradients,
+        )
+
+    def host(self, layout: Layout, facts: ModelFacts, between: int) -> Host:
+        """Return the bytes of a rank in host memory.
+
+        DeepSpeed allocates its states while it is given the weights (engine.strategies.zero.fill), one block
+        at a time in fp32. Under stage 1 and 2 the fp32 values of all trainable weights stay on the
+        host, and DeepSpeed copies the trainable weights from the device beside them. Under stage 3
+        the fp32 values of the rank's part stay. On a CPU the host has all weights. A rank gathers its
+        part of a checkpoint on the host in any case.
+        """
+        cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
+        is_low = layout.precision != "fp32"
+        has_gpu = layout.device == "cuda"
+        optimizer, parameters = self.offloads()
+        width = WIDTH[layout.precision]
+        low_copy = 0
+        if is_low:
+            low_copy = LOW
+        if has_gpu and (optimizer, parameters) != ("none", "none"):
+            # For offloading: the low-precision weights that its step writes, and one gradient.
+            shard = cut.flat // layout.mesh.world_size
+            if parameters != "none":
+                shard = cut.pieces
+            between += width * (shard + cut.largest)
+        everything = part_of(facts)
+        block = largest_block(facts, everything).entries
+        # What is filled at once: a block, or what is outside of the blocks.
+        piece = max(block, ends(facts, everything).entries) or facts.parameters
+        if self.stage < 3:
+            # Weights that stay on the host in fp32, and those that DeepSpeed copies in low precision.
+            staying = facts.parameters
+            if is_low or has_gpu:
+                staying = facts.trainable
+            copied = facts.parameters
+            if has_gpu:
+                copied = facts.trainable
+            load = FULL * min(facts.parameters, staying + piece) + max(low_copy * copied, between)
+        else:
+            masters = 0
+            if is_low:
+                masters = FULL * cut.pieces
+            load = between + masters + (FULL + low_copy) * piece
+        return Host(between, load, between, 1 + layout.config.checkpoint.asynchronous)
+
+    def send(
+        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+    ) -> None:
+        """Add what weights and gradients send in a step.
+
+        Stage 1 and 2 sum gradients by all-reduce (`use_multi_rank_bucket_allreduce`), unsharded, in
+        fp32 (`communication_data_type`): stage 1 after the last micro-batch, stage 2 after each.
+        After the step each of the optimizer's groups of parameters, padded to 2 × ranks entries, is
+        gathered in the type of the weights. Stage 3: see `_send_stage_3`.
+        """
+        options = self._user_options(facts)
+        ranks = layout.mesh.shard
+        width = WIDTH[layout.precision]
+        sent = self._gradient_bytes(layout, facts).sent
+        if self.stage == 3:
+            self._send_stage_3(volume, layout, facts, options, sent)
+            return
+        reductions = 1
+        if self.stage == 2:
+            reductions = layout.batch.accumulation
+        bucket = int(options.get("zero_optimization.reduce_bucket_size", MOST_IN_A_BUCKET))
+        buckets = reductions * math.ceil(facts.trainable / bucket)
+        beside: Beside = "nothing"
+        if options.get("zero_optimization.overlap_comm"):
+            beside = "last"
+            if reductions > 1:
+                beside = "backward"
+        bytes_ = reductions * sent * facts.trainable
+        if options.get("zero_optimization.use_multi_rank_bucket_allreduce", True):
+            volume.add("all_reduce", bytes_, ranks, "shard", buckets, beside)
+        else:
+            # Each part goes to the rank that steps it.
+            volume.add("broadcast", bytes_, ranks, "shard", buckets * ranks)
+        for entries in _groups(facts, _has_two_groups(layout)).values():
+            share = 2 * -(-entries // (2 * ranks))
+            volume.add("all_gather", width * share, ranks, "shard")
+
+    def send_norm(
+        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]
+    ) -> None:
+        """Add what DeepSpeed sends to measure the gradient norm."""
+        groups = len(_groups(facts, _has_two_groups(layout)))
+        ranks = layout.mesh.shard
+        if self.stage == 3:
+            number = NORM_ON_HOST
+            if self.offloads()[0] == "none":
+                number = NORM_ON_DEVICE
+            for _ in range(groups):
+                volume.add("all_reduce", number, ranks, "shard")
+        elif not self._is_bf16_optimizer(layout):
+            # Norms, and whether one is not finite. (The BF16_Optimizer has all gradients, so each
+            # rank computes their norm.)
+            is_low = layout.precision != "fp32"
+            volume.add("all_reduce", FULL * groups + is_low, ranks, "shard")
+
+    def _send_stage_3(
+        self, volume: Volume, layout: Layout, facts: ModelFacts, options: dict[str, Any], sent: int
+    ) -> None:
+        """Add what stage 3 sends in a step; `sent`: bytes of an entry of a gradient on its way.
+
+        Stage 3 cuts each parameter by itself into equal parts, padded. It gathers what is not
+        persistent (`stage3_param_persistence_threshold`) for forward. It gathers again for backward
+        where at least `stage3_max_reuse_distance` parameters are used in between and more than
+        `stage3_max_live_parameters` lie behind the block, which is how far it gathers ahead (to a
+        block or so). Gradients are scattered after each micro-batch. Persistent parameters are
+        gathered after the step.
+
+        ZeRO++ has not been counted on a GPU; it is as its paper says: weights are gathered in 8 bits,
+        gradients reduced in 4, and the second gathering is among the ranks of a copy.
+        """
+        ranks = layout.mesh.shard
+        micro_batches = layout.batch.accumulation
+        width = WIDTH[layout.precision]
+        threshold = _stage_3_entries(options, "param_persistence_threshold", PERSISTENT)
+        reuse = _stage_3_entries(options, "max_reuse_distance", REUSE)
+        prefetched = _stage_3_entries(options, "prefetch_bucket_size", 1)
+        live = 0
+        if prefetched:
+            live = _stage_3_entries(options, "max_live_parameters", LIVE)
+        is_recomputed = layout.activation_checkpointing != "none"
+        parts = _parts_of_rank(facts, ranks, threshold, reuse, live, is_recomputed)
+        calls = micro_batches * max(1, len(facts.block_weights))
+        plus: ZeroPlusPlus = getattr(self, "zeropp", ZeroPlusPlus())
+        gathered = width
+        if plus.quantized_weights:
+            gathered = 1
+        near = ranks
+        if plus.hierarchical_partition > 1:
+            near = plus.hierarchical_partition
+        volume.add("all_gather", width * parts["whole"], ranks, "shard")
+        # Only as much of a block is gathered ahead as the bucket takes. The rest is waited for.
+        hidden = min(1.0, prefetched / max(1, largest_block(facts, part_of(facts)).entries))
+        sides: tuple[tuple[float, Beside, Beside], ...] = (
+            (hidden, "forward", "backward"),
+            (1 - hidden, "nothing", "nothing"),
+        )
+        for share, beside_forward, beside_backward in sides:
+            each = share * gathered * micro_batches
+            first = each * parts["gathered"]
+            again = each * parts["again"] * ranks / near
+            volume.add("all_gather", first, ranks, "shard", calls, beside_forward)
+            volume.add("all_gather", again, near, "shard", calls, beside_backward)
+        if plus.quantized_gradients:
+            # 4 bits are half a byte.
+            bytes_ = micro_batches * parts["trainable"] * ranks / 2
+            volume.add("all_to_all", bytes_, ranks, "shard", calls)
+        else:
+            bytes_ = sent * micro_batches * parts["trainable"] * ranks
+            volume.add("reduce_scatter", bytes_, ranks, "shard", calls, "backward")
+
+    def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
+        """Return the bytes that offloading copies in a step, which waits for each copy.
+
+        Gradients go to the host after each micro-batch, weights come to the device after the step;
+        those of stage 3 on the host come for each micro-batch too.
+        """
+        micro_batches = layout.batch.accumulation
+        width = WIDTH[layout.precision]
+        optimizer, parameters = self.offloads()
+        up = width * trainable
+        if parameters != "none":
+            up += width * facts.parameters / layout.mesh.shard * micro_batches
+        stored = 0.0
+        if optimizer == "nvme":
+            # fp32 weights and moments are read and written back.
+            stored = ADAMW_BYTES * trainable
+        return Copied(up, FULL * trainable * micro_batches, stored)
+
+
+def _bytes_of_type(name: str) -> int:
+    """Return the bytes of an entry in a type that DeepSpeed calls `name`."""
+    if name in LOW_TYPES:
+        return LOW
+    return FULL
+
+
+def _bucket_entries(options: dict[str, Any], cut: Partition) -> int:
+    """Return the entries of the bucket that gradients are reduced in."""
+    default = min(MOST_IN_A_BUCKET, max(2, cut.trainable))
+    return int(options.get("zero_optimization.reduce_bucket_size", default))
+
+
+def _stage_3_entries(options: dict[str, Any], name: str, default: int) -> int:
+    """Return a limit of stage 3 in entries, by its name without the prefix stage3_."""
+    return int(options.get(f"zero_optimization.stage3_{name}", default))
+
+
+def _has_two_groups(layout: Layout) -> bool:
+    """Return whether the optimizer has matrices, which decay, and vectors in two groups."""
+    return layout.config.optimizer.weight_decay > 0
+
+
+def _decays(weight: Weight, has_two_groups: bool) -> bool:
+    """Return whether a weight is in the group of matrices, if there are two groups."""
+    return has_two_groups and len(weight.shape) >= 2
+
+
+def _groups(facts: ModelFacts, has_two_groups: bool) -> Counter[bool]:
+    """Return the trainable entries of each of the optimizer's groups, by whether the group decays."""
+    groups = Counter[bool]()
+    for weight, number in weights_of(facts):
+        if weight.trainable:
+            groups[_decays(weight, has_two_groups)] += number * weight.numel
+    return groups
+
+
+@lru_cache(maxsize=1024)
+def _parts_of_rank(
+    facts: ModelFacts, ranks: int, persistent: int, reuse: int, live: int, is_recomputed: bool
+) -> Counter[str]:
+    """Return the entries of a rank's parts of weights, by what stage 3 does with the weights.
+
+    `whole`: they stay gathered. `gathered`: they are gathered for forward. `again`: they are gathered
+    again for backward. `trainable`: they have a gradient.
+    `is_recomputed`: a block's forward runs again right before its backward. The head stays gathered,
+    since the root module uses it. An untied embedding is first in forward and last in backward.
+    """
+    passes = PASSES
+    if is_recomputed:
+        passes = PASSES_RECOMPUTED
+    before = tuple(weight for weight in facts.end_weights if weight.place == "before")
+    after = tuple(weight for weight in facts.end_weights if weight.place != "before")
+    head = sum(weight.numel for weight in after)
+    sums = Counter[str]()
+    behind = 0
+    for block in (*reversed(facts.block_weights), before, after):
+        here = sum(weight.numel for weight in block)
+        # Weights are released after forward, and so gathered again, if their next use is far enough.
+        is_released = behind + here + head >= live and passes * behind + head >= reuse
+        is_gathered_again = is_released and block is not after
+        behind += here
+        for weight in block:
+            part = math.ceil(weight.numel / ranks)
+            if weight.numel <= persistent:
+                sums["whole"] += part
+            else:
+                sums["gathered"] += part
+                if is_gathered_again:
+                    sums["again"] += part
+            if weight.trainable:
+                sums["trainable"] += part
+    return sums

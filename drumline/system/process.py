@@ -1,0 +1,450 @@
+"""Which process on which host, distinct from all others, past and present; how one is started, and tied to the one that started it.
+
+    python -m drumline.system.process PARENT_PID MODULE|SCRIPT.py ARGUMENTS...               # which dies with its parent
+
+The standard library alone: torch takes seconds to import, and a launcher that is killed meanwhile may leave no rank behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import hashlib
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+LOOK_SECONDS = 0.2
+LAST_SECONDS = 1.0  # a process that it has started may have its standard error
+SECRET_COMES = "DRUMLINE_STDIN"  # a variable of ranks: the first line of standard input is the secret of their store
+PIPE = subprocess.PIPE
+Process = subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process. `boot`: which start of the host's kernel; `space`: the namespace that `pid` counts in, as containers have their own;
+    `start`: when it started, in the kernel's own ticks, which no change of the clock moves. Empty where a host does not show it."""
+
+    host: str
+    boot: str
+    space: str
+    pid: int
+    start: int
+
+    def alive(self) -> bool | None:
+        """Whether it runs, a stopped one too; None where this process cannot know: another host, another container, another boot."""
+        if not self.boot or not self.space or (self.host, self.boot, self.space) != here():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except (PermissionError, OverflowError):
+            pass  # somebody else's process, or no process id at all: what follows decides
+        found = _state(self.pid)
+        return None if found is None else found[0] == self.start and found[1] not in "ZX"
+
+    @property
+    def name(self) -> str:
+        """Letters, digits and hyphens, for the name of a file; `named` reads it."""
+        where = repr((self.host, self.boot, self.space))
+        return f"{self.pid}-{self.start}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+
+
+def named(name: str) -> ProcessId | None:
+    """The process that has this `name`; None where it is of another host, container or boot, or the name is none."""
+    match = re.match(r"(\d{1,10})-(\d{1,20})-", name)
+    found = ProcessId(*here(), int(match[1]), int(match[2])) if match else None
+    return found if found and name.startswith(found.name) else None
+
+
+def this_process() -> ProcessId:
+    return process(os.getpid())
+
+
+def process(pid: int) -> ProcessId:
+    """The process that has the id `pid` here and now."""
+    found = _state(pid)
+    return ProcessId(*here(), pid, found[0] if found else 0)
+
+
+@cache
+def here() -> tuple[str, str, str]:
+    """This host's name, boot and namespace of process ids."""
+    host = socket.gethostname()
+    if sys.platform != "linux":
+        return host, "-", "-"
+    try:
+        # Where /proc is that of another namespace, its numbers are not ours.
+        own = Path("/proc/self").readlink().name == str(os.getpid())
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return host, boot, str(Path("/proc/self/ns/pid").readlink()) if own else ""
+    except OSError:
+        return host, "", ""
+
+
+def _state(pid: int) -> tuple[int, str] | None:
+    """(start, state) of a process; None where it cannot be read."""
+    if sys.platform != "linux":
+        import psutil
+
+        try:
+            seen = psutil.Process(pid)
+            return int(
+                seen.create_time() * 1e6
+            ), "Z" if seen.status() == psutil.STATUS_ZOMBIE else "R"
+        except (psutil.Error, ValueError, OverflowError):
+            return None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return int(fields[19]), fields[0]
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether a process has been stopped by a signal (SIGSTOP, Ctrl-Z) or a debugger."""
+    found = _state(pid)
+    return found is not None and found[1] in "Tt"
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have this process killed, or sent the signal `number`, when its parent `parent` (process id) dies, however it dies. On Linux by the
+    kernel, which means the thread that started this process; the launcher starts ranks from the thread that then waits for them. Elsewhere,
+    as on macOS, by a thread that looks every now and then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+    else:
+        die_with([process(parent)], number)
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), number)
+
+
+def die_with(processes: Sequence[ProcessId], number: int = signal.SIGKILL) -> None:
+    """Have this process killed, or sent the signal `number`, soon after one of `processes` has gone; they need not be its parents, nor have
+    started it from a thread that lives on."""
+
+    def look() -> None:
+        while all(other.alive() is not False for other in processes):
+            time.sleep(LOOK_SECONDS)
+        os.kill(os.getpid(), number)
+
+    if processes:
+        threading.Thread(target=look, daemon=True, name="drumline-die-with").start()
+
+
+def adopt_orphans() -> None:
+    """Have what the descendants of this process leave behind become its children, where the system can (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def tied(module: str, *arguments: str) -> list[str]:
+    """Python's arguments for a process that is `module` (or a script, NAME.py) and dies with this one."""
+    return [
+        "-u",
+        "-X",
+        "faulthandler",
+        "-m",
+        "drumline.system.process",
+        str(os.getpid()),
+        module,
+        *arguments,
+    ]
+
+
+class Early(ForkProcess):
+    """A fork of this process, which dies with it, and waits until `begin` says what it shall be. It has the methods of Popen that torch's
+    agent needs. This process must have one thread of Python, and none of OpenMP: a fork has the forking thread alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parent, (self._question, self._answer) = os.getpid(), os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with unwarned():
+            self.start()
+        os.close(self._question)
+
+    def begin(self, command: Sequence[str], env: Mapping[str, str], out: str, err: str) -> bool:
+        """Have it go on as `command` (an interpreter and what `tied` gave). False where it had ended."""
+        message = {
+            "arguments": command[len(tied("")) :],
+            "env": dict(env),
+            "streams": [os.devnull, out, err],
+        }
+        try:
+            with os.fdopen(self._answer, "w") as pipe:
+                pipe.write(json.dumps(message) + "\n")
+        except BrokenPipeError:  # its end of the pipe was the only one
+            return False
+        return True
+
+    def run(self) -> None:
+        """The fork's side: signals, streams, variables and arguments are those of a new process, before it goes on as one."""
+        die_with_parent(self.parent)
+        os.setsid()
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(
+                    number,
+                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                )
+        sys.unraisablehook = sys.__unraisablehook__
+        with os.fdopen(self._question) as pipe:
+            # No more: a later fork has the other end, too.
+            message = json.loads(pipe.readline() or sys.exit())
+        for stream, path in enumerate(message["streams"]):
+            file = os.open(path, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_APPEND)
+            if file != stream:  # it is where this process began without the stream
+                os.dup2(file, stream)
+                os.close(file)
+            os.set_inheritable(stream, True)
+        sys.stdin, sys.stdout, sys.stderr = (
+            os.fdopen(number, mode, buffering=1) for number, mode in enumerate("rww")
+        )
+        faulthandler.enable()
+        os.environ.clear()
+        os.environ.update(message["env"])
+        sys.argv = message["arguments"]
+        try:
+            _go_on()
+        finally:
+            atexit._run_exitfuncs()
+            _flush()
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.join(timeout)
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None and self.pid is not None:
+            os.kill(self.pid, number)
+
+
+def _flush() -> None:
+    """What a log on a full disk has no room for is lost: multiprocessing would make it the exit code 1."""
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except OSError:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the process ends
+
+
+def _go_on() -> None:
+    """Become the module or the script that is the first of sys.argv."""
+    if sys.argv[0].endswith(".py"):
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as python SCRIPT.py has it
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Around a fork: Python 3.12 warns of OpenBLAS's threads, which take care of forks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def in_a_fork(holds: Callable[[], bool]) -> bool:
+    """Whether something holds in a fork of this process."""
+    with unwarned():
+        child = os.fork()
+    if child == 0:
+        os._exit(int(not holds()))
+    return os.waitpid(child, 0)[1] == 0
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Around imports: they make much and drop little, and a fifth of their time is Python's collector, which looks at all of it again and
+    again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def run_module(
+    module: str, question: str = "", seconds: float | None = None, keeps: Sequence[int] = ()
+) -> tuple[int | None, str, str]:
+    """`run_command` of a module, which gets the file descriptors `keeps`."""
+    return run_command([sys.executable, "-m", module], question, seconds, keeps=keeps)
+
+
+def output_of(command: Sequence[str], seconds: float) -> str | None:
+    """What a command prints; None where it is not there, fails, or takes longer than `seconds`."""
+    try:
+        code, out, _ = run_command(command, seconds=seconds)
+    except OSError:
+        return None
+    return out if code == 0 else None
+
+
+def start_module(module: str, *arguments: str, keeps: Sequence[int]) -> subprocess.Popen[bytes]:
+    """A module in a process and a session of its own. What it prints goes to standard error: standard output may be a table or a YAML that
+    somebody reads. Raises OSError."""
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=keeps, start_new_session=True
+    )
+
+
+def start_command(
+    command: Sequence[str], env: Mapping[str, str], log: IO[str] | None = None
+) -> Process:
+    """A command in a process and a session of its own, with nothing on its stdin. What it prints goes to `log`, or where this process
+    prints. Raises OSError."""
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
+
+
+def run_command(
+    command: Sequence[str],
+    question: str = "",
+    seconds: float | None = None,
+    folder: str | None = None,
+    keeps: Sequence[int] = (),
+) -> tuple[int | None, str, str]:
+    """(exit code, stdout, stderr) of a command in `folder`, with `question` on its stdin and the file descriptors `keeps`; no code where it
+    takes more than `seconds`. Raises OSError."""
+    how: dict[str, Any] = {
+        "capture_output": True,
+        "text": True,
+        "errors": "replace",
+        "check": False,
+    }
+    try:
+        done = subprocess.run(
+            command, input=question, timeout=seconds, cwd=folder, pass_fds=keeps, **how
+        )
+    except subprocess.TimeoutExpired:
+        return None, "", ""
+    return done.returncode, done.stdout, done.stderr
+
+
+class Helper(subprocess.Popen[str]):
+    """A process in a session of its own; each line that it writes to standard error goes to `on_line`, from another thread."""
+
+    def __init__(
+        self, command: Sequence[str], folder: str | None, on_line: Callable[[str], None]
+    ) -> None:
+        super().__init__(
+            command,
+            stdin=PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=PIPE,
+            text=True,
+            errors="replace",
+            cwd=folder,
+            start_new_session=True,
+        )
+        self._on_line, self._last = on_line, ""
+        self._reader = threading.Thread(target=self._read, daemon=True, name="drumline-helper")
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.stderr is not None
+        for line in self.stderr:
+            if line.strip():
+                self._last = line.strip()
+                self._on_line(self._last)
+
+    def tell(self, line: str) -> None:
+        """A line for its standard input, which stays open. Nothing where it has ended."""
+        assert self.stdin is not None
+        with suppress(BrokenPipeError):
+            self.stdin.write(f"{line}\n")
+            self.stdin.flush()
+
+    def last(self) -> str:
+        """The last line of one that has ended."""
+        self._reader.join(LAST_SECONDS)
+        return self._last
+
+    def end(self) -> None:
+        """Kill it, if it has not ended."""
+        if self.poll() is None:
+            self.kill()
+        self.wait()
+
+
+def exit_code(process: subprocess.Popen[Any], seconds: float) -> int | None:
+    """Of a process that ends within so many seconds; None where it does not."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def worker_pool(count: int) -> ProcessPoolExecutor:
+    """Spawned processes that are tied to this one before they import what their work needs."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    class Pool(ProcessPoolExecutor):
+        """Until Python 3.11.5 a pool whose processes have died waits for ever on what it was sending to them (CPython's gh-94777)."""
+
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            pool: Any = self
+            manager, queue = pool._executor_manager_thread, pool._call_queue
+            super().shutdown(False, cancel_futures=cancel_futures)
+            while wait and manager is not None and manager.is_alive():
+                manager.join(0.1)
+                if pool._broken and not queue._reader.closed:
+                    queue._reader.close()  # nobody reads any more: the sender hears of it
+
+    kind = ProcessPoolExecutor if sys.version_info >= (3, 11, 5) else Pool
+    return kind(
+        count,
+        multiprocessing.get_context("spawn"),
+        initializer=die_with_parent,
+        initargs=(os.getpid(),),
+    )
+
+
+def fork() -> int:
+    """os.fork; the child dies with this process, and of SIGTERM."""
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        die_with_parent(parent)
+    return child
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    sys.argv = sys.argv[2:]
+    _go_on()

@@ -1,0 +1,342 @@
+"""Secrets: kept out of all that is written down, and withheld from the config.
+
+Written down are events, logs, trackers and error reports.
+
+A Config holds `${env:NAME}`, and so does everything made of it: the plan, checkpoints, trackers. Who uses
+the value looks it up in its own environment at that moment (`reveal`). A secret that the YAML spells out
+is moved to this process's environment, which ranks and their children inherit, and
+`${env:DRUMLINE_SECRET_…}` takes its place (`withhold`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from drumline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from drumline.system.yaml_lines import Place
+
+REDACTED = "[redacted]"
+# Prefix of variables that hold, as JSON, what stood in a YAML (`withhold`).
+OURS = "DRUMLINE_SECRET_"
+# Tokens of a vocabulary.
+_SPECIAL = "(?:pad|eos|bos|unk|sep|cls)"
+_PASSWORDS = "(?:SECRET|PASSWORD|PASSWD|PASSPHRASE)"
+_KINDS = (
+    rf"(?:{_PASSWORDS}S?|(?:[_-]|API|ACCESS|ACCOUNT)KEY(?:[_-]?ID|S)?|CREDENTIALS?|DATABASE_URL|(?<![A-Z])DSN"
+    r"|(?:MYSQL|PG|DB|DATABASE|ADMIN|USER)_PWD|(?<=;)PWD)"  # PWD alone is the shell's folder
+)
+# The names of environment variables and keys whose values stay secret: HF_TOKEN, api_key, AWS_ACCESS_KEY_ID; not pad_token, tokens.
+SECRET = re.compile(rf"(?:{_KINDS}|(?<!{_SPECIAL}_)TOKEN)$", re.IGNORECASE)
+# The names of those whose values stay secret even if they are numbers.
+PASSWORD = re.compile(rf"{_PASSWORDS}S?$", re.IGNORECASE)
+# scheme://user:password@, and scheme://token@. What may be long is tried only from its beginning, so a
+# text of n letters takes n steps.
+URL_PASSWORD = re.compile(
+    r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://(?:[^\s/@:]*:(?=[^\s/]+@)|(?=[^\s/@:]{20,}@)))[^\s/]+(?=@)",
+    re.IGNORECASE,
+)
+# `--api-key abc`, HF_TOKEN=abc, "password": "a b", a signed address. A bare `key: x` or `token: x` is prose more often than a secret.
+_ASSIGNED = re.compile(
+    rf"((?:(?<![\w-])--[\w-]*(?:{_KINDS}|TOKEN|KEY)[ =]+"
+    rf"""|(?<![\w-])(?:[\w-]*[_-](?<!{_SPECIAL}_)TOKEN|[\w-]*{_KINDS})["']?\s*[=:]\s*)(?:\\*["'])?"""
+    r"""|Bearer\s+(?=\S{8})|Authorization["']?\s*[=:]\s*["']?Basic\s+|[?&](?:sig|X-(?:Amz|Goog)-Signature)=)"""
+    r"""(?:(?<=")[^"\n]+|(?<=')[^'\n]+|[^\s"',;]+)""",
+    re.IGNORECASE,
+)
+_HINTS = re.compile(
+    "token|key|secret|passw|passphrase|credential|database_url|dsn|pwd|bearer|basic|sig=|signature=|://",
+    re.IGNORECASE,
+)
+# Characters of a value that is redacted. A shorter value of some *_KEY would blank out ordinary words.
+SHORTEST = 8
+# Characters of a value that is known to be secret. It is redacted as a word of its own.
+SHORTEST_KEPT = 4
+# Pieces, and characters of one, that wait for the end of a line.
+MOST_HELD = 2**12
+REFERENCE = re.compile(r"\$\{env:([^{}]*)\}")
+# Where secrets and references may stand: the code that uses these values reveals them.
+PLACES = re.compile(
+    r"algorithm\.rewards\.\d+\.options\..+|algorithm\.generator\.url|strategy\.(secret|(options|config)\..+)",
+    re.DOTALL,
+)
+ALLOWED = "rewards' options, generator.url, strategy.secret and a DeepSpeed config may hold one"
+# Keys that say where secrets are in a cluster, and not what they are.
+NAMES = (
+    "launch.secrets",
+    "launch.image_pull_secrets",
+)
+# Variables whose values are secret, whatever their names.
+_kept: set[str] = set()
+
+
+class Secret(NamedTuple):
+    """A value to redact. `is_known`: it stood in the YAML, or was looked up for it."""
+
+    value: str
+    is_known: bool
+
+
+Secrets = list[Secret]
+
+
+def redact(text: str, values: Secrets | None = None) -> str:
+    """Return the text without secrets.
+
+    They are NAME=value pairs, passwords in URLs, and the values of this environment's secrets (`values`,
+    if they are read already).
+    """
+    if values is None:
+        values = _values()
+    for value, is_known in values:
+        if len(value) >= SHORTEST:
+            text = text.replace(value, REDACTED)
+        elif is_known and len(value) >= SHORTEST_KEPT and value in text:
+            text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", REDACTED, text)
+    # Most texts have no hint, and long ones are searched fast.
+    if not _HINTS.search(text):
+        return text
+    text = _ASSIGNED.sub(rf"\1{REDACTED}", text)
+    return URL_PASSWORD.sub(rf"\1{REDACTED}", text)
+
+
+def _values() -> Secrets:
+    """Return the secret values of this environment."""
+    secrets: Secrets = []
+    for name, value in os.environ.items():
+        if name.startswith(OURS):
+            for leaf in _leaves(_parse_json(value)):
+                secrets.append(Secret(str(leaf), True))
+        elif name in _kept:
+            secrets.append(Secret(value, True))
+        elif _is_secret_name(name):
+            secrets.append(Secret(value, False))
+    return secrets
+
+
+def _parse_json(text: str) -> Any:
+    """Return the value of a JSON text, else the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # a variable of the user's own that has such a name
+        return text
+
+
+@lru_cache(maxsize=4096)
+def _is_secret_name(name: str) -> bool:
+    """Return whether values of variables and keys of this name are secret."""
+    return SECRET.search(name) is not None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in dictionaries and lists, at any depth."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        yield value
+        return
+    for inner in value:
+        yield from _leaves(inner)
+
+
+def plain(value: Any, secret: bool = False, values: Secrets | None = None) -> Any:
+    """Return a value in JSON's own types, redacted, keys too.
+
+    NaN becomes null and inf a string. What JSON does not know is written as its text.
+    `secret`: whether texts are redacted as a whole. `values`: the environment's secrets, read once for
+    all that is in the value.
+    """
+    if values is None:
+        values = _values()
+    if isinstance(value, str):
+        return REDACTED if secret else redact(value, values)
+    if isinstance(value, dict):
+        return _plain_dict(value, secret, values)
+    if isinstance(value, list | tuple | set):
+        return [plain(inner, secret, values) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    # `item` gives the numbers of numpy and torch as Python's.
+    if hasattr(value, "item"):
+        return plain(value.item(), secret, values)
+    return plain(str(value), secret, values)
+
+
+def _plain_dict(value: dict[Any, Any], secret: bool, values: Secrets) -> dict[str, Any]:
+    """Return a dictionary as `plain` returns values."""
+    result: dict[str, Any] = {}
+    for key, inner in value.items():
+        name = redact(str(key), values)
+        # Numbers stay whatever they are called: a metric may well be named loss_per_token.
+        plain_inner = plain(inner, secret or _is_secret_name(str(key)), values)
+        known = result.get(name)
+        if isinstance(plain_inner, int) and isinstance(known, int):
+            # Counts by reason: two reasons that differ only in a secret are one.
+            plain_inner = known + plain_inner
+        result[name] = plain_inner
+    return result
+
+
+class _Redacting:
+    """A text stream that writes no secret; everything else is the stream's own.
+
+    It writes whole lines, or what a flush finds, because `print` gives the name of a secret and its value
+    one after the other. It has no lock: a process that is forked meanwhile would keep it.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._held = deque[str]()
+
+    def write(self, text: str) -> int:
+        self._held.append(text)
+        has_line = "\n" in text
+        if has_line or len(text) > MOST_HELD or len(self._held) > MOST_HELD:
+            self._write_held(only_whole_lines=has_line)
+        return len(text)
+
+    def flush(self) -> None:
+        self._write_held(only_whole_lines=False)
+        self._stream.flush()
+
+    def _write_held(self, only_whole_lines: bool) -> None:
+        """Write the pieces that are held.
+
+        With `only_whole_lines` the rest after the last line is kept.
+        """
+        pieces = []
+        with suppress(IndexError):  # also if another thread takes the last one
+            while True:
+                pieces.append(self._held.popleft())
+        text = "".join(pieces)
+        if only_whole_lines:
+            end = text.rfind("\n") + 1
+            if end < len(text):
+                self._held.appendleft(text[end:])
+            text = text[:end]
+        self._stream.write(redact(text))
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def redacted_streams() -> Iterator[None]:
+    """Redact what Python prints inside the block; standard output and error are log files."""
+    out = cast("Any", _Redacting(sys.stdout))
+    err = cast("Any", _Redacting(sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # a full disk: what ended the work counts
+                out.flush()
+                err.flush()
+
+
+def withhold(value: Any, where: Callable[[Place], str], place: Place = ()) -> Any:
+    """Return a copy of the config's values in which `${env:…}` stands for each secret.
+
+    `where`: returns how an error names a place.
+    Raises ConfigError for a secret, and for an `${env:…}`, at a place where nobody would look it up.
+    """
+    dotted = ".".join(place)
+    if dotted in NAMES:
+        return value
+    may_hold_secret = PLACES.fullmatch(dotted) is not None
+    if place and _is_secret(place[-1], value):
+        if may_hold_secret:
+            name = OURS + re.sub(r"\W", "_", dotted).upper()
+            os.environ[name] = json.dumps(value)
+            return f"${{env:{name}}}"
+        # A model's config has special tokens: `…_token`.
+        if not place[-1].lower().endswith("token"):
+            raise ConfigError(
+                "it would be written into the run folder",
+                where=f"{where(place)} is a secret",
+                fix=f"take it out; {ALLOWED}",
+            )
+    if isinstance(value, dict):
+        return {key: withhold(inner, where, (*place, str(key))) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [withhold(inner, where, (*place, str(index))) for index, inner in enumerate(value)]
+    if isinstance(value, str) and REFERENCE.search(value) and not may_hold_secret:
+        raise ConfigError(
+            f"no ${{env:…}} can stand here: {ALLOWED}",
+            where=where(place),
+            fix="write the value, or lay it over as an override",
+        )
+    return value
+
+
+def withheld() -> dict[str, str]:
+    """Return the variables of this process that stand for secrets of a YAML."""
+    return {name: value for name, value in os.environ.items() if name.startswith(OURS)}
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    """Return whether a key of the config has a secret as its value."""
+    if isinstance(value, str) and REFERENCE.search(value):
+        return False
+    if isinstance(value, str) and URL_PASSWORD.search(value):
+        return True
+    if PASSWORD.search(key):
+        return value is not None and not isinstance(value, bool)
+    if not SECRET.search(key):
+        return False
+    # Numbers are left alone: a metric may be named loss_per_token.
+    texts = [leaf for leaf in _leaves(value) if isinstance(leaf, str)]
+    return any(text and not REFERENCE.search(text) for text in texts)
+
+
+def reveal(value: Any, where: str) -> Any:
+    """Return the value with the environment's values in place of each `${env:NAME}`, at any depth.
+
+    From then on they are redacted in this process. `where`: the value's key, for errors.
+    Raises ConfigError for a variable that is not set.
+    """
+    if isinstance(value, dict):
+        return {key: reveal(inner, f"{where}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [reveal(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    whole = REFERENCE.fullmatch(value)
+    if whole and whole[1].startswith(OURS):
+        return json.loads(_variable(whole[1], where))
+    return REFERENCE.sub(lambda match: _variable(match[1], where), value)
+
+
+def _variable(name: str, where: str) -> str:
+    """Return the value of a variable, which is redacted from now on.
+
+    Raises ConfigError if it is not set.
+    """
+    value = os.environ.get(name)
+    if value:
+        _kept.add(name)
+        return value
+    # Behind `api_key: ` the line's redaction would look for a secret, so the key is not in `where`.
+    section, _, key = where.rpartition(".")
+    if name.startswith(OURS):
+        fix = "go on with the YAML that has it, or write ${env:NAME} there and set that variable"
+        raise ConfigError(
+            f"the secret {key!r} is not kept in the run folder", where=section, fix=fix
+        )
+    what = f"the environment variable {name!r}, which {key!r} names, is not set"
+    raise ConfigError(what, where=section, fix=f"export {name}=… on every host, and start again")
