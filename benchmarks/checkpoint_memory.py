@@ -58,7 +58,7 @@ def work(folder: str) -> dict[str, Any]:
     from drumline.dist.start import start, stop
     from drumline.engine.norms import local
     from drumline.engine.optimizer import build_optimizer, optimizer_tensors
-    from drumline.engine.strategies.fsdp2 import apply_fsdp2
+    from drumline.engine.strategies.fsdp2.transform import apply_fsdp2
     from drumline.models.build import lay_out
     from drumline.models.head import ForwardWithObjective
     from drumline.models.shards import Values, canonical_tensors

@@ -65,7 +65,7 @@ def load(case: str, folder: str) -> dict[str, int]:
     from drumline.dist.mesh import data_mesh, device_mesh
     from drumline.dist.start import start, stop
     from drumline.engine.norms import local
-    from drumline.engine.strategies.fsdp2 import apply_fsdp2
+    from drumline.engine.strategies.fsdp2.transform import apply_fsdp2
     from drumline.models.build import lay_out
     from drumline.models.head import ForwardWithObjective
     from drumline.models.shards import Values

@@ -13,12 +13,11 @@ from drumline.config.strategies.model_parallel import ModelParallelStrategy
 from drumline.config.strategies.pp import PPStrategy
 from drumline.config.strategies.single import SingleStrategy
 from drumline.config.strategies.tp import TPStrategy
-from drumline.config.strategies.zero import Zero1Strategy, Zero2Strategy, Zero3Strategy
-from drumline.config.strategy import Compression, StrategySpec
-from drumline.engine.strategies.zero.config import Offload
+from drumline.config.strategies.zero import Offload, Zero1Strategy, Zero2Strategy, Zero3Strategy
+from drumline.config.strategy import Compression, StrategyConfig
 
 __all__ = [
     "AutoStrategy", "CPStrategy", "Compression", "DDPStrategy", "DPStrategy", "DiLoCoStrategy", "FSDP2Strategy", "LocalSGDStrategy",
-    "ModelParallelStrategy", "Offload", "PPStrategy", "SingleStrategy", "StrategySpec", "TPStrategy", "Zero1Strategy", "Zero2Strategy",
+    "ModelParallelStrategy", "Offload", "PPStrategy", "SingleStrategy", "StrategyConfig", "TPStrategy", "Zero1Strategy", "Zero2Strategy",
     "Zero3Strategy",
 ]  # fmt: skip

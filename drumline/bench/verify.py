@@ -20,7 +20,7 @@ from rich.table import Table
 from drumline.config.config import Config
 from drumline.config.load import Loaded, Overrides, override, overrides_of, reader
 from drumline.config.registry import kinds
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.errors import (
     CheckpointError,
     DrumlineError,
@@ -184,7 +184,7 @@ def compare(
 
 def _usual_strategies(nproc: int) -> list[str]:
     """Return the strategies that are compared by default."""
-    strategies = [kind for kind, spec in kinds(StrategySpec).items() if spec.compared]
+    strategies = [kind for kind, spec in kinds(StrategyConfig).items() if spec.compared]
     if nproc >= 4:
         strategies += MIXES
     return strategies

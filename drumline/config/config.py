@@ -33,7 +33,7 @@ from drumline.config.section import (
     Steps,
     passes,
 )
-from drumline.config.strategy import Strategy, StrategySpec
+from drumline.config.strategy import Strategy, StrategyConfig
 from drumline.config.urls import UrlText
 
 
@@ -365,7 +365,7 @@ class Config(Section):
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: Annotated[ScheduleConfig, KIND_ALONE] = Field(default_factory=ScheduleConfig)
-    strategy: Strategy = Field(default_factory=lambda: make(StrategySpec, "auto"))
+    strategy: Strategy = Field(default_factory=lambda: make(StrategyConfig, "auto"))
     adapter: Adapter = Field(default_factory=NoAdapter)
     precision: Annotated[PrecisionConfig, KIND_ALONE] = Field(default_factory=PrecisionConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)

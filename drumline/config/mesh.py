@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+from drumline.config.section import Frozen
 from drumline.errors import PlanError
-from drumline.plan.estimate import Frozen
 
 Dimension = Literal["pp", "replicate", "shard", "ep", "cp", "tp"]
 # Descriptions of process groups whose collectives have their own limit of seconds.

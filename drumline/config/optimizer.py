@@ -1,28 +1,23 @@
-"""The section `optimizer`, and what each kind of optimizer keeps and is not combined with. No torch here; `engine.optimizer` makes them.
-A new kind is a row of KINDS and a function there."""
+"""The section `optimizer`, and what each kind of optimizer keeps. No torch here; `engine.optimizer` makes them.
+
+A new kind is a row of KINDS and a function there. What it keeps is counted in `planner.cost.optimizers`, what it is not
+combined with is in `plan.optimizer_rules`.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from drumline.config.section import Count, Ranks, Section, Weight
 from drumline.errors import PlanError
 from drumline.foreign import require_package
-from drumline.hardware.cluster import Collective
-from drumline.plan.rule import Case, Refusal, plain, sees
-
-if TYPE_CHECKING:
-    from drumline.plan import facts
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-FULL = 4  # bytes of an fp32
-SMALL = 4096  # a part of fewer entries keeps its moments in fp32, as torchao has it
 # Bits of an entry of a moment, entries that share an fp32 scale.
 FORMATS = {
     "adamw_8bit": (8, 256),
@@ -152,198 +147,7 @@ class OptimizerConfig(Section):
                     fix=fix,
                 )
 
-    def bytes_of(self, weight: facts.Weight, here: int, low: int = 0) -> int:
-        """Bytes of its states of a weight of which a rank has `here` entries; a count of steps (4 bytes) is left out. Quantised ones have
-        codes, scales, and a table of the codes' values in fp32. `low`: of an entry, where they lie in bf16."""
-        if low:
-            return low * here
-        if self.kind == "muon":
-            return FULL * here * (1 if _is_matrix(weight) else 2)
-        if self.kind == "adafactor" and len(weight.shape) > 1:
-            *ahead, rows, columns = weight.shape
-            return FULL * math.prod(ahead) * (rows + columns)
-        bits, block = FORMATS.get(self.kind, (0, 1))
-        if not bits or here < SMALL or here % block:
-            return FULL * self.slots * here
-        return self.slots * (here * bits // 8 + FULL * (here // block) + FULL * 2**bits)
-
-    def sends(self, weight: facts.Weight, here: int, axes: int) -> tuple[Collective, int]:
-        """What a step sends of a weight that is cut along so many axes of the mesh, and of which a rank has `here` entries. Muon: parts in
-        bf16 to an owner and back, or to all; Adafactor: sums over rows and columns, and two norms."""
-        if self.kind == "muon" and _is_matrix(weight):
-            return ("all_to_all", 2 * 2 * here) if axes == 1 else ("all_gather", 2 * here)
-        if self.kind == "adafactor":
-            return "all_reduce", 2 * FULL + (
-                self.bytes_of(weight, here) if len(weight.shape) > 1 else 0
-            )
-        return "all_reduce", 0
-
     def require(self) -> None:
         """Raises EnvironmentFault for a missing package, without importing it."""
         if self.does.package:
             require_package(self.does.package, "optimizer.kind")
-
-
-def _is_matrix(weight: facts.Weight) -> bool:
-    """Whether Muon takes it."""
-    return weight.place == "block" and len(weight.shape) == 2
-
-
-def refusals(case: Case) -> Iterator[Refusal]:
-    """What optimizers cannot be combined with."""
-    options, where = case.config.optimizer, "optimizer.kind"
-    torch_own = options.kind in ("adamw", "sgd")
-    if case.strategy.engine(case.mesh) == "deepspeed" and not torch_own:
-        reason = (
-            "DeepSpeed keeps weights and moments in flat buffers, which take Adam's and SGD's alone"
-        )
-        yield Refusal(
-            f"{options.kind} × ZeRO", reason, "use strategy=fsdp2, or optimizer.kind=adamw", where
-        )
-    if case.strategy.engine(case.mesh) == "deepspeed" and options.groups:
-        reason = "DeepSpeed makes one flat buffer of each group, and its memory is planned for two"
-        yield Refusal(
-            "optimizer.groups × ZeRO",
-            reason,
-            "use strategy=fsdp2, or take the groups out",
-            "optimizer.groups",
-        )
-    if case.strategy.exchange is not None and not options.does.drifts:
-        reason = "a checkpoint has the mean of the copies' moments, which is taken of fp32 moments with one step in common"
-        yield Refusal(
-            f"{options.kind} × copies that drift apart",
-            reason,
-            "use strategy=ddp, or optimizer.kind=adamw",
-            where,
-        )
-    if options.in_backward or options.offload:
-        yield from _in_turn(case)
-    if options.kind == "schedule_free":
-        yield from _schedule_free(case, where)
-    if case.config.precision.master == "bf16":
-        yield from _pure(case, "precision.master")
-
-
-ACCUMULATES = Refusal(
-    "in_backward × accumulation", "a gradient is used and gone before the next micro-batch adds to it", "use accumulation 1: a larger"
-    " micro_batch, or more ranks", "optimizer.in_backward",
-)  # fmt: skip
-
-
-def _in_turn(case: Case) -> Iterator[Refusal]:
-    """Of optimizers that go parameter by parameter."""
-    config, options, mesh, strategy = case.config, case.config.optimizer, case.mesh, case.strategy
-    name = "in_backward" if options.in_backward else "offload"
-    where = f"optimizer.{name}"
-    if options.in_backward and options.offload:
-        yield Refusal(
-            "in_backward × offload",
-            "a step on the host waits for all gradients",
-            "take one of the two out",
-            where,
-        )
-    each = ("adamw", "sgd", "lion", *(FORMATS if options.in_backward else ()))
-    if options.kind not in each:
-        yield Refusal(
-            f"{name} × {options.kind}",
-            "it goes parameter by parameter, on any rank alike",
-            f"use {', '.join(each)}",
-            where,
-        )
-    if strategy.engine(mesh) != "native" or strategy.exchange is not None or config.plain:
-        reason = "it is proven for Drumline's own engine, where ranks are in step"
-        yield Refusal(
-            f"{name} × the strategy",
-            reason,
-            "use strategy=ddp or fsdp2; ZeRO has offload_optimizer",
-            where,
-        )
-    if config.precision.master == "bf16":
-        yield Refusal(
-            f"{name} × master=bf16",
-            "its steps round by the number of a parameter among all",
-            "use precision.master=fp32",
-            where,
-        )
-    if options.offload and strategy.offloads()[0] != "none":
-        yield Refusal(
-            "offload × a strategy that offloads",
-            "its optimizer is on the host already",
-            f"take {where} out",
-            where,
-        )
-    if not options.in_backward:
-        return
-    if options.max_grad_norm is not None:
-        reason = (
-            "the norm is known when the last gradient is there, and the others are used by then"
-        )
-        yield Refusal("in_backward × clipping", reason, "set optimizer.max_grad_norm=null", where)
-    if strategy.data_parallel(mesh) not in ("none", "fsdp2"):
-        reason = "gradients of copies are averaged in buckets, after they have come"
-        yield Refusal("in_backward × copies of the model", reason, "use strategy=fsdp2", where)
-    if (
-        case.precision == "fp16"
-        or config.health.on_nan == "skip"
-        or config.health.on_spike in ("skip", "rollback")
-    ):
-        reason = "a step that is not finite, or jumps, is taken by the time that it is seen"
-        yield Refusal(
-            "in_backward × steps that may be skipped",
-            reason,
-            "use precision=bf16, on_nan=stop and on_spike=note",
-            where,
-        )
-
-
-def _pure(case: Case, where: str) -> Iterator[Refusal]:
-    config, mesh = case.config, case.mesh
-    if case.precision != "bf16":
-        yield Refusal(
-            f"master=bf16 × {case.precision}",
-            "weights lie in the type that they compute in",
-            "use precision.kind=bf16",
-            where,
-        )
-    if config.optimizer.kind != "adamw":
-        reason = "AdamW alone has steps that round stochastically or keep what was lost"
-        yield Refusal(
-            f"master=bf16 × {config.optimizer.kind}",
-            reason,
-            "use optimizer.kind=adamw, or master=fp32",
-            where,
-        )
-    whole = plain(mesh) and case.strategy.data_parallel(mesh) in ("none", "ddp", "fsdp2")
-    if not whole or case.strategy.engine(mesh) != "native" or case.strategy.exchange is not None:
-        reason = "it is proven where each rank has weights whole, or sharded by FSDP2 alone; DeepSpeed keeps fp32 weights for its step"
-        yield Refusal("master=bf16 × the strategy", reason, "use strategy=ddp or fsdp2", where)
-    if case.strategy.copies().compression.kind != "none":
-        reason = "gradients travel in bf16 already"
-        yield Refusal("master=bf16 × compression", reason, "take strategy.compression out", where)
-    if config.algorithm.rollout is not None or config.images_alone or config.plain or sees(case):
-        reason = "it is proven for texts that are given"
-        yield Refusal(
-            "master=bf16 × the model or the algorithm", reason, "use precision.master=fp32", where
-        )
-
-
-def _schedule_free(case: Case, where: str) -> Iterator[Refusal]:
-    if case.config.schedule.kind != "constant":
-        reason = "it averages weights in place of a falling rate; a warm-up goes with it"
-        yield Refusal(
-            "schedule_free × a schedule", reason, "use schedule=constant", "schedule.kind"
-        )
-    if case.config.optimizer.groups:
-        reason = "its average weighs steps by one rate"
-        yield Refusal(
-            "schedule_free × optimizer.groups", reason, "take the groups out", "optimizer.groups"
-        )
-    algorithm = case.config.algorithm
-    if algorithm.rollout is not None or algorithm.extra_forwards:
-        reason = "it learns at other weights than it answers with, and this algorithm compares the two within a step"
-        yield Refusal(
-            "schedule_free × a pass without gradients in a step",
-            reason,
-            "use optimizer.kind=adamw",
-            where,
-        )

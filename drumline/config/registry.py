@@ -95,6 +95,20 @@ MOST_NAMES = 8
 _own: dict[type[Spec], dict[str, Any]] = {}
 
 
+@cache
+def part_class(path: str | type) -> Any:
+    """Return another part of a kind: the class that `module:Name` names; a class is returned as it is.
+
+    Raises ConfigError if a plug-in's module cannot be imported.
+    """
+    if isinstance(path, type):
+        return path
+    module, _, name = path.partition(":")
+    return getattr(
+        imported(partial(importlib.import_module, module), module, "strategy.kind"), name
+    )
+
+
 def literal_kinds(model: type[BaseModel]) -> list[str]:
     """Return the values that `kind` may have in a section; none if it is not fixed."""
     field = model.model_fields.get("kind")

@@ -75,6 +75,12 @@ def _epochs(every: str) -> str:
 Epochs = Annotated[str, AfterValidator(_epochs)]
 
 
+class Frozen(BaseModel):
+    """A part of a plan: frozen, and closed to keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
 class Section(BaseModel):
     """A part of the config: frozen, and closed to keys that it does not know."""
 

@@ -1,41 +1,27 @@
-"""What a strategy's spec is: the section of the YAML, and its answers to the rest of the house. No torch here. Each answer
-has a default, that of copies of the model on all ranks, so that a strategy of a user's own overrides only what differs."""
+"""The section `strategy` of the YAML: what all kinds of it have in common.
+
+A strategy has three parts, each a class that is found by the kind:
+- its fields and its mesh, a `StrategyConfig` (here, and in `config.strategies`),
+- what it costs, a `planner.strategies.StrategyCost`,
+- how it spreads and steps a model, a `plan.strategy_engine.StrategyEngine` (in `engine.strategies`).
+
+No torch here. Each answer has a default, that of copies of the model on all ranks, so that a strategy of
+a user's own overrides only what differs.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
-from drumline.config.mesh import Dimension, Mesh, divide, divisors
+from drumline.config.mesh import Dimension, Mesh, divide
+from drumline.config.refusal import Refusal, no_option
 from drumline.config.registry import Registered, Spec
 from drumline.config.section import KIND_ALONE, MOST_STEPS, Ranks, Section
 from drumline.errors import PlanError
 from drumline.hardware.cluster import Collective
-from drumline.plan.estimate import Activations
-from drumline.plan.facts import Part
-from drumline.plan.rule import Case, Refusal, no_option
-from drumline.plan.stream import SequenceParallel
-from drumline.planner.cost.terms import (
-    Buffers,
-    Copied,
-    Host,
-    State,
-    Volume,
-    copies_buffers,
-    native_state,
-    send_gradients,
-    send_norm,
-)
-
-if TYPE_CHECKING:
-    from drumline.config.config import Config
-    from drumline.plan.facts import ModelFacts
-    from drumline.plan.plan import BatchPlan, Layout, Plan
 
 Engine = Literal["native", "pipeline", "deepspeed"]
 DataParallel = Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]
@@ -104,248 +90,152 @@ class Names(NamedTuple):
     simple: int
 
 
-class Space(NamedTuple):
-    """What the search looks for strategies on.
-
-    `layers`: of the model, and `experts` of a layer. `nvme`: a folder on a disk to offload to.
-    """
-
-    nodes: int
-    per_node: int
-    layers: int
-    nvme: str | None
-    experts: int = 0
-
-    @property
-    def world(self) -> int:
-        return self.nodes * self.per_node
-
-
-class StrategySpec(Spec):
-    """The base of all strategies."""
+class StrategyConfig(Spec):
+    """The base of all strategies: the fields of the YAML, and the mesh that follows from them."""
 
     group: ClassVar[str] = "strategies"
     modules: ClassVar[str] = "drumline.config.strategies.{}"
+    # The two other parts, as module:Name, or the classes themselves.
+    cost_class: ClassVar[str | type] = "drumline.planner.strategies.base:StrategyCost"
+    engine_class: ClassVar[str | type] = "drumline.plan.strategy_engine:StrategyEngine"
     thing: ClassVar[str] = "strategy"
+    # Of two strategies as fast as each other the planner takes the one with the smaller number.
     simplicity: ClassVar[int] = MIXED
-    planned: ClassVar[bool] = False  # the planner chooses another in its place
-    compared: ClassVar[bool] = False  # by `drumline verify` where nobody names strategies
+    # Whether the planner chooses another strategy in its place.
+    planned: ClassVar[bool] = False
+    # Whether `drumline verify` compares it if nobody names strategies.
+    compared: ClassVar[bool] = False
     one_process: ClassVar[bool] = False
-    package: ClassVar[str | None] = None  # that it needs besides this one's dependencies
-    in_step: ClassVar[bool] = (
-        False  # without tp, cp and pp: ranks take each forward together, on whole samples of their own
-    )
-    exchange: ClassVar[Collective | None] = (
-        None  # of weights now and then, where gradients are not averaged in each step
-    )
-    takes_packed: ClassVar[bool] = False  # goes with QLoRA's packed weights, without tp
-    whole_weights: ClassVar[bool] = True  # without tp, cp and pp: each rank holds all of them
-    keeps_low: ClassVar[bool] = (
-        False  # weights lie in the type that it computes in, with fp32 ones for the step besides
-    )
-    hooked: ClassVar[bool] = (
-        False  # its engine gathers the weights of each module by hooks in Python
-    )
-    lacks: ClassVar[
-        tuple[Refusal, ...]
-    ] = ()  # options that it has no key for, by `plan.rule.no_option`
-
-    # ------------------------------------------------------------------------------------------------ config and layout
+    # A package that it needs besides Drumline's dependencies.
+    package: ClassVar[str | None] = None
+    # Without tp, cp and pp: whether ranks take each forward together, on whole samples of their own.
+    in_step: ClassVar[bool] = False
+    # How ranks exchange weights now and then; None: gradients are averaged in each step.
+    exchange: ClassVar[Collective | None] = None
+    # Whether it works with the packed weights of QLoRA, without tp.
+    takes_packed: ClassVar[bool] = False
+    # Without tp, cp and pp: whether each rank holds all weights.
+    whole_weights: ClassVar[bool] = True
+    # Whether weights are kept in the type that they compute in, with fp32 weights for the step besides.
+    keeps_low: ClassVar[bool] = False
+    # Whether its engine gathers the weights of each module by hooks in Python.
+    hooked: ClassVar[bool] = False
+    # Options that it has no key for; see `config.refusal.no_option`.
+    lacks: ClassVar[tuple[Refusal, ...]] = ()
 
     @classmethod
     def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
-        """The section as one writes it with these options: tp, cp, pp, replicate, compression, offload (cpu or nvme)."""
+        """Return the section as a user writes it with some options.
+
+        `options`: of tp, cp, pp, replicate, compression and offload (cpu or nvme).
+        """
         return {"kind": kind, **options}
 
     def with_files(self, base_dir: Path) -> Self:
-        """With the contents of files that it names, relative to `base_dir`: ranks read the plan alone."""
+        """Return this strategy with the contents of the files that it names: ranks read the plan alone.
+
+        `base_dir`: the folder that paths are relative to.
+        """
         return self
 
-    def resolved(self, world: int, why: list[str]) -> StrategySpec:
-        """Itself; for a strategy that the planner chooses, before it has chosen: the simplest one."""
-        return self
+    def resolved(self, world: int, why: list[str]) -> StrategyConfig:
+        """Return the strategy that is planned: this one, or for `auto` the simplest one.
 
-    def adopted(self, config: Config) -> Config:
-        """The config with what only a file of this strategy's says."""
-        return config
+        `why`: gets a line for a choice.
+        """
+        return self
 
     def mesh(self, world: int) -> Mesh:
-        """Its mesh on `world` processes. Raises PlanError where they do not divide."""
+        """Return the mesh of `world` processes. Raises PlanError if they do not divide."""
         if self.one_process and world != 1:
             what = f"strategy {self.kind} runs one process, {world} were asked for"
             raise PlanError(what, where="strategy", fix="use strategy=ddp or --nproc 1")
         return Mesh(replicate=world)
 
     def engine(self, mesh: Mesh) -> Engine:
-        return "pipeline" if mesh.pp > 1 else "native"
+        """Return which engine steps the model."""
+        if mesh.pp > 1:
+            return "pipeline"
+        return "native"
 
     def data_parallel(self, mesh: Mesh) -> DataParallel:
-        """How ranks that see different samples share the work."""
-        return "ddp" if mesh.data_ranks * mesh.cp > 1 else "none"
+        """Return how ranks that see different samples share the work."""
+        if mesh.data_ranks * mesh.cp > 1:
+            return "ddp"
+        return "none"
 
     def devices_per_rank(self, devices: int) -> int:
-        """Of the devices of a machine, those that one process drives."""
+        """Return how many of a machine's devices one process drives."""
         return 1
 
     def offloads(self) -> tuple[str, str]:
-        """Where the optimizer's states lie, and weights that are not used: none (on the device), cpu or nvme."""
+        """Return where the optimizer's states are, and where weights are while they are not used.
+
+        Each is none (on the device), cpu or nvme.
+        """
         return "none", "none"
 
     def context_method(self) -> Literal["ulysses", "ring"]:
-        """How context parallelism is done; `ulysses` where there is none."""
+        """Return how context parallelism is done; `ulysses` if there is none."""
         return "ulysses"
 
     def pipeline_schedule(self) -> tuple[Schedule, int]:
-        """The schedule of a strategy with stages, and how many stages a rank holds."""
+        """Return the schedule of a strategy with stages, and how many stages a rank holds."""
         return "1f1b", 1
 
     def copies(self) -> CopyOptions:
-        """How copies are kept equal, where there are some."""
+        """Return how copies of the model are kept equal, if there are some."""
         return COPIES
 
     def gathered_in(self, precision: Precision, images: bool) -> Precision | None:
-        """The low type in which weights are gathered; None: they are used as they are kept."""
-        return None
+        """Return the low type that weights are gathered in; None: they are used as they are kept.
 
-    def engine_options(
-        self,
-        config: Config,
-        batch: BatchPlan,
-        precision: Precision,
-        steps: int | None,
-        run_dir: str,
-        facts: ModelFacts | None,
-    ) -> dict[str, Any] | None:
-        """What another package's engine is given; None for Drumline's own."""
+        `images`: whether the model is one of images.
+        """
         return None
 
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
-        """What the user should know of it on this many processes, one line each."""
+        """Return what the user should know of this strategy on `plan_world` processes, a line each."""
         return []
 
-    def refusals(self, case: Case) -> Iterator[Refusal]:
-        """What it cannot be combined with, besides what no strategy can (plan.rules)."""
-        yield from ()
-
-    def frozen(self) -> StrategySpec:
-        """How a model is spread that only answers, beside one that learns under this strategy."""
+    def frozen(self) -> StrategyConfig:
+        """Return the strategy of frozen models beside one that learns under this strategy."""
         return self
 
-    def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
-        """Raises EnvironmentFault where the machine lacks what it needs, before any process starts."""
-
-    # ----------------------------------------------------------------------------------- communication: pure, by the step
-
     def step_kind(self, step: int) -> str:
-        """A name for what the step after `step` steps sends: steps of one kind send alike."""
+        """Return a name for what the step after `step` steps sends: steps of one kind send alike."""
         return "whole"
 
     def step_shares(self) -> dict[str, float]:
-        """Of a long run's steps, the part of each kind."""
+        """Return the share of each kind of step in a long run."""
         return {"whole": 1.0}
 
-    def overlap(self) -> float:
-        """The part of a long run's steps that runs beside what `send` adds with beside="steps"."""
-        return 0.0
-
-    def kept_bytes(self, world: int) -> int:
-        """Bytes for each trainable parameter that a rank keeps in buffers between steps for talking less."""
-        return 0
-
-    # --------------------------------------------------------------------------------------------------- search and tables
-
     def names(self, world: int) -> Names:
+        """Return what tables call this strategy on `world` processes."""
         return Names(self.kind, self.kind, self.simplicity)
 
     def title(self, data_parallel: str, mesh: Mesh) -> str:
-        """What a plan's line calls it, mixes written out: `fsdp2 × tp 2`."""
-        parts = [
-            f"{name} {getattr(mesh, name)}"
-            for name in ("pp", "ep", "cp", "tp")
-            if getattr(mesh, name) > 1
-        ]
-        return " × ".join(
-            parts if parts and mesh.data_ranks == 1 and self.whole_weights else [self.kind, *parts]
-        )
-
-    def variants(self) -> Iterator[StrategySpec]:
-        """Where the user has named it: itself, and with what was left open."""
-        yield self
-
-    @classmethod
-    def candidates(cls, space: Space) -> Iterator[StrategySpec]:
-        """What the search looks at where the user has left the strategy open."""
-        yield from ()
-
-    def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
-        """(how much changes, strategy): what takes the same steps with less on each rank. `is_shared`: more than one rank does the work."""
-        return []
-
-    # ------------------------------------------------------------------- cost: pure; that of copies of the model (planner.cost.terms)
-
-    def outer_bytes(self) -> int:
-        """Bytes for each trainable parameter that its own optimizer keeps, besides the run's."""
-        return 0
+        """Return what a plan's line calls it, mixes written out: `fsdp2 × tp 2`."""
+        degrees = []
+        for name in ("pp", "ep", "cp", "tp"):
+            degree = getattr(mesh, name)
+            if degree > 1:
+                degrees.append(f"{name} {degree}")
+        has_one_copy = mesh.data_ranks == 1 and self.whole_weights
+        if degrees and has_one_copy:
+            return " × ".join(degrees)
+        return " × ".join([self.kind, *degrees])
 
     def shards(self, mesh: Mesh) -> int:
-        """Parts that each weight is cut into, besides tensor parallelism."""
+        """Return the number of parts that each weight is cut into, besides tensor parallelism."""
         return 1
 
     def optimizer_shards(self, mesh: Mesh) -> int:
-        """The same of what the optimizer keeps."""
+        """Return the number of parts that the optimizer's states are cut into."""
         return self.shards(mesh)
 
-    def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
-        """What a rank with this part of the model holds between steps."""
-        return native_state(layout, facts, mine)
 
-    def buffers(
-        self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
-    ) -> Buffers:
-        """What it holds besides `state` and activations. `kept`: a trace knows autocast's copies, which depend on the model's own code."""
-        return copies_buffers(layout, facts, mine, state, kept)
-
-    def host(self, layout: Layout, facts: ModelFacts, between: int) -> Host:
-        """What a rank holds in host memory, where its states take `between` bytes of it. Native engines read each rank's part onto the
-        device, and copy a checkpoint that is written in the background."""
-        return Host(between, between, 0, int(layout.config.checkpoint.asynchronous))
-
-    def send(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
-    ) -> None:
-        """Add what weights and gradients send in the step after `step` steps; None: the mean of a long run. `has`: see cut_weights."""
-        send_gradients(volume, layout, facts, has, step)
-
-    def send_norm(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]
-    ) -> None:
-        """Add what the gradient norm sends."""
-        send_norm(volume, layout, has)
-
-    def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
-        """What offloading copies in a step. `trainable`: parameters that a rank updates."""
-        return Copied(0.0, 0.0)
-
-    # ----------------------------------------------------------------------------------------------- with torch, imported late
-
-    def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
-        """The engine of a model that is laid out without weights; None: the one of `drumline.parallel` that the plan names. `options`: of
-        any module, see `engine.native.prepare` (plain, overlaps) and its engine (make_optimizer)."""
-        return None
-
-    def spread(
-        self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
-    ) -> Any:
-        """The `Spread` of a model, whose weights `values` fills; None: as copies. `whole`: the device mesh; `roots`: modules that run, each
-        with the model in it (of a pipeline, one for each stage)."""
-        return None
-
-
-Strategy = Annotated[StrategySpec, Registered(StrategySpec)]
-
-# ------------------------------------------------------------------------- degrees beside data parallelism: tp, cp and pp
-
-SCHEDULES = ("1f1b", "interleaved", "gpipe")  # that the search tries
+Strategy = Annotated[StrategyConfig, Registered(StrategyConfig)]
 
 
 class PipelineConfig(Section):
@@ -374,7 +264,17 @@ class PipelineConfig(Section):
         return self.schedule, (self.stages_per_rank or 2) if interleaves else 1
 
 
-class Degrees(SequenceParallel, StrategySpec):
+class SequenceParallel(Section):
+    """Part of a strategy that may cut matrices over tp ranks."""
+
+    sequence_parallel: bool | None = Field(
+        None,
+        description="With tp > 1, norms and the residual stream are cut by tokens over the tp ranks, too (Korthikanti et al. 2022)."
+        " null: true where that is proven for the model.",
+    )
+
+
+class Degrees(SequenceParallel, StrategyConfig):
     """The mesh is pp × replicate × shard × ep × cp × tp; what pp, cp and tp leave of the processes is data parallel."""
 
     tp: Ranks = Field(1, description="Tensor parallel: each matrix is cut over this many ranks.")
@@ -441,7 +341,7 @@ class Degrees(SequenceParallel, StrategySpec):
         return int(self.pp > 1 and self.pipeline.schedule != "1f1b")
 
 
-class OneDegree(StrategySpec):
+class OneDegree(StrategyConfig):
     """One degree given by the name of the strategy; the other processes hold copies (DDP)."""
 
     dimension: ClassVar[Dimension]
@@ -478,29 +378,3 @@ class OneDegree(StrategySpec):
     def title(self, data_parallel: str, mesh: Mesh) -> str:
         degree = f"{self.kind} {getattr(mesh, self.dimension)}"
         return degree if mesh.data_ranks == 1 else f"{data_parallel} × {degree}"
-
-
-def mixes(space: Space) -> Iterator[dict[str, Any]]:
-    """Degrees that divide: tensor and expert parallel within a host, at most a stage a layer, no pipeline of parts of sequences."""
-    world, inside = space.world, divisors(space.per_node)
-    experts = [
-        (1, 1, pp, ep)
-        for pp, ep in product(divisors(world), inside)
-        if space.experts and ep > 1 and space.experts % ep == 0
-    ]
-    for tp, cp, pp, ep in [*product(inside, divisors(world), divisors(world), (1,)), *experts]:
-        if (
-            tp == cp == pp == ep == 1
-            or world % (tp * cp * pp * ep)
-            or pp > max(1, space.layers)
-            or (cp > 1 and pp > 1)
-        ):
-            continue
-        for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-            yield {
-                "tp": tp,
-                "cp": cp,
-                "pp": pp,
-                "ep": ep,
-                "pipeline": PipelineConfig(schedule=schedule),
-            }

@@ -34,6 +34,7 @@ from drumline.models.packed import pack
 from drumline.models.shards import Loaded, Source, Values
 from drumline.models.tape import Build, lay_out_module
 from drumline.plan.plan import Plan
+from drumline.plan.strategy_engine import engine_of
 from drumline.telemetry.memory_tracker import MemoryStats
 
 # Frozen models of this process that are in use. Closures all over a run call them, and
@@ -116,7 +117,7 @@ def _build_trainable(
             dtype = LOW_PRECISION.get(plan.precision, torch.float32)
         pack(model, adapter.quantize, dtype)
     values = Values(source, device, config.run.seed, checkpoint_keys)
-    engine = config.strategy.prepare(plan, model, values)
+    engine = engine_of(config.strategy).prepare(plan, model, values)
     return engine or _prepare_native(plan, model, values)
 
 
@@ -176,7 +177,7 @@ def build_module(
         "make_optimizer": make_optimizer,
         "overlaps": overlaps,
     }
-    engine = plan.config.strategy.prepare(plan, model, values, **options)
+    engine = engine_of(plan.config.strategy).prepare(plan, model, values, **options)
     return engine or _prepare_native(plan, model, values, **options)
 
 

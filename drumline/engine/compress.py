@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from drumline.config.strategy import Compression
-from drumline.planner.cost.terms import BLOCK, is_halved
+from drumline.plan.wire import BLOCK, is_halved
 
 # Entries that a CPU codes at once: few enough blocks to stay in its cache.
 PIECE = 2**16

@@ -22,7 +22,7 @@ from drumline.engine.compress import Compressor
 from drumline.engine.experts import of_experts
 from drumline.engine.norms import local
 from drumline.errors import ModelError
-from drumline.planner.cost.terms import BUCKET
+from drumline.plan.wire import BUCKET
 from drumline.vendor.torch import DefaultAllGather, DefaultReduceScatter, queue_callback
 
 # Measurements that a clock keeps until somebody asks for the seconds.

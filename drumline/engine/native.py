@@ -78,6 +78,7 @@ from drumline.models.shards import (
 )
 from drumline.plan.plan import Plan
 from drumline.plan.rule import plain as plain_mesh
+from drumline.plan.strategy_engine import engine_of
 from drumline.system.heartbeat import alive, beat
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.torch import foreach_mul_
@@ -158,10 +159,10 @@ def spread_over_data(
     """Fill a model's weights, and spread it over the data ranks. Collective.
 
     Data parallelism goes on last, around everything: the strategy's own, or copies of `module`.
-    `whole`: the mesh of all ranks, or None for one process alone. `roots`: see StrategySpec.spread.
+    `whole`: the mesh of all ranks, or None for one process alone. `roots`: see StrategyConfig.spread.
     """
     strategy = plan.config.strategy
-    own: Spread | None = strategy.spread(plan, whole, model, roots, values)
+    own: Spread | None = engine_of(strategy).spread(plan, whole, model, roots, values)
     if own is not None:
         return own
     values.fill(model)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from drumline.config.mesh import DIMENSIONS, Dimension, Mesh
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 
 
-def copied_over(strategy: StrategySpec, mesh: Mesh) -> tuple[Dimension, ...]:
+def copied_over(strategy: StrategyConfig, mesh: Mesh) -> tuple[Dimension, ...]:
     """Return the dimensions of the mesh along which ranks hold the same bits after each step.
 
     There is none if copies of the model drift apart between exchanges.
@@ -20,7 +20,7 @@ def copied_over(strategy: StrategySpec, mesh: Mesh) -> tuple[Dimension, ...]:
     return tuple(name for name in names if getattr(mesh, name) > 1)
 
 
-def same_weights(strategy: StrategySpec, mesh: Mesh) -> list[list[int]]:
+def same_weights(strategy: StrategyConfig, mesh: Mesh) -> list[list[int]]:
     """Return the sets of ranks that hold the same weights, each in ascending order."""
     copied = copied_over(strategy, mesh)
     # Ranks of a set have the same place along all other dimensions.

@@ -7,19 +7,15 @@ import math
 from statistics import NormalDist
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from drumline.config.section import Frozen
 
 Ends = tuple[float, float]
 # Python, torch, transformers and DeepSpeed, imported: 349 MiB resident on a CPU. What CUDA's libraries add is not known.
 PROCESS = 400 * 2**20
 # Of ten runs nine lie between the ends of an estimate, so one in twenty is above the upper end.
 ABOVE_UPPER_END = 1 / 20
-
-
-class Frozen(BaseModel):
-    """A part of a plan: frozen, and closed to keys that it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Memory(Frozen):

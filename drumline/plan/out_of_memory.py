@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from pydantic import Field
 
+from drumline.config.section import Frozen
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.foreign import first_line
-from drumline.plan.estimate import Frozen, Memory
+from drumline.plan.estimate import Memory
 from drumline.plan.explain import size
 
 STATES = ("parameters", "gradients", "optimizer")

@@ -11,10 +11,11 @@ from drumline.config.config import Config, MemoryConfig, NoAdapter
 from drumline.config.mesh import Mesh
 from drumline.config.mistakes import first_mistake
 from drumline.config.model import Head, ModelConfig
-from drumline.config.strategy import DataParallel, Engine, Precision, Schedule, StrategySpec
+from drumline.config.section import Frozen
+from drumline.config.strategy import DataParallel, Engine, Precision, Schedule, StrategyConfig
 from drumline.errors import CheckpointError
 from drumline.foreign import read_object
-from drumline.plan.estimate import Estimate, Frozen
+from drumline.plan.estimate import Estimate
 from drumline.plan.facts import ModelFacts
 from drumline.system.files import write_whole
 
@@ -247,7 +248,7 @@ class Layout(Frozen):
     )
 
     @property
-    def strategy(self) -> StrategySpec:
+    def strategy(self) -> StrategyConfig:
         return self.config.strategy
 
     @property

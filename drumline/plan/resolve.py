@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from drumline.config.config import Config, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.config.mesh import Mesh
-from drumline.config.optimizer import ACCUMULATES
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError
 from drumline.hardware.catalog import peak_flops
 from drumline.hardware.detect import Machine
@@ -22,10 +21,12 @@ from drumline.plan.batch import in_steps, resolve_batch, steps_of_rollouts
 from drumline.plan.estimate import PROCESS
 from drumline.plan.explain import size
 from drumline.plan.facts import ModelFacts
+from drumline.plan.optimizer_rules import ACCUMULATES
 from drumline.plan.plan import BatchPlan, DataPlan, Layout, Plan, Predicted, RolePlan
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
+from drumline.plan.strategy_engine import engine_of
 from drumline.plan.stream import reason_against_stream
 from drumline.plan.unadapted import describe_unadapted, find_unadapted
 
@@ -55,7 +56,7 @@ def resolve(
     options = config.compile.model_copy(update={"enabled": bool(config.compile.enabled)})
     config = config.model_copy(update={"compile": options})
     strategy = config.strategy.resolved(world, why)
-    config = strategy.adopted(config.model_copy(update={"strategy": strategy}))
+    config = engine_of(strategy).adopted(config.model_copy(update={"strategy": strategy}))
     strategy = config.strategy
     mesh = strategy.mesh(world)
     precision = precision_of(config, machine, device, why)
@@ -92,7 +93,7 @@ def resolve(
     )
 
 
-def _offload(strategy: StrategySpec) -> Literal["none", "cpu", "nvme"]:
+def _offload(strategy: StrategyConfig) -> Literal["none", "cpu", "nvme"]:
     """Return the slowest place that a strategy offloads to."""
     places = strategy.offloads()
     if "nvme" in places:
@@ -230,7 +231,7 @@ def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict
 
     Raises PlanError if the user's own config of DeepSpeed contradicts the run.
     """
-    return layout.strategy.engine_options(
+    return engine_of(layout.strategy).engine_options(
         layout.config, layout.batch, layout.precision, layout.steps, run_dir, facts
     )
 

@@ -1,17 +1,14 @@
-"""What a rule about combinations is made of. No torch here."""
+"""The case that a rule about combinations looks at, and questions that many rules ask. No torch here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from drumline.config.config import Config
 from drumline.config.mesh import Mesh
-from drumline.errors import PlanError
-
-if TYPE_CHECKING:
-    from drumline.config.config import Config
-    from drumline.config.strategy import StrategySpec
-    from drumline.plan.facts import ModelFacts
+from drumline.config.strategy import StrategyConfig
+from drumline.plan.facts import ModelFacts
 
 
 @dataclass(frozen=True)
@@ -25,32 +22,8 @@ class Case:
     facts: ModelFacts | None
 
     @property
-    def strategy(self) -> StrategySpec:
+    def strategy(self) -> StrategyConfig:
         return self.config.strategy
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why one combination is refused. `name` is how an error line calls it: `first × second`."""
-
-    name: str
-    reason: str
-    instead: str
-    where: str = "strategy"
-
-    def error(self, reason: str = "") -> PlanError:
-        """`reason`: in the place of its own, where only a run shows it. `train.setup` tries a small copy of the model before any
-        rank starts; a rank raises it where several ranks or a GPU are needed."""
-        return PlanError(
-            f"{self.name}: {reason or self.reason}", where=self.where, fix=self.instead
-        )
-
-
-def no_option(options: str, reason: str, instead: str) -> tuple[Refusal, ...]:
-    """Options that cannot go with a strategy, so it has no key for them. offload_cpu and offload_nvme stand for `offload` by its value."""
-    return tuple(
-        Refusal(option, reason, instead, f"strategy.{option}") for option in options.split()
-    )
 
 
 def packed_bits(config: Config) -> int:

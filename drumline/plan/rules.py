@@ -6,14 +6,16 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
-from drumline.config import optimizer
 from drumline.config.config import Config, LoRAConfig
+from drumline.config.refusal import Refusal
 from drumline.config.rollouts import VLLMGenerator
 from drumline.plan.attention import RING_CHUNK
 from drumline.plan.batch import nearest
 from drumline.plan.copies import copied_over
 from drumline.plan.facts import MULTIPLE, TP_STYLES, chunkable, takes_fp8
-from drumline.plan.rule import Case, Refusal, packed_bits, plain, recomputes_some, sees
+from drumline.plan.optimizer_rules import refusals as optimizer_refusals
+from drumline.plan.rule import Case, packed_bits, plain, recomputes_some, sees
+from drumline.plan.strategy_engine import engine_of
 from drumline.plan.stream import whole_stream
 
 # What only a run of the model may show: its reason is found there.
@@ -46,8 +48,8 @@ def check_rules(case: Case) -> None:
         _zero_bubble,
         _health,
         _expert_parallel,
-        optimizer.refusals,
-        case.strategy.refusals,
+        optimizer_refusals,
+        engine_of(case.strategy).refusals,
     ):
         for refusal in rules(case):
             raise refusal.error()

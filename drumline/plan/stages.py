@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from drumline.config.mesh import Mesh
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import BatchPlan, PipelinePlan
@@ -36,7 +36,7 @@ class Cut(NamedTuple):
 
 
 def plan_pipeline(
-    mesh: Mesh, strategy: StrategySpec, batch: BatchPlan, facts: ModelFacts | None, why: list[str]
+    mesh: Mesh, strategy: StrategyConfig, batch: BatchPlan, facts: ModelFacts | None, why: list[str]
 ) -> PipelinePlan | None:
     """Return the schedule and the stages of a run's pipeline; None without a pipeline.
 
@@ -77,7 +77,7 @@ def _describe_stages(facts: ModelFacts, layers: tuple[Range, ...]) -> str:
     )
 
 
-def stage_layers(mesh: Mesh, strategy: StrategySpec, facts: ModelFacts) -> tuple[Range, ...]:
+def stage_layers(mesh: Mesh, strategy: StrategyConfig, facts: ModelFacts) -> tuple[Range, ...]:
     """Return the blocks of each stage of another model in the same pipeline; empty without one.
 
     Raises PlanError if the model has fewer layers than there are stages.
@@ -88,7 +88,7 @@ def stage_layers(mesh: Mesh, strategy: StrategySpec, facts: ModelFacts) -> tuple
     return _cut_model(facts, mesh.pp * per_rank)
 
 
-def in_flight(mesh: Mesh, strategy: StrategySpec) -> int:
+def in_flight(mesh: Mesh, strategy: StrategyConfig) -> int:
     """Return the least number of micro-batches that a step should have, if the user leaves it open.
 
     It is one for each rank of a pipeline, so that all ranks work.

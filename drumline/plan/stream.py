@@ -1,4 +1,4 @@
-"""Sequence parallelism beside tensor parallelism: its key, whether it is on, and why a residual stream cannot be cut by tokens.
+"""Sequence parallelism beside tensor parallelism: whether it is on, and why a residual stream cannot be cut by tokens.
 
 No torch here.
 """
@@ -6,16 +6,10 @@ No torch here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from drumline.config.section import Section
-from drumline.plan.rule import Refusal
-
-if TYPE_CHECKING:
-    from drumline.config.config import Config
-    from drumline.plan.facts import ModelFacts
+from drumline.config.config import Config
+from drumline.config.refusal import Refusal
+from drumline.plan.facts import ModelFacts
 
 # Types of models whose losses and gradients with the stream cut were held against one process, in
 # tests/distributed/test_tensor_parallel.py and, of BERT, test_classify.py. The stream of another type
@@ -31,16 +25,6 @@ PROVEN = frozenset(
         "starcoder2", "vaultgemma",
     )
 )  # fmt: skip
-
-
-class SequenceParallel(Section):
-    """Part of a strategy that may cut matrices over tp ranks."""
-
-    sequence_parallel: bool | None = Field(
-        None,
-        description="With tp > 1, norms and the residual stream are cut by tokens over the tp ranks, too (Korthikanti et al. 2022)."
-        " null: true where that is proven for the model.",
-    )
 
 
 def reason_against_stream(config: Config, facts: ModelFacts | None) -> str:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from drumline.config.config import Config
 from drumline.config.registry import entry_points, kinds, nearest, package_of
-from drumline.config.strategy import Precision, StrategySpec
+from drumline.config.strategy import Precision, StrategyConfig
 from drumline.errors import ConfigError, PlanError, UserError
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
@@ -84,12 +84,12 @@ def matrix(device: str) -> Matrix:
     return table
 
 
-def strategies() -> dict[str, type[StrategySpec]]:
+def strategies() -> dict[str, type[StrategyConfig]]:
     """Return the strategies by kind, except those for which the planner puts another one."""
-    return {kind: spec for kind, spec in kinds(StrategySpec).items() if not spec.planned}
+    return {kind: spec for kind, spec in kinds(StrategyConfig).items() if not spec.planned}
 
 
-def _cell(kind: str, spec: type[StrategySpec], sections: dict[str, Any], device: str) -> Cell:
+def _cell(kind: str, spec: type[StrategyConfig], sections: dict[str, Any], device: str) -> Cell:
     """Return whether a strategy supports an option, given as sections of a config."""
     strategy_keys = sections.get("strategy", {})
     names = set()
@@ -125,7 +125,7 @@ def _cell(kind: str, spec: type[StrategySpec], sections: dict[str, Any], device:
     return Cell()
 
 
-def _case(config: Config, spec: type[StrategySpec], device: str) -> Case:
+def _case(config: Config, spec: type[StrategyConfig], device: str) -> Case:
     """Return the run of a config, of a model that is not known, for which the rules are asked."""
     if spec.one_process:
         mesh = config.strategy.mesh(1)

@@ -27,7 +27,7 @@ from drumline.algorithms.base import policy_objective
 from drumline.config.config import CompileConfig, Config, LoRAConfig
 from drumline.config.mesh import Mesh
 from drumline.config.registry import make
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.engine import context_parallel
 from drumline.engine.build import keep_frozen_low
 from drumline.engine.data_parallel import Spread
@@ -176,7 +176,7 @@ def _plan_of_trace(
 def _config_of_trace(config: Config, layout: Layout, facts: ModelFacts) -> Config:
     """Return the config that is traced: one process, nothing compiled, nothing packed."""
     update: dict[str, Any] = {
-        "strategy": make(StrategySpec, "single"),
+        "strategy": make(StrategyConfig, "single"),
         "compile": CompileConfig(),
         "memory": layout.config.memory,
     }

@@ -10,7 +10,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from drumline.plan.estimate import Estimate, Frozen
+from drumline.config.section import Frozen
+from drumline.plan.estimate import Estimate
 from drumline.plan.explain import size
 
 # A share of the prediction: if a category differs by more, there is a warning.

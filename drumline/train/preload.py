@@ -17,7 +17,7 @@ from transformers import (
 
 from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.registry import find
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.train.build import build
 from drumline.train.failure import watched
@@ -33,4 +33,4 @@ __all__ = [
     "watched",
 ]
 
-SPECS = find(AlgorithmSpec, "sft"), find(StrategySpec, "single")  # the first of each imports all
+SPECS = find(AlgorithmSpec, "sft"), find(StrategyConfig, "single")  # the first of each imports all

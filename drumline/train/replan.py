@@ -10,7 +10,7 @@ from pathlib import Path
 
 from drumline.config.config import BatchConfig, Config
 from drumline.config.registry import make
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError
 from drumline.hardware.detect import Machine, detect
 from drumline.launch.local import furthest_step
@@ -129,7 +129,7 @@ def _search_any_strategy(request: Question, plan: Plan) -> Answer:
 def _with_any_strategy(plan: Plan) -> Config:
     """Return a plan's config with its global batch, and the strategy left open."""
     batch = BatchConfig(global_samples=plan.batch.global_samples)
-    strategy = make(StrategySpec, "auto")
+    strategy = make(StrategyConfig, "auto")
     return plan.config.model_copy(update={"strategy": strategy, "batch": batch})
 
 

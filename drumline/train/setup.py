@@ -47,6 +47,7 @@ from drumline.plan.explain import default_run_dir, size
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataIdentity, DataPlan, Plan, RolePlan
 from drumline.plan.resolve import batch_norm_why, device_of, processes_of, resolve
+from drumline.plan.strategy_engine import engine_of
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.times import estimate
 from drumline.planner.faults import MTBF_HOURS, campaign
@@ -140,7 +141,7 @@ def _check_with_weights(
     plan: Plan, config: Config, base_dir: Path, on_progress: OnProgress
 ) -> Plan:
     """Check what a dry run cannot, and return the plan, with a digest of weights that are not saved with the run."""
-    plan.config.strategy.require(plan, on_progress)
+    engine_of(plan.config.strategy).require(plan, on_progress)
     _require_samples_and_tasks(plan, base_dir)
     has_frozen_base = config.adapter.kind != "none" or bool(config.model.freeze)
     if config.model.init == "pretrained" and has_frozen_base:
@@ -384,7 +385,7 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
         # Raises PlanError if the module cannot be cut.
         cut(module, plan.mesh.pp)
     if not dry_run:
-        plan.config.strategy.require(plan, on_progress)
+        engine_of(plan.config.strategy).require(plan, on_progress)
     about_batch_norm = batch_norm_why(config, plan.batch, len(batch_norms(module)))
     return plan.model_copy(update={"why": [*plan.why, *about_batch_norm]})
 

@@ -50,7 +50,7 @@ def main(folder: Path) -> None:
     from drumline.config.mesh import Mesh
     from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
     from drumline.dist.start import start, stop
-    from drumline.engine.strategies.fsdp2 import apply_fsdp2
+    from drumline.engine.strategies.fsdp2.transform import apply_fsdp2
     from drumline.engine.transforms import (
         agree_on_statistics,
         apply_ddp,

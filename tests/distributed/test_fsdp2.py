@@ -17,7 +17,7 @@ from drumline.config.load import load
 from drumline.config.mesh import Mesh
 from drumline.config.model import ModelConfig
 from drumline.dist.mesh import data_mesh, device_mesh
-from drumline.engine.strategies.fsdp2 import apply_fsdp2
+from drumline.engine.strategies.fsdp2.transform import apply_fsdp2
 from drumline.engine.tensor_parallel import apply_tp
 from drumline.errors import PlanError
 from drumline.models.build import build_model, lay_out

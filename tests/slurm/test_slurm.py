@@ -231,7 +231,10 @@ def test_a_heterogeneous_job_is_one_line(cluster: Slurm, config: Path, tmp_path:
 
 def test_only_ranks_of_this_user_meet(cluster: Slurm) -> None:
     """By munge: what rank 0 has sealed opens for this user alone, also twice on one host."""
-    from_input = "from drumline.system.munge import seal, unseal; s = seal('a1b2'); print(unseal(s), unseal(s), unseal('x'), unseal(input()))"
+    from_input = (
+        "from drumline.system.munge import seal, unseal; s = seal('a1b2');"
+        " print(unseal(s), unseal(s), unseal('x'), unseal(input()))"
+    )
     options: dict[str, Any] = {
         "env": cluster.env,
         "capture_output": True,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from drumline.errors import PlanError
+from drumline.planner.strategies.base import cost_of
 from tests import strategies as s
 from tests.unit.test_plan import plan
 
@@ -24,7 +25,7 @@ def ddp(kind: str, **options: Any) -> dict[str, Any]:
         (s.DiLoCoStrategy(period=5), [4]),
     ],
 )
-def test_when_copies_come_together(strategy: s.StrategySpec, together: list[int]) -> None:
+def test_when_copies_come_together(strategy: s.StrategyConfig, together: list[int]) -> None:
     assert [step for step in range(9) if strategy.step_kind(step) == "together"] == together
 
 
@@ -145,8 +146,11 @@ def test_the_plan_says_why(strategy: Any, world_size: int, says: str) -> None:
 
 def test_what_is_kept_between_steps_is_counted() -> None:
     keeps = {
-        kind: s.DDPStrategy(compression=s.Compression(kind=kind)).kept_bytes(2)
+        kind: cost_of(s.DDPStrategy(compression=s.Compression(kind=kind))).kept_bytes(2)
         for kind in ("none", "int8", "topk", "powersgd")
     }
     assert keeps == {"none": 0, "int8": 0, "topk": 4, "powersgd": 4}
-    assert (s.DiLoCoStrategy().outer_bytes(), s.LocalSGDStrategy().outer_bytes()) == (8, 0)
+    assert (
+        cost_of(s.DiLoCoStrategy()).outer_bytes(),
+        cost_of(s.LocalSGDStrategy()).outer_bytes(),
+    ) == (8, 0)

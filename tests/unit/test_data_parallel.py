@@ -14,7 +14,7 @@ from torch.nn.parallel import replicate
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.config.model import ModelConfig
 from drumline.data.batches import TokenBatch
-from drumline.engine.strategies.dp import Scattered, learned_of_rows, rows_of_part
+from drumline.engine.strategies.dp.transform import Scattered, learned_of_rows, rows_of_part
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
 from tests.tiny import tiny_model_dir

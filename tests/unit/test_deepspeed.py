@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from drumline.engine.strategies.zero import machine as helpers
 
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.config.config import Config
 from drumline.config.model import ModelConfig
 from drumline.engine.native import NativeEngine
 from drumline.engine.native import prepare as native
+from drumline.engine.strategies.zero import machine as helpers
 from drumline.engine.strategies.zero.fill import fill_parameters, shard_of_rank
 from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Machine
@@ -26,6 +26,7 @@ from drumline.models.build import lay_out
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
+from drumline.plan.strategy_engine import engine_of
 from tests.harness import ENV
 from tests.tiny import tiny_model_dir
 from tests.unit.test_native import batches
@@ -316,4 +317,4 @@ def test_what_is_missing_is_told_before_launch(
         monkeypatch.setattr(f"drumline.engine.strategies.zero.machine.{breaks[0]}", breaks[1])
         monkeypatch.setattr("pathlib.Path.exists", lambda _: False)
     with pytest.raises(EnvironmentFault, match=said):
-        made.config.strategy.require(made, lambda *_: None)
+        engine_of(made.config.strategy).require(made, lambda *_: None)

@@ -16,7 +16,7 @@ from drumline.config.config import Config
 from drumline.config.mesh import Mesh
 from drumline.config.registry import make
 from drumline.config.run import HealthConfig
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.data.batches import TokenBatch
 from drumline.data.stream import GlobalBatch
 from drumline.errors import PlanError, TrainingStopped
@@ -242,7 +242,7 @@ def test_the_majority_is_right(sums: dict[int, int], ranks: list[int]) -> None:
     ],
 )
 def test_which_ranks_hold_the_same_weights(kind: str, mesh: Mesh, sets: list[list[int]]) -> None:
-    assert same_weights(make(StrategySpec, kind), mesh) == sets
+    assert same_weights(make(StrategyConfig, kind), mesh) == sets
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from drumline.engine.strategies.diloco import links
 
+from drumline.engine.strategies.diloco import links
 from drumline.engine.strategies.diloco.links import Message, Peers
 from drumline.engine.strategies.diloco.peers import PeersEngine
 from drumline.errors import ConfigError

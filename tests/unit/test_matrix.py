@@ -6,7 +6,7 @@ import pytest
 
 from drumline.config.load import load_text
 from drumline.config.registry import kinds
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.errors import ConfigError, UserError
 from drumline.planner.matrix import FEATURES, as_markdown, as_text, as_text_of, matrix, strategies
 
@@ -28,7 +28,7 @@ def test_every_cell_has_an_answer(device: str) -> None:
 
 
 def test_every_strategy_has_a_row() -> None:
-    assert {*kinds(StrategySpec)} - {"auto"} == set(strategies())
+    assert {*kinds(StrategyConfig)} - {"auto"} == set(strategies())
 
 
 def test_the_config_refuses_with_the_words_of_the_table() -> None:

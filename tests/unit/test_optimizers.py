@@ -22,7 +22,7 @@ from drumline.algorithms.base import policy_objective
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.config import Config, OptimizerConfig, PrecisionConfig
 from drumline.config.load import load
-from drumline.config.optimizer import KINDS, refusals
+from drumline.config.optimizer import KINDS
 from drumline.engine.build import build_engine
 from drumline.engine.in_turn import InBackward, OnHost, _on_host
 from drumline.engine.low import LowAdamW, rounded
@@ -39,8 +39,10 @@ from drumline.engine.optimizer import (
 )
 from drumline.errors import EnvironmentFault, PlanError
 from drumline.plan.facts import Weight
+from drumline.plan.optimizer_rules import refusals
 from drumline.plan.plan import Plan
 from drumline.plan.rule import Case
+from drumline.planner.cost.optimizers import moment_bytes
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.train.restore import Start
 from drumline.train.setup import Request, make_plan
@@ -80,8 +82,10 @@ def test_states_have_the_bytes_that_are_counted(kind: str) -> None:
     optimizer = build_optimizer(named, options, matrices=MATRICES)
     held = MemoryStats.of((), (), tensors_in(*optimizer.state.values())).optimizer
     assert held == sum(
-        options.bytes_of(
-            Weight(name, p.shape, place="block" if name in MATRICES else "before"), p.numel()
+        moment_bytes(
+            options,
+            Weight(name, p.shape, place="block" if name in MATRICES else "before"),
+            p.numel(),
         )
         for name, p in named.items()
     )

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
 from drumline.config.config import Config
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.hardware.cluster import Cluster, DeviceSpec, Link
 from drumline.plan.estimate import Memory, Traffic
 from drumline.plan.facts import ModelFacts, Part, Weight, part, rank_params
@@ -20,6 +20,7 @@ from drumline.plan.stages import plan_pipeline
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import host_memory, in_flight, memory
 from drumline.planner.cost.terms import State, Volume
+from drumline.planner.strategies.base import StrategyCost
 from drumline.planner.cost.traffic import flows
 from tests.harness import LETTERS
 
@@ -139,11 +140,7 @@ def test_states_of_zero_are_those_of_the_paper() -> None:
     assert [whole.parameters, whole.gradients, whole.optimizer] == [4 * P, 4 * P, 8 * P]
 
 
-class Lean(StrategySpec):
-    """A strategy of one's own: copies without moments, whose ranks exchange 7 bytes for each gradient."""
-
-    kind: Literal["lean"] = "lean"
-
+class LeanCost(StrategyCost["Lean"]):
     def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
         return replace(super().state(layout, facts, mine), optimizer=0)
 
@@ -151,6 +148,13 @@ class Lean(StrategySpec):
         self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
     ) -> None:
         volume.add("all_to_all", 7 * facts.trainable, layout.mesh.data_ranks, "gradients")
+
+
+class Lean(StrategyConfig):
+    """A strategy of one's own: copies without moments, whose ranks exchange 7 bytes for each gradient."""
+
+    kind: Literal["lean"] = "lean"
+    cost_class: ClassVar[str | type] = LeanCost
 
 
 def test_a_strategy_of_one_s_own_says_what_it_costs() -> None:

@@ -10,16 +10,16 @@ import pytest
 
 from drumline.config.load import Loaded, load, load_text, schema
 from drumline.config.registry import _of_package, _own, entry_points, find, find_object, kinds, make
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.errors import ConfigError
 from drumline.plan.plan import Plan
 
 DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
 OWN = """
 from pydantic import Field
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 
-class Mine(StrategySpec):
+class Mine(StrategyConfig):
     period: int = Field(3, gt=0, description="Steps.")
 
 class Other: ...
@@ -75,7 +75,7 @@ def test_the_short_form_and_an_override_take_a_file_too(tmp_path: Path) -> None:
         (
             "mine.py:Other",
             OWN,
-            "is no strategy: it is not derived from drumline.config.strategy.StrategySpec",
+            "is no strategy: it is not derived from drumline.config.strategy.StrategyConfig",
         ),
         ("mien.py:Mine", OWN, "did you mean 'mine.py'?"),
         (
@@ -133,9 +133,9 @@ def test_a_plug_in_is_a_kind_like_any_other(
     monkeypatch.syspath_prepend(tmp_path)
     entry_points.cache_clear()
     assert load_text(DATA + "strategy: {kind: installed, period: 9}\n", []).strategy == make(
-        StrategySpec, "installed", period=9
+        StrategyConfig, "installed", period=9
     )
-    assert list(kinds(StrategySpec))[-1] == "installed"
+    assert list(kinds(StrategyConfig))[-1] == "installed"
     assert "installed" in schema()["properties"]["strategy"]["anyOf"][0]["enum"]
     with pytest.raises(ConfigError, match="did you mean 'installed'"):
         load_text(DATA + "strategy: instaled\n", [])
@@ -150,4 +150,4 @@ def test_a_plug_in_that_does_not_import_is_one_line(
     with pytest.raises(ConfigError) as error:
         load_text(DATA + "strategy: broken\n", [])
     assert "the strategy 'broken' of made-broken 1.0 raised ZeroDivisionError" in error.value.line()
-    assert find(StrategySpec, "ddp") is not None  # the others go on
+    assert find(StrategyConfig, "ddp") is not None  # the others go on

@@ -374,7 +374,7 @@ def test_every_family_has_an_answer() -> None:
         ),
     ],
 )
-def test_names(strategy: s.StrategySpec, name: str, family: str) -> None:
+def test_names(strategy: s.StrategyConfig, name: str, family: str) -> None:
     names = strategy.names(8)
     assert (names.name, names.family) == (name, family)
 

@@ -8,9 +8,16 @@ import pytest
 
 from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.registry import kinds
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from tests.unit.asked import PACKAGE, _lines, asked
 
+# The three parts of each strategy, and what finds them.
+STRATEGIES = (
+    "config/strategies/",
+    "planner/strategies/",
+    "engine/strategies/",
+    "config/registry.py",
+)
 ASKS = """
 config.algorithm.kind == "sft"
 algorithm.kind in ("reward", "dpo")
@@ -46,13 +53,13 @@ def test_algorithms_are_asked_for_answers_and_not_for_their_kind() -> None:
 
 @pytest.mark.slow
 def test_strategies_are_asked_for_answers_and_not_for_their_kind() -> None:
-    kinds(StrategySpec)
-    found = asked(StrategySpec, ("strategies/", "config/registry.py"))
+    kinds(StrategyConfig)
+    found = asked(StrategyConfig, STRATEGIES)
     assert len(found) <= 10, found
 
 
 def test_the_planner_s_costs_compare_no_strategy() -> None:
-    """What a strategy costs it says itself (`StrategySpec.state`, `buffers`, `host`, `send`, `copied`)."""
+    """What a strategy costs it says itself (`planner.strategies.base.StrategyCost`)."""
     for path in sorted((PACKAGE / "planner" / "cost").glob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         assert not {node.attr for node in nodes if isinstance(node, ast.Attribute)} & {
@@ -61,7 +68,9 @@ def test_the_planner_s_costs_compare_no_strategy() -> None:
             "stage",
         }, path.name
         imported = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-        assert not [name for name in imported if name.startswith("drumline.strategies")], path.name
+        assert not [name for name in imported if name.startswith("drumline.config.strategies")], (
+            path.name
+        )
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -10,15 +9,16 @@ from pydantic import Field
 from drumline.config.section import PathText
 from drumline.config.strategies.ddp import DDPStrategy
 from drumline.config.strategies.single import SingleStrategy
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 
 
-class AutoStrategy(StrategySpec):
+class AutoStrategy(StrategyConfig):
     """The planner chooses the strategy, and the micro-batch and activation checkpointing unless they are set."""
 
     position: ClassVar[int] = 0
     planned: ClassVar[bool] = True
     kind: Literal["auto"] = "auto"
+    cost_class: ClassVar[str | type] = "drumline.planner.strategies.auto:AutoCost"
     by: Literal["search", "rules"] = Field(
         "search",
         description="search: the first row of `drumline plan`. rules: what a guide says, by counts of parameters and devices.",
@@ -33,13 +33,10 @@ class AutoStrategy(StrategySpec):
         description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is tried, too.",
     )
 
-    def resolved(self, world: int, why: list[str]) -> StrategySpec:
+    def resolved(self, world: int, why: list[str]) -> StrategyConfig:
         """Return the strategy without a search, and add why to `why`."""
         if world == 1:
             why.append("strategy auto: single, one process")
             return SingleStrategy()
         why.append(f"strategy auto: ddp, {world} processes each hold the whole model")
         return DDPStrategy()
-
-    def variants(self) -> Iterator[StrategySpec]:
-        yield from ()

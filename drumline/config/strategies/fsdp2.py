@@ -2,67 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from drumline.config.mesh import Mesh, divide
+from drumline.config.refusal import no_option
 from drumline.config.section import Ranks
-from drumline.config.strategy import (
-    OFFLOADED,
-    DataParallel,
-    Degrees,
-    Precision,
-    Space,
-    StrategySpec,
-    mixes,
-)
-from drumline.plan.estimate import Activations
-from drumline.plan.facts import (
-    ModelFacts,
-    Part,
-    Sizes,
-    ends,
-    ends_by_unit,
-    largest_block,
-    rank_params,
-    takes_fp8,
-)
-from drumline.plan.plan import Layout, Plan
-from drumline.plan.rule import Case, Refusal, no_option
-from drumline.planner.cost.terms import (
-    FULL,
-    LOW,
-    WIDTH,
-    Beside,
-    Buffers,
-    Copied,
-    State,
-    Volume,
-    kind_of,
-    stepping,
-)
-
-# Numbers of hosts in a shard group that the search tries for hybrids: 1, 2, 4, 8.
-HOSTS_OF_A_SHARD_GROUP = (1, 2, 4, 8)
-
-
-class GatheredWeights(NamedTuple):
-    """Bytes of whole weights on a rank, by the phase of a step in which they are gathered.
-
-    `through`: from forward to the end of backward. `head`: of the head, from the loss on. `running`:
-    while a block runs forward. `begun`: from the beginning of backward. `returning`: while a block runs
-    backward.
-    """
-
-    through: float
-    head: float
-    running: float
-    begun: float
-    returning: float
+from drumline.config.strategy import OFFLOADED, DataParallel, Degrees, Precision
 
 
 class FSDP2Strategy(Degrees):
@@ -85,6 +32,8 @@ class FSDP2Strategy(Degrees):
         ),
     )
     kind: Literal["fsdp2"] = "fsdp2"
+    cost_class: ClassVar[str | type] = "drumline.planner.strategies.fsdp2:FSDP2Cost"
+    engine_class: ClassVar[str | type] = "drumline.engine.strategies.fsdp2.spec:FSDP2Engine"
     reshard_after_forward: bool | None = Field(
         None,
         description="true: full shard, weights are gathered again for backward. false: only gradients and moments stay sharded. null: true,"
@@ -122,38 +71,6 @@ class FSDP2Strategy(Degrees):
         None,
         description="Class names of the blocks that are gathered by themselves; null: the model's own.",
     )
-
-    def refusals(self, case: Case) -> Iterator[Refusal]:
-        """Yield types, classes and schedules that do not work with this case."""
-        if case.facts is not None:
-            missing = sorted(set(self.wrap or ()) - case.facts.classes)
-            if missing:
-                yield Refusal(
-                    "wrap × the model",
-                    f"the model has no module of class {', '.join(missing)}",
-                    f"there are {', '.join(sorted(case.facts.classes))}",
-                    "strategy.wrap",
-                )
-        if case.precision != "fp16" and "fp16" in (self.param_dtype, self.reduce_dtype):
-            yield Refusal(
-                "fp16 weights or gradients × no loss scale",
-                "gradients in fp16 fall to zero without the loss scale of precision=fp16",
-                "use precision=fp16, or bf16 for the two types",
-            )
-        has_images_or_own_module = case.config.images_alone or case.config.plain
-        if has_images_or_own_module and self.param_dtype in ("bf16", "fp16"):
-            yield Refusal(
-                "low-precision weights of images or of a module of your own",
-                "inputs and the statistics of batch norms are fp32, and layers take one type",
-                "leave strategy.param_dtype out: autocast computes in low precision, op by op",
-                "strategy.param_dtype",
-            )
-        if case.mesh.pp > 1 and self.pipeline_schedule()[0] == "zero_bubble":
-            yield Refusal(
-                "zero_bubble × fsdp2",
-                "the split backward does not see through FSDP2's hooks: measured, weights of later stages silently get no gradient",
-                "use schedule: interleaved",
-            )
 
     def mesh(self, world: int) -> Mesh:
         rest, degrees = self.rest(world)
@@ -225,141 +142,9 @@ class FSDP2Strategy(Degrees):
             unusual += OFFLOADED
         return unusual
 
-    @classmethod
-    def candidates(cls, space: Space) -> Iterator[StrategySpec]:
-        """Yield all shardings, alone and with tensor, context and pipeline parallelism."""
-        if space.world > 1:
-            yield from cls.shardings(space, {}, 1)
-        yield cls(offload="cpu")
-        for degrees in mixes(space):
-            model = degrees["tp"] * degrees["cp"] * degrees["pp"]
-            if space.world // model * degrees["cp"] > 1:
-                yield from cls.shardings(space, degrees, model)
-
-    @classmethod
-    def shardings(cls, space: Space, degrees: dict[str, Any], model: int) -> Iterator[StrategySpec]:
-        """Yield full sharding, sharding of gradients alone, and hybrids.
-
-        The shards of a hybrid stay within a host, two, four or eight. `degrees`: of the model's own
-        parallelism. `model`: the number of ranks that share samples by it.
-        """
-        if degrees.get("pp", 1) > 1:
-            # In a pipeline null means `false`.
-            degrees = {**degrees, "reshard_after_forward": True}
-        yield cls(**degrees)
-        yield cls(**{**degrees, "reshard_after_forward": False})
-        data = space.world // model
-        for hosts in HOSTS_OF_A_SHARD_GROUP:
-            shard, rest = divmod(space.per_node * hosts, model)
-            # The shard is 0 only if there is a rest.
-            if rest or data % shard or shard % degrees.get("ep", 1):
-                continue
-            if hosts < space.nodes and 1 < shard < data:
-                yield cls(**degrees, replicate=data // shard)
-
-    def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
-        """Return this strategy with the least memory, then with its states on the host."""
-        lean_options = {
-            "reshard_after_forward": True,
-            "replicate": 1,
-            "sync_each_micro_batch": True,
-            "prefetch": 0,
-        }
-        lean = self.model_copy(update=lean_options)
-        fallbacks: list[tuple[int, StrategySpec]] = []
-        if lean != self:
-            fallbacks.append((2, lean))
-        return fallbacks + lean.offloaded(device)
-
-    def offloaded(self, device: str) -> list[tuple[int, StrategySpec]]:
-        """Return this strategy with its states on the host, if the host has a memory of its own."""
-        if device != "cuda" or self.offload == "cpu":
-            return []
-        return [(3, self.model_copy(update={"offload": "cpu"}))]
-
     def shards(self, mesh: Mesh) -> int:
         """Context and expert parallel ranks shard with the data ranks, copies do not."""
         return mesh.shard * mesh.ep * mesh.cp
-
-    def buffers(
-        self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
-    ) -> Buffers:
-        """Return the bytes of gathered weights, and of gradients that are reduced, as in torch's fully_shard."""
-        tp = layout.mesh.tp
-        shards = self.shards(layout.mesh)
-        gathered = self._gathered_weights(layout, facts, mine)
-        block = largest_block(facts, mine, tp)
-        root = ends(facts, mine, tp)
-        width = _gathered_width(layout)
-        reduced_width = WIDTH[self.reduce_dtype]
-        # Unsharded gradients of the whole model, if they are reduced once a step.
-        unreduced = 0
-        is_accumulated = not self.sync_each_micro_batch and layout.batch.accumulation > 1
-        if is_accumulated or layout.mesh.pp > 1:
-            unreduced = reduced_width * rank_params(facts, mine, tp).trainable
-        # A block's unsharded gradients; then the buffer in which those of the block before are being
-        # reduced, and the result.
-        result = FULL * math.ceil(block.trainable / shards)
-        reduction = width * block.trainable
-        second = reduced_width * block.trainable + result
-        if unreduced:
-            reduction = (width + 2 * reduced_width + width) * block.trainable + result
-            second = 0
-        # The head's gradient is reduced as soon as it exists; the rest of the root's at the end.
-        at_head = 0.0
-        trainable_ends = root.trainable
-        if gathered.head:
-            _, head, _ = ends_by_unit(facts, mine, tp)
-            trainable_ends -= head.trainable
-            at_head = reduced_width * head.trainable + FULL * head.trainable / shards
-        copies: float = 0
-        step = 0.0
-        if self.offload == "cpu" and layout.device == "cuda":
-            # Of shards that are on their way from the host.
-            copies = FULL * (root.entries + block.entries) / shards
-        else:
-            step = stepping(layout, rank_params(facts, mine, tp, shards), True)
-        return Buffers(
-            through=gathered.through + unreduced + copies,
-            head=gathered.head,
-            first=at_head,
-            block=gathered.running,
-            begun=gathered.begun,
-            backward=gathered.returning + reduction,
-            second=second,
-            last=(width + reduced_width) * trainable_ends,
-            step=step,
-        )
-
-    def _gathered_weights(self, layout: Layout, facts: ModelFacts, mine: Part) -> GatheredWeights:
-        """Return the bytes of gathered weights by phase.
-
-        The root's weights stay gathered from forward on, the head's from the loss on, and those of the
-        running block and of the prefetched ones while they run.
-        """
-        tp = layout.mesh.tp
-        block = _gathered_bytes(layout, largest_block(facts, mine, tp))
-        if not self.reshards:
-            everything = _gathered_bytes(layout, rank_params(facts, mine, tp))
-            return GatheredWeights(
-                through=everything, head=0.0, running=block, begun=0, returning=block
-            )
-        if self.gathers_ends_apart(layout.mesh, layout.config.plain):
-            # The embedding is freed when the first block runs, and backward does not read it.
-            _, head_sizes, rest = ends_by_unit(facts, mine, tp)
-            head: float = _gathered_bytes(layout, head_sizes)
-            through = _gathered_bytes(layout, rest)
-        else:
-            head = 0.0
-            through = _gathered_bytes(layout, ends(facts, mine, tp))
-        # While a block's weights are copied out of what was gathered for it, both exist.
-        return GatheredWeights(
-            through=through,
-            head=head,
-            running=block * (1 + (self.prefetch or 1)),
-            begun=block,
-            returning=block * (self.prefetch_in_backward or 1),
-        )
 
     @property
     def prefetch_in_backward(self) -> int:
@@ -367,109 +152,3 @@ class FSDP2Strategy(Degrees):
         if self.backward_prefetch is None:
             return self.prefetch
         return self.backward_prefetch
-
-    def send(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
-    ) -> None:
-        """Add what gathering weights and reducing gradients send in a step.
-
-        Each block is gathered for forward and, unless it stays whole, for backward; embedding, last
-        norm and head once. All that is done for each micro-batch. A stage of a pipeline keeps in
-        backward what it has gathered, so it gathers once more than there are micro-batches, whatever
-        the schedule. Shards are padded to equal size. Gradients are reduced in `reduce_dtype`.
-        """
-        mesh = layout.mesh
-        shards = self.shards(mesh)
-        micro_batches = layout.batch.accumulation
-        is_pipeline = mesh.pp > 1
-        width = WIDTH[self.gathered_in(layout.precision, layout.config.images_alone) or "fp32"]
-        # Bytes that a frozen entry has less.
-        spared = width - min(width, WIDTH[layout.precision])
-        units = width * has["units"] - spared * has["units_low"]
-        root = width * has["root"] - spared * has["root_low"]
-        experts = width * has["experts"] - spared * has["experts_low"]
-        if layout.config.precision.gather == "fp8":
-            cast_entries, cast_weights = _cast_to_fp8(facts)
-            units -= (width - 1) * cast_entries // shards
-            # The scale of a weight is that of its largest entry over all shards.
-            volume.add("all_reduce", FULL * cast_weights, shards, "shard")
-        # How many times a step gathers a block for forward, for backward, and the root.
-        forward = micro_batches
-        backward = micro_batches
-        root_calls = micro_batches
-        if is_pipeline:
-            backward = 1
-            root_calls = 1
-        if not self.reshards:
-            backward = 0
-            if is_pipeline:
-                forward = 1
-        # Blocks of a rank: the mean over the stages.
-        blocks = max(1, len(facts.block_weights)) / mesh.pp
-        volume.add("all_gather", root_calls * root, shards, "shard", root_calls)
-        # Ranks that share an expert's weights: experts lie on some data ranks.
-        expert_shards = shards // mesh.ep
-        for entries, ranks in ((units, shards), (experts, expert_shards)):
-            volume.add("all_gather", forward * entries, ranks, "shard", forward * blocks, "forward")
-            volume.add(
-                "all_gather", backward * entries, ranks, "shard", backward * blocks, "backward"
-            )
-        reductions = 1
-        if self.sync_each_micro_batch and not is_pipeline:
-            reductions = micro_batches
-        beside: Beside = "last"
-        if reductions == micro_batches:
-            beside = "backward"
-        calls = reductions * (blocks + 1)
-        trainable = has["units_trainable"] + has["root_trainable"]
-        for entries, ranks in ((trainable, shards), (has["experts_trainable"], expert_shards)):
-            reduced = reductions * WIDTH[self.reduce_dtype] * entries
-            volume.add("reduce_scatter", reduced * ranks, ranks, "shard", calls, beside)
-            volume.add("all_reduce", reduced, self.replicate, "replicate", calls, beside)
-
-    def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
-        """Return what offloading copies: weights come up for each gathering, gradients go down."""
-        mesh = layout.mesh
-        micro_batches = layout.batch.accumulation
-        all_bytes = FULL * facts.trainable + WIDTH[layout.precision] * facts.frozen
-        up = all_bytes / (mesh.tp * mesh.pp * self.shards(mesh)) * micro_batches
-        if self.reshards:
-            # Once more for backward.
-            up *= 2
-        down = FULL * trainable
-        if self.sync_each_micro_batch:
-            down *= micro_batches
-        return Copied(up, down, hidden=True)
-
-    def spread(
-        self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
-    ) -> Any:
-        from drumline.engine.strategies.fsdp2 import spread
-
-        return spread(self, plan, whole, model, roots, values)
-
-
-def _gathered_width(layout: Layout) -> int:
-    """Return the bytes of an entry of a trainable weight that is gathered."""
-    if kind_of(layout) == "low":
-        return LOW
-    return FULL
-
-
-def _gathered_bytes(layout: Layout, sizes: Sizes) -> int:
-    """Return the bytes of gathered weights. Frozen matrices are in the precision of the run."""
-    width = _gathered_width(layout)
-    frozen_width = min(width, WIDTH[layout.precision])
-    return width * (sizes.entries - sizes.low) + frozen_width * sizes.low
-
-
-def _cast_to_fp8(facts: ModelFacts) -> tuple[int, int]:
-    """Return the entries of the weights that are gathered in fp8, and the number of these weights."""
-    entries = 0
-    number = 0
-    for block in facts.block_weights:
-        for weight in block:
-            if takes_fp8(weight):
-                entries += weight.numel
-                number += 1
-    return entries, number

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from drumline.config.mesh import Mesh
+from drumline.config.refusal import no_option
 from drumline.config.section import MOST_STEPS, Steps
-from drumline.config.strategy import DataParallel, StrategySpec
-from drumline.plan.facts import ModelFacts
-from drumline.plan.plan import Layout, Plan
-from drumline.plan.rule import no_option
-from drumline.planner.cost.terms import FULL, NUMBER, Volume
-
-# fp32 entries that engine.in_pieces takes at once.
-CHUNK = 2**24
+from drumline.config.strategy import DataParallel, StrategyConfig
 
 
-class Apart(StrategySpec):
+class Apart(StrategyConfig):
     """The base of strategies whose ranks train copies of their own, and come together every `period` steps."""
 
     lacks = (
@@ -41,6 +33,8 @@ class Apart(StrategySpec):
         ),
     )
     exchange: ClassVar[Literal["all_reduce", "p2p"]] = "all_reduce"
+    cost_class: ClassVar[str | type] = "drumline.planner.strategies.local_sgd:ApartCost"
+    engine_class: ClassVar[str | type] = "drumline.engine.strategies.local_sgd.spec:ApartEngine"
     period: Steps = Field(8, description="Steps between two averagings.")
 
     def data_parallel(self, mesh: Mesh) -> DataParallel:
@@ -71,27 +65,6 @@ class Apart(StrategySpec):
         if together < 1:
             shares["apart"] = 1 - together
         return shares
-
-    def send(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
-    ) -> None:
-        """Add all trainable weights in the steps that average them, and a number for the norm in each step."""
-        ranks = layout.mesh.data_ranks
-        if step is None:
-            share = self.step_shares()["together"]
-        else:
-            share = float(self.averages(step))
-        bytes_ = share * FULL * facts.trainable
-        calls = share * math.ceil(facts.trainable / CHUNK)
-        volume.add(self.exchange, bytes_, ranks, "gradients", calls)
-        volume.add("all_reduce", NUMBER, ranks, "gradients")
-
-    def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
-        """Return the engine that averages now and then."""
-        from drumline.engine.native import prepare
-        from drumline.engine.strategies.local_sgd import LocalEngine
-
-        return prepare(plan, model, values, LocalEngine, **options)
 
 
 class LocalSGDStrategy(Apart):

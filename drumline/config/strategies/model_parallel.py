@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from drumline.config.mesh import Dimension
+from drumline.config.refusal import no_option
 from drumline.config.strategy import OneDegree, Schedule
-from drumline.plan.rule import no_option
 
 
 class ModelParallelStrategy(OneDegree):

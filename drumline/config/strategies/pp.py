@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from drumline.config.mesh import Dimension
-from drumline.config.strategy import SCHEDULES, OneDegree, PipelineConfig, Schedule, StrategySpec
+from drumline.config.strategy import OneDegree, PipelineConfig, Schedule
 
 
 class PPStrategy(OneDegree, PipelineConfig):
@@ -14,12 +13,7 @@ class PPStrategy(OneDegree, PipelineConfig):
     compared: ClassVar[bool] = True
     dimension: ClassVar[Dimension] = "pp"
     kind: Literal["pp"] = "pp"
+    cost_class: ClassVar[str | type] = "drumline.planner.strategies.pp:PPCost"
 
     def pipeline_schedule(self) -> tuple[Schedule, int]:
         return self.stages()
-
-    def variants(self) -> Iterator[StrategySpec]:
-        yield self
-        if "schedule" not in self.model_fields_set:
-            for schedule in SCHEDULES:
-                yield self.model_copy(update={"schedule": schedule})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from drumline.config.strategy import Space, StrategySpec
-from drumline.plan.rule import no_option
+from drumline.config.refusal import no_option
+from drumline.config.strategy import StrategyConfig
 
 
-class OneProcess(StrategySpec):
+class OneProcess(StrategyConfig):
     one_process: ClassVar[bool] = True
     lacks = (
         *no_option("tp cp pp replicate", "it is one process", "strategy={kind: ddp, …} or fsdp2"),
@@ -28,7 +27,4 @@ class SingleStrategy(OneProcess):
     in_step: ClassVar[bool] = True
     takes_packed: ClassVar[bool] = True
     kind: Literal["single"] = "single"
-
-    @classmethod
-    def candidates(cls, space: Space) -> Iterator[StrategySpec]:
-        yield cls()
+    cost_class: ClassVar[str | type] = "drumline.planner.strategies.single:SingleCost"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from drumline.config.mesh import Dimension
-from drumline.config.strategy import OneDegree
-from drumline.plan.stream import SequenceParallel
+from drumline.config.strategy import OneDegree, SequenceParallel
 
 
 class TPStrategy(SequenceParallel, OneDegree):

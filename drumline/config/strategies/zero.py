@@ -6,15 +6,14 @@ and the weights too (3).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from drumline.config.config import Config
 from drumline.config.mesh import Mesh
-from drumline.config.section import PathText
+from drumline.config.refusal import no_option
+from drumline.config.section import KIND_ALONE, PathText, Ranks, Section
 from drumline.config.strategies.fsdp2 import FSDP2Strategy
 from drumline.config.strategies.single import SingleStrategy
 from drumline.config.strategy import (
@@ -22,36 +21,53 @@ from drumline.config.strategy import (
     DataParallel,
     Engine,
     Names,
-    Precision,
-    Space,
-    StrategySpec,
+    StrategyConfig,
 )
-from drumline.engine.strategies.zero.config import (
-    OFFLOADS,
-    Offload,
-    OffloadField,
-    ZeroPlusPlus,
-    adopt,
-    deepspeed_config,
-)
-from drumline.engine.strategies.zero.machine import require
 from drumline.errors import ConfigError
 from drumline.foreign import read_object
-from drumline.plan.facts import ModelFacts
-from drumline.plan.plan import BatchPlan, Plan
-from drumline.plan.rule import Case, Refusal, no_option, recomputes_some
-from drumline.planner.strategies.zero import ZeroCosts
 from drumline.system.redact import withhold
 
-CPU = Offload(kind="cpu")
+# DeepSpeed's names of a section for offloading → those of the strategy.
+OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
 
 
-class Zero(ZeroCosts):
+class Offload(Section):
+    kind: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="Where it lives while it is not used."
+    )
+    path: PathText | None = Field(None, description="nvme: a folder on the disk.")
+    pin_memory: bool = Field(False, description="Page-locked host memory: faster copies.")
+
+    @model_validator(mode="after")
+    def _nvme_needs_a_path(self) -> Offload:
+        if self.kind == "nvme" and self.path is None:
+            raise ValueError("nvme needs `path`: a folder on the disk")
+        return self
+
+
+OffloadField = Annotated[Offload, KIND_ALONE]
+
+
+class ZeroPlusPlus(Section):
+    """ZeRO++ (Wang et al. 2023)."""
+
+    quantized_weights: bool = Field(False, description="Gather weights as 8-bit blocks.")
+    quantized_gradients: bool = Field(False, description="Reduce gradients as 4-bit blocks.")
+    hierarchical_partition: Ranks = Field(
+        1, description="Ranks of a second copy of the weights' partition; 1: none."
+    )
+
+
+class Zero(StrategyConfig):
+    stage: ClassVar[Literal[1, 2, 3]]
+    keeps_low: ClassVar[bool] = True
     simplicity: ClassVar[int] = 4
     compared: ClassVar[bool] = True
     in_step: ClassVar[bool] = True
     takes_packed: ClassVar[bool] = True
     package: ClassVar[str | None] = "deepspeed"
+    cost_class: ClassVar[str | type] = "drumline.planner.strategies.zero:ZeroCost"
+    engine_class: ClassVar[str | type] = "drumline.engine.strategies.zero.spec:ZeroEngine"
     lacks = (
         *no_option("tp cp pp", "DeepSpeed cuts flat buffers, and knows nothing of matrices cut by DTensor or of stages",
                    "fsdp2 with tp, cp or pp"),
@@ -71,23 +87,6 @@ class Zero(ZeroCosts):
     flops_profiler: bool = Field(
         False, description="DeepSpeed's profile of one step, into RUN/flops_profile.txt."
     )
-
-    def refusals(self, case: Case) -> Iterator[Refusal]:
-        """Yield what DeepSpeed cannot do, or would do in another way than the YAML says."""
-        if case.device == "cpu" and case.precision == "fp16":
-            yield Refusal(
-                "ZeRO × fp16 × CPU",
-                "DeepSpeed takes fp16 on GPUs only",
-                "use precision=bf16 or fp32, or strategy=fsdp2",
-                "precision",
-            )
-        if self.stage < 3 and self.offloads()[0] == "nvme":
-            yield Refusal(
-                "zero1, zero2 × NVMe offload",
-                "DeepSpeed has NVMe offload in ZeRO-3 only, and would quietly use host memory",
-                "use strategy=zero3, or offload_optimizer=cpu",
-                "strategy.offload_optimizer",
-            )
 
     @classmethod
     def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -111,10 +110,6 @@ class Zero(ZeroCosts):
         own = withhold(values, place_in_file, ("strategy", "config"))
         return self.model_copy(update={"config": own})
 
-    def adopted(self, config: Config) -> Config:
-        """Return the config completed by what the user's DeepSpeed config sets (`adopt`)."""
-        return adopt(config, self)
-
     def mesh(self, world: int) -> Mesh:
         # The optimizer's states are sharded over all ranks.
         return Mesh(shard=world)
@@ -125,31 +120,15 @@ class Zero(ZeroCosts):
     def data_parallel(self, mesh: Mesh) -> DataParallel:
         return "zero"
 
+    def shards(self, mesh: Mesh) -> int:
+        return mesh.shard
+
     def offloads(self) -> tuple[str, str]:
         return self.offload_optimizer.kind, "none"
 
-    def engine_options(
-        self,
-        config: Config,
-        batch: BatchPlan,
-        precision: Precision,
-        steps: int | None,
-        run_dir: str,
-        facts: ModelFacts | None,
-    ) -> dict[str, Any] | None:
-        return deepspeed_config(config, self, batch, precision, steps, run_dir, facts)
-
-    def frozen(self) -> StrategySpec:
+    def frozen(self) -> StrategyConfig:
         """Return the strategy of frozen models beside the trainable one."""
         return SingleStrategy()
-
-    def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
-        """Raise EnvironmentFault if the machine lacks what DeepSpeed needs for this."""
-        offloads = {}
-        for name in OFFLOADS.values():
-            if hasattr(self, name):
-                offloads[f"strategy.{name}"] = getattr(self, name)
-        require(offloads, on_progress)
 
     def names(self, world: int) -> Names:
         """Return the strategy's name for a table: its stage, and what is offloaded."""
@@ -170,37 +149,6 @@ class Zero(ZeroCosts):
                 word += " optimizer"
             return [word]
         return []
-
-    @classmethod
-    def candidates(cls, space: Space) -> Iterator[StrategySpec]:
-        """Yield this stage, and this stage with its optimizer on the host."""
-        if space.world > 1:
-            yield cls()
-        yield cls(offload_optimizer=CPU)
-
-    def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
-        """Return the higher stages, and this one with its optimizer on the host.
-
-        There are none if the user's own DeepSpeed config says what DeepSpeed does.
-        """
-        if self.config is not None or self.options:
-            return []
-        host = self.offload_optimizer
-        higher: list[type[Zero]] = [Zero2Strategy, Zero3Strategy]
-        found: list[tuple[int, StrategySpec]] = []
-        for strategy in higher:
-            if strategy.stage > self.stage:
-                found.append((2, strategy(offload_optimizer=host)))
-        if host.kind == "none" and device == "cuda":
-            found.append((3, self.model_copy(update={"offload_optimizer": CPU})))
-        return found
-
-    def prepare(
-        self, plan: Plan, model: Any, values: Any, *, overlaps: bool = True, **options: Any
-    ) -> Any:
-        from drumline.engine.strategies.zero.engine import prepare
-
-        return prepare(plan, model, values, **options)
 
 
 NO_COPIES = (
@@ -230,6 +178,8 @@ class Zero3Strategy(Zero):
     stage: ClassVar[Literal[1, 2, 3]] = 3
     whole_weights: ClassVar[bool] = False
     hooked: ClassVar[bool] = True
+    cost_class: ClassVar[str | type] = "drumline.planner.strategies.zero:Zero3Cost"
+    engine_class: ClassVar[str | type] = "drumline.engine.strategies.zero.spec:Zero3Engine"
     lacks = (
         *Zero.lacks,
         *no_option(
@@ -244,66 +194,10 @@ class Zero3Strategy(Zero):
     )
     zeropp: ZeroPlusPlus = Field(default_factory=ZeroPlusPlus, description="ZeRO++ switches.")
 
-    def refusals(self, case: Case) -> Iterator[Refusal]:
-        yield from super().refusals(case)
-        if recomputes_some(case):
-            yield Refusal(
-                "selective checkpointing × zero3",
-                "torch's selective checkpointing requires the same operations again,"
-                " and DeepSpeed gathers weights within a block in another order then",
-                "use memory.activation_checkpointing=full, or strategy=fsdp2",
-                "memory.activation_checkpointing",
-            )
-        if case.config.compile.enabled:
-            yield Refusal(
-                "zero3 × compile",
-                "its hooks gather weights between the calls of layers, which torch.compile cannot trace",
-                "use strategy=zero2 or fsdp2",
-                "compile.enabled",
-            )
-        if self.offloads() == ("none", "nvme"):
-            yield Refusal(
-                "zero3 with its optimizer on the device × parameters on NVMe",
-                "the step would bring all weights back to the device",
-                "set offload_optimizer to cpu or nvme as well",
-                "strategy.offload_parameters",
-            )
-        if self.offload_optimizer.kind == "nvme" and case.config.optimizer.kind == "sgd":
-            yield Refusal(
-                "zero3 on NVMe × SGD",
-                "DeepSpeed swaps the moments of Adam only",
-                "use optimizer.kind=adamw, or offload_optimizer=cpu",
-                "strategy.offload_optimizer",
-            )
-        quantises = self.zeropp.quantized_weights or self.zeropp.quantized_gradients
-        if case.device == "cpu" and quantises:
-            yield Refusal(
-                "ZeRO++ quantisation × CPU",
-                "its kernels are for GPUs",
-                "leave quantized_weights and quantized_gradients out",
-                "strategy.zeropp",
-            )
-        if case.mesh.world_size % self.zeropp.hierarchical_partition:
-            yield Refusal(
-                "ZeRO++ hierarchical_partition × number of processes",
-                "the ranks of a second copy must divide all ranks",
-                "use the number of GPUs of one host",
-                "strategy.zeropp.hierarchical_partition",
-            )
-
     def offloads(self) -> tuple[str, str]:
         return self.offload_optimizer.kind, self.offload_parameters.kind
 
-    def frozen(self) -> StrategySpec:
+    def frozen(self) -> StrategyConfig:
         if self.offload_parameters.kind == "none":
             return FSDP2Strategy(offload="none")
         return FSDP2Strategy(offload="cpu")
-
-    @classmethod
-    def candidates(cls, space: Space) -> Iterator[StrategySpec]:
-        yield from super().candidates(space)
-        yield cls(offload_optimizer=CPU, offload_parameters=CPU)
-        if space.nvme is not None:
-            disk = Offload(kind="nvme", path=space.nvme)
-            yield cls(offload_optimizer=disk)
-            yield cls(offload_optimizer=disk, offload_parameters=disk)

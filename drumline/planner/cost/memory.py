@@ -48,6 +48,7 @@ from drumline.planner.cost.activations import (
     tower_bytes,
 )
 from drumline.planner.cost.terms import FULL, LOW, WIDTH, Buffers, State, entry_bytes, kind_of
+from drumline.planner.strategies.base import cost_of
 
 CONTEXT = 2**29  # bytes of CUDA's context and its kernels (docs/planner.md, "Constants")
 GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
@@ -131,7 +132,7 @@ def stage_of(layout: Layout, facts: ModelFacts, rank: int) -> Part:
 def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     """Return the weights, gradients and moments of a rank that has the part `mine` of the model."""
     kept = as_kept(layout, experts_over(facts, layout.mesh.ep))
-    state = layout.strategy.state(layout, kept, mine)
+    state = cost_of(layout.strategy).state(layout, kept, mine)
     bits = packed_bits(layout.config)
     if bits:
         scales, _ = packed_scales(facts, mine, bits)
@@ -247,7 +248,7 @@ def _buffers(
     layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations
 ) -> Buffers:
     """Return the strategy's buffers, with those of packed weights and of adapters."""
-    buffers = layout.strategy.buffers(layout, as_kept(layout, facts), mine, state, kept)
+    buffers = cost_of(layout.strategy).buffers(layout, as_kept(layout, facts), mine, state, kept)
     unpacked = _unpacked_bytes(layout, facts, mine)
     dora = _dora_bytes(facts, kind_of(layout) != "fp32")
     backward = buffers.backward + unpacked
@@ -679,7 +680,7 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     stage = stage_of(layout, facts, 0)
     state = state_of(layout, facts, stage)
     states = state.device if layout.device == "cpu" else state.host
-    own = layout.strategy.host(layout, as_kept(layout, facts), states)
+    own = cost_of(layout.strategy).host(layout, as_kept(layout, facts), states)
     checkpoint = checkpoint_bytes(layout, facts)
     saved = own.copies * -(-checkpoint // world)
     # /dev/shm has the part of this host, and the part of its neighbour.
@@ -733,7 +734,7 @@ def checkpoint_bytes(layout: Layout, facts: ModelFacts) -> int:
     It has the fp32 weights of all models that are trained, and the states of their optimizers,
     also in fp32.
     """
-    per_entry = FULL * (1 + layout.config.optimizer.slots) + layout.strategy.outer_bytes()
+    per_entry = FULL * (1 + layout.config.optimizer.slots) + cost_of(layout.strategy).outer_bytes()
     return per_entry * sum(model.trainable for _, model in layout.trainable(facts))
 
 

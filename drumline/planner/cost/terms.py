@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from drumline.config.optimizer import OptimizerConfig
 from drumline.hardware.cluster import Collective
 from drumline.plan.estimate import Activations, Traffic
 from drumline.plan.facts import (
@@ -27,21 +28,14 @@ from drumline.plan.facts import (
     weights_in,
     weights_of,
 )
+from drumline.plan.plan import Layout
+from drumline.plan.wire import BLOCK, BUCKET, MIB, SCALE, is_halved
+from drumline.planner.cost.optimizers import moment_bytes
 
-if TYPE_CHECKING:
-    from drumline.config.config import OptimizerConfig
-    from drumline.plan.plan import Layout
-
-MIB = 2**20
 # Bytes of an entry in fp32, and in bf16 or fp16.
 FULL = 4
 LOW = 2
 WIDTH = {"fp32": FULL, "bf16": LOW, "fp16": LOW}
-# Entries that share a scale of the 8-bit code (engine.compress.Int8), and bytes of that scale.
-BLOCK = 256
-SCALE = 4
-# Bytes of gradients that engine.data_parallel averages together.
-BUCKET = 25 * MIB
 # Bytes of a number in fp64.
 NUMBER = 8
 # topk sends an fp32 value and an int32 index for each entry.
@@ -253,12 +247,13 @@ def moments(
 ) -> int:
     """Return the bytes of the optimizer's states of a part of the model.
 
-    The part is cut into tp × shards parts. `low`: see OptimizerConfig.bytes_of.
+    The part is cut into tp × shards parts. `low`: see `moment_bytes`.
     """
     total = 0
     for weight, number in weights_in(facts, mine):
         if weight.trainable:
-            total += number * options.bytes_of(weight, part(weight, tp, shards), low)
+            here = part(weight, tp, shards)
+            total += number * moment_bytes(options, weight, here, low)
     return total
 
 
@@ -281,8 +276,11 @@ def low_moments(layout: Layout) -> int:
     return 2 * LOW
 
 
-def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
-    """Return the bytes of a rank's weights, and of gradients and moments of the trainable ones."""
+def native_state(layout: Layout, facts: ModelFacts, mine: Part, outer_bytes: int) -> State:
+    """Return the bytes of a rank's weights, and of gradients and moments of the trainable ones.
+
+    `outer_bytes`: for each trainable parameter, of an optimizer besides the run's.
+    """
     tp = layout.mesh.tp
     strategy = layout.strategy
     options = layout.config.optimizer
@@ -296,7 +294,7 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
                 weights += FULL * number
     steps = strategy.optimizer_shards(layout.mesh)
     kept = moments(facts, mine, tp, steps, options, low_moments(layout))
-    kept += strategy.outer_bytes() * here.trainable
+    kept += outer_bytes * here.trainable
     gradients = entry_bytes(layout) * here.trainable
     if options.offload:
         # The host keeps weights and gradients besides the moments, between steps too.
@@ -342,9 +340,17 @@ def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:
 
 
 def copies_buffers(
-    layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None
+    layout: Layout,
+    facts: ModelFacts,
+    mine: Part,
+    state: State,
+    kept: Activations | None,
+    kept_between_steps: int,
 ) -> Buffers:
-    """Return the buffers of one process, DP, DDP, TP and pipelines of those, local SGD and DiLoCo."""
+    """Return the buffers of one process, DP, DDP, TP and pipelines of those, local SGD and DiLoCo.
+
+    `kept_between_steps`: bytes for each trainable parameter of buffers that spare traffic.
+    """
     mesh = layout.mesh
     strategy = layout.strategy
     here = rank_params(facts, mine, mesh.tp)
@@ -353,7 +359,7 @@ def copies_buffers(
     steps = strategy.optimizer_shards(mesh)
     has_buckets = _has_ddp_buckets(layout)
 
-    always = strategy.kept_bytes(mesh.world_size) * here.trainable
+    always = kept_between_steps * here.trainable
     if has_buckets and not strategy.copies().gradient_as_bucket_view:
         always += gradients
     average = 0.0
@@ -554,20 +560,6 @@ def _powersgd(weight: Weight, rank: int) -> int:
         return weight.numel
     rows = weight.shape[0]
     return rank * (rows + weight.numel // rows)
-
-
-def is_halved(shape: Sequence[int], rank: int) -> bool:
-    """Return whether PowerSGD's factors have at most half the entries of a tensor.
-
-    The tensor is taken as a matrix of `shape[0]` rows.
-    """
-    if len(shape) <= 1:
-        return False
-    rows = shape[0]
-    columns = math.prod(shape[1:])
-    if rank > min(rows, columns):
-        return False
-    return 2 * rank * (rows + columns) <= rows * columns
 
 
 def send_norm(volume: Volume, layout: Layout, has: Counter[str]) -> None:

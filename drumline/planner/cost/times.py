@@ -31,6 +31,7 @@ from drumline.planner.cost.compute import STARTS, ComputeSeconds, compute_second
 from drumline.planner.cost.memory import as_kept, host_memory, memory, offloaded, samples_copy
 from drumline.planner.cost.terms import FULL, Beside, Copied, Flow, Volume
 from drumline.planner.cost.traffic import flows
+from drumline.planner.strategies.base import cost_of
 
 CONTENTION = 1.2  # docs/planner.md, "Constants": 1.1 to 1.3
 # Bytes of an entry: the gradient norm reads gradients, and clipping reads and writes them.
@@ -231,7 +232,7 @@ def _hiding_seconds(
     }
     if layout.device == "cpu" and cluster.nodes == 1:
         hiding = dict.fromkeys(hiding, 0.0)
-    hiding["steps"] = busy * layout.strategy.overlap()
+    hiding["steps"] = busy * cost_of(layout.strategy).overlap()
     return hiding
 
 
@@ -298,7 +299,7 @@ def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) ->
     if options.offload:
         copied = Copied(up=FULL * trainable, down=FULL * trainable)
     else:
-        copied = strategy.copied(layout, as_kept(layout, facts), trainable)
+        copied = cost_of(strategy).copied(layout, as_kept(layout, facts), trainable)
     up = cluster.host_seconds("to_device", copied.up)
     down = cluster.host_seconds("to_host", copied.down)
     copies = (up + down) * _devices_per_link(layout, cluster)

@@ -24,7 +24,9 @@ from drumline.plan.facts import (
 )
 from drumline.plan.plan import Layout
 from drumline.planner.cost.memory import as_kept
+from drumline.planner.cost.optimizers import step_traffic
 from drumline.planner.cost.terms import FULL, LOW, WIDTH, Axis, Volume, kind_of
+from drumline.planner.strategies.base import cost_of
 
 ROW_COUNT = 8  # bytes of an int64
 # Batch norm gathers the mean and the square of each channel, and adds up two sums in backward.
@@ -60,6 +62,7 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
     volume = Volume()
     mesh = layout.mesh
     strategy = layout.strategy
+    cost = cost_of(strategy)
     wrap = getattr(strategy, "wrap", None)
     if wrap is not None:
         wrap = tuple(wrap)
@@ -81,10 +84,10 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
             )
             # The weights of all stages are counted together, and each rank has one of `pp` parts.
             volume.part = share / mesh.pp
-            strategy.send(volume, layout, kept, has, step)
+            cost.send(volume, layout, kept, has, step)
             pipeline(volume, layout, model, has)
             volume.part = share
-            strategy.send_norm(volume, layout, model, has)
+            cost.send_norm(volume, layout, model, has)
         volume.part = 1 / mesh.pp
         optimizer(volume, layout, model)
         tensor(volume, layout, model, head)
@@ -152,7 +155,7 @@ def optimizer(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
         cut_axes = [(axis, ranks) for axis, ranks in ranks_of_axes if ranks > 1]
         here = part(weight, tp, shards)
         for axis, ranks in cut_axes:
-            kind, bytes_ = options.sends(weight, here, len(cut_axes))
+            kind, bytes_ = step_traffic(options, weight, here, len(cut_axes))
             volume.add(kind, number * bytes_, ranks, axis, number * 2 / ranks)
             here *= ranks
 

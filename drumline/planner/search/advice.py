@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from drumline.config.algorithm import AlgorithmSpec, ChunkedSpec
 from drumline.config.config import BatchConfig, Config, LoRAConfig
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError
 from drumline.plan.batch import default_rounds
 from drumline.plan.explain import flow
@@ -33,6 +33,7 @@ from drumline.planner.search.answer import (
     why_not,
 )
 from drumline.planner.search.search import CHECKPOINTING, evaluate, fits, search, search_space
+from drumline.planner.strategies.base import cost_of
 
 STEP = 64  # tokens; the length of an advised row is a multiple of it
 SHORT = 512  # tokens; no shorter row is advised
@@ -142,13 +143,13 @@ def max_length(question: Question) -> tuple[Most, ...]:
             "rows of images have no length", where="--max-seq", fix="ask for --max-batch"
         )
 
-    def longest(family: Sequence[StrategySpec]) -> Most | None:
+    def longest(family: Sequence[StrategyConfig]) -> Most | None:
         return _longest(question, family)
 
     return _by_family(question, longest)
 
 
-def _longest(question: Question, family: Sequence[StrategySpec]) -> Most | None:
+def _longest(question: Question, family: Sequence[StrategyConfig]) -> Most | None:
     """Return the longest row with which one of some strategies fits."""
     end = question.facts.max_positions or LONGEST
     return _most(partial(_of_length, question), family, _shortest(question), end, STEP)
@@ -202,7 +203,7 @@ def _longest_of_all(question: Question) -> Most | None:
     Strategies that cut most come first, so the search looks closely at few of the rest.
     """
 
-    def parts(strategy: StrategySpec) -> int:
+    def parts(strategy: StrategyConfig) -> int:
         return int(getattr(strategy, "cp", 1) * getattr(strategy, "tp", 1))
 
     strategies = sorted(search_space(question), key=parts, reverse=True)
@@ -215,7 +216,7 @@ def max_batch(question: Question) -> tuple[Most, ...]:
     The global batch follows the micro-batch.
     """
 
-    def largest(family: Sequence[StrategySpec]) -> Most | None:
+    def largest(family: Sequence[StrategyConfig]) -> Most | None:
         found = []
         for strategy in family:
             most = _most(partial(_of_batch, question, strategy), [strategy], 1, MOST_ROWS, 1)
@@ -447,7 +448,7 @@ def _of_length(question: Question, tokens: int) -> Question:
     return replace(question, config=changed, facts=facts, data=None)
 
 
-def _of_batch(question: Question, strategy: StrategySpec, micro: int) -> Question:
+def _of_batch(question: Question, strategy: StrategyConfig, micro: int) -> Question:
     """Return the question with this micro-batch.
 
     A step accumulates as many micro-batches as the strategy has stages, or as the groups of the
@@ -465,10 +466,10 @@ def _of_batch(question: Question, strategy: StrategySpec, micro: int) -> Questio
 
 
 def _by_family(
-    question: Question, most: Callable[[Sequence[StrategySpec]], Most | None]
+    question: Question, most: Callable[[Sequence[StrategyConfig]], Most | None]
 ) -> tuple[Most, ...]:
     """Return the result of `most` for each family that has one, the largest number first."""
-    families = dict[str, list[StrategySpec]]()
+    families = dict[str, list[StrategyConfig]]()
     for strategy in search_space(question):
         name = strategy.names(question.cluster.world_size).family
         families.setdefault(name, []).append(strategy)
@@ -482,7 +483,7 @@ def _by_family(
 
 def _most(
     make: Callable[[int], Question],
-    family: Sequence[StrategySpec],
+    family: Sequence[StrategyConfig],
     first: int,
     last: int,
     step: int,
@@ -493,7 +494,7 @@ def _most(
     strategy that fits no more than those before it is searched once.
     """
     make = cache(make)
-    best: StrategySpec | None = None
+    best: StrategyConfig | None = None
     number = first - step
     for strategy in family:
         more = _largest_of_strategy(make, strategy, range(number + step, last + 1, step))
@@ -507,7 +508,7 @@ def _most(
 
 
 def _largest_of_strategy(
-    make: Callable[[int], Question], strategy: StrategySpec, numbers: range
+    make: Callable[[int], Question], strategy: StrategyConfig, numbers: range
 ) -> int | None:
     """Return the largest number with which a strategy fits; None if it fits with none."""
 
@@ -626,7 +627,10 @@ def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[_Variant]:
     at_least_as_much = CHECKPOINTING[CHECKPOINTING.index(plan.activation_checkpointing) :]
     algorithms = _with_chunks(config.algorithm)
     has_copies = plan.mesh.data_ranks * plan.mesh.cp > 1
-    strategies = [(0, config.strategy), *config.strategy.fallbacks(has_copies, plan.device)]
+    strategies = [
+        (0, config.strategy),
+        *cost_of(config.strategy).fallbacks(has_copies, plan.device),
+    ]
     choices = product(micro_batches, at_least_as_much, algorithms, strategies)
     for micro, checkpointing, algorithm, (strategy_changes, strategy) in choices:
         is_smaller = micro < batch.micro_batch

@@ -12,10 +12,11 @@ from statistics import geometric_mean
 from pydantic import Field
 
 from drumline.config.config import Config
-from drumline.config.strategy import StrategySpec
+from drumline.config.section import Frozen
+from drumline.config.strategy import StrategyConfig
 from drumline.errors import EnvironmentFault
 from drumline.hardware.cluster import Cluster
-from drumline.plan.estimate import Ends, Estimate, Frozen, Memory
+from drumline.plan.estimate import Ends, Estimate, Memory
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, Layout, RolePlan
 from drumline.planner.cost.fitted import PROBED, SPEED_ERROR, is_measured
@@ -234,7 +235,7 @@ def faster(estimate: Estimate, other: Estimate) -> bool:
     return estimate.tokens_per_s * (1 - TIE) > other.tokens_per_s
 
 
-def is_offloaded(strategy: StrategySpec) -> bool:
+def is_offloaded(strategy: StrategyConfig) -> bool:
     """Return whether a strategy keeps optimizer states or weights in host memory or on a disk."""
     return strategy.offloads() != ("none", "none")
 

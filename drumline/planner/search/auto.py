@@ -17,7 +17,7 @@ from drumline.config.strategies.ddp import DDPStrategy
 from drumline.config.strategies.fsdp2 import FSDP2Strategy
 from drumline.config.strategies.single import SingleStrategy
 from drumline.config.strategies.zero import Zero2Strategy, Zero3Strategy
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError
 from drumline.plan.batch import resolve_batch
 from drumline.plan.estimate import Estimate
@@ -78,7 +78,7 @@ class Rung(NamedTuple):
 
     condition: str
     holds: Callable[[Question], bool]
-    strategy: StrategySpec
+    strategy: StrategyConfig
 
 
 # The first rung that holds counts.
@@ -112,7 +112,7 @@ class Disagreement:
     reason: str
 
 
-def chosen_by(question: Question, heuristic: str) -> tuple[StrategySpec, str]:
+def chosen_by(question: Question, heuristic: str) -> tuple[StrategyConfig, str]:
     """Return the strategy of a heuristic, and the condition that holds. DDP on one device is single."""
     rung = next(rung for rung in HEURISTICS[heuristic] if rung.holds(question))
     strategy = rung.strategy

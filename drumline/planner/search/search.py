@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from drumline.config.config import BatchConfig, Config
 from drumline.config.mesh import Mesh
-from drumline.config.registry import kinds
-from drumline.config.strategy import Space, StrategySpec
+from drumline.config.registry import kinds, part_class
+from drumline.config.strategy import StrategyConfig
 from drumline.errors import PlanError
 from drumline.hardware import catalog
 from drumline.hardware.cluster import Cluster
@@ -32,6 +32,7 @@ from drumline.plan.plan import BatchPlan, Layout
 from drumline.plan.resolve import deepspeed_of, device_of, lay_out, precision_of, require, resolve
 from drumline.plan.rule import Case
 from drumline.plan.stages import in_flight
+from drumline.plan.strategy_engine import engine_of
 from drumline.planner.cost.times import estimate
 from drumline.planner.search.answer import (
     TIE,
@@ -50,6 +51,7 @@ from drumline.planner.search.answer import (
 )
 from drumline.planner.search.budget import CHECKPOINTING, kinds_of, within_budget
 from drumline.planner.search.compiling import reason_against, set_compile
+from drumline.planner.strategies.base import Space, StrategyCost, cost_of
 
 FEW = 3  # strategies of a family that an answer holds
 # Speeds of micro-batches of one strategy that differ by less are equal: their predictions share
@@ -70,7 +72,7 @@ _CHOSEN = (
 )
 
 
-def search_space(question: Question) -> Iterator[StrategySpec]:
+def search_space(question: Question) -> Iterator[StrategyConfig]:
     """Yield all strategies that the question leaves open, each name once.
 
     Strategies of the kind of the config's strategy keep what the config sets. Strategies that need
@@ -86,9 +88,12 @@ def search_space(question: Question) -> Iterator[StrategySpec]:
         question.nvme or getattr(given, "nvme", None),
         question.facts.experts,
     )
-    candidates = [spec.candidates(space) for spec in kinds(StrategySpec).values()]
+    candidates = []
+    for kind in kinds(StrategyConfig).values():
+        cost: type[StrategyCost[Any]] = part_class(kind.cost_class)
+        candidates.append(cost.candidates(kind, space))
     seen = set[str]()
-    for strategy in chain(given.variants(), *candidates):
+    for strategy in chain(cost_of(given).variants(), *candidates):
         merged = _merge(given, strategy)
         if merged is None:
             continue
@@ -98,7 +103,7 @@ def search_space(question: Question) -> Iterator[StrategySpec]:
             yield merged
 
 
-def _merge(given: StrategySpec, strategy: StrategySpec) -> StrategySpec | None:
+def _merge(given: StrategyConfig, strategy: StrategyConfig) -> StrategyConfig | None:
     """Return a strategy with what the user set for its kind; None if these contradict."""
     if strategy is given or strategy.kind != given.kind:
         return strategy
@@ -120,7 +125,7 @@ def _merge(given: StrategySpec, strategy: StrategySpec) -> StrategySpec | None:
     return strategy.model_copy(update=fixed)
 
 
-def _chosen_value(strategy: StrategySpec, key: str) -> Any:
+def _chosen_value(strategy: StrategyConfig, key: str) -> Any:
     """Return a strategy's value of a key in _CHOSEN, or what it does if the value is null."""
     attribute = key
     if key == "reshard_after_forward":
@@ -145,7 +150,7 @@ class _Family:
 
 
 def search(
-    question: Question, among: Iterable[StrategySpec] | None = None, *, with_room: bool = False
+    question: Question, among: Iterable[StrategyConfig] | None = None, *, with_room: bool = False
 ) -> Answer:
     """Return the best few candidates of each family, or the reason why none fits.
 
@@ -167,7 +172,7 @@ def search(
 
 
 def _search_families(
-    estimates: _Estimates, strategies: Iterable[StrategySpec], with_room: bool
+    estimates: _Estimates, strategies: Iterable[StrategyConfig], with_room: bool
 ) -> dict[str, _Family]:
     """Return the families of some strategies, by name, with their best candidates."""
     world_size = estimates.question.cluster.world_size
@@ -258,7 +263,7 @@ def _difference(layout: Layout, other: Layout) -> str:
     return f"{kind} checkpointing"
 
 
-def look_at(question: Question, strategy: StrategySpec) -> Candidate | Refused:
+def look_at(question: Question, strategy: StrategyConfig) -> Candidate | Refused:
     """Return the best candidate of one strategy, or why it is refused."""
     answer = search(question, [strategy])
     if answer.ranked:
@@ -266,7 +271,7 @@ def look_at(question: Question, strategy: StrategySpec) -> Candidate | Refused:
     return answer.refused[0]
 
 
-def fits(question: Question, among: Iterable[StrategySpec] | None = None) -> bool:
+def fits(question: Question, among: Iterable[StrategyConfig] | None = None) -> bool:
     """Return whether any strategy fits; the first that fits ends the search.
 
     `among`: the strategies to estimate; None: all.
@@ -277,7 +282,7 @@ def fits(question: Question, among: Iterable[StrategySpec] | None = None) -> boo
     return any(_strategy_fits(estimates, strategy) for strategy in among)
 
 
-def _strategy_fits(estimates: _Estimates, strategy: StrategySpec) -> bool:
+def _strategy_fits(estimates: _Estimates, strategy: StrategyConfig) -> bool:
     """Return whether a strategy fits with the most checkpointing that the rules allow.
 
     With less checkpointing it needs no less memory. The smallest micro-batch comes first.
@@ -314,7 +319,7 @@ class _Estimates:
     """
 
     def __init__(self, question: Question) -> None:
-        self.config = question.config.strategy.adopted(question.config)
+        self.config = engine_of(question.config.strategy).adopted(question.config)
         self.question = replace(question, config=self.config)
         cluster = question.cluster
         machine = _machine(cluster)
@@ -358,7 +363,7 @@ class _Estimates:
         return compiled if is_faster else eager
 
     def best_of(
-        self, strategy: StrategySpec, family: _Family, with_room: bool, compiles: bool = False
+        self, strategy: StrategyConfig, family: _Family, with_room: bool, compiles: bool = False
     ) -> Candidate | None:
         """Return the best micro-batch and checkpointing of a strategy: the largest expected speed.
 
@@ -386,7 +391,7 @@ class _Estimates:
         return min(near, key=_distance_from_usual)
 
     def candidates(
-        self, strategy: StrategySpec, checkpointing: str, compiles: bool = False
+        self, strategy: StrategyConfig, checkpointing: str, compiles: bool = False
     ) -> Iterator[Candidate]:
         """Yield a candidate for each possible micro-batch, the smallest first.
 
@@ -429,7 +434,7 @@ class _Estimates:
         if refusal is not None and not is_laid_out:
             raise refusal
 
-    def _require_strategy(self, strategy: StrategySpec) -> None:
+    def _require_strategy(self, strategy: StrategyConfig) -> None:
         """Raise PlanError if a strategy cannot run here, or would do nothing."""
         question = self.question
         if strategy.package == "deepspeed" and not question.deepspeed:
@@ -546,7 +551,7 @@ def _estimate(question: Question, layout: Layout) -> Estimate:
     return corrected(predicted, question.correction)
 
 
-def _world(question: Question, strategy: StrategySpec) -> int:
+def _world(question: Question, strategy: StrategyConfig) -> int:
     """Return the number of processes of a strategy."""
     if strategy.one_process:
         return 1

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from drumline.config.mesh import Mesh
-from drumline.config.strategy import StrategySpec
+from drumline.config.strategies.zero import (
+    Offload,
+    Zero,
+    Zero2Strategy,
+    Zero3Strategy,
+    ZeroPlusPlus,
+)
+from drumline.config.strategy import StrategyConfig
 from drumline.engine.strategies.zero.config import (
     LIVE,
     MOST_IN_A_BUCKET,
@@ -21,7 +28,6 @@ from drumline.engine.strategies.zero.config import (
     PREFETCHED,
     REUSE,
     STEPPED,
-    ZeroPlusPlus,
     user_config,
 )
 from drumline.plan.estimate import Activations
@@ -38,10 +44,9 @@ from drumline.planner.cost.terms import (
     State,
     Volume,
 )
+from drumline.planner.strategies.base import Space, StrategyCost
 
-if TYPE_CHECKING:
-    from drumline.config.strategies.zero import Zero
-
+CPU = Offload(kind="cpu")
 # Words of a DeepSpeed config for types of two bytes.
 LOW_TYPES = ("fp16", "bfp16", "bf16")
 # An offloaded AdamW reads and writes, for each parameter, an fp32 weight and two fp32 moments.
@@ -130,14 +135,30 @@ class GradientBytes(NamedTuple):
     accumulated: int
 
 
-# The part of the ZeRO strategies that the planner computes with. (A docstring would be part of the
-# YAML's JSON schema.)
-class ZeroCosts(StrategySpec):
-    stage: ClassVar[Literal[1, 2, 3]]
-    keeps_low: ClassVar[bool] = True
+class ZeroCost(StrategyCost[Zero]):
+    @classmethod
+    def candidates(cls, kind: type[Zero], space: Space) -> Iterator[StrategyConfig]:
+        """Yield this stage, and this stage with its optimizer on the host."""
+        if space.world > 1:
+            yield kind()
+        yield kind(offload_optimizer=CPU)
 
-    def shards(self, mesh: Mesh) -> int:
-        return mesh.shard
+    def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategyConfig]]:
+        """Return the higher stages, and this one with its optimizer on the host.
+
+        There are none if the user's own DeepSpeed config says what DeepSpeed does.
+        """
+        if self.strategy.config is not None or self.strategy.options:
+            return []
+        host = self.strategy.offload_optimizer
+        higher: list[type[Zero]] = [Zero2Strategy, Zero3Strategy]
+        found: list[tuple[int, StrategyConfig]] = []
+        for strategy in higher:
+            if strategy.stage > self.strategy.stage:
+                found.append((2, strategy(offload_optimizer=host)))
+        if host.kind == "none" and device == "cuda":
+            found.append((3, self.strategy.model_copy(update={"offload_optimizer": CPU})))
+        return found
 
     def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
         """Return the bytes of weights, gradients and moments between two steps.
@@ -146,18 +167,18 @@ class ZeroCosts(StrategySpec):
         fp32 masters besides them in fp32, too.
         """
         cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
-        if self.stage == 3:
+        if self.strategy.stage == 3:
             return self._state_of_stage_3(layout, facts, cut)
         ranks = layout.mesh.world_size
         is_low = layout.precision != "fp32"
-        is_offloaded = self.offloads()[0] != "none"
+        is_offloaded = self.strategy.offloads()[0] != "none"
         # All ranks have all weights, and a share of the masters and moments.
         share = cut.flat // ranks
         weights = WIDTH[layout.precision] * (cut.flat + cut.frozen)
         masters = FULL * share * (1 + layout.config.optimizer.slots)
         # Stage 1 keeps whole gradients until they are reduced.
         unsharded = 0
-        if self.stage == 1:
+        if self.strategy.stage == 1:
             unsharded = FULL * cut.trainable
         low_gradients = self._gradient_bytes(layout, facts).accumulated * share + unsharded
         if is_offloaded:
@@ -166,7 +187,7 @@ class ZeroCosts(StrategySpec):
                 device_gradients = low_gradients
             # DeepSpeed copies the rank's share to the host, where it is stepped.
             host_gradients = FULL * share
-            if self.stage == 2 and not is_low and layout.batch.accumulation > 1:
+            if self.strategy.stage == 2 and not is_low and layout.batch.accumulation > 1:
                 host_gradients += FULL * cut.touched
             return State(weights, device_gradients, 0, 0, host_gradients, masters)
         if not is_low:
@@ -179,7 +200,7 @@ class ZeroCosts(StrategySpec):
 
     def _state_of_stage_3(self, layout: Layout, facts: ModelFacts, cut: Partition) -> State:
         """Return the bytes of weights, gradients and moments between two steps of stage 3."""
-        optimizer, parameters = self.offloads()
+        optimizer, parameters = self.strategy.offloads()
         weights = WIDTH[layout.precision] * (cut.pieces + cut.frozen_pieces)
         masters = FULL * cut.pieces * (layout.config.optimizer.slots + 1)
         gradients = self._gradient_bytes(layout, facts).accumulated * cut.pieces
@@ -194,11 +215,11 @@ class ZeroCosts(StrategySpec):
 
     def _is_bf16_optimizer(self, layout: Layout) -> bool:
         """Return whether DeepSpeed uses its BF16_Optimizer if nothing is offloaded."""
-        return self.stage == 1 and layout.precision == "bf16"
+        return self.strategy.stage == 1 and layout.precision == "bf16"
 
     def _user_options(self, facts: ModelFacts) -> dict[str, Any]:
         """Return the user's own DeepSpeed config, dotted path → value."""
-        return user_config(cast("Zero", self), facts)
+        return user_config(self.strategy, facts)
 
     def _gradient_bytes(self, layout: Layout, facts: ModelFacts) -> GradientBytes:
         """Return the bytes of an entry of a gradient: fp32, unless the user's config sets another type."""
@@ -212,12 +233,12 @@ class ZeroCosts(StrategySpec):
     ) -> Buffers:
         """Return the bytes of DeepSpeed's buckets, which are allocated at once, and of what ZeRO 3 gathers."""
         cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
-        if self.stage == 3:
+        if self.strategy.stage == 3:
             return self._buffers_of_stage_3(layout, facts, cut, state)
         options = self._user_options(facts)
         width = WIDTH[layout.precision]
         is_low = layout.precision != "fp32"
-        is_offloaded = self.offloads()[0] != "none"
+        is_offloaded = self.strategy.offloads()[0] != "none"
         bucket = _bucket_entries(options, cut)
         early = 0
         if self._is_bf16_optimizer(layout):
@@ -234,7 +255,7 @@ class ZeroCosts(StrategySpec):
             always = width * cut.largest
             if layout.device != "cuda":
                 always = 2 * width * cut.largest + width * cut.flat // layout.mesh.world_size
-        if self.stage == 1 and not has_bf16_optimizer and layout.batch.accumulation > 1:
+        if self.strategy.stage == 1 and not has_bf16_optimizer and layout.batch.accumulation > 1:
             # Whole gradients that ZeRO 1 accumulates until the last micro-batch. With the
             # BF16_Optimizer they are part of `state`.
             always += FULL * cut.trainable
@@ -244,7 +265,7 @@ class ZeroCosts(StrategySpec):
             # A full bucket is sent before the end of backward, too.
             backward += message
         last = message
-        if self.stage == 1 and layout.precision == "fp16":
+        if self.strategy.stage == 1 and layout.precision == "fp16":
             last += FULL * cut.trainable
         step = 0
         if not is_low:
@@ -265,7 +286,7 @@ class ZeroCosts(StrategySpec):
         if has_bf16_optimizer:
             return 0
         width = WIDTH[layout.precision]
-        if self.stage == 1:
+        if self.strategy.stage == 1:
             width = FULL
         buckets = 1
         if options.get("zero_optimization.overlap_comm"):
@@ -293,7 +314,7 @@ class ZeroCosts(StrategySpec):
         gathered = min(everything, live + prefetched + block) - min(everything, persistent)
         reduced = width * min(bucket, cut.trainable)
         step = 0
-        if self.offloads()[0] == "none" and layout.precision != "fp32":
+        if self.strategy.offloads()[0] == "none" and layout.precision != "fp32":
             # Groups of weights are stepped one after the other.
             group = int(options.get("zero_optimization.sub_group_size", STEPPED))
             step = FULL * min(cut.pieces, group)
@@ -318,7 +339,7 @@ class ZeroCosts(StrategySpec):
         cut = partition(facts, layout.mesh.world_size, _has_two_groups(layout))
         is_low = layout.precision != "fp32"
         has_gpu = layout.device == "cuda"
-        optimizer, parameters = self.offloads()
+        optimizer, parameters = self.strategy.offloads()
         width = WIDTH[layout.precision]
         low_copy = 0
         if is_low:
@@ -333,7 +354,7 @@ class ZeroCosts(StrategySpec):
         block = largest_block(facts, everything).entries
         # What is filled at once: a block, or what is outside of the blocks.
         piece = max(block, ends(facts, everything).entries) or facts.parameters
-        if self.stage < 3:
+        if self.strategy.stage < 3:
             # Weights that stay on the host in fp32, and those that DeepSpeed copies in low precision.
             staying = facts.parameters
             if is_low or has_gpu:
@@ -363,11 +384,11 @@ class ZeroCosts(StrategySpec):
         ranks = layout.mesh.shard
         width = WIDTH[layout.precision]
         sent = self._gradient_bytes(layout, facts).sent
-        if self.stage == 3:
+        if self.strategy.stage == 3:
             self._send_stage_3(volume, layout, facts, options, sent)
             return
         reductions = 1
-        if self.stage == 2:
+        if self.strategy.stage == 2:
             reductions = layout.batch.accumulation
         bucket = int(options.get("zero_optimization.reduce_bucket_size", MOST_IN_A_BUCKET))
         buckets = reductions * math.ceil(facts.trainable / bucket)
@@ -392,9 +413,9 @@ class ZeroCosts(StrategySpec):
         """Add what DeepSpeed sends to measure the gradient norm."""
         groups = len(_groups(facts, _has_two_groups(layout)))
         ranks = layout.mesh.shard
-        if self.stage == 3:
+        if self.strategy.stage == 3:
             number = NORM_ON_HOST
-            if self.offloads()[0] == "none":
+            if self.strategy.offloads()[0] == "none":
                 number = NORM_ON_DEVICE
             for _ in range(groups):
                 volume.add("all_reduce", number, ranks, "shard")
@@ -467,7 +488,7 @@ class ZeroCosts(StrategySpec):
         """
         micro_batches = layout.batch.accumulation
         width = WIDTH[layout.precision]
-        optimizer, parameters = self.offloads()
+        optimizer, parameters = self.strategy.offloads()
         up = width * trainable
         if parameters != "none":
             up += width * facts.parameters / layout.mesh.shard * micro_batches
@@ -476,6 +497,19 @@ class ZeroCosts(StrategySpec):
             # fp32 weights and moments are read and written back.
             stored = ADAMW_BYTES * trainable
         return Copied(up, FULL * trainable * micro_batches, stored)
+
+
+class Zero3Cost(ZeroCost):
+    @classmethod
+    def candidates(cls, kind: type[Zero], space: Space) -> Iterator[StrategyConfig]:
+        """Yield also weights on the host, and optimizer and weights on a disk."""
+        assert issubclass(kind, Zero3Strategy)
+        yield from super().candidates(kind, space)
+        yield kind(offload_optimizer=CPU, offload_parameters=CPU)
+        if space.nvme is not None:
+            disk = Offload(kind="nvme", path=space.nvme)
+            yield kind(offload_optimizer=disk)
+            yield kind(offload_optimizer=disk, offload_parameters=disk)
 
 
 def _bytes_of_type(name: str) -> int:

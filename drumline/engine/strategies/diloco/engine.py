@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from drumline.engine.strategies.local_sgd import LocalEngine
+from drumline.engine.strategies.local_sgd.engine import LocalEngine
 from drumline.plan.plan import Plan
 from drumline.telemetry.memory_tracker import MemoryStats
 from drumline.vendor.torch import (

@@ -28,7 +28,7 @@ from drumline.engine.compress import ALL_GATHER, decode, encode
 from drumline.engine.native import NativeEngine
 from drumline.engine.strategies.diloco.engine import DiLoCoEngine
 from drumline.errors import ConfigError
-from drumline.planner.cost.terms import BLOCK
+from drumline.plan.wire import BLOCK
 from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub
 
 # Flat views of some weights, one after another.

@@ -9,20 +9,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
-
-from pydantic import Field, model_validator
+from typing import Any, NamedTuple
 
 from drumline.config.config import BatchConfig, Config
 from drumline.config.load import flat
-from drumline.config.section import KIND_ALONE, PathText, Ranks, Section
+from drumline.config.strategies.zero import OFFLOADS, Offload, Zero, ZeroPlusPlus
 from drumline.config.strategy import Precision
 from drumline.errors import PlanError
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import BatchPlan
-
-if TYPE_CHECKING:
-    from drumline.config.strategies.zero import Zero
 
 AUTO = "auto"
 # DeepSpeed's names for the YAML's optimizers. Its Adam is AdamW unless adam_w_mode is false.
@@ -34,7 +29,6 @@ BATCH = {
     "gradient_accumulation_steps": "accumulation",
 }
 SCHEDULERS = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
-OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
 ZEROPP = {
     "quantized_weights": "zero_quantized_weights",
     "quantized_gradients": "zero_quantized_gradients",
@@ -91,33 +85,6 @@ STAGE_3_ONLY: dict[str, Any] = {
     "zero_optimization.zero_quantized_gradients": False,
     "zero_optimization.zero_hpz_partition_size": 1,
 }
-
-
-class Offload(Section):
-    kind: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="Where it lives while it is not used."
-    )
-    path: PathText | None = Field(None, description="nvme: a folder on the disk.")
-    pin_memory: bool = Field(False, description="Page-locked host memory: faster copies.")
-
-    @model_validator(mode="after")
-    def _nvme_needs_a_path(self) -> Offload:
-        if self.kind == "nvme" and self.path is None:
-            raise ValueError("nvme needs `path`: a folder on the disk")
-        return self
-
-
-OffloadField = Annotated[Offload, KIND_ALONE]
-
-
-class ZeroPlusPlus(Section):
-    """ZeRO++ (Wang et al. 2023)."""
-
-    quantized_weights: bool = Field(False, description="Gather weights as 8-bit blocks.")
-    quantized_gradients: bool = Field(False, description="Reduce gradients as 4-bit blocks.")
-    hierarchical_partition: Ranks = Field(
-        1, description="Ranks of a second copy of the weights' partition; 1: none."
-    )
 
 
 class Rule(NamedTuple):

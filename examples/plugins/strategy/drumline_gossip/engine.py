@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drumline.engine.native import prepare as prepare_native
-from drumline.engine.strategies.local_sgd import LocalEngine, in_pieces
+from drumline.engine.strategies.local_sgd.engine import LocalEngine, in_pieces
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 

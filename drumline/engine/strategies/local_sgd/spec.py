@@ -1,0 +1,20 @@
+"""How models are trained whose ranks come together every `period` steps."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from drumline.config.strategies.local_sgd import Apart
+from drumline.plan.plan import Plan
+from drumline.plan.strategy_engine import StrategyEngine
+
+A = TypeVar("A", bound=Apart)
+
+
+class ApartEngine(StrategyEngine[A]):
+    def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
+        """Return the engine that averages now and then."""
+        from drumline.engine.native import prepare
+        from drumline.engine.strategies.local_sgd.engine import LocalEngine
+
+        return prepare(plan, model, values, LocalEngine, **options)

@@ -1,0 +1,80 @@
+"""The part of a strategy that spreads a model and steps it, and what it cannot be combined with.
+
+The plan asks it before any process starts, so this module and the modules of its subclasses
+(`engine.strategies.NAME.spec`) import torch only within `prepare` and `spread`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from drumline.config.config import Config
+from drumline.config.refusal import Refusal
+from drumline.config.registry import part_class
+from drumline.config.strategy import Precision, StrategyConfig
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import BatchPlan, Plan
+from drumline.plan.rule import Case
+
+S = TypeVar("S", bound=StrategyConfig)
+
+
+class StrategyEngine(Generic[S]):
+    """The base of all strategies' engines. The defaults are those of copies of the model on all ranks.
+
+    `strategy`: the section of the YAML.
+    """
+
+    def __init__(self, strategy: S) -> None:
+        self.strategy = strategy
+
+    def refusals(self, case: Case) -> Iterator[Refusal]:
+        """Yield what this strategy cannot be combined with, besides what no strategy can (plan.rules)."""
+        yield from ()
+
+    def adopted(self, config: Config) -> Config:
+        """Return the config completed by what only a file of this strategy's sets."""
+        return config
+
+    def engine_options(
+        self,
+        config: Config,
+        batch: BatchPlan,
+        precision: Precision,
+        steps: int | None,
+        run_dir: str,
+        facts: ModelFacts | None,
+    ) -> dict[str, Any] | None:
+        """Return what another package's engine is given; None for Drumline's own engine."""
+        return None
+
+    def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
+        """Raise EnvironmentFault if the machine lacks what the strategy needs, before any process starts.
+
+        `on_progress`: takes a message, the number of things done, and their total.
+        """
+
+    def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
+        """Return the engine of a model that is laid out without weights; None: the one that the plan names.
+
+        `values`: the `models.shards.Values` that fill the weights. `options`: of any
+        module, see `engine.native.prepare` (plain, overlaps) and its engine (make_optimizer).
+        """
+        return None
+
+    def spread(
+        self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any
+    ) -> Any:
+        """Return the `Spread` of a model, whose weights `values` fills; None: it is spread as copies.
+
+        `whole`: the device mesh. `roots`: modules that run, each with the model in it (of a pipeline,
+        one for each stage).
+        """
+        return None
+
+
+def engine_of(strategy: StrategyConfig) -> StrategyEngine[Any]:
+    """Return the engine part of a strategy. Raises ConfigError if a plug-in's cannot be imported."""
+    engine: StrategyEngine[Any] = part_class(strategy.engine_class)(strategy)
+    return engine

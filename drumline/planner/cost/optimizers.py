@@ -1,0 +1,64 @@
+"""What optimizers keep and send of a weight, in bytes. All functions are pure."""
+
+from __future__ import annotations
+
+import math
+
+from drumline.config.optimizer import FORMATS, OptimizerConfig
+from drumline.hardware.cluster import Collective
+from drumline.plan.facts import Weight
+
+# Bytes of an entry in fp32.
+FULL = 4
+# A part of fewer entries keeps its moments in fp32, as torchao has it.
+SMALL = 4096
+
+
+def moment_bytes(options: OptimizerConfig, weight: Weight, here: int, low: int = 0) -> int:
+    """Return the bytes of the optimizer's states of a weight of which a rank has `here` entries.
+
+    A count of steps (4 bytes) is left out. Quantised states have codes, scales, and a table of the
+    codes' values in fp32.
+    `low`: the bytes of the states of an entry if they are in bf16; otherwise 0.
+    """
+    if low:
+        return low * here
+    if options.kind == "muon":
+        slots = 1 if _takes_muon(weight) else 2
+        return FULL * here * slots
+    if options.kind == "adafactor" and len(weight.shape) > 1:
+        *ahead, rows, columns = weight.shape
+        return FULL * math.prod(ahead) * (rows + columns)
+    bits, block = FORMATS.get(options.kind, (0, 1))
+    if not bits or here < SMALL or here % block:
+        return FULL * options.slots * here
+    codes = here * bits // 8
+    scales = FULL * (here // block)
+    table = FULL * 2**bits
+    return options.slots * (codes + scales + table)
+
+
+def step_traffic(
+    options: OptimizerConfig, weight: Weight, here: int, axes: int
+) -> tuple[Collective, int]:
+    """Return the collective that a step sends of a weight by, and its bytes.
+
+    The weight is cut along `axes` axes of the mesh, and a rank has `here` entries of it. Muon sends
+    parts in bf16 to an owner and back, or to all. Adafactor sends sums over rows and columns, and two
+    norms.
+    """
+    if options.kind == "muon" and _takes_muon(weight):
+        if axes == 1:
+            return "all_to_all", 2 * 2 * here
+        return "all_gather", 2 * here
+    if options.kind == "adafactor":
+        sums = 0
+        if len(weight.shape) > 1:
+            sums = moment_bytes(options, weight, here)
+        return "all_reduce", 2 * FULL + sums
+    return "all_reduce", 0
+
+
+def _takes_muon(weight: Weight) -> bool:
+    """Return whether Muon steps this weight: a matrix of a block."""
+    return weight.place == "block" and len(weight.shape) == 2

@@ -1,0 +1,41 @@
+"""What copies of a model cost beyond the defaults, and what the search tries of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.config.strategies.ddp import DDPStrategy
+from drumline.config.strategies.fsdp2 import FSDP2Strategy
+from drumline.config.strategy import WITH_MEMORY, StrategyConfig
+from drumline.planner.cost.terms import FULL
+from drumline.planner.strategies.base import Space, StrategyCost, mixes
+from drumline.planner.strategies.fsdp2 import offloaded
+
+
+class DDPCost(StrategyCost[DDPStrategy]):
+    def kept_bytes(self, world: int) -> int:
+        """Return the bytes for each trainable parameter that compression keeps between steps."""
+        if world > 1 and self.strategy.compression.kind in WITH_MEMORY:
+            # What a rank has not sent yet, in fp32.
+            return FULL
+        return 0
+
+    @classmethod
+    def candidates(cls, kind: type[DDPStrategy], space: Space) -> Iterator[StrategyConfig]:
+        """Yield plain copies, and copies with tensor, context and pipeline parallelism inside."""
+        if space.world > 1:
+            yield kind()
+        for degrees in mixes(space):
+            # Gradients are averaged without DDP's overlap here, so sharding the step costs nothing.
+            is_copied_once = degrees["cp"] == degrees["ep"] == 1
+            has_copies = degrees["tp"] * degrees["pp"] < space.world
+            yield kind(**degrees, shard_optimizer=is_copied_once and has_copies)
+
+    def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategyConfig]]:
+        """Return FSDP2 with the same degrees of parallelism, if the copies themselves do not fit."""
+        if not is_shared or self.strategy.compression.kind != "none":
+            return []
+        names = ("tp", "cp", "pp", "ep", "sequence_parallel", "cp_method", "pipeline")
+        degrees = {name: getattr(self.strategy, name) for name in names}
+        sharded = FSDP2Strategy(**degrees)
+        return [(2, sharded), *offloaded(sharded, device)]

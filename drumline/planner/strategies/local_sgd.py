@@ -1,0 +1,33 @@
+"""What strategies cost whose ranks come together every `period` steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TypeVar
+
+from drumline.config.strategies.local_sgd import Apart
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import Layout
+from drumline.planner.cost.terms import FULL, NUMBER, Volume
+from drumline.planner.strategies.base import StrategyCost
+
+A = TypeVar("A", bound=Apart)
+# fp32 entries that engine.in_pieces takes at once.
+CHUNK = 2**24
+
+
+class ApartCost(StrategyCost[A]):
+    def send(
+        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
+    ) -> None:
+        """Add all trainable weights in the steps that average them, and a number for the norm in each step."""
+        ranks = layout.mesh.data_ranks
+        if step is None:
+            share = self.strategy.step_shares()["together"]
+        else:
+            share = float(self.strategy.averages(step))
+        bytes_ = share * FULL * facts.trainable
+        calls = share * math.ceil(facts.trainable / CHUNK)
+        volume.add(self.strategy.exchange, bytes_, ranks, "gradients", calls)
+        volume.add("all_reduce", NUMBER, ranks, "gradients")

@@ -1,0 +1,17 @@
+"""What the search tries of pipeline parallelism alone: all schedules, unless the user names one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.config.strategies.pp import PPStrategy
+from drumline.config.strategy import StrategyConfig
+from drumline.planner.strategies.base import SCHEDULES, StrategyCost
+
+
+class PPCost(StrategyCost[PPStrategy]):
+    def variants(self) -> Iterator[StrategyConfig]:
+        yield self.strategy
+        if "schedule" not in self.strategy.model_fields_set:
+            for schedule in SCHEDULES:
+                yield self.strategy.model_copy(update={"schedule": schedule})

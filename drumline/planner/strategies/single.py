@@ -1,0 +1,15 @@
+"""What the search tries of one process. Its costs are the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.config.strategies.single import SingleStrategy
+from drumline.config.strategy import StrategyConfig
+from drumline.planner.strategies.base import Space, StrategyCost
+
+
+class SingleCost(StrategyCost[SingleStrategy]):
+    @classmethod
+    def candidates(cls, kind: type[SingleStrategy], space: Space) -> Iterator[StrategyConfig]:
+        yield kind()
