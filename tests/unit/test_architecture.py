@@ -15,8 +15,10 @@ ROOMS = {
     if path.name[0] != "_" and path.suffix in ("", ".py")
 }
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
+# What a dot stands in, too.
+FILES = (".py", ".yaml", ".json")
 DOTTED = re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)[(`]", TEXT)
-NAMED = sorted({name for name in DOTTED if name.split(".")[0] in ROOMS and name[-3:] != ".py"})
+NAMED = sorted({name for name in DOTTED if name.split(".")[0] in ROOMS and not name.endswith(FILES)})
 
 
 def names_in(path: Path) -> set[str]:

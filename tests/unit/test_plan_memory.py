@@ -20,8 +20,8 @@ from drumline.plan.stages import plan_pipeline
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import host_memory, in_flight, memory
 from drumline.planner.cost.terms import State, Volume
-from drumline.planner.strategies.base import StrategyCost
 from drumline.planner.cost.traffic import flows
+from drumline.planner.strategies.base import StrategyCost
 from tests.harness import LETTERS
 
 H, KV, F, V, LAYERS = 64, 32, 128, 1000, 8
