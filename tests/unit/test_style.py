@@ -36,7 +36,7 @@ FOLDERS = [
     str(folder.relative_to(ROOT))
     for part in LIMITS
     for folder in sorted((ROOT / part).iterdir())
-    if any(folder.rglob("*.py"))
+    if any(folder.rglob("*.py")) and folder.name != "fixtures"
 ]
 
 
