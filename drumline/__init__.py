@@ -26,6 +26,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from drumline import errors
+from drumline.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from drumline.bench.verify import compare as verify
@@ -39,7 +40,6 @@ for chatty in ("torchao", "torch.utils._pytree"):
     logging.getLogger(chatty).setLevel(logging.ERROR)
 
 __all__ = ("Run", "errors", "load", "plan", "session", "train", "verify")
-__version__ = "0.6.0"
 
 # Name → (module, name there): torch is imported by whoever trains, not by `import drumline`.
 _PLACES = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from drumline import __version__, cli_data, cli_report, cli_runs, cli_scale, cli_usage
+from drumline import cli_data, cli_report, cli_runs, cli_scale, cli_usage
 from drumline.cli_runs import (
     ConfigFile,
     Overrides,
@@ -26,6 +26,7 @@ from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import first_line
 from drumline.system.output import let_go_of_output, lossy, say
 from drumline.system.redact import redact
+from drumline.version import __version__
 
 if TYPE_CHECKING:
     from drumline.launch.early import EarlyRanks

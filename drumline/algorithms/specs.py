@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from drumline.config.algorithm import AlgorithmSpec, ChunkedSpec, HeadOutput
+from drumline.config.algorithm import AlgorithmSpec, ChunkedSpec, HeadOutput, RolloutSpec
 from drumline.config.data import JUDGED_FORMS, PAIR_FORMS, DataConfig, Forms
-from drumline.config.rollouts import RolloutSpec
 from drumline.plan.plan import Plan
 
 if TYPE_CHECKING:

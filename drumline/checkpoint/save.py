@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from drumline import __version__
 from drumline.checkpoint.disks import Disks, Gatherer, carry
 from drumline.checkpoint.load import WEIGHTS_ONLY
 from drumline.checkpoint.manifest import (
@@ -59,6 +58,7 @@ from drumline.checkpoint.storage import Writer, records_of
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.system.heartbeat import TIMES, alive
 from drumline.system.threads import on_this_gpu
+from drumline.version import __version__
 
 # Free space that a save requires, as a multiple of its estimated bytes.
 HEADROOM = 1.2

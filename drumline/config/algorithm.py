@@ -11,22 +11,29 @@ episodes of one prompt. `batch.global_samples` counts what an optimizer step lea
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from drumline.config.data import TEXT_FORMS, DataConfig, Forms
+from drumline.config.data import PROMPT_FORMS, TEXT_FORMS, DataConfig, Forms
 from drumline.config.model import Head, ModelConfig
+from drumline.config.optimizer import OptimizerConfig
 from drumline.config.registry import Registered, Spec
-from drumline.config.section import Amount
-
-if TYPE_CHECKING:
-    from drumline.config.config import Config
-    from drumline.config.rollouts import RolloutSpec
-    from drumline.plan.plan import Plan
+from drumline.config.rollouts import (
+    CurriculumConfig,
+    Generator,
+    HFGenerator,
+    KLConfig,
+    ModelReward,
+    Reward,
+    RewardFailureConfig,
+    TaskReward,
+)
+from drumline.config.section import Above0, Amount, RefusesNull, Weight
 
 ReferenceKind = Literal["none", "precomputed", "live", "adapter"]
 # By an objective, of the logits of a language model.
@@ -42,6 +49,26 @@ class AuxiliaryModel:
     head: Literal["lm", "score"] = "lm"
     trainable: bool = False
     lr_ratio: float = 1.0
+
+
+class Switchable(Protocol):
+    """An adapter, or none. `switches`: the model without it can be asked, too."""
+
+    @property
+    def switches(self) -> bool: ...
+
+
+class Trained(Protocol):
+    """What an algorithm reads of a Config to say which other models it needs."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def adapter(self) -> Switchable: ...
+
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
 
 
 class AlgorithmSpec(Spec):
@@ -138,7 +165,7 @@ class AlgorithmSpec(Spec):
         """Those of `metrics` that an evaluation has where these are the classes."""
         return self.metrics
 
-    def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[..., Any]]:
+    def collator(self, plan: Any, width: int | None) -> Callable[[Any], Callable[..., Any]]:
         """Token cache → sample ids (-1: a filler) → micro-batch, a `data.batches.Batch`. `width`: tokens of all rows; None: as many as
         the longest has. Where `pairs_with_previous`, the ids of the samples before these come second, -1 where
         all samples have the same prompt."""
@@ -148,12 +175,12 @@ class AlgorithmSpec(Spec):
         """A row of at least `length` tokens, for `plan --probe`; `random_text(n)` gives n words. None where random words will not do."""
         return None
 
-    def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
+    def traced_batch(self, plan: Any, rows: int, length: int, channels: int) -> Any:
         """A micro-batch in which every row has the full length and every token has a loss. `channels`: of images."""
         raise NotImplementedError
 
     # ---- models and the objective
-    def reference_of(self, config: Config) -> ReferenceKind:
+    def reference_of(self, config: Trained) -> ReferenceKind:
         """Where a batch has the log-probabilities of a reference model from."""
         return "none"
 
@@ -167,7 +194,7 @@ class AlgorithmSpec(Spec):
         """Forward passes of the reference over a batch in a step: 2 if `Algorithm.first_pass` is about other rows than the loss."""
         return 1
 
-    def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
+    def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         """Name → model besides the policy: `reference`, `value`, and `reward`, `reward2`, … in the order of the config."""
         return {}
 
@@ -196,14 +223,14 @@ class ReferencedSpec(AlgorithmSpec):
         reference: Literal["auto", "precomputed", "live", "adapter"]
         reference_model: ModelConfig | None
 
-    def reference_of(self, config: Config) -> ReferenceKind:
+    def reference_of(self, config: Trained) -> ReferenceKind:
         if self.reference != "auto":
             return self.reference
         return (
             "adapter" if config.adapter.switches and self.reference_model is None else "precomputed"
         )
 
-    def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
+    def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         if self.reference_of(config) == "adapter":
             return {}
         return {
@@ -211,6 +238,123 @@ class ReferencedSpec(AlgorithmSpec):
                 self.reference_model or config.model, "algorithm.reference_model"
             )
         }
+
+
+class RolloutSpec(ChunkedSpec):
+    """The policy learns from completions that it samples. The subclass declares `group_size`, completions of each prompt."""
+
+    if TYPE_CHECKING:
+        group_size: int
+
+    columns: ClassVar[str] = "`prompt`, and what the rewards ask for"
+    rate: ClassVar[float] = 1e-6
+    # And reward/DOMAIN.
+    metrics: ClassVar[tuple[str, ...]] = (
+        "reward",
+        "reward_failed",
+        "length",
+        "length_max",
+        "ended",
+    )
+    best_by: ClassVar[dict[str, str]] = {"metric": "reward", "mode": "max"}
+    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs", "entropy"})
+
+    @property
+    def lookahead(self) -> int:
+        """Rollouts under way while another one is learned from."""
+        return 0
+
+    rewards: Annotated[
+        list[Reward], RefusesNull("list the rewards, or leave it out for that of tasks")
+    ] = Field(
+        default_factory=lambda: list[Reward]([TaskReward()]),
+        min_length=1,
+        description="What an episode is worth: a weighted sum.",
+    )
+    reward_workers: int | None = Field(
+        None,
+        gt=0,
+        le=1024,
+        description="Processes of each rank that compute rewards; null: one per core, shared by the ranks, at most 4.",
+    )
+    reward_failure: RewardFailureConfig = Field(
+        default_factory=RewardFailureConfig, description="What is done when rewards keep failing."
+    )
+    generator: Generator = Field(
+        default_factory=HFGenerator, description="What samples the completions."
+    )
+    epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
+    minibatches: int = Field(
+        1,
+        gt=0,
+        le=10**6,
+        description="Optimizer steps a pass: a rollout has this × batch.global_samples episodes.",
+    )
+    clip: Above0 = Field(
+        0.2,
+        description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).",
+    )
+    kl: KLConfig = Field(
+        default_factory=KLConfig, description="Divergence from a reference model, as a cost."
+    )
+    curriculum: CurriculumConfig = Field(
+        default_factory=CurriculumConfig, description="How many prompts each domain gives."
+    )
+    missing_stop_penalty: Weight = Field(
+        0.0, description="Taken off the reward of a completion that was cut before its end."
+    )
+
+    @property
+    def forms(self) -> Forms:
+        return PROMPT_FORMS
+
+    @property
+    def rollout(self) -> RolloutSpec:
+        return self
+
+    @property
+    def new_tokens(self) -> int:
+        return self.generator.max_new_tokens
+
+    @property
+    def samples_in_turn(self) -> int:
+        """So that a rollout has whole groups."""
+        return self.group_size // math.gcd(self.group_size, self.minibatches)
+
+    @property
+    def steps_in_turn(self) -> int:
+        return self.epochs * self.minibatches
+
+    @property
+    def on_policy(self) -> bool:
+        """No step lies between a rollout and the loss, so the rollout's log-probabilities are those of the step's own forward."""
+        return self.steps_in_turn == 1
+
+    @property
+    def rounds(self) -> int:
+        """How often a rollout may sample, until it has as many groups to learn from as it wants."""
+        return 1
+
+    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+        """`data.batches.Episodes` with advantages (and returns, where a value is learned) and the weights of tokens. `rewards_N`: fp32,
+        NaN for an episode without one, from which nothing is learned. `cost_NM`: fp32, of each token the divergence times its weight."""
+        raise NotImplementedError
+
+    def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
+        found, other = dict[str, AuxiliaryModel](), self.kl.reference_model
+        if self.kl.coefficient > 0 and (other is not None or not config.adapter.switches):
+            found["reference"] = AuxiliaryModel(
+                other or config.model, "algorithm.kl.reference_model"
+            )
+        judges = [
+            (index, reward.model)
+            for index, reward in enumerate(self.rewards)
+            if isinstance(reward, ModelReward)
+        ]
+        for number, (index, model) in enumerate(judges, start=1):
+            name = "reward" if number == 1 else f"reward{number}"
+            found[name] = AuxiliaryModel(model, f"algorithm.rewards.{index}.model", "score")
+        return found
 
 
 Algorithm = Annotated[AlgorithmSpec, Registered(AlgorithmSpec)]

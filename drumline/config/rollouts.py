@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from drumline.config.algorithm import AuxiliaryModel, ChunkedSpec, HeadOutput
-from drumline.config.data import PROMPT_FORMS, Forms
 from drumline.config.model import Model
 from drumline.config.section import (
     KIND_ALONE,
@@ -19,16 +16,12 @@ from drumline.config.section import (
     Amount,
     Count,
     PathText,
-    RefusesNull,
     Seconds,
     Section,
     Steps,
     Weight,
 )
 from drumline.errors import DataError
-
-if TYPE_CHECKING:
-    from drumline.config.config import Config
 
 
 def _compiles(pattern: str | None) -> str | None:
@@ -326,120 +319,3 @@ def require_room(new: int, max_length: int) -> None:
             where="data.max_length",
             fix="raise it, or lower algorithm.generator.max_new_tokens",
         )
-
-
-class RolloutSpec(ChunkedSpec):
-    """The policy learns from completions that it samples. The subclass declares `group_size`, completions of each prompt."""
-
-    if TYPE_CHECKING:
-        group_size: int
-
-    columns: ClassVar[str] = "`prompt`, and what the rewards ask for"
-    rate: ClassVar[float] = 1e-6
-    # And reward/DOMAIN.
-    metrics: ClassVar[tuple[str, ...]] = (
-        "reward",
-        "reward_failed",
-        "length",
-        "length_max",
-        "ended",
-    )
-    best_by: ClassVar[dict[str, str]] = {"metric": "reward", "mode": "max"}
-    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs", "entropy"})
-
-    @property
-    def lookahead(self) -> int:
-        """Rollouts under way while another one is learned from."""
-        return 0
-
-    rewards: Annotated[
-        list[Reward], RefusesNull("list the rewards, or leave it out for that of tasks")
-    ] = Field(
-        default_factory=lambda: list[Reward]([TaskReward()]),
-        min_length=1,
-        description="What an episode is worth: a weighted sum.",
-    )
-    reward_workers: int | None = Field(
-        None,
-        gt=0,
-        le=1024,
-        description="Processes of each rank that compute rewards; null: one per core, shared by the ranks, at most 4.",
-    )
-    reward_failure: RewardFailureConfig = Field(
-        default_factory=RewardFailureConfig, description="What is done when rewards keep failing."
-    )
-    generator: Generator = Field(
-        default_factory=HFGenerator, description="What samples the completions."
-    )
-    epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
-    minibatches: int = Field(
-        1,
-        gt=0,
-        le=10**6,
-        description="Optimizer steps a pass: a rollout has this × batch.global_samples episodes.",
-    )
-    clip: Above0 = Field(
-        0.2,
-        description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).",
-    )
-    kl: KLConfig = Field(
-        default_factory=KLConfig, description="Divergence from a reference model, as a cost."
-    )
-    curriculum: CurriculumConfig = Field(
-        default_factory=CurriculumConfig, description="How many prompts each domain gives."
-    )
-    missing_stop_penalty: Weight = Field(
-        0.0, description="Taken off the reward of a completion that was cut before its end."
-    )
-
-    @property
-    def forms(self) -> Forms:
-        return PROMPT_FORMS
-
-    @property
-    def rollout(self) -> RolloutSpec:
-        return self
-
-    @property
-    def new_tokens(self) -> int:
-        return self.generator.max_new_tokens
-
-    @property
-    def samples_in_turn(self) -> int:
-        """So that a rollout has whole groups."""
-        return self.group_size // math.gcd(self.group_size, self.minibatches)
-
-    @property
-    def steps_in_turn(self) -> int:
-        return self.epochs * self.minibatches
-
-    @property
-    def on_policy(self) -> bool:
-        """No step lies between a rollout and the loss, so the rollout's log-probabilities are those of the step's own forward."""
-        return self.steps_in_turn == 1
-
-    @property
-    def rounds(self) -> int:
-        """How often a rollout may sample, until it has as many groups to learn from as it wants."""
-        return 1
-
-    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        """`data.batches.Episodes` with advantages (and returns, where a value is learned) and the weights of tokens. `rewards_N`: fp32,
-        NaN for an episode without one, from which nothing is learned. `cost_NM`: fp32, of each token the divergence times its weight."""
-        raise NotImplementedError
-
-    def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
-        found, other = dict[str, AuxiliaryModel](), self.kl.reference_model
-        if self.kl.coefficient > 0 and (other is not None or not config.adapter.switches):
-            found["reference"] = AuxiliaryModel(
-                other or config.model, "algorithm.kl.reference_model"
-            )
-        judges = [
-            (index, reward.model)
-            for index, reward in enumerate(self.rewards)
-            if isinstance(reward, ModelReward)
-        ]
-        for number, (index, model) in enumerate(judges, start=1):
-            name = "reward" if number == 1 else f"reward{number}"
-            found[name] = AuxiliaryModel(model, f"algorithm.rewards.{index}.model", "score")
-        return found

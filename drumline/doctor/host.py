@@ -24,13 +24,13 @@ from typing import Any
 
 import psutil
 
-from drumline import __version__
 from drumline.doctor.check import Check, Host, Verdict, fail_if, warn_if
 from drumline.hardware.detect import Groups, Machine, cache_dir, detect, free_bytes, likely_gpus
 from drumline.system.files import digest
 from drumline.system.munge import SECRET, seal
 from drumline.system.network import addresses, is_loopback, source_address
 from drumline.system.process import output_of
+from drumline.version import __version__
 
 INFINIBAND = Path("/sys/class/infiniband")
 SHM = Path("/dev/shm")

@@ -19,7 +19,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from drumline import __version__
 from drumline.checkpoint.load import check, newest, pointed
 from drumline.checkpoint.manifest import step_of
 from drumline.checkpoint.remote import at_hand, choose_or_none
@@ -57,6 +56,7 @@ from drumline.system.files import write_whole
 from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
 from drumline.train.tasks import harness_errors, metrics_of
+from drumline.version import __version__
 
 # Overrides of an evaluation: it is not started again, and only the caller gets the result.
 ALONE = [

@@ -15,7 +15,6 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from drumline import __version__
 from drumline.checkpoint.load import check, load, newest, pointed
 from drumline.checkpoint.manifest import folder_name, read_manifest
 from drumline.config.config import LoRAConfig
@@ -51,6 +50,7 @@ from drumline.models.tokenizer import load_tokenizer, pad_token_id
 from drumline.models.vision import PROCESSOR_FILES, load_processor
 from drumline.plan.plan import Plan
 from drumline.system.files import take_name
+from drumline.version import __version__
 
 Which = Literal["last", "best"] | int
 PROVENANCE = "drumline.json"

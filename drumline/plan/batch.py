@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.algorithm import AlgorithmSpec, RolloutSpec
 from drumline.config.config import BatchConfig, Config
 from drumline.config.mesh import divisors
-from drumline.config.rollouts import RolloutSpec
 from drumline.config.section import passes
 from drumline.errors import PlanError
 from drumline.plan.plan import BatchPlan, DataPlan

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-import drumline
 from drumline.config.config import Adapter, LoRAConfig
 from drumline.config.model import Head, ModelConfig
 from drumline.errors import ModelError
@@ -29,8 +28,9 @@ from drumline.models.shapes import KNOWN, full_config
 from drumline.plan.facts import ModelFacts, with_length
 from drumline.planner.derived import NO_SIZES, of_family, with_lora
 from drumline.system.files import kept
+from drumline.version import __version__
 
-PACKAGE = Path(drumline.__file__).parent
+PACKAGE = Path(__file__).parents[1]
 # The code that decides the sizes.
 COUNTED_BY = ("plan/facts.py", "models/*.py")
 # Written by scripts/known_sizes.py: transformers' version, then a line with name and sizes for each shape.
@@ -135,7 +135,7 @@ def _key(found: Found, head: Head, counted: list[Any]) -> str | None:
             return None
         config = read_text(file, ModelError)
     versions = [
-        drumline.__version__,
+        __version__,
         _digest_of_code(),
         _version("torch"),
         _version("transformers"),

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import drumline
 from drumline.algorithms.base import policy_objective
 from drumline.config.config import CompileConfig, Config, LoRAConfig
 from drumline.config.mesh import Mesh
@@ -60,6 +59,7 @@ from drumline.vendor.torch import (
     local_scalar_dense,
     to_copy,
 )
+from drumline.version import __version__
 
 logger = logging.getLogger(__name__)
 # A part of the name of a stored trace. Raise it if a trace would have another result than before.
@@ -228,7 +228,7 @@ def _key(question: dict[str, Any]) -> str:
     plan = {**question["plan"], "config": of_step, "model_path": None, "batch": None}
     versions = [
         VERSION,
-        drumline.__version__,
+        __version__,
         metadata.version("torch"),
         metadata.version("transformers"),
     ]

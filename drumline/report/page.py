@@ -10,7 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from drumline import __version__
 from drumline.errors import EnvironmentFault, UserError
 from drumline.foreign import disk_errors, first_line
 from drumline.plan.plan import Plan
@@ -22,6 +21,7 @@ from drumline.report.facts import RunFacts, short_names
 from drumline.report.markup import Html, as_json, join, tag
 from drumline.report.picture import draw
 from drumline.system.files import whole_file
+from drumline.version import __version__
 
 MOST_DETAILED = 12  # runs whose details are on one page; curves and the table have all
 MOST_AT_END = 2**26  # bytes of events: some 100,000 steps. More would keep a terminal waiting

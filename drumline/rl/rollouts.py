@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.algorithms.policy import KLController, differs, divergence
-from drumline.config.rollouts import RolloutSpec
+from drumline.algorithms.credit import differs
+from drumline.algorithms.policy import KLController, divergence
+from drumline.config.algorithm import RolloutSpec
 from drumline.data.batches import Episodes
 from drumline.data.cache import TokenCache
 from drumline.data.encode import OWN

@@ -13,7 +13,6 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from drumline import __version__
 from drumline.checkpoint.remote import Store, copy_run_files
 from drumline.dist.start import Ranks, drawn, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
@@ -45,6 +44,7 @@ from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.telemetry.watched import Devices
 from drumline.train.failure import note, recording, watched
 from drumline.train.state import Goodput
+from drumline.version import __version__
 
 # How a run has ended by an error of a type; all other errors are failures.
 STATUS_OF_ERRORS: dict[type[BaseException], str] = {

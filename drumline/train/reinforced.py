@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from drumline.algorithms.base import Algorithm
-from drumline.config.rollouts import RolloutSpec
+from drumline.config.algorithm import RolloutSpec
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
 from drumline.dist.start import Ranks

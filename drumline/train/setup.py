@@ -15,10 +15,10 @@ from drumline.checkpoint.load import named, newest_state, of_run
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import Store, require_unused
 from drumline.checkpoint.retention import recover
+from drumline.config.algorithm import RolloutSpec
 from drumline.config.config import Config, ScheduleConfig
 from drumline.config.load import Request, allowed, refused, saved_config, strategy_change, to_yaml
 from drumline.config.model import Head, ModelConfig
-from drumline.config.rollouts import RolloutSpec
 from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples

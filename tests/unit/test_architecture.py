@@ -18,7 +18,9 @@ TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 # What a dot stands in, too.
 FILES = (".py", ".yaml", ".json")
 DOTTED = re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)[(`]", TEXT)
-NAMED = sorted({name for name in DOTTED if name.split(".")[0] in ROOMS and not name.endswith(FILES)})
+NAMED = sorted(
+    {name for name in DOTTED if name.split(".")[0] in ROOMS and not name.endswith(FILES)}
+)
 
 
 def names_in(path: Path) -> set[str]:

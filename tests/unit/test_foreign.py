@@ -15,11 +15,10 @@ import pytest
 from pydantic import BaseModel
 
 from drumline import cli, foreign
-from drumline.config.algorithm import AlgorithmSpec
+from drumline.config.algorithm import AlgorithmSpec, RolloutSpec
 from drumline.config.config import Config
 from drumline.config.load import load_text
 from drumline.config.registry import Spec, find_object, kinds
-from drumline.config.rollouts import RolloutSpec
 from drumline.data.fingerprint import hash_file
 from drumline.errors import ConfigError, DataError, EnvironmentFault
 from drumline.telemetry.events import EventLog, Preempt, read

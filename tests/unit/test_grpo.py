@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from drumline.algorithms.credit import differs, group_advantages, whiten
 from drumline.algorithms.grpo.objective import GRPO
 from drumline.algorithms.grpo.spec import GRPOConfig
-from drumline.algorithms.policy import (
-    KLController,
-    clipped,
-    differs,
-    divergence,
-    group_advantages,
-    whiten,
-)
+from drumline.algorithms.policy import KLController, clipped, divergence
 from drumline.data.batches import Episodes, collate_episodes
 from drumline.models.head import Outputs
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.algorithms.policy import at_last, gae, whiten
+from drumline.algorithms.credit import at_last, gae, whiten
 from drumline.algorithms.ppo.spec import PPOConfig
 from drumline.data.batches import EpisodeBatch, Episodes, collate_episodes
 from drumline.models.head import Outputs

@@ -139,7 +139,7 @@ class GRPOConfig(PromptSpec):
         return 1 + self.dynamic_sampling
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        from drumline.algorithms.policy import credit_groups
+        from drumline.algorithms.credit import credit_groups
 
         is_learned_N = ~rewards_N.isnan()
         if self.mask_truncated:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from drumline.algorithms.specs import JudgedSpec
-from drumline.config.algorithm import ReferencedSpec, ReferenceKind
+from drumline.config.algorithm import ReferencedSpec, ReferenceKind, Trained
 from drumline.config.model import Model
 from drumline.config.section import Above0
-
-if TYPE_CHECKING:
-    from drumline.config.config import Config
 
 
 class KTOConfig(JudgedSpec, ReferencedSpec):
@@ -73,7 +70,7 @@ class KTOConfig(JudgedSpec, ReferencedSpec):
         """2 with the KL: it is of other answers than the loss."""
         return 1 + self.extra_forwards
 
-    def reference_of(self, config: Config) -> ReferenceKind:
+    def reference_of(self, config: Trained) -> ReferenceKind:
         kind = super().reference_of(config)
         if kind == "precomputed" and self.loss == "kto":
             return "live"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from drumline.algorithms.specs import PromptSpec
-from drumline.config.algorithm import AuxiliaryModel
+from drumline.config.algorithm import AuxiliaryModel, Trained
 from drumline.config.model import Head, Model
 from drumline.config.rollouts import KLConfig
 from drumline.config.section import Above0, RefusesNull, Weight
-
-if TYPE_CHECKING:
-    from drumline.config.config import Config
-
 
 # Defaults that differ from KLConfig's own.
 KL_DEFAULTS: dict[str, Any] = {
@@ -86,7 +82,7 @@ class PPOConfig(PromptSpec):
     def head(self) -> Head:
         return "valued" if self.value == "head" else "lm"
 
-    def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
+    def auxiliary_models(self, config: Trained) -> dict[str, AuxiliaryModel]:
         models = super().auxiliary_models(config)
         if self.value == "separate":
             lr_ratio = 1.0
@@ -102,6 +98,6 @@ class PPOConfig(PromptSpec):
         return models
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        from drumline.algorithms.policy import credit_tokens
+        from drumline.algorithms.credit import credit_tokens
 
         return credit_tokens(episodes, rewards_N, cost_NM, self.gamma, self.lam, self.whiten)

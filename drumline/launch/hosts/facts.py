@@ -8,9 +8,9 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from drumline import __version__
 from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import Device, Machine, detect
+from drumline.version import __version__
 
 PACKAGES = ("torch", "transformers")
 

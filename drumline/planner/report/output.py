@@ -8,7 +8,6 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from drumline import __version__
 from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.config import Config
 from drumline.config.registry import kinds_alone
@@ -21,6 +20,7 @@ from drumline.planner.search.advice import Adapted, Change
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 from drumline.planner.search.auto import disagreements, risk, with_little_room
 from drumline.system.yaml_lines import write_yaml
+from drumline.version import __version__
 
 VERSION = 1  # of the JSON, whose keys stay
 # Sections that a layout sets. All other sections of a candidate's config are the user's own.
