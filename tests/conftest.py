@@ -48,6 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also the tests marked `full`: what `make test-full` runs",
     )
+    parser.addoption(
+        "--claims",
+        action="store_true",
+        help="list what is claimed, each with the tests that show it, and run nothing",
+    )
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -57,13 +62,29 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--full` a test that is marked so is left out."""
+    """Without `--full` a test that is marked so is left out. With `--claims` no test is run."""
+    if config.getoption("--claims"):
+        for claim, nodes in sorted(claims_of(items).items()):
+            print(claim, *nodes, sep="\n    ")
+        items.clear()
     if config.getoption("--full"):
         return
     out = [item for item in items if item.get_closest_marker("full")]
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]
+
+
+def claims_of(items: list[pytest.Item]) -> dict[str, list[str]]:
+    """Return claim → the tests that show it, without their parameters."""
+    found: dict[str, list[str]] = {}
+    for item in items:
+        node = item.nodeid.partition("[")[0]
+        for marker in item.iter_markers("claim"):
+            nodes = found.setdefault(marker.args[0], [])
+            if node not in nodes:
+                nodes.append(node)
+    return found
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

@@ -102,7 +102,7 @@ MUTATIONS = [
         ("tests/unit/test_grpo.py::test_divergence_estimators",),
     ),
     Mutation(
-        "a value goes on behind the end of a completion", "algorithms/policy.py",
+        "a value goes on behind the end of a completion", "algorithms/credit.py",
         "next_value_N = torch.where(mask_N, values_NM[:, t], 0.0)", "next_value_N = values_NM[:, t]",
         ("tests/unit/test_ppo.py::test_gae_is_the_sum_of_discounted_errors",),
     ),
@@ -123,7 +123,7 @@ MUTATIONS = [
         ("tests/unit/test_checkpoint_save.py", "tests/faults/test_checkpoint_kills.py"),
     ),
     Mutation(
-        "a crash loop goes on", "launchers/postmortem.py",
+        "a crash loop goes on", "launch/postmortem.py",
         "if self.last == failure:", "if False:",
         ("tests/unit/test_launch_decisions.py::test_crash_loop_is_the_same_step_rank_and_words",),
     ),
@@ -138,12 +138,12 @@ MUTATIONS = [
         ("tests/unit/test_launch_lease.py",),
     ),
     Mutation(
-        "a host votes twice in a term", "launchers/hosts/vote.py",
+        "a host votes twice in a term", "launch/hosts/vote.py",
         "self.free and term > self.promised", "self.free and term >= self.promised",
         ("tests/unit/test_launch_takeover.py::test_a_majority_makes_one_launcher_and_no_second_one_in_its_term",),
     ),
     Mutation(
-        "a run that has ended is taken over", "launchers/lease.py",
+        "a run that has ended is taken over", "launch/lease.py",
         'if self.after not in (None, _token(seen or b"")):', 'if seen and self.after not in (None, _token(seen)):',
         ("tests/unit/test_launch_takeover.py::test_the_lease_of_a_dead_launcher_goes_to_one_heir",),
     ),

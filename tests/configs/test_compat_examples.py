@@ -29,6 +29,9 @@ def test_every_example_is_here() -> None:
     assert {path.stem for path in EXAMPLES} == STRATEGIES.keys()
 
 
+@pytest.mark.claim(
+    "converted files of other tools give the same config, and none of their keys is dropped silently"
+)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_converted_it_is_the_same_config(path: Path, tmp_path: Path) -> None:
     new = tmp_path / "new.yaml"

@@ -140,6 +140,7 @@ def test_parses(path: Path) -> None:
     assert load(path, []).config.data.train
 
 
+@pytest.mark.claim("every example parses, is planned, and takes its first steps")
 @needs_the_model
 @pytest.mark.parametrize(
     "path",
@@ -248,6 +249,7 @@ def trained(
     return root
 
 
+@pytest.mark.claim("every example parses, is planned, and takes its first steps")
 @needs_the_model
 @pytest.mark.parametrize(("path", "real"), first_steps())
 def test_first_steps(

@@ -14,6 +14,7 @@ from tests.tiny import tiny_model_dir
 NOTEBOOK = ROOT / "examples" / "first_run.ipynb"
 
 
+@pytest.mark.claim("the notebook runs from top to bottom")
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (find_spec("nbclient") and find_spec("ipykernel")),

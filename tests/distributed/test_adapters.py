@@ -188,6 +188,9 @@ def near(mine: list[dict[str, Any]], other: list[dict[str, Any]], kind: str) -> 
         ), key
 
 
+@pytest.mark.claim(
+    "kinds of adapters train near one process under each strategy, hold the bytes that are planned, and go on under another"
+)
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
 def test_numbers_are_near_and_bytes_as_planned(runs: Path, kind: str, name: str) -> None:
     mine, other = (events(runs / slug(kind, n) / "run", "step") for n in (name, "single"))
@@ -210,6 +213,9 @@ def test_numbers_are_near_and_bytes_as_planned(runs: Path, kind: str, name: str)
         )
 
 
+@pytest.mark.claim(
+    "kinds of adapters train near one process under each strategy, hold the bytes that are planned, and go on under another"
+)
 @pytest.mark.parametrize(("kind", "a", "b"), MOVES)
 def test_goes_on_under_another(runs: Path, kind: str, a: str, b: str) -> None:
     mine, other = (

@@ -56,6 +56,7 @@ def near(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((got - expected).abs().max() <= 1e-5 * expected.abs().max().clamp_min(1.0))
 
 
+@pytest.mark.claim("synchronised batch norm is that of the whole batch")
 @pytest.mark.parametrize("way", WAYS)
 def test_as_one_batch(ranks: list[dict[str, Any]], way: str) -> None:
     expected = one_process(groups=RANKS // (WAYS[way][1] or RANKS))

@@ -79,6 +79,7 @@ def loaded(root: Path, make: Callable[[bool], dict[str, torch.Tensor]]) -> dict[
     return {name: tensor.tolist() for name, tensor in whole(tensors).items()}
 
 
+@pytest.mark.claim("a checkpoint of any strategy is read under any other")
 @BOTH
 @pytest.mark.parametrize(
     "make, writers, readers",

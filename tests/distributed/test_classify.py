@@ -174,6 +174,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return root
 
 
+@pytest.mark.claim("classification, vision and rollouts also have the numbers of one process")
 @pytest.mark.parametrize(
     ("way", "case"),
     [

@@ -46,6 +46,7 @@ def test_prepare_makes_what_train_finds(tmp_path: Path) -> None:
     assert f"{data['train_samples']} samples, {data['train_tokens']} tokens" in first.out
 
 
+@pytest.mark.claim("what is exported, transformers loads")
 def test_training_ends_with_a_folder_that_transformers_loads(run: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

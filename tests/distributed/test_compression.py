@@ -161,6 +161,7 @@ def marked(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.full if name in AGAIN else [])
 
 
+@pytest.mark.claim("compressed gradients and local steps end near DDP, and send what they say")
 @pytest.mark.parametrize("name", list(map(marked, NEAR)))
 def test_ends_near_ddp(runs: Path, name: str) -> None:
     mine, plain = figures(runs, name, "loss", "eval"), figures(runs, "ddp", "loss", "eval")
@@ -184,6 +185,7 @@ def test_other_strategies_send_what_theory_says(runs: Path) -> None:
     assert figures(runs, "tp", "sent_bytes")[-1] > 0
 
 
+@pytest.mark.claim("compressed gradients and local steps end near DDP, and send what they say")
 @pytest.mark.parametrize("name", [marked(name) for name in NEAR if RUNS[name].ratio])
 def test_sends_the_part_it_says(runs: Path, name: str) -> None:
     low, high = RUNS[name].ratio or (0, 0)
@@ -211,6 +213,9 @@ def test_averaging_each_step_is_ddp(runs: Path, name: str) -> None:
     same_weights(of(runs, name), of(runs, "ddp, sgd"), 1e-5)
 
 
+@pytest.mark.claim(
+    "DiLoCo in fragments, in 8 bits and beside the steps is its formulas, and goes on to the bit"
+)
 @pytest.mark.parametrize(("first", "second"), RESUMED)
 def test_goes_on(runs: Path, first: str, second: str) -> None:
     resumed = f"{first} then {second}"

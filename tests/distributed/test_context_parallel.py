@@ -251,6 +251,7 @@ def test_parts_by_documents_compute_what_one_process_does_under_a_mask() -> None
         assert distances and all(distance < 1e-5 for distance in distances.values()), distances
 
 
+@pytest.mark.claim("tensor and context parallelism train each kind of model")
 @pytest.mark.parametrize(
     ("ranks", "ring"), [(2, False), (4, True)], ids=["2 ranks", "4 ranks, ring too"]
 )

@@ -111,6 +111,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("evaluation"), ROWS, tasks=False)
 
 
+@pytest.mark.claim(
+    "samples and sets of evaluation change no number, and are the same however the model is spread"
+)
 def test_samples_and_sets_change_no_number(runs: Path) -> None:
     with_all, without = runs / "single" / "run", runs / "plain" / "run"
     assert losses(with_all) == losses(without)
@@ -119,6 +122,9 @@ def test_samples_and_sets_change_no_number(runs: Path) -> None:
     ]
 
 
+@pytest.mark.claim(
+    "samples and sets of evaluation change no number, and are the same however the model is spread"
+)
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_the_same_as_in_one_process(runs: Path, name: str) -> None:
     same(runs, name, "single")

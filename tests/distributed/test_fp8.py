@@ -74,6 +74,7 @@ def runs(
     return found
 
 
+@pytest.mark.claim("products in fp8 stay near fp32, and send and hold what is planned")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in AGAIN else []) for name in ROWS]
 )

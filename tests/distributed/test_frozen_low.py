@@ -106,6 +106,7 @@ def runs(
     return found
 
 
+@pytest.mark.claim("frozen weights lie in the type they compute in")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in AGAIN else []) for name in ROWS]
 )

@@ -139,6 +139,7 @@ def marked(row: Row, case: Case) -> Any:
     )
 
 
+@pytest.mark.claim("models beside the policy answer as in one process")
 @pytest.mark.parametrize(("row", "case"), [marked(*pair) for pair in PAIRS])
 def test_as_one_process(told: Told, row: Row, case: Case) -> None:
     (one,), ranks = told(ONE, case), told(row, case)

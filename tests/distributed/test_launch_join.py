@@ -65,6 +65,7 @@ def test_torchrun_restart_is_told_the_new_plan(tmp_path: Path) -> None:
     assert gone(str(tmp_path), 2.0)
 
 
+@pytest.mark.claim("torchrun, Slurm's and others' variables are joined")
 def test_any_launcher_with_the_usual_variables(tmp_path: Path) -> None:
     for process in by_hand(tmp_path, "together", free_port()):
         code, said = end(process)

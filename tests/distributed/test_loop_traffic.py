@@ -22,6 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.checkpoint_ranks import run
 from tests.tiny import tiny_model_dir
 
+pytestmark = [
+    pytest.mark.claim(
+        "a step makes one small collective, and the host waits for none where nothing is logged"
+    )
+]
+
 STEPS, QUIET = 12, range(8, 11)  # none of these is counted, says what was measured, or is logged
 READS = ("item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__")
 SIZED = {

@@ -247,6 +247,7 @@ def measured(
     return found
 
 
+@pytest.mark.claim("ranks hold and send what the plan says")
 @pytest.mark.parametrize("name", NAMES)
 def test_what_lies_between_steps_is_exact(measured: dict[str, Measured], name: str) -> None:
     plan, facts, ranks = measured[name]

@@ -178,6 +178,9 @@ def near(mine: list[dict[str, Any]], other: list[dict[str, Any]], kind: str) -> 
         ), key
 
 
+@pytest.mark.claim(
+    "optimizers besides AdamW train near one process under each strategy, hold the bytes that are planned, and go on under another"
+)
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
 def test_numbers_are_near_and_bytes_as_planned(runs: Path, kind: str, name: str) -> None:
     mine, other = (events(runs / slug(kind, n) / "run", "step") for n in (name, "single"))
@@ -200,6 +203,9 @@ def test_numbers_are_near_and_bytes_as_planned(runs: Path, kind: str, name: str)
     assert max(memory.by_rank["parameters"]) == max(state.parameters for state in states)
 
 
+@pytest.mark.claim(
+    "optimizers besides AdamW train near one process under each strategy, hold the bytes that are planned, and go on under another"
+)
 @pytest.mark.parametrize(("kind", "a", "b"), MOVES)
 def test_goes_on_under_another(runs: Path, kind: str, a: str, b: str) -> None:
     mine, other = (

@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.claim("an algorithm of one's own trains, is planned and verified")
 def test_trains_is_planned_and_verified(tmp_path: Path, model: Path) -> None:
     theirs, ours = tmp_path / "sft", tmp_path / "own"
     for folder in (theirs, ours):

@@ -135,6 +135,9 @@ def test_dp_on_a_cpu_is_one_process(runs: Path, name: str) -> None:
     assert losses(runs / name / "dp") == pytest.approx(losses(runs / name / "alone"), rel=1e-6)
 
 
+@pytest.mark.claim(
+    "any module trains the same however it is spread, by a config and in a loop of one's own"
+)
 @pytest.mark.parametrize(
     "strategy", [pytest.param(s, marks=[] if s in KEPT else pytest.mark.full) for s in SPREAD]
 )
@@ -167,6 +170,7 @@ def cut_in_four(cut_runs: Path) -> Path:
     return cut_runs
 
 
+@pytest.mark.claim("any module cut by a plan or by its stages trains the same")
 @pytest.mark.parametrize(("build", "name"), [row[:2] for row in CUT], ids=str)
 def test_cut_by_a_plan_or_by_stages_the_same_numbers(cut_runs: Path, build: str, name: str) -> None:
     same(cut_runs / build, name)

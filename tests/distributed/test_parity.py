@@ -201,6 +201,7 @@ def learns(reference: Path, case: Case) -> None:
     assert figures[-1] < figures[0] - 0.02
 
 
+@pytest.mark.claim("the same numbers however the work is spread, 1e-5 in fp32")
 @pytest.mark.parametrize(("row", "case"), params(PAIRS, "{row.name}-{case.name}"))
 def test_same_numbers_as_one_process(runs: Runs, row: Row, case: Case, parity: Record) -> None:
     mine, reference = (runs.of(r, case) for r in (row, REFERENCES[row.layers]))
@@ -217,6 +218,7 @@ def test_same_numbers_as_one_process(runs: Runs, row: Row, case: Case, parity: R
     learns(reference, case)
 
 
+@pytest.mark.claim("ranks hold and send what the plan says")
 @pytest.mark.parametrize(("row", "case"), params(COUNTED, "{row.name}-{case.name}"))
 def test_the_planner_says_what_a_step_sends(runs: Runs, row: Row, case: Case) -> None:
     run = runs.of(row, case)
@@ -252,6 +254,7 @@ def test_experts_are_held_as_planned(runs: Runs, row: Row, case: Case) -> None:
         assert max(memory.by_rank[part]) == max(getattr(state, part) for state in states), part
 
 
+@pytest.mark.claim("low precision stays near fp32")
 @pytest.mark.parametrize(
     "row",
     [

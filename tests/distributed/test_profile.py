@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.harness import drumline, events, losses, write_config
 from tests.tiny import tiny_model_dir
 
 
+@pytest.mark.claim("a profile changes no number")
 def test_a_profile_changes_no_number(tmp_path: Path) -> None:
     model, steps = tiny_model_dir(tmp_path / "model"), 6
     runs = dict[str, Path]()

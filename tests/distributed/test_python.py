@@ -106,6 +106,7 @@ def test_what_a_rank_raises_is_one_exception(config: Path, tmp_path: Path) -> No
     assert told["error"] == "CheckpointError" and str(lost) in told["line"]
 
 
+@pytest.mark.claim("callbacks change no number")
 def test_callbacks_are_told_and_change_no_number(
     config: Path, tmp_path: Path, expected: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

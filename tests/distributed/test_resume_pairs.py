@@ -196,6 +196,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return root
 
 
+@pytest.mark.claim("a checkpoint of any strategy is read under any other")
 @pytest.mark.parametrize(
     ("a", "b"),
     [

@@ -173,6 +173,7 @@ def together(ranks: list[dict[str, Any]], key: str) -> dict[str, float]:
     return said
 
 
+@pytest.mark.claim("models beside the policy answer as in one process")
 @pytest.mark.parametrize("row", marked(ROWS))
 def test_answers_as_one_process(told: Told, row: Row) -> None:
     one, ranks = reference(told, row), told(row)

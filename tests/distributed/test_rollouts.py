@@ -87,6 +87,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return root
 
 
+@pytest.mark.claim("classification, vision and rollouts also have the numbers of one process")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in KEPT else pytest.mark.full) for n in ROWS if n != "single"],

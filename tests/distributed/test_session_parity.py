@@ -13,6 +13,12 @@ from tests.distributed.ranks import run_module
 from tests.distributed.session_worker import STEPS
 from tests.harness import events
 
+pytestmark = [
+    pytest.mark.claim(
+        "any module trains the same however it is spread, by a config and in a loop of one's own"
+    )
+]
+
 WORKER = "tests.distributed.session_worker"
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 ROWS = [(name, strategy) for name in ("vit", "resnet", "gpt") for strategy in STRATEGIES]

@@ -94,6 +94,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.claim(
+    "DiLoCo in fragments, in 8 bits and beside the steps is its formulas, and goes on to the bit"
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_follows_its_formulas(runs: Path, name: str) -> None:
     expected = reference(runs, name)
@@ -107,6 +110,9 @@ def test_follows_its_formulas(runs: Path, name: str) -> None:
     assert OPTIONS[name].get("keep") == 0 or not torch.equal(expected[0], expected[1])
 
 
+@pytest.mark.claim(
+    "a host of DiLoCo that is left out of a round loses nothing (coming and going: `tests/hosts/test_peers.py`, in test-full)"
+)
 def test_a_host_that_is_left_out_keeps_its_outer_gradient() -> None:
     engine = object.__new__(StreamingEngine)
     engine.outer = DiLoCoStrategy(delay=1)

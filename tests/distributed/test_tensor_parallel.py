@@ -413,6 +413,10 @@ def results(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, A
         return dict(shared)
 
 
+@pytest.mark.claim("tensor and context parallelism train each kind of model")
+@pytest.mark.claim(
+    "sequence parallelism, models like BERT, GPT-2 and experts under tensor parallelism have the gradients of one process"
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in AGAIN else []) for name in KINDS]
 )

@@ -44,6 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.claim("torchrun, Slurm's and others' variables are joined")
 def test_same_losses_as_our_own_launcher(config: Path, tmp_path: Path) -> None:
     code, said = end(torchrun("train", config, f"run.dir={tmp_path / 'a'}"))
     assert code == 0, said

@@ -56,6 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.claim("ranks hold and send what the plan says")
 @pytest.mark.parametrize("name", ROWS)
 def test_what_ranks_hold_and_send_is_what_was_predicted(runs: Path, name: str) -> None:
     (planned,) = events(runs / name / "run", "planned")

@@ -61,6 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.claim("a user's mistake is one line")
 @pytest.mark.parametrize("name", CASES)
 def test_config_mistakes(name: str, model: Path, tmp_path: Path, said: Callable[..., str]) -> None:
     sections, overrides, says = CASES[name]

@@ -59,6 +59,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
     path.write_bytes(raw)
 
 
+@pytest.mark.claim("damage is noticed, and the checkpoint before is used")
 @pytest.mark.parametrize("file", [SHARD, INDEX, STATE])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_flipped_bit(root: Path, file: str, seed: int) -> None:
@@ -198,6 +199,7 @@ def index_of(folder: Path) -> Metadata:
     return index
 
 
+@pytest.mark.claim("no code in a checkpoint runs")
 @pytest.mark.parametrize("where", ["whole", "storage", "inside"])
 def test_code_in_the_index_does_not_run(root: Path, tmp_path: Path, where: str) -> None:
     folder, mark = root / "step-00000020", tmp_path / "ran"
@@ -325,6 +327,7 @@ def test_a_manifest_that_vouches_for_files_elsewhere(root: Path, name: str) -> N
         check(folder, verify=True)
 
 
+@pytest.mark.claim("no code in a checkpoint runs")
 def test_code_in_a_shard_does_not_run(root: Path, tmp_path: Path) -> None:
     folder, mark = root / "step-00000020", tmp_path / "ran"
     torch.save(Runs(f"touch {mark}"), folder / SHARD)

@@ -93,6 +93,7 @@ def await_save(root: Path, beyond: int, processes: list[BaseProcess]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.claim("no kill tears a checkpoint")
 @pytest.mark.timeout(240)
 def test_no_kill_tears_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()

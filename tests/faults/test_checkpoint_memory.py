@@ -81,6 +81,9 @@ def look(folder: Path, apart: bool, beyond: int = 0) -> int:
     return newest(Memory(host(folder, apart), goes_on=True), beyond)
 
 
+@pytest.mark.claim(
+    "no kill tears a checkpoint at a URL or in memory, and a host lost with its disk costs nothing"
+)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("trials", [2, pytest.param(40, marks=pytest.mark.full)])
 def test_no_kill_tears_a_state_in_memory(folder: Path, trials: int) -> None:

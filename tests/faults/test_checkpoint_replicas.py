@@ -62,6 +62,9 @@ def test_a_metric_that_did_not_reach_all_hosts_loses_no_checkpoint(tmp_path: Pat
         assert found.path is not None and read_part(found.path)[0].metric == 0.5
 
 
+@pytest.mark.claim(
+    "no kill tears a checkpoint at a URL or in memory, and a host lost with its disk costs nothing"
+)
 def test_a_host_that_loses_its_disk_costs_nothing(tmp_path: Path) -> None:
     assert run(HOSTS, saved, tmp_path, 3, 1) == [[None] * 3] * HOSTS
     for root in roots(tmp_path):

@@ -125,6 +125,9 @@ def kill_trials(folder: Path, url: str, trials: int, seed: int) -> int:
     return half
 
 
+@pytest.mark.claim(
+    "no kill tears a checkpoint at a URL or in memory, and a host lost with its disk costs nothing"
+)
 @pytest.mark.timeout(240)
 def test_no_kill_tears_a_checkpoint_at_a_url(tmp_path: Path, url: str) -> None:
     trials = (

@@ -66,6 +66,7 @@ def the_hang(run: Path, said: str) -> dict[str, Any]:
     return hang
 
 
+@pytest.mark.claim("a rank that hangs is named, and the run goes on; also under other launchers")
 def test_a_suspended_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = walk(run)

@@ -73,6 +73,7 @@ def fill_for_a_while(disk: Path) -> None:
     threading.Timer(1.5, ballast.unlink).start()
 
 
+@pytest.mark.claim("a disk that is full at the end loses nothing")
 def test_the_last_save_waits_for_room(disk: Path) -> None:
     built, said = loop(disk, held_out=False, checkpoint={"wait_seconds": 60})
     after(built, STEPS, lambda: fill_for_a_while(disk))

@@ -43,6 +43,7 @@ def faults(run: Path) -> list[dict[str, Any]]:
     return events(run, "fault")
 
 
+@pytest.mark.claim("a killed rank is named, and the run starts again")
 def test_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = walk(run)
@@ -116,6 +117,7 @@ def test_kills_at_other_steps_than_before_are_no_crash_loop(tmp_path: Path) -> N
     assert [f["step"] for f in faults(tmp_path / "run")] == [14, 12, 11]
 
 
+@pytest.mark.claim("a crash loop ends")
 def test_the_same_kill_twice_is_a_crash_loop(tmp_path: Path) -> None:
     code, said = end(walk(tmp_path / "run", {"max_restarts": 9}, kills=[[1, 7], [1, 7], [1, 7]]))
     assert code == 1 and "the same failure came twice after step 7" in said
@@ -202,6 +204,7 @@ def test_launcher_killed_while_the_ranks_import_torch(tmp_path: Path) -> None:
     assert not (run / "pid-0").exists()
 
 
+@pytest.mark.claim("no rank outlives its launcher")
 def test_launcher_killed_while_the_ranks_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = walk(run, steps=2000)

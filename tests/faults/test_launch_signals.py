@@ -18,6 +18,7 @@ __all__ = ["nobody_left"]  # a fixture for every test here as well
 
 
 # All four come to one place, which tests/unit/test_launch_environment.py shows: two here, the others with --full.
+@pytest.mark.claim("signals save first, exit code 75")
 @pytest.mark.parametrize(
     "number",
     [

@@ -96,6 +96,7 @@ def enough(tmp_path_factory: pytest.TempPathFactory) -> Enough:
     return Enough(config, folder / "run", most)
 
 
+@pytest.mark.claim("memory that runs out is reported, and planned anew if asked")
 def test_a_rank_without_memory_says_which_line_of_the_plan_was_wrong(
     enough: Enough, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_rank_without_memory_says_which_line_of_the_plan_was_wrong(
     assert not survivors(str(tmp_path))
 
 
+@pytest.mark.claim("memory that runs out is reported, and planned anew if asked")
 def test_replan_goes_on_with_the_same_global_batch(enough: Enough, tmp_path: Path) -> None:
     run = tmp_path / "run"
     code, err, _ = train(enough.config, run, "memory.on_oom=replan", limit=enough.most - TAKEN)

@@ -22,6 +22,7 @@ def tells(prompt, completion, api_key, mine, **_):
 SECRETS = (b"hunter2", b"open-sesame")
 
 
+@pytest.mark.claim("secrets are written nowhere")
 def test_secrets_are_in_no_file_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a run whose rewards all fail stops with exit code 3, saying why."""
     (tmp_path / "mine.py").write_text(REWARD)

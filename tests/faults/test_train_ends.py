@@ -89,6 +89,7 @@ def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.
     assert not list((tmp_path / "cache").glob(".tmp-*"))
 
 
+@pytest.mark.claim("a rank starts before its plan, and does not outlive it")
 @pytest.mark.parametrize(
     "number",
     [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)],
@@ -116,6 +117,7 @@ def test_stopped_while_a_rank_waits_for_the_plan(
     assert gone(str(tmp_path), 1.0)
 
 
+@pytest.mark.claim("a rank starts before its plan, and does not outlive it")
 def test_a_rank_is_there_before_its_plan(model: Path, tmp_path: Path) -> None:
     """The launcher has forked it before it planned. After a failure it is a process of its own."""
     config, run = write_config(tmp_path, model, run={"steps": 3000}), tmp_path / "run"

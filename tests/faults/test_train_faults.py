@@ -107,6 +107,7 @@ def test_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_been(
     assert gone(str(run), 1.0)
 
 
+@pytest.mark.claim("a killed run goes on bit for bit")
 def test_all_killed_then_resumed(config: Path, reference: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(config, run)
@@ -145,6 +146,7 @@ def test_all_killed_with_a_fragment_under_way_then_resumed(tmp_path: Path) -> No
 
 
 # What each signal does to a launcher and its ranks is shown without a model in test_launch_signals.
+@pytest.mark.claim("signals save first, exit code 75")
 @pytest.mark.parametrize(
     "number",
     [
@@ -211,6 +213,7 @@ def test_asked_to_stop_at_any_moment(
 
 
 # Every kind of damage is done to a checkpoint without a run in test_checkpoint_damage.
+@pytest.mark.claim("damage is noticed, and the checkpoint before is used")
 @pytest.mark.parametrize(
     "damage",
     [
@@ -265,6 +268,7 @@ def test_other_world_size_walks_through_the_same_samples(config: Path, tmp_path:
     assert {e["world_size"] for e in events(run, "run_start")} == {1, 2}
 
 
+@pytest.mark.claim("NaN stops the run, or is skipped and counted")
 def test_nan_stops_with_its_samples_named(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finished = drumline("train", config, f"run.dir={run}", *EXPLODES)
@@ -284,6 +288,7 @@ def test_nan_skips_and_counts(config: Path, tmp_path: Path) -> None:
     assert [e["policy"] for e in events(run, "nonfinite")] == ["skip"] * 4
 
 
+@pytest.mark.claim("a full disk costs a checkpoint, not the run")
 def test_full_disk_costs_a_checkpoint_and_not_the_run(
     config: Path, reference: Path, tmp_path: Path
 ) -> None:

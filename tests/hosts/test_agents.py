@@ -32,6 +32,7 @@ def begin(plan: Path, worker: str = WORKER) -> Forked:
     return Forked("tests.hosts.launcher", plan, worker, env=ENV, cwd=ROOT)
 
 
+@pytest.mark.claim("a killed rank of another host is named with its host, and the run goes on")
 def test_a_killed_rank_is_named_with_its_host_and_the_run_goes_on(tmp_path: Path) -> None:
     code, said = end(
         begin(stepping(tmp_path / "run", {"steps": 12, "kills": [[1, 7]]}, max_restarts=1))

@@ -11,6 +11,8 @@ from tests.harness import start_drumline
 from tests.hosts.chaos import campaign
 
 
+@pytest.mark.claim("a killed run goes on bit for bit")
+@pytest.mark.claim("kills of ranks, agents, launchers and saves on several hosts change nothing")
 @pytest.mark.slow
 def test_five_kills_change_nothing(tmp_path: Path) -> None:
     """Three agents of one machine, as they are on hosts of their own: sums of three ranks depend on their order."""

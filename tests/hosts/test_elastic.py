@@ -236,6 +236,7 @@ def test_under_torchrun_hosts_do_not_come_and_go(monkeypatch: pytest.MonkeyPatch
         _require_as_launched(Request(loaded), Ranks(0, 0, 1))
 
 
+@pytest.mark.claim("another number of ranks takes the same steps")
 def test_another_number_of_ranks_takes_the_same_steps(tmp_path: Path) -> None:
     """By the planner: same global batch, learning rate and steps, in a new plan.json."""
     from drumline.config.load import load

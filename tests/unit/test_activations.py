@@ -91,6 +91,9 @@ def facts_of(plan: Plan) -> ModelFacts:
     )
 
 
+@pytest.mark.claim(
+    "what blocks keep, offloaded, in chunks, or made again over some blocks, gives the same numbers, and moves the bytes that are planned"
+)
 @pytest.mark.parametrize("name", EQUAL)
 def test_same_loss_and_gradients(made: Any, name: str) -> None:
     """To the last bit; chunks have products of other shapes."""
@@ -103,6 +106,9 @@ def test_same_loss_and_gradients(made: Any, name: str) -> None:
         assert torch.equal(loss, other) and all(torch.equal(grads[n], plain[n]) for n in plain)
 
 
+@pytest.mark.claim(
+    "what blocks keep, offloaded, in chunks, or made again over some blocks, gives the same numbers, and moves the bytes that are planned"
+)
 @pytest.mark.parametrize(
     ("name", "within"), [("offload, full", 0.0), ("offload", 0.03), ("chunks, offload, full", 0.0)]
 )

@@ -355,6 +355,9 @@ KINDS |= {
 AGAIN = ("dora", "pissa")  # with --full: another has both
 
 
+@pytest.mark.claim(
+    "kinds of adapters change nothing at first, and are exported as they were trained"
+)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.full if kind in AGAIN else []) for kind in KINDS]
 )

@@ -133,6 +133,7 @@ KINDS_AND_ROWS = [
 ]
 
 
+@pytest.mark.claim("attention by documents has the losses and gradients of the mask")
 @pytest.mark.parametrize(("kind", "rows"), KINDS_AND_ROWS)
 def test_losses_and_gradients_of_the_mask(kind: str, rows: str) -> None:
     model, batch = build(kind), batch_of(*BATCHES[rows])

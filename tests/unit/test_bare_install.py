@@ -36,6 +36,7 @@ def needed(requirements: list[str], found: set[str]) -> set[str]:
     return found
 
 
+@pytest.mark.claim("an installation without any extra trains, exports and writes its page")
 @pytest.mark.slow
 def test_trains_without_any_extra(tmp_path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

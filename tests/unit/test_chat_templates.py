@@ -79,6 +79,7 @@ def complaint(of: Encoder, values: dict[str, Any]) -> str:
     return line
 
 
+@pytest.mark.claim("so with each named chat template, and reasoning is kept, dropped or masked")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_loss_falls_on_answers_alone(name: str) -> None:
     of = tokenizer(name)
@@ -196,6 +197,7 @@ ASK = {"role": "user", "content": "two?"}
 HEAD = im("user", "two?") + "<|im_start|>assistant\n"
 
 
+@pytest.mark.claim("so with each named chat template, and reasoning is kept, dropped or masked")
 @pytest.mark.parametrize(
     "answer",
     [

@@ -18,6 +18,7 @@ from drumline.telemetry.events import Eval, Event
 from tests.unit.report_runs import start, step, write_run
 
 
+@pytest.mark.claim("seeds tell a difference from chance by Welch's test")
 def test_welch() -> None:
     # scipy.stats.ttest_ind(..., equal_var=False).pvalue
     assert welch([1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.0, 10.0]) == pytest.approx(

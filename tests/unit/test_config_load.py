@@ -225,6 +225,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
 ]
 
 
+@pytest.mark.claim("a user's mistake is one line")
 @pytest.mark.parametrize(
     ("text", "overrides", "says"),
     MISTAKES,

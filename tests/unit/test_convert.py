@@ -91,6 +91,9 @@ NEUTRAL = {
 }  # fmt: skip
 
 
+@pytest.mark.claim(
+    "converted files of other tools give the same config, and none of their keys is dropped silently"
+)
 @pytest.mark.parametrize("name", [name for name in MEANINGS if name.endswith(".yaml")])
 @pytest.mark.slow
 def test_no_key_is_dropped_silently(name: str, tmp_path: Path) -> None:

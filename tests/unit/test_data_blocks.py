@@ -93,6 +93,7 @@ def streamed(tmp_path: Path) -> Iterator[Streamed]:
         blocks.close()
 
 
+@pytest.mark.claim("a stream has the same samples wherever reading begins, on any number of ranks")
 @pytest.mark.slow
 def test_positions_are_the_same_wherever_reading_begins(streamed: Streamed) -> None:
     assert streamed.plan.stream and streamed.plan.train_samples == 16 and streamed.plan.epoch == 0
@@ -199,6 +200,7 @@ def collated(blocks: Blocks, ids: list[int]) -> TokenBatch:
     return collate([blocks.segments(each) for each in ids], 0, None)
 
 
+@pytest.mark.claim("a stream has the same samples wherever reading begins, on any number of ranks")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_any_number_of_ranks_takes_the_same_samples_within_the_disk(
     streamed: Streamed, ranks: int

@@ -45,6 +45,9 @@ def read(tmp_path: Path, row: dict[str, Any], forms: Forms = TEXT_FORMS, **sourc
     return found
 
 
+@pytest.mark.claim(
+    "rows in the formats of other tools are read as they are, from a path alone, in every kind of file"
+)
 @pytest.mark.parametrize(
     ("name", "forms", "row", "values"),
     [
@@ -668,6 +671,9 @@ def test_the_format_is_said(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.claim(
+    "rows in the formats of other tools are read as they are, from a path alone, in every kind of file"
+)
 @pytest.mark.slow
 def test_a_path_is_enough(tmp_path: Path) -> None:
     """An Alpaca file, a ShareGPT file and a folder of Parquet, each by one line of YAML."""

@@ -100,6 +100,9 @@ def test_parts_that_make_no_epoch_are_one_line(sources: list[Any]) -> None:
         epoch_counts([Mixed(**each) for each in sources], [0, 4], None)
 
 
+@pytest.mark.claim(
+    "however sources are mixed, each sample comes once before any comes again, and a position is one integer"
+)
 def test_each_sample_comes_once_before_any_comes_again() -> None:
     order = MixedOrder([5, 100, 7], [12, 30, 0], seed=3, shuffle=True)
     ids = order.ids(0, 10 * 42).reshape(10, 42)
@@ -236,6 +239,7 @@ BAD = {
 }
 
 
+@pytest.mark.claim("a condition on rows reaches no file and no network")
 @pytest.mark.parametrize("condition", BAD)
 def test_a_bad_condition_is_one_line(tmp_path: Path, tokenizer: str, condition: str) -> None:
     file = write(tmp_path, "rows.jsonl", [{"text": "hello", "n": 1, "m": {"a": 1}}])

@@ -137,6 +137,7 @@ def loss_and_gradients(model: Any, batches: list[Any]) -> tuple[float, list[torc
     return total, [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@pytest.mark.claim("nothing leaks between packed documents")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_and_unpacked_losses_and_gradients_agree(attention: str) -> None:
     draw = np.random.default_rng(2)
@@ -160,6 +161,7 @@ def test_packed_and_unpacked_losses_and_gradients_agree(attention: str) -> None:
             torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.claim("nothing leaks between packed documents")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_document_does_not_see_the_one_before_it(attention: str) -> None:
     """Changing the first document leaves every logit of the second bit for bit as it was; and with plain positions it would not."""

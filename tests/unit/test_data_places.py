@@ -159,6 +159,9 @@ def test_a_wrong_source_is_one_line(text: str, says: str) -> None:
 # ----------------------------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.claim(
+    "rows in the formats of other tools are read as they are, from a path alone, in every kind of file"
+)
 @pytest.mark.parametrize(
     ("ending", "pack"),
     [

@@ -90,6 +90,7 @@ def test_prepare_makes_a_damaged_cache_again(tmp_path: Path, model: Path) -> Non
         TokenCache.open(folder)
 
 
+@pytest.mark.claim("a run goes on with its own data alone, and its caches are whole")
 @pytest.mark.parametrize("kind", ["train_cache", "eval_caches"])
 def test_a_run_does_not_start_on_a_damaged_cache(tmp_path: Path, model: Path, kind: str) -> None:
     plan, _ = planned(write_config(tmp_path, model))
@@ -158,6 +159,7 @@ def checkpointed(plan: Plan, data: DataIdentity | None) -> None:
     assert saver.wait()[0].error is None
 
 
+@pytest.mark.claim("a run goes on with its own data alone, and its caches are whole")
 def test_a_run_goes_on_with_its_own_data_alone(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

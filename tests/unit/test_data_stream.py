@@ -159,6 +159,7 @@ def taken(batches: list[GlobalBatch]) -> Counter[int]:
     return Counter(row - 100 for row in rows if row)
 
 
+@pytest.mark.claim("the same samples each step on any split")
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
 def test_any_split_takes_the_same_samples_each_step(
     cache: TokenCache, ranks: int, accumulation: int

@@ -88,6 +88,7 @@ def learned(using: Encoder, **values: Any) -> list[str]:
     ]
 
 
+@pytest.mark.claim("only what the assistant says is learned")
 @pytest.mark.parametrize(
     ("template", "expected"),
     [

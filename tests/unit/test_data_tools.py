@@ -74,6 +74,7 @@ def said(row: Row, template: str = TEMPLATE) -> tuple[str, str]:
     )
 
 
+@pytest.mark.claim("`tools` reach the chat template")
 @pytest.mark.parametrize(
     "tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]], ids=["list", "text", "list of texts"]
 )

@@ -36,6 +36,7 @@ def test_there_are_commands() -> None:
     assert len(found) > 80 and {line.split()[0] for line in found} <= set(PROGRAMS)
 
 
+@pytest.mark.claim("every command of README and docs is one")
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 def test_each_command_is_one(page: Path) -> None:
     for line in commands(page):

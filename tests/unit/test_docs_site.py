@@ -58,6 +58,7 @@ def test_a_page_has_labels_in_its_language(site: Path) -> None:
         ), page.name
 
 
+@pytest.mark.claim("the site of docs/ loads nothing from elsewhere")
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     for path in (*site.rglob("*.html"), *site.rglob("*.css")):
         text = path.read_text()

@@ -94,6 +94,7 @@ def step(number: int, seconds: float, data_s: float) -> Step:
 # ------------------------------------------------------------------------------------------------------------------ after a run
 
 
+@pytest.mark.claim("a fault's cause, evidence and mend are named")
 def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     run = run_folder(tmp_path, rank_0=PEER, rank_1=f"step 3\nTraceback\n{FULL_DISK}", rank_2=PEER)
     ended(run / "logs/attempt-0/rank-0.log", 10.0)

@@ -74,6 +74,7 @@ def test_each_signature_has_a_test() -> None:
     assert covered == set(TABLE)
 
 
+@pytest.mark.claim("a fault's cause, evidence and mend are named")
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded(name: str) -> None:
     record = RECORDED[name]
@@ -89,6 +90,7 @@ def test_recorded(name: str) -> None:
     assert first.evidence.text.rstrip("…") == shown[:300]
 
 
+@pytest.mark.claim("a fault's cause, evidence and mend are named")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in PROVOKED],

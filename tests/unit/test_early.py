@@ -174,6 +174,7 @@ def test_there_are_none_where_this_process_has_used_torch(tmp_path: Path) -> Non
         assert not ranks.waiting
 
 
+@pytest.mark.claim("a rank starts before its plan, and does not outlive it")
 @pytest.mark.slow
 def test_they_are_gone_where_there_is_no_plan(tmp_path: Path) -> None:
     config = write_config(tmp_path, tmp_path / "no-model")

@@ -120,6 +120,7 @@ def told(
     return numbers[0], whole[0]
 
 
+@pytest.mark.claim("a first pass gives the same numbers on any number of ranks")
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 3), (2, 1), (3, 2)])
 def test_the_same_numbers_on_every_rank_and_any_number_of_ranks(
     ranks: int, accumulation: int, monkeypatch: pytest.MonkeyPatch

@@ -161,6 +161,7 @@ def places(model: Any = Config, prefix: str = "", depth: int = 0) -> list[str]:
     return sorted(set(found))
 
 
+@pytest.mark.claim("any input ends in one line: no traceback, no hang")
 @cases(150)
 @given(place=st.sampled_from(places()), value=values)
 def test_any_value_at_any_place_of_the_yaml(place: str, value: Any) -> None:
@@ -262,6 +263,7 @@ COMMANDS += (
 )
 
 
+@pytest.mark.claim("any input ends in one line: no traceback, no hang")
 @cases(25)
 @given(arguments=st.lists(st.sampled_from(COMMANDS) | texts, min_size=1, max_size=5))
 def test_any_command_line(home: Path, arguments: list[str]) -> None:

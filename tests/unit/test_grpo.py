@@ -87,6 +87,7 @@ def loss_and_gradient(
     return total.item(), leaf.grad, algorithm.step_metrics(sums)
 
 
+@pytest.mark.claim("DPO, reward models, GRPO and PPO are their formulas")
 @pytest.mark.parametrize("name", TRL["cases"])
 @pytest.mark.parametrize(
     "cuts", [[[0, 1, 2, 3, 4, 5]], [[5, 2, -1], [4, 3, 1], [0, -1, -1]]], ids=["whole", "cut"]

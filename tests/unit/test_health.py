@@ -76,6 +76,7 @@ def trained(steps: int) -> float:
     return 2 - 2 * 0.9**steps
 
 
+@pytest.mark.claim("watching changes no number")
 @pytest.mark.parametrize("policy", ["none", "note"])
 def test_watching_changes_no_number(tmp_path: Path, policy: str) -> None:
     """Also under the policy that only notes."""
@@ -103,6 +104,7 @@ def test_a_spike_is_skipped_and_its_samples_are_named(tmp_path: Path, log_every:
     assert built.state.step == STEPS and built.state.skips == 0
 
 
+@pytest.mark.claim("a spike goes back and passes over its batch")
 @pytest.mark.parametrize("log_every", [1, 100])
 def test_a_spike_goes_back_to_the_checkpoint_and_passes_over_the_batch(
     tmp_path: Path, log_every: int

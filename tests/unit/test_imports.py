@@ -147,6 +147,7 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@pytest.mark.claim("rooms import what they may")
 @pytest.mark.parametrize("room", MAY)
 def test_imports_keep_to_the_plan(room: str) -> None:
     allowed = (
@@ -292,11 +293,13 @@ def graph() -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.claim("no rank needs the planner, and no module itself by a circle")
 def test_no_module_needs_itself(graph: dict[str, set[str]]) -> None:
     # Raises CycleError, with the modules of the circle.
     assert list(TopologicalSorter(graph).static_order())
 
 
+@pytest.mark.claim("no rank needs the planner, and no module itself by a circle")
 def test_no_rank_needs_the_planner(graph: dict[str, set[str]]) -> None:
     """A rank imports its entry, and engines and algorithms by name."""
     reached = dict[str, str]()

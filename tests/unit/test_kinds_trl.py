@@ -25,6 +25,8 @@ from drumline.data.batches import Episodes, First, PairBatch, pair_batch
 from drumline.models.head import Outputs
 from tests.reference.pairs import FIGURES
 
+pytestmark = [pytest.mark.claim("new losses of pairs, KTO and GRPO's kinds are TRL's")]
+
 TRL: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "reference" / "kinds_trl.json").read_text()
 )

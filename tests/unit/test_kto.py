@@ -35,6 +35,8 @@ from drumline.plan.plan import DataPlan
 from tests.reference.pairs import gradients, model, tokenizer, unpaired
 from tests.unit.test_pairs_trl import close
 
+pytestmark = [pytest.mark.claim("new losses of pairs, KTO and GRPO's kinds are TRL's")]
+
 TRL: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "reference" / "kto_trl.json").read_text()
 )

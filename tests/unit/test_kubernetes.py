@@ -191,6 +191,9 @@ def levels(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
             yield from levels(inner, (*place, index))
 
 
+@pytest.mark.claim(
+    "what Kubernetes would get has only fields that exist, and a failed pod is named with its node"
+)
 @pytest.mark.parametrize("workload", KINDS)
 def test_a_field_that_does_not_exist_is_refused_at_each_level(
     tmp_path: Path, workload: str
@@ -390,6 +393,9 @@ QUOTA = {
 }
 
 
+@pytest.mark.claim(
+    "what Kubernetes would get has only fields that exist, and a failed pod is named with its node"
+)
 @pytest.mark.parametrize(
     ("bad", "parts"),
     [

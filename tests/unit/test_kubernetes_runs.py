@@ -92,6 +92,7 @@ def test_followed_from_elsewhere(later: Any, capsys: Any, monkeypatch: pytest.Mo
         assert not api.deleted.is_set() and "it goes on" in capsys.readouterr().err
 
 
+@pytest.mark.claim("a run is followed and stopped by another process, in Kubernetes too")
 def test_stopped_from_elsewhere(later: Any, capsys: Any) -> None:
     running = Look(pods=[pod("a-0", 0, "Running", state=RUNNING)])
     with later(running, leaving=[running]) as (folder, api):

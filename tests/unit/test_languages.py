@@ -35,6 +35,7 @@ def commands(text: str) -> list[str]:
     return sorted(line for line in lines if line)
 
 
+@pytest.mark.claim("pages say the same in both languages")
 @pytest.mark.parametrize(("english", "chinese"), TWINS.items(), ids=TWINS)
 def test_a_page_says_the_same_in_both_languages(english: str, chinese: str) -> None:
     one, other = ((ROOT / page).read_text() for page in (english, chinese))

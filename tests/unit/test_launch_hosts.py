@@ -112,6 +112,7 @@ def test_a_stranger_at_the_port_of_rank_0_is_one_line(rank_1: pytest.MonkeyPatch
         start.rendezvous()
 
 
+@pytest.mark.claim("a rank without the secret joins no run")
 @pytest.mark.parametrize("by", ["standard input", "a variable"])
 def test_a_rank_without_the_secret_does_not_meet_the_others(
     by: str, rank_1: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def test_a_living_holder_is_not_overtaken_even_when_it_is_suspended(
     assert f"pid {holder.pid} " in refused(tmp_path / "run")
 
 
+@pytest.mark.claim("one run in a folder; a dead one's lease is taken over")
 def test_a_killed_holder_is_followed_at_once(
     tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +205,7 @@ def test_what_is_no_file_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "cannot write the run folder" in refused(tmp_path / "file")
 
 
+@pytest.mark.claim("one run in a folder; a dead one's lease is taken over")
 def test_one_of_many_has_it(tmp_path: Path) -> None:
     """A dead holder's lease, and eight who want it."""
     folder, had, gate = write(tmp_path / "run", host="elsewhere"), [], threading.Barrier(8)

@@ -42,6 +42,9 @@ def voters(monkeypatch: pytest.MonkeyPatch) -> list[Voter]:
     return made
 
 
+@pytest.mark.claim(
+    "one launcher follows a dead one: the heir of its lease, or whom a majority votes for"
+)
 def test_a_majority_makes_one_launcher_and_no_second_one_in_its_term(voters: list[Voter]) -> None:
     a, b, c, d = voters
     a.at = ("10.0.0.1", 9)  # it hears its launcher, and so has no vote to give
@@ -121,6 +124,9 @@ def test_a_stranger_has_no_vote(voters: list[Voter]) -> None:
     assert false.win() is None and voters[1].promised == 0
 
 
+@pytest.mark.claim(
+    "one launcher follows a dead one: the heir of its lease, or whom a majority votes for"
+)
 def test_the_lease_of_a_dead_launcher_goes_to_one_heir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +196,9 @@ def test_before_the_first_ranks_a_busy_host_is_not_given_up(elastic: ElasticHost
     assert not elastic.there() and "no sign for 6 s" in elastic.remotes["a"].gone
 
 
+@pytest.mark.claim(
+    "a launcher without half of its hosts, or without the lease, writes nothing more"
+)
 def test_a_launcher_without_half_of_its_hosts_ends(elastic: ElasticHosts) -> None:
     elastic.shared = False
     there(elastic, "a", "b", "c")
@@ -203,6 +212,9 @@ def test_a_launcher_without_half_of_its_hosts_ends(elastic: ElasticHosts) -> Non
     elastic._require_right()  # of two hosts the launcher's side goes on
 
 
+@pytest.mark.claim(
+    "a launcher without half of its hosts, or without the lease, writes nothing more"
+)
 def test_a_launcher_without_the_lease_ends_before_it_writes(
     elastic: ElasticHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def test_tasks_of_nodes() -> None:
     assert tasks_of_nodes("2(x3),1") == [2, 2, 2, 1] and tasks_of_nodes("4") == [4]
 
 
+@pytest.mark.claim("tasks of srun and mpirun are ranks")
 def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, JOB, STEP, TASK, {"SLURM_RESTART_COUNT": "1"})
     join_tasks()
@@ -228,6 +229,7 @@ def test_one_task_a_node_starts_its_ranks_by_torchrun(monkeypatch: pytest.Monkey
     assert torchrun_of_node(lambda: 8) == [], "a task a rank"
 
 
+@pytest.mark.claim("tasks of srun and mpirun are ranks")
 @pytest.mark.parametrize("env", [MPI, HYDRA], ids=["Open MPI", "MPICH"])
 def test_a_task_of_mpirun_is_a_rank(env: dict[str, str]) -> None:
     rank = env.get("OMPI_COMM_WORLD_RANK") or env["PMI_RANK"]

@@ -52,6 +52,7 @@ def gradients(answers: Any, back: torch.Tensor, leaves: list[torch.Tensor]) -> l
     return list(torch.autograd.grad(loss, leaves))
 
 
+@pytest.mark.claim("the chunked cross-entropy and log-probs are the plain ones")
 @pytest.mark.parametrize("chunk", [0, 1, 8, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [False, True])

@@ -166,6 +166,7 @@ def test_all_ranks_collect_garbage_after_the_same_steps(
     assert during == {False} and gc.isenabled() == began
 
 
+@pytest.mark.claim("early stopping ends where it says, and goes no further after a resume")
 @pytest.mark.slow
 def test_patience(tmp_path: Path) -> None:
     """The second evaluation is the mark; none after it is better by that much, so the fourth ends the run, and it goes no further."""
@@ -278,6 +279,7 @@ def test_skip_leaves_the_weights_and_names_the_samples(tmp_path: Path, log_every
     assert float(engine.weight) == pytest.approx(2 - 2 * 0.9 ** (STEPS - 1))
 
 
+@pytest.mark.claim("NaN stops the run, or is skipped and counted")
 @pytest.mark.parametrize("log_every", [1, 100])
 @pytest.mark.parametrize(
     ("health", "events"), [({"on_nan": "stop"}, 1), ({"on_nan": "skip", "max_skips": 2}, 3)]

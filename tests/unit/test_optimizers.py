@@ -159,6 +159,7 @@ def test_on_one_rank_it_is_the_library_s(kind: str) -> None:
         torch.testing.assert_close(named[name], theirs[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.claim("quantised moments go on from a checkpoint bit for bit")
 @pytest.mark.parametrize("kind", ["adamw_8bit", "adamw_4bit"])
 def test_quantised_moments_go_on_from_fp32_ones_bit_for_bit(kind: str) -> None:
     """And from those of AdamW: the names are the same."""
@@ -202,6 +203,7 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
     torch.testing.assert_close(drawn.mean(0), value, rtol=2e-4, atol=0.0)
 
 
+@pytest.mark.claim("in pure bf16 small steps are not lost")
 @pytest.mark.parametrize(
     "seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
 )
@@ -395,6 +397,7 @@ def test_groups_have_rates_and_decay_of_their_own() -> None:
         options.require_groups(["embed.weight", "norm"])
 
 
+@pytest.mark.claim("updates in backward and on the host are those of a step, bit for bit")
 @pytest.mark.parametrize("kind", ["adamw", "lion", "adamw_8bit"])
 def test_updates_in_backward_are_those_of_a_step(kind: str) -> None:
     """Bit for bit, with the norm of all gradients; none of them is left."""
@@ -420,6 +423,7 @@ def test_updates_in_backward_are_those_of_a_step(kind: str) -> None:
         assert all(torch.equal(mine[name], others[name]) for name in SHAPES)
 
 
+@pytest.mark.claim("updates in backward and on the host are those of a step, bit for bit")
 def test_steps_on_the_host_are_those_of_the_device() -> None:
     options, mine, others = OptimizerConfig(lr=1e-2), parameters(), parameters()
     host, plain = (

@@ -19,6 +19,9 @@ def layer(
     return linear, PackedLinear(linear, bits, storage)
 
 
+@pytest.mark.claim(
+    "packed weights lose a part of a code, and are multiplied as what they unpack to"
+)
 @pytest.mark.parametrize(("bits", "lost"), [("4bit", 0.11), ("8bit", 0.008)])
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_lost_is_a_part_of_a_code(bits: Bits, lost: float, storage: torch.dtype) -> None:
@@ -33,6 +36,9 @@ def test_what_is_lost_is_a_part_of_a_code(bits: Bits, lost: float, storage: torc
     assert torch.equal(again.take(linear.weight).view(torch.uint8), packed.packed.view(torch.uint8))
 
 
+@pytest.mark.claim(
+    "packed weights lose a part of a code, and are multiplied as what they unpack to"
+)
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_products_and_gradients_are_those_of_the_unpacked_weight(bits: Bits) -> None:
     linear, packed = layer(bits)

@@ -77,6 +77,7 @@ def simulated(made: Campaign, training: float, seed: int) -> float:
     return steps * made.step / now
 
 
+@pytest.mark.claim("what faults cost is what a campaign of single events costs")
 @pytest.mark.parametrize("hours", [1, 12])
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.slow

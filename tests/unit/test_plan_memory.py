@@ -157,6 +157,7 @@ class Lean(StrategyConfig):
     cost_class: ClassVar[str | type] = LeanCost
 
 
+@pytest.mark.claim("a strategy says what it costs, also one of your own")
 def test_a_strategy_of_one_s_own_says_what_it_costs() -> None:
     copies = layout({"kind": "ddp"}, 8)
     own = copies.model_copy(

@@ -94,6 +94,7 @@ def test_top(run: Run) -> None:
         assert re.search(r"^\d+ more(: --top \d+$|, memory)", out, re.M)
 
 
+@pytest.mark.claim("a plan answers the next questions on one screen")
 @pytest.mark.slow
 def test_what_one_asks_next_stands_on_a_screen(run: Run, tmp_path: Path) -> None:
     """Full, LoRA and QLoRA with their cost and longest row, the best plans and the YAML, in 80 columns and 58 lines; the same whichever of

@@ -26,6 +26,7 @@ def report_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *parts: str) -> dic
     return report
 
 
+@pytest.mark.claim("how near plans are to what runs measure is reported by the row")
 @pytest.mark.slow
 def test_the_published_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = report_of(tmp_path, monkeypatch, "published")

@@ -56,6 +56,7 @@ sys.addaudithook(refuse)
 """
 
 
+@pytest.mark.claim("Windows is refused in one line, and MPS takes one process")
 @pytest.mark.parametrize(
     "how", ["import drumline.cli", "import drumline", "import runpy; runpy.run_module('drumline')"]
 )
@@ -131,6 +132,7 @@ def on_mps(folder: Path, world: int | None, **sections: object) -> None:
     assert (plan.place, plan.device, plan.backend, plan.precision) == ("mps", "cpu", "gloo", "fp32")
 
 
+@pytest.mark.claim("Windows is refused in one line, and MPS takes one process")
 def test_mps_takes_one_process(tmp_path: Path) -> None:
     on_mps(tmp_path, None, strategy="single")
     with pytest.raises(PlanError, match="mps × several processes"):

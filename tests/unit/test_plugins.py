@@ -94,6 +94,7 @@ def values(
     }
 
 
+@pytest.mark.claim("models and launchers of packages and files train")
 @pytest.mark.slow
 def test_a_package_s_model_and_launcher_train_and_go_on(installed: None, tmp_path: Path) -> None:
     config = values(tmp_path, {"kind": "small_mlp", "options": {"width": 8}}, "inline")
@@ -145,6 +146,7 @@ def test_a_launch_section_without_a_kind_is_of_this_machine(installed: None) -> 
     )
 
 
+@pytest.mark.claim("models and launchers of packages and files train")
 def test_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is planned, and a launcher finds which rank this process is."""
     (tmp_path / "mine.py").write_text(

@@ -105,6 +105,7 @@ def by_the_formula(
     return total
 
 
+@pytest.mark.claim("DPO, reward models, GRPO and PPO are their formulas")
 @pytest.mark.parametrize("value_clip", [0.2, None])
 def test_losses_and_gradients_equal_the_formula(value_clip: float | None) -> None:
     ppo = PPOConfig(clip=0.1, value_clip=value_clip, value_weight=0.3, entropy_weight=0.05).build()

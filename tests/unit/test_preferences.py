@@ -66,6 +66,7 @@ def mean(values_P: np.ndarray[Any, Any]) -> float:
     return float((values_P * REAL_P).sum() / REAL_P.sum())
 
 
+@pytest.mark.claim("DPO, reward models, GRPO and PPO are their formulas")
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 def test_reward_model(cuts: list[np.ndarray[Any, Any]]) -> None:
     algorithm = RewardModel(RewardModelConfig(margin=0.1, center=0.02))
@@ -101,6 +102,7 @@ def test_reward_model(cuts: list[np.ndarray[Any, Any]]) -> None:
     )
 
 
+@pytest.mark.claim("DPO, reward models, GRPO and PPO are their formulas")
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge"])
 def test_dpo(kind: Any, cuts: list[np.ndarray[Any, Any]]) -> None:

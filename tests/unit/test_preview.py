@@ -65,6 +65,7 @@ def learned(text: str) -> str:
     return re.sub("[⏎\n]", "", re.sub("⟨(.*?)⟩", r"<|\1|>", inside))
 
 
+@pytest.mark.claim("what a preview marks is what is learned")
 def test_what_is_marked_is_what_is_learned(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,9 @@ def front(card: str) -> dict[str, Any]:
     return dict(yaml.safe_load(card.split("---\n")[1]))
 
 
+@pytest.mark.claim(
+    "what a push sends is the export with a card of facts, and a token stands in no message"
+)
 def test_what_arrives_is_the_export_with_a_card_of_facts(
     run: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +117,9 @@ def test_a_name_that_is_none(run: Path, name: str) -> None:
         push(run, name, private=False, adapter=False, dry_run=True, trust=False)
 
 
+@pytest.mark.claim(
+    "what a push sends is the export with a card of facts, and a token stands in no message"
+)
 def test_refusals_are_a_line_without_the_token(
     run: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +230,7 @@ def test_paths_of_the_machine_are_names_alone() -> None:
     }
 
 
+@pytest.mark.claim("exported weights have the type that was loaded, or is set")
 @pytest.mark.parametrize(
     ("wanted", "dtype"), [("auto", "bf16"), ("fp32", "fp32"), ("fp16", "fp16")]
 )

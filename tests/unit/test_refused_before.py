@@ -199,6 +199,7 @@ def test_a_prompt_that_leaves_no_room_for_its_completion(tmp_path: Path) -> None
         )
 
 
+@pytest.mark.claim("what a model cannot do is refused in a dry run")
 @pytest.mark.parametrize(
     ("kind", "options", "sections", "line"),
     [
@@ -322,6 +323,7 @@ def one():
 RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
 
 
+@pytest.mark.claim("what a model cannot do is refused in a dry run")
 @pytest.mark.parametrize(
     ("builder", "sections", "line"),
     [

@@ -228,6 +228,7 @@ def test_read_passes_over_what_is_no_event(tmp_path: Path) -> None:
     assert [(event.kind, event.values()["step"]) for event in read(path)] == [("preempt", 1)]
 
 
+@pytest.mark.claim("secrets are written nowhere")
 def test_secrets_are_nowhere_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijk")
     monkeypatch.setenv("SHORT_KEY", "true")

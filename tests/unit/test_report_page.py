@@ -35,6 +35,9 @@ def figures(text: str) -> list[dict]:
     return json.loads(re.search(r'id="values">(.*?)</script>', text)[1])["charts"]
 
 
+@pytest.mark.claim(
+    "a page of a run shows what is in it, runs nothing of it, and asks nothing of a network"
+)
 def test_what_a_run_says_is_on_its_page_and_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +202,9 @@ def test_at_the_end_nothing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "note: " in (err := capsys.readouterr().err) and "report.html" in err
 
 
+@pytest.mark.claim(
+    "a page of a run shows what is in it, runs nothing of it, and asks nothing of a network"
+)
 def test_browser(tmp_path: Path) -> None:
     """Three widths, both themes, clicks; no error, nothing asked of a network, nothing of a stranger's run."""
     sync_api = pytest.importorskip("playwright.sync_api")

@@ -80,6 +80,9 @@ def trained(
     )
 
 
+@pytest.mark.claim(
+    "the loss of routers is that of transformers for one row, and the same however documents are packed"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_row_has_the_loss_and_gradients_of_transformers(kind: str) -> None:
     model = build_model(None, config_of(kind), seed=0)
@@ -104,6 +107,9 @@ def test_one_row_has_the_loss_and_gradients_of_transformers(kind: str) -> None:
     assert loss - alone == pytest.approx(0.5 * float(theirs.aux_loss), rel=1e-4)
 
 
+@pytest.mark.claim(
+    "the loss of routers is that of transformers for one row, and the same however documents are packed"
+)
 def test_packing_padding_and_cutting_change_nothing() -> None:
     """A product of means over a batch would: transformers' own loss of the pack is another number."""
     model = build_model(None, config_of("mixtral"), seed=0)

@@ -226,6 +226,7 @@ def test_a_command_without_arguments_says_what_it_needs(
     assert done.output or done.exception
 
 
+@pytest.mark.claim("a run is followed and stopped by another process, in Kubernetes too")
 @pytest.mark.slow
 def test_a_run_is_followed_and_stopped_by_another_process(tmp_path: Path) -> None:
     config = write_config(

@@ -60,6 +60,7 @@ def load(folder: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
+@pytest.mark.claim("a sampler that is not the policy stops the run, and an honest one does not")
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
 )

@@ -52,6 +52,9 @@ def counted(found: Found, length: int = 96, **how: object) -> ModelFacts:
     return facts(load_config(found.path, found.model), length, **how)  # type: ignore[arg-type]
 
 
+@pytest.mark.claim(
+    "a plan of a known shape, and a second plan of any model, imports neither torch nor transformers"
+)
 @pytest.mark.slow
 def test_a_second_plan_imports_neither_torch_nor_transformers(kept: Path, run) -> None:  # type: ignore[no-untyped-def]
     shape, biased = (

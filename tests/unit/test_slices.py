@@ -44,6 +44,7 @@ algorithm.rollout is None
 """
 
 
+@pytest.mark.claim("the house asks a strategy and an algorithm for answers, not for their kind")
 @pytest.mark.slow
 def test_algorithms_are_asked_for_answers_and_not_for_their_kind() -> None:
     kinds(AlgorithmSpec)  # imports them all
@@ -51,6 +52,7 @@ def test_algorithms_are_asked_for_answers_and_not_for_their_kind() -> None:
     assert len(found) <= 5, found
 
 
+@pytest.mark.claim("the house asks a strategy and an algorithm for answers, not for their kind")
 @pytest.mark.slow
 def test_strategies_are_asked_for_answers_and_not_for_their_kind() -> None:
     kinds(StrategyConfig)
@@ -58,6 +60,7 @@ def test_strategies_are_asked_for_answers_and_not_for_their_kind() -> None:
     assert len(found) <= 10, found
 
 
+@pytest.mark.claim("a strategy says what it costs, also one of your own")
 def test_the_planner_s_costs_compare_no_strategy() -> None:
     """What a strategy costs it says itself (`planner.strategies.base.StrategyCost`)."""
     for path in sorted((PACKAGE / "planner" / "cost").glob("*.py")):

@@ -182,6 +182,7 @@ def test_a_node_is_what_the_yaml_says_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(options.machine(nothing).devices) == 8, "nodes are as this host"
 
 
+@pytest.mark.claim("a job of Slurm is planned for its nodes")
 @pytest.mark.slow
 def test_a_plan_for_nodes_that_are_not_here(tmp_path: Path) -> None:
     sections = {

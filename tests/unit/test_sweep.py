@@ -106,6 +106,7 @@ def test_names_of_folders_are_names(tmp_path: Path) -> None:
     assert folder_name((("run.seed", "1"),), {"run.seed": "seed"}) == "seed=1"
 
 
+@pytest.mark.claim("a sweep refuses a key that is none before anything starts")
 @pytest.mark.parametrize(
     ("given", "says"),
     [

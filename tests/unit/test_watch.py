@@ -53,6 +53,9 @@ def until(stream: http.client.HTTPResponse, holds: Callable[[dict], object]) -> 
     raise AssertionError("it did not come")
 
 
+@pytest.mark.claim(
+    "a browser sees what a run writes, needs the token beyond this machine, and leaves nothing behind"
+)
 def test_what_a_run_writes_comes_and_a_browser_that_goes_leaves_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", events=[start(9), *(step(number) for number in (1, 2, 3))])
     threads = threading.active_count()
@@ -104,6 +107,9 @@ def test_what_a_run_writes_comes_and_a_browser_that_goes_leaves_nothing(tmp_path
     assert threading.active_count() == threads
 
 
+@pytest.mark.claim(
+    "a browser sees what a run writes, needs the token beyond this machine, and leaves nothing behind"
+)
 def test_who_gets_in(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with serving([run], "127.0.0.1", 0, nothing) as url:

@@ -62,6 +62,7 @@ def left(run: Path) -> list[Path]:
     return list(Path("/dev/shm").glob(f"drumline-{run.name}-{os.getpid()}-*"))
 
 
+@pytest.mark.claim("a rank that hangs is named, and the run goes on; also under other launchers")
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="heartbeats lie in /dev/shm")
 def test_ranks_of_another_launcher_are_watched(tmp_path: Path) -> None:
