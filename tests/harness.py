@@ -20,10 +20,16 @@ from tests.forks import Forked
 ROOT = Path(__file__).parent.parent
 
 
+def source_path(tree: Path) -> str:
+    """Return a PYTHONPATH for the packages of a checkout: Drumline and its plug-ins."""
+    plug_ins = sorted(tree.glob("plugins/*/src"))
+    return os.pathsep.join(map(str, [tree, *plug_ins]))
+
+
 def environment(given: Mapping[str, str], gpu: bool) -> dict[str, str]:
     """For processes that tests start: this checkout before what PYTHONPATH holds already; one thread a process, unless there is a GPU,
     whose machine has cores for its host code."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [given.get("PYTHONPATH")])])
+    path = os.pathsep.join([source_path(ROOT), *filter(None, [given.get("PYTHONPATH")])])
     threads = {} if gpu else {"OMP_NUM_THREADS": "1"}
     return {**given, **threads, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "NO_COLOR": "1"}
 

@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness import ENV, ROOT
+from tests.harness import ENV, ROOT, source_path
 
 SECONDS = 500  # for the tests of one mistake
 PARITY = "tests/distributed/test_parity.py::test_same_numbers_as_one_process"
@@ -23,13 +23,21 @@ PARITY = "tests/distributed/test_parity.py::test_same_numbers_as_one_process"
 
 @dataclass(frozen=True)
 class Mutation:
-    """`file` (in drumline/) with `line` as `wrong`; the first of `tests` (node ids) to fail notices it."""
+    """`file` with `line` as `wrong`; the first of `tests` (node ids) to fail notices it.
+
+    `file` is in drumline/, or in plugins/ if it begins so.
+    """
 
     name: str
     file: str
     line: str
     wrong: str
     tests: tuple[str, ...]
+
+    def path_in(self, tree: Path) -> Path:
+        if self.file.startswith("plugins/"):
+            return tree / self.file
+        return tree / "drumline" / self.file
 
 
 MUTATIONS = [
@@ -138,14 +146,14 @@ MUTATIONS = [
         ("tests/unit/test_launch_lease.py",),
     ),
     Mutation(
-        "a host votes twice in a term", "launch/hosts/vote.py",
+        "a host votes twice in a term", "plugins/hosts/src/drumline_hosts/vote.py",
         "self.free and term > self.promised", "self.free and term >= self.promised",
-        ("tests/unit/test_launch_takeover.py::test_a_majority_makes_one_launcher_and_no_second_one_in_its_term",),
+        ("plugins/hosts/tests/test_votes.py::test_a_majority_makes_one_launcher_and_no_second_one_in_its_term",),
     ),
     Mutation(
         "a run that has ended is taken over", "launch/lease.py",
         'if self.after not in (None, _token(seen or b"")):', 'if seen and self.after not in (None, _token(seen)):',
-        ("tests/unit/test_launch_takeover.py::test_the_lease_of_a_dead_launcher_goes_to_one_heir",),
+        ("plugins/hosts/tests/test_votes.py::test_the_lease_of_a_dead_launcher_goes_to_one_heir",),
     ),
     Mutation(
         "a secret is written down", "system/redact.py",
@@ -161,7 +169,7 @@ def copy_with(mutation: Mutation, folder: Path) -> Path:
     shutil.copytree(
         ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "*.pyc", "build")
     )
-    path = tree / "drumline" / mutation.file
+    path = mutation.path_in(tree)
     text = path.read_text()
     assert text.count(mutation.line) == 1, (
         f"{mutation.name}: {mutation.file} has its line {text.count(mutation.line)} times"
@@ -184,7 +192,7 @@ def noticed(mutation: Mutation) -> bool:
             "no:cacheprovider",
             *mutation.tests,
         ]
-        env = {**ENV, "PYTHONPATH": str(tree)}
+        env = {**ENV, "PYTHONPATH": source_path(tree)}
         process = subprocess.Popen(
             command,
             cwd=tree,

@@ -9,7 +9,14 @@ from xdist.scheduler import LoadFileScheduling
 from tests.distributed.rows import LOW, ROWS, group_of
 
 # Folders of few and long tests. They come first: at the end one worker would wait for the other.
-LONG = ("tests/hosts/", "tests/slurm/", "tests/faults/", "tests/distributed/", "tests/configs/")
+LONG = (
+    "plugins/hosts/",
+    "tests/hosts/",
+    "tests/slurm/",
+    "tests/faults/",
+    "tests/distributed/",
+    "tests/configs/",
+)
 PARITY_ROWS = {row.name: row for row in (*ROWS, *LOW)}
 
 

@@ -53,6 +53,7 @@ class LauncherSpec(Spec):
     group: ClassVar[str] = "launchers"
     modules: ClassVar[str] = "drumline.launch.{}.spec"
     thing: ClassVar[str] = "launcher"
+    yaml_key: ClassVar[str] = "launch"
     module: ClassVar[str] = "drumline.launch.spec"
     default: ClassVar[str] = "local"
     # Ranks run on other hosts, and whoever starts them there holds the run folder, by its lease.
@@ -123,6 +124,11 @@ class LauncherSpec(Spec):
     def number_of_hosts(self) -> int:
         """How many hosts a run has that starts from here; 0 where that is not set by a number or a list."""
         return 0
+
+    @property
+    def hosts_may_change(self) -> bool:
+        """Return whether hosts may join and leave while this run lasts."""
+        return False
 
     def on_hosts(self, number: int) -> list[str]:
         """Overrides by which a run takes so many hosts with `nproc` ranks each, for `drumline bench`. Raises UserError."""

@@ -49,6 +49,8 @@ class Spec(Section):
     modules: ClassVar[str] = ""
     # What an error calls one of them.
     thing: ClassVar[str]
+    # The key of the YAML that a missing distribution's error names.
+    yaml_key: ClassVar[str] = ""
     # Module of this package's specs that have no folder of their own.
     module: ClassVar[str] = ""
     # The kind of a section that names none; empty: it must name one.
@@ -91,6 +93,8 @@ OWN = {
 TEXT = "__drumline_text__"
 # Public names of a module that an error shows at most.
 MOST_NAMES = 8
+# Kinds of Drumline's own distributions beside this package: group → kind → distribution.
+DISTRIBUTIONS = {"launchers": {"ssh": "drumline-hosts", "ray": "drumline-hosts"}}
 # Base class of a group → name (path.py:Name) → spec of the user's own, as configs have named them.
 _own: dict[type[Spec], dict[str, Any]] = {}
 
@@ -279,6 +283,7 @@ class Registered:
         kind = value.get("kind") if isinstance(value, Mapping) else None
         spec = find(self.base, kind, **context) if isinstance(kind, str) else None
         if spec is None:
+            _require_distribution(self.base, kind)
             specs = kinds(self.base)
         else:
             if ":" in str(kind):
@@ -332,6 +337,14 @@ def _validator(spec: type[Spec], context: Any) -> CoreSchema:
 def _union(choices: dict[str, CoreSchema]) -> CoreSchema:
     """Return the schema of a section whose `kind` selects one of `choices`."""
     return core_schema.tagged_union_schema(dict[Any, CoreSchema](choices), "kind")
+
+
+def _require_distribution(base: type[Spec], kind: Any) -> None:
+    """Raise ConfigError if a kind that was not found is one of a distribution of Drumline's own."""
+    distributions = DISTRIBUTIONS.get(base.group, {})
+    if isinstance(kind, str) and kind in distributions:
+        distribution = distributions[kind]
+        raise ConfigError(f"{kind} needs pip install {distribution}", where=f"{base.yaml_key}.kind")
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

@@ -22,7 +22,6 @@ from drumline.hardware.detect import hide_gpus
 from drumline.launch.environment import launched_by
 from drumline.launch.lease import Lease, has_lease
 from drumline.launch.local import newest_or
-from drumline.launch.ssh.spec import SSHLauncher
 from drumline.plan.plan import Plan
 from drumline.report.bars import aside, notes
 from drumline.report.page import at_end
@@ -228,7 +227,7 @@ def _require_shared(plan: Plan, ranks: Ranks) -> None:
 def _require_as_launched(request: Request, ranks: Ranks) -> None:
     """Raise EnvironmentFault if the config asks for other ranks than the launcher has started."""
     launch = request.loaded.config.launch
-    if isinstance(launch, SSHLauncher) and launch.nodes is not None:
+    if launch.hosts_may_change:
         raise EnvironmentFault(
             f"{launched_by()} has started the ranks, so hosts cannot come and go",
             where="launch.nodes",

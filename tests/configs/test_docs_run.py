@@ -22,7 +22,7 @@ NOT_HERE = {
     "pip install": "changes the environment; tests/configs/test_package.py installs a wheel",
     "python -m build": "tests/configs/test_package.py",
     "python benchmarks/": "takes minutes; tests/unit/test_benchmarks.py runs each at its smallest size",
-    "python -m tests.faults.chaos --hosts": "takes root and minutes; tests/hosts/test_chaos.py",
+    "python -m tests.faults.chaos --hosts": "takes root and minutes; plugins/hosts/tests/test_chaos.py",
     "python mine.py": "a script of the user's; tests/distributed/test_session_parity.py",
     "drumline launch mine.py": "the same",
     "docker ": "no Docker; tests/unit/test_dockerfile.py reads its file",

@@ -4,8 +4,9 @@
     python -m tests.faults.chaos --hosts 3 --kills 50 --seed 0 --out benchmarks/results/chaos_hosts-cpu.json
 
 On one machine SIGKILL hits a rank, all ranks at once, a rank in the middle of a save, or the launcher (the run is then resumed by hand).
-Several hosts (tests/hosts/chaos.py) also lose an agent, their network or their power. After each kill all checkpoints that there are must
-be whole, and nothing may be left of what had to end. One line a kill; exit 1 if anything differs; then what the seconds were spent on.
+Several hosts (plugins/hosts/tests/chaos.py) also lose an agent, their network or their power. After each kill all
+checkpoints that there are must be whole, and nothing may be left of what had to end. One line a kill; exit 1 if anything
+differs; then what the seconds were spent on.
 """
 
 from __future__ import annotations
@@ -397,7 +398,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.hosts > 1:
-            from tests.hosts.chaos import campaign
+            from plugins.hosts.tests.chaos import campaign
 
             campaign(
                 Path(folder),

@@ -12,7 +12,7 @@ from tests.faults.chaos import chaos, one_machine
 from tests.harness import start_drumline, start_interpreter
 
 
-@pytest.mark.full  # tests/hosts/test_chaos.py kills in CI, too
+@pytest.mark.full  # plugins/hosts/tests/test_chaos.py kills in CI, too
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kills", "start"), [(4, start_drumline), (20, start_interpreter)])

@@ -66,7 +66,7 @@ def test_what_shows_a_claim_runs(shown: Shown) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_a_mistake_can_be_made_and_its_tests_are_there(mutation: Mutation) -> None:
-    assert (ROOT / "drumline" / mutation.file).read_text().count(mutation.line) == 1
+    assert mutation.path_in(ROOT).read_text().count(mutation.line) == 1
     for node in mutation.tests:
         if "::" in node:
             assert "pytest.mark.full" not in decorators(node)

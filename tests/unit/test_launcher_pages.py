@@ -28,8 +28,8 @@ RUN_BY = {
         "export DRUMLINE_SECRET=": "tests/unit/test_launch_hosts.py::test_a_rank_without_the_secret_does_not_meet_the_others",
     },
     "ssh": {
-        f"{TRAIN} --dry-run": "tests/hosts/test_ssh.py::test_a_dry_run_says_what_would_be_run_on_each_host",
-        TRAIN: "tests/hosts/test_ssh.py::test_same_losses_as_two_ranks_of_one_machine",
+        f"{TRAIN} --dry-run": "plugins/hosts/tests/test_ssh.py::test_a_dry_run_says_what_would_be_run_on_each_host",
+        TRAIN: "plugins/hosts/tests/test_ssh.py::test_same_losses_as_two_ranks_of_one_machine",
     },
     "slurm": {
         f"{TRAIN} --dry-run": "tests/slurm/test_slurm.py::test_a_job_of_two_nodes_trains_as_two_local_ranks",
@@ -42,7 +42,7 @@ RUN_BY = {
         TRAIN: "tests/unit/test_kubernetes.py::test_submitted_and_followed_to_its_end",
         f"{TRAIN} --detach": "tests/unit/test_kubernetes.py::test_who_does_not_wait_only_submits",
     },
-    "ray": {TRAIN: "tests/hosts/test_ray.py::test_same_losses_as_two_local_ranks"},
+    "ray": {TRAIN: "plugins/hosts/tests/test_ray.py::test_same_losses_as_two_local_ranks"},
     "mpi": {
         f"mpirun -np 4 {TRAIN}": "tests/slurm/test_slurm.py::test_joins_under_mpirun",
         f"mpirun -np 16 -x MASTER_ADDR=HOST {TRAIN}": "tests/unit/test_launch_tasks.py::test_several_hosts_of_mpirun",

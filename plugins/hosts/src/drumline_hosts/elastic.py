@@ -1,0 +1,349 @@
+"""Run on hosts that come and go while the run lasts: `launch: {nodes: {min: 2, max: 8}}`.
+
+- A host that is lost loses its ranks. A new plan is made for the remaining hosts, and they go on from the newest checkpoint.
+- A host that comes joins at the next checkpoint.
+- The launcher alone decides which hosts take part, and it holds the lease of the run folder. A host that has lost its connection to the
+  launcher has no ranks.
+- The launcher may be lost as well. Before each attempt the hosts confirm what they need to know then (`drumline_hosts.takeover`).
+- If the hosts share no run folder, a launcher needs half of the hosts that took part last.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.launch import lease
+from drumline.launch.postmortem import RankEnd
+from drumline.system.output import say
+from drumline.system.signals import Interrupted, LauncherSignals
+from drumline.telemetry.events import Event, Save, read
+from drumline_hosts.coordinator import Attempt, Hosts, Remote
+from drumline_hosts.link import Link, Message
+from drumline_hosts.takeover import RUN_ID
+from drumline_hosts.timing import (
+    AGENTS_SECONDS,
+    BACK_SECONDS,
+    EVENTS_SECONDS,
+    LOOK_SECONDS,
+    RECALL_SECONDS,
+)
+
+SAVED_EXIT_CODE = 75  # of a rank that has saved at a signal
+
+
+class ElasticHosts(Hosts):
+    """The hosts of a run, of which any number from `least` to `most` takes part.
+
+    `own` is the launcher's host, where rank 0 is; empty if the launcher's host has no ranks. `run` is what hosts have to know of the run.
+    `known` is what the agent of this host knows, if the launcher follows another. The launcher's spec sets the functions before the first
+    attempt.
+    """
+
+    size: Callable[[str], int]  # returns the number of ranks of a connected host
+    resize: Callable[[int], bool]  # makes the plan one for so many ranks; False if there is none
+    require: Callable[[str], None]  # raises EnvironmentFault if a host differs from this one
+    joins_at: type[Event] = Save  # events after which a host may join
+
+    def __init__(
+        self,
+        *given: Any,
+        least: int,
+        most: int,
+        own: str = "",
+        run: Message | None = None,
+        known: Message | None = None,
+    ) -> None:
+        super().__init__(*given)
+        self.least = least
+        self.most = most
+        self.own = own
+        self.run = run or {}
+        self.known = known or {}
+        self.secret = self.known.get("secret", self.secret)
+        self.term: int = self.known.get("term", 1)  # counts the launchers of a run
+        self.shared: bool = self.known.get("shared", True)  # all hosts have the same run folder
+        # The hosts that took part last, and where each votes.
+        self.members: dict[str, Any] = dict(self.known.get("members", {}))
+        # The list before, if not all hosts had confirmed the last one.
+        self.before: dict[str, Any] = dict(self.known.get("before", {}))
+        self._number = 0  # of their list
+        self._last = -1  # number of the newest attempt
+        # The agent of a host when the host was compared with this one, and was the same.
+        self.compared: dict[str, Link | None] = {}
+        self._refused: set[str] = set()  # hosts that came and differ
+        # The hosts that were connected when the members were chosen.
+        self._fitted: list[str] = []
+        # For hosts that left: the monotonic seconds before which their agents are not started again.
+        self._rest: dict[str, float] = {}
+        self._events = Path()
+        self._past = 0  # number of events before this attempt
+        self._next_look = 0.0  # at the events, in monotonic seconds
+        # The hosts know a checkpoint to begin at, and the run has saved none yet.
+        self._named = False
+
+    def gather(self, stopped: Callable[[], int] = lambda: 0, patience: float = 0.0) -> None:
+        """Have an agent on as many hosts as come. Raises EnvironmentFault if they are too few."""
+        missing = dict(self._call(stopped, patience))
+        number = len(self.there())
+        if number < self.least:
+            name, why = next(iter(missing.items()))
+            what = f"host {name}: {why}; {number} of at least {self.least} hosts are there"
+            fix = "set launch.nodes.min lower to go on with fewer"
+            raise EnvironmentFault(what, where="launch.hosts", fix=fix)
+        for name, why in missing.items():
+            say(f"note: goes on without host {name}: {why}")
+        self._begin_recall()
+
+    def await_agents(self) -> None:
+        """Wait for the agents of the last members, which connect by themselves to a launcher that follows another.
+
+        Then start agents on hosts without one. This replaces `gather` for such a launcher.
+        """
+        self._begun = True
+        until = time.monotonic() + AGENTS_SECONDS
+        expected = set(self.members) - {self.known["host"]}
+        while time.monotonic() < until and expected - set(self.there()):
+            time.sleep(LOOK_SECONDS)
+        for remote in self.remotes.values():
+            if remote.link is None:
+                with suppress(EnvironmentFault):  # hosts need not reach each other by ssh
+                    self.begin(remote)
+        self._begin_recall()
+
+    def _settings(self, name: str) -> Message:
+        settings = super()._settings(name)
+        settings["elastic"] = True
+        settings["env"] = self.known.get("env", settings["env"])
+        return settings
+
+    def _begin_recall(self) -> None:
+        threading.Thread(target=self._recall, daemon=True, name="drumline-hosts-recall").start()
+
+    def _recall(self) -> None:
+        """Start agents on hosts without one, again and again."""
+        while not self._ended.wait(RECALL_SECONDS):
+            for name, remote in self.remotes.items():
+                is_resting = time.monotonic() < self._rest.get(name, 0.0)
+                if name in self._refused or is_resting or remote.link is not None:
+                    continue
+                if self.starter.ended(name) is not None:
+                    with suppress(EnvironmentFault):
+                        self.begin(remote)
+
+    def may_pause(self) -> bool:
+        """Return whether a host has come and the run has a checkpoint of this attempt to join at."""
+        now = time.monotonic()
+        may_join = self._may_join()
+        if now < self._next_look or not (may_join or self._named):
+            return False
+        self._next_look = now + EVENTS_SECONDS
+        events = read(self._events)[self._past :]
+        has_saved = any(isinstance(event, Save) and event.path for event in events)
+        if self._named and has_saved:
+            self._named = False
+            # Only this host may have the events.
+            self.send({"do": "saved"})
+        return may_join and any(isinstance(event, self.joins_at) for event in events)
+
+    def _may_join(self) -> bool:
+        """Return whether a host has come that takes no part, and there is room for it."""
+        there = self.there()
+        has_changed = there != self._fitted
+        is_new = not set(there) <= self.counts.keys()
+        return has_changed and is_new and len(self.counts) < self.most
+
+    def _attempt(self, rank: list[str], logs: Path, signals: LauncherSignals) -> list[RankEnd]:
+        """Run the ranks of the connected hosts, and again each time after hosts came or left."""
+        self._events = logs.parents[1] / "events.jsonl"
+        while True:
+            self._fit(signals)
+            if not self.counts.keys() <= set(self._same_hosts()):
+                continue  # a host was lost while the plan was made
+            self._last = max(self._last + 1, int(logs.name.removeprefix("attempt-")))
+            logs = logs.with_name(f"attempt-{self._last}")
+            self._require_right()
+            self._agree(rank)
+            self._past = len(read(self._events))
+            self._named = rank[3:] not in ([], ["newest"])
+            attempt = Attempt(self, logs, signals)
+            ends = attempt.run(rank)
+            self._begun = True
+            self._require_right()
+            if signals.number or not _has_saved(ends):
+                return ends
+            if not (attempt.paused or self._without(attempt.leaving)):
+                return ends
+            rank = [*rank[:2], "--resume", "newest"]
+
+    def _without(self, leaving: set[str]) -> bool:
+        """Send the hosts away that got a signal from elsewhere. Return False if too few would be left."""
+        remaining = set(self.there()) - leaving
+        if not leaving or len(remaining) < self.least:
+            return False
+        names = ", ".join(sorted(leaving))
+        say(f"note: goes on without host {names}: it was asked to end, and has saved")
+        for name in leaving:
+            self._rest[name] = time.monotonic() + BACK_SECONDS
+            self._dismiss(self.remotes[name])
+        return True
+
+    def _dismiss(self, remote: Remote) -> None:
+        """Send an agent away."""
+        link = remote.link
+        if link is not None:
+            link.send({"do": "end"})
+            self.lose(remote, link, "")
+
+    def _fit(self, signals: LauncherSignals) -> None:
+        """Choose which hosts take part, and make the plan for them: as many hosts as there is a plan for.
+
+        Raises EnvironmentFault if too few hosts come within BACK_SECONDS, and Interrupted at a signal.
+        """
+        there = self._await_enough(signals)
+        if set(there) == self.counts.keys():
+            return
+        before = list(self.counts)
+        # Hosts that took part keep their place, and this launcher's own host is the first, so that rank 0 stays where it is.
+        kept = [name for name in before if name in there]
+        new = [name for name in there if name not in before]
+        order = sorted(kept + new, key=lambda name: name != self.own)
+        most = min(len(order), self.most)
+        for number in range(most, self.least - 1, -1):
+            counts = {name: self.size(name) for name in order[:number]}
+            if not self.resize(sum(counts.values())):
+                continue
+            self.counts = counts
+            if list(counts) != before:
+                names = ", ".join(counts)
+                say(f"note: goes on with {number} of {len(self.remotes)} hosts: {names}")
+            return
+        what = f"no plan takes the same steps on {self.least} to {len(order)} hosts"
+        raise EnvironmentFault(what, where="launch.nodes")
+
+    def _await_enough(self, signals: LauncherSignals) -> list[str]:
+        """Wait until at least `least` hosts are connected and the same as this one; return them.
+
+        Raises EnvironmentFault after BACK_SECONDS, and Interrupted at a signal.
+        """
+        until = time.monotonic() + BACK_SECONDS
+        while True:
+            there = self.there()
+            if len(there) >= self.least:
+                same = self._same_hosts()
+                self._refuse([name for name in there if name not in same])
+                # Some may be lost by now, or differ.
+                there = self._same_hosts()
+                self._fitted = there
+                if len(there) >= self.least:
+                    return there
+            if signals.number:
+                raise Interrupted(signals.number)
+            if time.monotonic() > until:
+                self._step_down()
+                what = f"{len(there)} of at least {self.least} hosts are there"
+                raise EnvironmentFault(what, where="launch.nodes")
+            time.sleep(LOOK_SECONDS)
+
+    def _same_hosts(self) -> list[str]:
+        """Return the connected hosts that have been compared with this one, and are the same."""
+        return [name for name in self.there() if self.compared.get(name) is self.remotes[name].link]
+
+    def _agree(self, rank: list[str]) -> None:
+        """Have the hosts confirm who takes part from now on, so that one of them can follow this launcher.
+
+        Raises EnvironmentFault for a host that does not confirm.
+        """
+        self._number += 1
+        members = {name: self.remotes[name].facts["votes"] for name in self.counts}
+        order = {
+            "do": "know",
+            **self.run,
+            "host": self.own,
+            "shared": self.shared,
+            "term": self.term,
+            "number": self._number,
+            "files": self._files(),
+            "members": members,
+            "before": self.members,
+            "resume": "".join(rank[3:]) or None,
+        }
+        # All members, even if one of them is lost by now, and all other hosts that are the same.
+        voters = list(dict.fromkeys([*self.counts, *self._same_hosts()]))
+        for name, mistake in self.ask(order, "known", voters).items():
+            if mistake:
+                raise EnvironmentFault(f"host {name}: {mistake}", where="launch.nodes")
+        self.members = members
+        self.before = {}
+
+    def _files(self) -> dict[str, str]:
+        """Return the text of each file of the run folder that hosts with folders of their own need."""
+        if self.shared:
+            return {}
+        run_dir = Path(self.run["run_dir"])
+        paths = (Path(self.run["plan"]), run_dir / "config.yaml", run_dir / RUN_ID)
+        return {path.name: path.read_text() for path in paths}
+
+    def _require_right(self) -> None:
+        """Raise DrumlineError if another launcher may take the run over: then this one must write nothing more."""
+        if self.shared:
+            self._require_lease()
+        else:
+            self._require_half(self.members)
+            self._require_half(self.before)
+
+    def _require_lease(self) -> None:
+        if not self.members:
+            return
+        run_dir = self.run["run_dir"]
+        if not lease.has_lease(self.run["token"], Path(run_dir), 2 * lease.RENEW_SECONDS):
+            raise DrumlineError("another host has taken the run over", where=run_dir)
+
+    def _require_half(self, members: dict[str, Any]) -> None:
+        """Raise DrumlineError if fewer than half of the members are connected to this launcher."""
+        here = len(members.keys() & set(self._same_hosts()))
+        if 2 * here < len(members):
+            what = f"this side has {here} of the {len(members)} hosts that took part: fewer than half, so it ends"
+            fix = "the other side goes on if it has a majority; else go on with --resume"
+            raise DrumlineError(what, where="launch.nodes", fix=fix)
+
+    def _step_down(self) -> None:
+        """Exit immediately if this side of a network split is the minority.
+
+        The lease then looks abandoned, as that of a dead process, and the majority can take the run over.
+        """
+        there = self.there()
+        here = set(self.members) & set(there)
+        if self.shared and 2 * len(here) < len(self.members):
+            say(f"error: {len(there)} of {len(self.members)} hosts are there: left to the others")
+            os._exit(1)
+
+    def _refuse(self, new: list[str]) -> None:
+        """Send those new hosts away that differ from this one."""
+        for name in new:
+            remote = self.remotes[name]
+            link = remote.link
+            try:
+                self.require(name)
+            except EnvironmentFault as fault:
+                say(f"note: goes on without it: {fault.line()}")
+                # Otherwise its agent was lost meanwhile, and the host may come back.
+                if link is not None and remote.link is link:
+                    self._refused.add(name)
+                    self._dismiss(remote)
+
+
+def _has_saved(ends: list[RankEnd]) -> bool:
+    """Return whether the ranks have saved at a signal.
+
+    A rank that was just leaving, since the run is over, dies of the signal at which the others save.
+    """
+    codes = {end.exitcode for end in ends}
+    return SAVED_EXIT_CODE in codes or -signal.SIGUSR1 in codes

@@ -1,0 +1,130 @@
+"""Gather the hosts of a launcher's spec once, with an agent on each, and check that all have what a plan needs.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drumline.errors import EnvironmentFault
+from drumline.launch import lease
+from drumline.plan.plan import Plan
+from drumline.system.files import digest
+from drumline_hosts.elastic import ElasticHosts
+from drumline_hosts.facts import facts, require_same_versions
+from drumline_hosts.link import Message
+
+if TYPE_CHECKING:
+    from drumline_hosts.coordinator import Hosts
+    from drumline_hosts.spec import HostsLauncher
+    from drumline_hosts.ssh.spec import SSHLauncher
+
+_gathered: dict[str, Hosts] = {}  # by the spec, as JSON
+
+
+def gathered(spec: HostsLauncher) -> Hosts:
+    """Return the hosts of a spec with their agents; the first call starts the agents.
+
+    Raises EnvironmentFault that names a host that cannot be reached, or whose versions differ.
+    """
+    key = spec.model_dump_json()
+    if key in _gathered:
+        return _gathered[key]
+    hosts = spec.make_hosts()
+    _gathered[key] = hosts
+    try:
+        hosts.gather()
+        there = {name: hosts.remotes[name].facts for name in hosts.there()}
+        require_same_versions(facts(), there)
+    except BaseException:
+        leave(spec)
+        raise
+    return hosts
+
+
+@contextmanager
+def succeeding(spec: SSHLauncher, known: Message) -> Iterator[ElasticHosts]:
+    """Yield the hosts of a launcher that follows another; their agents connect by themselves.
+
+    `known` is what the agent of its host knows.
+    """
+    hosts = spec.make_hosts(known)
+    _gathered[spec.model_dump_json()] = hosts
+    assert isinstance(hosts, ElasticHosts)
+    try:
+        yield hosts
+    finally:
+        leave(spec)
+
+
+def leave(spec: HostsLauncher) -> None:
+    """Send the agents of a spec away."""
+    hosts = _gathered.pop(spec.model_dump_json(), None)
+    if hosts is not None:
+        hosts.close()
+
+
+def compare(plan: Plan, hosts: Hosts, only: str | None = None) -> None:
+    """Check that all hosts, or the host `only`, have the run folder and the same files of model and data as this host.
+
+    Hosts that come and go may have run folders of their own, if checkpoints do not lie on one disk alone.
+    Raises EnvironmentFault for a host that differs.
+    """
+    run_dir = Path(plan.run_dir)
+    own_digests = {path: digest(Path(path)) for path in _paths(plan)}
+    may_be_apart = False
+    if isinstance(hosts, ElasticHosts):
+        may_be_apart = bool(hosts.own) and plan.config.checkpoint.apart
+    order = {
+        "do": "check",
+        "lease": lease.token_of(run_dir),
+        "run_dir": plan.run_dir,
+        "paths": list(own_digests),
+        "apart": may_be_apart,
+    }
+    names = None
+    if only:
+        names = [only]
+    agents = {name: remote.link for name, remote in hosts.remotes.items()}
+    for name, answer in hosts.ask(order, "checked", names).items():
+        if not answer["shared"] and not may_be_apart:
+            what = f"host {name} does not have the run folder that this host writes to"
+            fix = "put it on storage that all hosts mount at the same place, with run.dir=…"
+            raise EnvironmentFault(what, where=str(run_dir.absolute()), fix=fix)
+        if answer["mistake"]:
+            raise EnvironmentFault(f"host {name}: {answer['mistake']}", where="launch.hosts")
+        if isinstance(hosts, ElasticHosts):
+            hosts.shared = hosts.shared and answer["shared"]
+            hosts.compared[name] = agents[name]
+        _require_same_files(name, own_digests, answer["digests"])
+
+
+def _paths(plan: Plan) -> list[str]:
+    """Return the paths of the models and data of a plan that exist on this host."""
+    paths = [plan.model_path, *(role.model_path for role in plan.roles.values())]
+    data = plan.data
+    if data and not plan.config.plain:
+        # Of streamed data each host makes its own blocks.
+        if not data.stream:
+            paths.append(data.train_cache)
+        paths += data.eval_caches.values()
+    return sorted({path for path in paths if path and Path(path).exists()})
+
+
+def _require_same_files(
+    name: str, own: Mapping[str, str | None], theirs: Mapping[str, str | None]
+) -> None:
+    """Raise EnvironmentFault if a host has other digests than this one."""
+    for path, their_digest in theirs.items():
+        if their_digest == own[path]:
+            continue
+        if their_digest is None:
+            what = f"host {name} does not have it"
+        else:
+            what = f"host {name} has other files there"
+        fix = "copy this host's there, or put it on storage that all hosts mount"
+        raise EnvironmentFault(what, where=path, fix=fix)

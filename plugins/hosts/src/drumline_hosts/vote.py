@@ -1,0 +1,180 @@
+"""Vote for the host that goes on with a run whose launcher has gone, if hosts share no folder.
+
+The rules follow Raft (Ongaro and Ousterhout 2014), with its joint majorities and its trial votes:
+
+1. Each agent has one vote in a term, and none while it has a launcher.
+2. It votes only for a host whose list of hosts is not older than its own.
+3. Once it has voted, it accepts no launcher of an earlier term.
+4. A launcher counts a new list of hosts as soon as all hosts on it have confirmed it. So two majorities have a host in common, and that
+   host has voted for one launcher alone.
+5. Until a host knows that all have confirmed its list, it needs a majority of the list before as well, because other hosts may still
+   go by that one.
+6. A trial comes before each vote, so that a host that cannot win does not raise the term.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from drumline.launch.environment import listen
+from drumline.system.sockets import each_caller
+from drumline_hosts.link import Link, Message, answer, call
+from drumline_hosts.timing import (
+    ASK_SECONDS,
+    FREE_SECONDS,
+    OFFICE_SECONDS,
+)
+
+MOST_AT_ONCE = 64
+
+Place = tuple[str, int]
+
+
+class Voter:
+    """The vote of one agent, which listens at `place` and answers the voters of other hosts."""
+
+    def __init__(self, name: str, address: str, secret: str) -> None:
+        self.name = name
+        self.secret = secret
+        self._listener = listen(None, address)
+        self.place: Place = self._listener.getsockname()[:2]
+        self.at: Place | None = None  # where its launcher is, while it has one
+        self.known = (0, 0)  # term of the launcher and number of its list of hosts
+        self.promised = 0  # the newest term in which this vote was given
+        self.members: Mapping[str, Place] = {}
+        self.before: Mapping[str, Place] = {}  # the list that other hosts may still have
+        self._free = 0.0  # monotonic seconds from which this vote may be given
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True, name="drumline-voter").start()
+
+    def confirm(
+        self, known: tuple[int, int], members: Mapping[str, Place], before: Mapping[str, Place]
+    ) -> bool:
+        """Take over a launcher's list of hosts. Return False if its term is older than this vote's, or the list is older.
+
+        `before` is the last list that all hosts had confirmed.
+        """
+        term, _ = known
+        with self._lock:
+            if term < self.promised or known < self.known:
+                return False
+            self.known = known
+            self.members = members
+            self.before = before
+            return True
+
+    def settle(self) -> None:
+        """Note that all hosts have confirmed the list of this host."""
+        with self._lock:
+            self.before = {}
+
+    def lose(self) -> None:
+        """Note that there is no launcher any more."""
+        with self._lock:
+            self.at = None
+            self._free = time.monotonic() + FREE_SECONDS
+
+    def _promise(self, term: int) -> None:
+        self.promised = term
+        self._free = time.monotonic() + OFFICE_SECONDS
+
+    @property
+    def free(self) -> bool:
+        """Whether this vote may be given: the launcher has been gone for long enough."""
+        return self.at is None and time.monotonic() > self._free
+
+    def answer(self, question: Message) -> Message:
+        """Answer another host. It asks for this vote, or in a trial whether it would get it, or only where a launcher is."""
+        with self._lock:
+            term = question.get("term", 0)
+            known = tuple(question.get("known", ()))
+            granted = self.free and term > self.promised and known >= self.known
+            if granted and not question["trial"]:
+                self._promise(term)
+            launcher = None
+            if self.at:
+                launcher_term = max(self.promised, self.known[0])
+                launcher = [launcher_term, *self.at]
+            return {"granted": granted, "term": self.promised, "launcher": launcher}
+
+    def launcher(self) -> Place | None:
+        """Return where the launcher of the newest term is that another host has; None if there is none."""
+        answers = self._ask({})
+        launchers = [each["launcher"] for each in answers.values() if each["launcher"]]
+        term, address, port = max(launchers, default=(-1, "", 0))
+        if term < self.promised:
+            return None
+        return address, port
+
+    def win(self) -> int | None:
+        """Ask for the votes of a new term. Return the term if this host has won it; None without a majority."""
+        answers = self._ask({})
+        # Read after the answers came: this vote may have been given meanwhile.
+        terms = [self.promised, self.known[0]]
+        terms += [each["term"] for each in answers.values()]
+        term = max(terms) + 1
+        for is_trial in (True, False):
+            with self._lock:
+                if not self.free or self.promised >= term or self.name not in self.members:
+                    return None
+                if not is_trial:
+                    self._promise(term)
+            question = {"term": term, "known": self.known, "trial": is_trial}
+            voters = {self.name}
+            for name, each in self._ask(question).items():
+                if each["granted"]:
+                    voters.add(name)
+            if not (_has_majority(voters, self.members) and _has_majority(voters, self.before)):
+                return None
+        return term
+
+    def _ask(self, question: Message) -> dict[str, Message]:
+        """Ask all other hosts of both lists. Return the answers of the hosts that give one."""
+        places = {**self.before, **self.members}
+        places.pop(self.name, None)
+        workers = max(1, min(MOST_AT_ONCE, len(places)))
+        with ThreadPoolExecutor(workers) as pool:
+            answers = pool.map(lambda place: self._ask_one(place, question), places.values())
+        found = {}
+        for name, each in zip(places, answers, strict=True):
+            if each is not None:
+                found[name] = each
+        return found
+
+    def _ask_one(self, place: Place, question: Message) -> Message | None:
+        """Ask one host; None if it does not answer."""
+        try:
+            link = call(*place, self.secret, ASK_SECONDS, ASK_SECONDS)
+        except OSError:
+            return None
+        link.send(question)
+        found = link.receive()
+        link.close()
+        return found
+
+    def _accept(self) -> None:
+        each_caller(
+            self._listener,
+            lambda connected: answer(connected, self.secret, ASK_SECONDS),
+            self._hear,
+        )
+
+    def _hear(self, link: Link) -> None:
+        question = link.receive()
+        if question is not None:
+            link.send(self.answer(question))
+        link.close()
+
+
+def _has_majority(voters: set[str], hosts: Mapping[str, Place]) -> bool:
+    """Return whether more than half of the hosts have voted; an empty list needs no votes."""
+    if not hosts:
+        return True
+    return majority(len(voters & hosts.keys()), len(hosts))
+
+
+def majority(votes: int, of: int) -> bool:
+    return 2 * votes > of
