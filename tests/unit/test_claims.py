@@ -35,7 +35,7 @@ def shown() -> list[Shown]:
     found = []
     for folder in (ROOT / "tests", ROOT / "plugins"):
         for file, function in decorated(folder):
-            texts = [ast.unparse(each) for each in function.decorator_list]
+            texts = list(map(ast.unparse, function.decorator_list))
             for each in function.decorator_list:
                 if isinstance(each, ast.Call) and ast.unparse(each.func) == "pytest.mark.claim":
                     claim = ast.literal_eval(each.args[0])
@@ -50,9 +50,12 @@ def decorators(node: str) -> list[str]:
     """Of the test function that `node` names; AssertionError where it is not there."""
     file, _, name = node.partition("[")[0].partition("::")
     tree = ast.parse((ROOT / file).read_text())
-    found = [part for part in tree.body if isinstance(part, ast.FunctionDef) and part.name == name]
+    found = []
+    for part in tree.body:
+        if isinstance(part, ast.FunctionDef) and part.name == name:
+            found.append(part)
     assert len(found) == 1, node
-    return [ast.unparse(part) for part in found[0].decorator_list]
+    return list(map(ast.unparse, found[0].decorator_list))
 
 
 def test_there_are_claims() -> None:

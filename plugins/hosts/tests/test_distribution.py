@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import drumline
 from drumline.config.launcher import LauncherSpec
 from drumline.config.registry import DISTRIBUTIONS, entry_points, find
+from tests.harness import ROOT
 
 FOLDER = Path(__file__).parents[1]
 PROJECT = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
@@ -87,3 +89,12 @@ def test_drumline_names_the_distribution_of_each_of_its_kinds() -> None:
         assert entry_points("launchers")[kind].value == place
         spec = find(LauncherSpec, kind)
         assert spec is not None and f"{spec.__module__}:{spec.__name__}" == place
+
+
+def test_each_rule_of_the_page_is_named_where_it_is_followed() -> None:
+    code = "\n".join(path.read_text() for path in (FOLDER / "src").rglob("*.py"))
+    named = set(re.findall(r"\b[LAVT]\d\b", code))
+    for name in ("elastic_hosts.md", "elastic_hosts.zh.md"):
+        page = (ROOT / "docs" / "explanations" / name).read_text()
+        rules = set(re.findall(r"^- \*\*([LAVT]\d)\*\*", page, re.MULTILINE))
+        assert rules == named

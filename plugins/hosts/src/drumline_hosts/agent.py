@@ -3,8 +3,11 @@
 Standard input brings one line of JSON: this host's name, the launcher's address and port, the secret, and variables. The agent connects,
 says what this host has, and does what the launcher orders: it starts ranks, hands signals on to them, and reports how they ended.
 
-When the launcher has gone, or has not heard of this host for a while, the agent kills its ranks, because they must not write into the run
-folder any more. Then it ends; or it looks for another launcher, if hosts may come and go (`drumline_hosts.takeover`).
+When the launcher has gone, or has not heard of this host for a while, the agent kills its ranks,
+because they must not write into the run folder any more. Then it ends; or it looks for another
+launcher, if hosts may come and go (`drumline_hosts.takeover`).
+
+The rules A1 and A2 of docs/explanations/elastic_hosts.md are here.
 """
 
 from __future__ import annotations
@@ -170,7 +173,7 @@ class Host:
         return {"ends": [_reported(end) for end in ends], "leaves": is_leaving}
 
     def _await_launcher(self) -> None:
-        """Wait until the launcher hears of this host now, or has gone: before that no rank may start."""
+        """Wait until the launcher hears of this host now, or has gone (A1): no rank starts before."""
         while time.monotonic() - self.confirmed > 2 * BEAT_SECONDS:
             if self.gone.wait(AGENT_LOOK_SECONDS):
                 return
@@ -212,7 +215,7 @@ class Host:
             self.gone.wait(BEAT_SECONDS)
 
     def _watch(self) -> None:
-        """Leave the launcher once it has not heard of this host for `limit` seconds.
+        """Leave the launcher once it has not heard of this host for `limit` seconds (A2).
 
         This runs in a thread of its own, because a message may wait for a network that has gone.
         """
@@ -222,7 +225,10 @@ class Host:
         self._leave(f"the launcher has not heard of this host for {self.limit:g} s")
 
     def _leave(self, why: str) -> None:
-        """Kill the ranks, whatever this process is doing, and exit immediately, unless another launcher may follow."""
+        """Kill the ranks, whatever this process is doing (A2).
+
+        Exits immediately unless another launcher may follow.
+        """
         if self.gone.is_set():
             return
         self.gone.set()

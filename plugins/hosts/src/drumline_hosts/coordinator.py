@@ -1,9 +1,13 @@
-"""Lead a run on several hosts: listen to their agents, start the ranks of all hosts, and collect how the ranks ended.
+"""Lead a run on several hosts: start the ranks of all hosts, and collect how the ranks ended.
 
-`Hosts` takes the place of one machine's agent in `launch.local.launch`, which decides about restarts as it does for one machine.
-A `Starter` starts the agents (ssh, a batch system). Torch is not imported before the first attempt.
+`Hosts` takes the place of one machine's agent in `launch.local.launch`, which decides about
+restarts as it does for one machine. A `Starter` starts the agents (ssh, Ray). Torch is not imported
+before the first attempt.
 
-These threads work beside the launcher's own: one accepts connections, one listens to each agent, and one gives up agents that are silent.
+These threads work beside the launcher's own: one accepts connections, one listens to each agent,
+and one gives up agents that are silent.
+
+The rules L1 to L3 of docs/explanations/elastic_hosts.md are here.
 """
 
 from __future__ import annotations
@@ -192,7 +196,7 @@ class Hosts:
         self.lose(remote, link, "the agent of its host has ended")
 
     def _take(self, remote: Remote, link: Link, hello: Message) -> bool:
-        """Make a link the one of its host. Return False if the host has another agent already."""
+        """Make a link the one of its host (L1). Return False if the host has another agent already."""
         with self._lock:
             older = remote.link
             if older is not None and hello["process"] == remote.facts.get("process"):
@@ -216,7 +220,7 @@ class Hosts:
                 remote.gone = why
 
     def _watch(self) -> None:
-        """Give up agents that have been silent for too long."""
+        """Give up agents that have been silent for too long (L2)."""
         while not self._ended.wait(LOOK_SECONDS):
             if self.since is None:
                 limit = IDLE_SECONDS
@@ -350,7 +354,7 @@ def lost(rank: int, why: str, logs: Path, host: str, at: float | None = None) ->
 
 
 class Attempt:
-    """One attempt: from the start of the ranks until each host has reported how its own ended, or is gone."""
+    """One attempt (L3): from the start of the ranks until each host has reported or is given up."""
 
     def __init__(self, hosts: Hosts, logs: Path, signals: LauncherSignals) -> None:
         self.hosts = hosts
@@ -471,7 +475,7 @@ class Attempt:
                 self._give_up(remote)
 
     def _give_up(self, remote: Remote) -> None:
-        """Note all ranks of a host as lost."""
+        """Note all ranks of a host as lost, and tell the other hosts (L2)."""
         name = remote.name
         why = self.hosts.why_gone(remote) or "its host did not report how its ranks ended"
         now = time.time()

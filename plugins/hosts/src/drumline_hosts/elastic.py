@@ -1,11 +1,10 @@
 """Run on hosts that come and go while the run lasts: `launch: {nodes: {min: 2, max: 8}}`.
 
-- A host that is lost loses its ranks. A new plan is made for the remaining hosts, and they go on from the newest checkpoint.
-- A host that comes joins at the next checkpoint.
-- The launcher alone decides which hosts take part, and it holds the lease of the run folder. A host that has lost its connection to the
-  launcher has no ranks.
-- The launcher may be lost as well. Before each attempt the hosts confirm what they need to know then (`drumline_hosts.takeover`).
-- If the hosts share no run folder, a launcher needs half of the hosts that took part last.
+When a host is lost, a new plan is made for the remaining hosts, and they go on from the newest
+checkpoint. The launcher alone decides which hosts take part. It may be lost as well: another one
+follows it (`drumline_hosts.takeover`).
+
+The rules L4 to L7 of docs/explanations/elastic_hosts.md are here.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class ElasticHosts(Hosts):
                         self.begin(remote)
 
     def may_pause(self) -> bool:
-        """Return whether a host has come and the run has a checkpoint of this attempt to join at."""
+        """Return whether a host has come and this attempt has a checkpoint to join at (L7)."""
         now = time.monotonic()
         may_join = self._may_join()
         if now < self._next_look or not (may_join or self._named):
@@ -203,7 +202,7 @@ class ElasticHosts(Hosts):
             self.lose(remote, link, "")
 
     def _fit(self, signals: LauncherSignals) -> None:
-        """Choose which hosts take part, and make the plan for them: as many hosts as there is a plan for.
+        """Choose which hosts take part (L7), and make a plan for as many of them as possible.
 
         Raises EnvironmentFault if too few hosts come within BACK_SECONDS, and Interrupted at a signal.
         """
@@ -257,7 +256,7 @@ class ElasticHosts(Hosts):
         return [name for name in self.there() if self.compared.get(name) is self.remotes[name].link]
 
     def _agree(self, rank: list[str]) -> None:
-        """Have the hosts confirm who takes part from now on, so that one of them can follow this launcher.
+        """Have the hosts confirm who takes part (L4), so that one of them can follow this launcher.
 
         Raises EnvironmentFault for a host that does not confirm.
         """
@@ -292,7 +291,10 @@ class ElasticHosts(Hosts):
         return {path.name: path.read_text() for path in paths}
 
     def _require_right(self) -> None:
-        """Raise DrumlineError if another launcher may take the run over: then this one must write nothing more."""
+        """Raise DrumlineError if another launcher may take the run over (L5).
+
+        This one must write nothing more then.
+        """
         if self.shared:
             self._require_lease()
         else:
@@ -315,7 +317,7 @@ class ElasticHosts(Hosts):
             raise DrumlineError(what, where="launch.nodes", fix=fix)
 
     def _step_down(self) -> None:
-        """Exit immediately if this side of a network split is the minority.
+        """Exit immediately if this side of a network split is the minority (L6).
 
         The lease then looks abandoned, as that of a dead process, and the majority can take the run over.
         """

@@ -1,9 +1,12 @@
-"""Connect the launcher with the agent of one host: JSON objects over TCP, both sides authenticated by a shared secret.
+"""Connect the launcher with the agent of one host: JSON objects over TCP.
 
-Each side proves by HMAC that it knows the secret (`multiprocessing.connection`). Messages are not encrypted, so nothing secret goes this
-way. The agent sends a beat every second with its own time, and the launcher sends it back. So the agent knows, without a common clock, how
-long ago it sent the newest beat that the launcher has heard. It gives up before the launcher does: a host that the launcher has given up
-has no ranks any more.
+Each side proves by HMAC that it knows a shared secret (`multiprocessing.connection`). Messages are
+not encrypted, so nothing secret goes this way.
+
+The agent sends a beat every second with its own time, and the launcher sends it back. So the agent
+knows, without a common clock, how long ago it sent the newest beat that the launcher has heard. It
+gives up before the launcher does (rules A2 and L2 of docs/explanations/elastic_hosts.md): a host that
+the launcher has given up has no ranks any more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The launcher that goes on with a run whose own launcher has gone.
 
-An agent of another host starts it, and writes what the lost launcher had told it to standard input (`drumline_hosts.takeover`).
+An agent of another host starts it (T2, T4), and writes what the lost launcher had told it to standard
+input (`drumline_hosts.takeover`).
 """
 
 from __future__ import annotations

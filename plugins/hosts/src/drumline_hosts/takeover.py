@@ -1,8 +1,10 @@
 """Let a run go on after its launcher has gone, if hosts may come and go: look for a launcher that goes on, or start one on this host.
 
-If all hosts share the run folder, its lease decides. A launcher starts on each host; the launcher that gets the lease of the dead one
-writes into the folder where it listens. Otherwise hosts vote (`drumline_hosts.vote`), and each tells the others where its launcher is.
-Until there is a launcher again, this host has no ranks.
+If all hosts share the run folder, its lease decides. A launcher starts on each host; the launcher
+that gets the lease of the dead one writes into the folder where it listens. Otherwise hosts vote
+(`drumline_hosts.vote`), and each tells the others where its launcher is.
+
+The rules A4 and T1 to T6 of docs/explanations/elastic_hosts.md are here.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ class StandbyLauncher:
         self._lost = 0  # looks in a row at which the lease was another's, or was not there
 
     def claim(self, run_dir: Path) -> str:
-        """Take the lease of the run folder on this host's own disk. Return why that cannot be; empty if it is taken."""
+        """Take the lease of the run folder on this host's own disk (A4).
+
+        Return why that cannot be; empty if it is taken.
+        """
         if self.own:
             return ""
         try:
@@ -79,7 +84,10 @@ class StandbyLauncher:
         return ""
 
     def confirm(self, order: Message) -> str:
-        """Take over what a launcher has all hosts know. Return why not; empty if it is confirmed."""
+        """Take over what a launcher has all hosts know (A3, A4).
+
+        Return why not; empty if it is confirmed.
+        """
         run_dir = Path(order["run_dir"])
         has_checkpoints = self.own and any((run_dir / "checkpoints").glob("step-*"))
         if has_checkpoints and _is_another(run_dir, order):
@@ -119,7 +127,7 @@ class StandbyLauncher:
             time.sleep(FIND_LOOK_SECONDS)
 
     def find(self, stopped: Callable[[], int]) -> Link | None:
-        """Return a link to the launcher that goes on; None if there is none in time, or at a signal.
+        """Return a link to the launcher that goes on; None if there is none in time (T6).
 
         `stopped` returns the number of a signal to end at.
         """
@@ -166,7 +174,7 @@ class StandbyLauncher:
         return self._launcher is not None and self._launcher.poll() is None
 
     def _place_in_line(self) -> int:
-        """Return how many hosts try to start a launcher before this one."""
+        """Return how many hosts try to start a launcher before this one (T3)."""
         line = [name for name in self.known["members"] if name != self.known["host"]]
         name = self.settings["name"]
         if name in line:
@@ -174,7 +182,7 @@ class StandbyLauncher:
         return len(line)
 
     def _ended(self) -> bool:
-        """Return whether the lease was given back, or its holder starts agents itself: nobody follows then."""
+        """Return whether nobody follows (T5): the lease was given back, or its holder has own agents."""
         with suppress(OSError, EnvironmentFault):
             if self._is_lease_lost():
                 self._lost += 1
@@ -191,7 +199,10 @@ class StandbyLauncher:
         return has_changed and lease.place_of(run_dir) is None
 
     def _launcher_place(self) -> Place | None:
-        """Return where a launcher listens; None if there is none. Raises OSError for a folder that does not answer."""
+        """Return where a launcher listens (T1); None if there is none.
+
+        Raises OSError for a folder that does not answer.
+        """
         run_dir = Path(self.known["run_dir"])
         if not self.known["shared"]:
             if self._has_launcher():
@@ -204,7 +215,8 @@ class StandbyLauncher:
     def _start(self) -> None:
         """Start a launcher on this host.
 
-        With a shared folder a launcher that does not get the lease ends by itself. Without one, votes come first.
+        With a shared folder a launcher that does not get the lease ends by itself (T2). Without one,
+        votes come first (T4).
         """
         term = self.known["term"] + 1
         if self.known["shared"]:

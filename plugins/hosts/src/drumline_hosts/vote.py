@@ -1,15 +1,17 @@
 """Vote for the host that goes on with a run whose launcher has gone, if hosts share no folder.
 
-The rules follow Raft (Ongaro and Ousterhout 2014), with its joint majorities and its trial votes:
+The rules V1 to V5, A3 and A5 of docs/explanations/elastic_hosts.md are here. They follow Raft (Ongaro
+and Ousterhout 2014), with its joint majorities and its trial votes:
 
-1. Each agent has one vote in a term, and none while it has a launcher.
-2. It votes only for a host whose list of hosts is not older than its own.
-3. Once it has voted, it accepts no launcher of an earlier term.
-4. A launcher counts a new list of hosts as soon as all hosts on it have confirmed it. So two majorities have a host in common, and that
-   host has voted for one launcher alone.
-5. Until a host knows that all have confirmed its list, it needs a majority of the list before as well, because other hosts may still
-   go by that one.
-6. A trial comes before each vote, so that a host that cannot win does not raise the term.
+- V1: A host gives no vote while it has a launcher, nor for FREE_SECONDS after it has lost one.
+- V2: It gives one vote a term, to a host whose list of hosts is not older than its own.
+- V3: After a vote it gives no other one for OFFICE_SECONDS.
+- V4: The winner needs a majority of its list. Two majorities have a host in common, which votes once.
+  Until the winner knows that all hosts have confirmed its list, it needs a majority of the list
+  before as well, because other hosts may still go by that one.
+- V5: A trial comes before each vote, so that a host that cannot win does not raise the term.
+- A3: Once a host has voted, it confirms no list of a launcher of an earlier term.
+- A5: When a host knows that all have confirmed its list, it forgets the list before.
 """
 
 from __future__ import annotations
@@ -53,9 +55,10 @@ class Voter:
     def confirm(
         self, known: tuple[int, int], members: Mapping[str, Place], before: Mapping[str, Place]
     ) -> bool:
-        """Take over a launcher's list of hosts. Return False if its term is older than this vote's, or the list is older.
+        """Take over a launcher's list of hosts (A3).
 
-        `before` is the last list that all hosts had confirmed.
+        Return False if its term is older than this vote's, or the list is older than the one that is
+        known. `before` is the last list that all hosts had confirmed.
         """
         term, _ = known
         with self._lock:
@@ -67,7 +70,7 @@ class Voter:
             return True
 
     def settle(self) -> None:
-        """Note that all hosts have confirmed the list of this host."""
+        """Note that all hosts have confirmed the list of this host (A5)."""
         with self._lock:
             self.before = {}
 
@@ -83,7 +86,7 @@ class Voter:
 
     @property
     def free(self) -> bool:
-        """Whether this vote may be given: the launcher has been gone for long enough."""
+        """Whether this vote may be given (V1, V3): the launcher has been gone for long enough."""
         return self.at is None and time.monotonic() > self._free
 
     def answer(self, question: Message) -> Message:
@@ -91,6 +94,7 @@ class Voter:
         with self._lock:
             term = question.get("term", 0)
             known = tuple(question.get("known", ()))
+            # V2
             granted = self.free and term > self.promised and known >= self.known
             if granted and not question["trial"]:
                 self._promise(term)
@@ -116,7 +120,7 @@ class Voter:
         terms = [self.promised, self.known[0]]
         terms += [each["term"] for each in answers.values()]
         term = max(terms) + 1
-        for is_trial in (True, False):
+        for is_trial in (True, False):  # V5
             with self._lock:
                 if not self.free or self.promised >= term or self.name not in self.members:
                     return None
@@ -127,6 +131,7 @@ class Voter:
             for name, each in self._ask(question).items():
                 if each["granted"]:
                     voters.add(name)
+            # V4
             if not (_has_majority(voters, self.members) and _has_majority(voters, self.before)):
                 return None
         return term
