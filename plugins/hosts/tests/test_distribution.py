@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parents[1]
 PROJECT = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
 # The seams: what a launcher of a stranger's may import, too.
 SEAMS = {
+    "drumline",
     "drumline.version",
     "drumline.errors",
     "drumline.foreign",
