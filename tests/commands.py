@@ -17,22 +17,28 @@ from tests.harness import ROOT
 # Each page in Chinese has the same commands as its English twin (tests/unit/test_languages.py).
 PAGES = {
     page.stem: page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if not page.stem.endswith(".zh")
 }
+GUIDES = {stem: page for stem, page in PAGES.items() if page.parent == ROOT / "docs" / "guides"}
 PROGRAMS = (
     "accelerate",
+    "cat",
+    "curl",
     "deepspeed",
     "dmesg",
     "docker",
     "drumline",
     "export",
+    "head",
+    "ls",
     "make",
     "mpirun",
     "pip",
     "python",
     "source",
     "srun",
+    "tail",
     "torchrun",
 )
 DRUMLINE: Any = typer.main.get_command(app)

@@ -3,17 +3,15 @@ networks can run. Those that it cannot are parsed (tests/unit/test_docs_commands
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands import PAGES, commands
-from tests.harness import ENV, chat_rows, write_config, write_rows
+from tests.commands import GUIDES, PAGES, commands
+from tests.harness import chat_rows, write_config, write_rows
+from tests.pages import TASKS, run_line, write_programs
 from tests.tiny import tiny_model_dir
 
 # Beginning of a command → why it is not run here, or what runs it.
@@ -54,6 +52,8 @@ NOT_HERE = {
 }
 # Pages whose commands need hosts, a cluster or a store; the tests that run them are named in tests/unit/test_launcher_pages.py.
 ELSEWHERE = {"ssh", "slurm", "kubernetes", "ray", "slow_links"}
+# Which tests/configs/test_guides.py follows.
+GUIDES_OF_A_TASK = {guide for guide in GUIDES if guide in TASKS}
 # A code besides 0, by the beginning of the command: what a check of this machine finds is its answer.
 CODES = {"drumline doctor": (0, 1), "drumline verify": (0, 1)}
 STORE = "s3://"  # a store is not here; tests/faults/test_checkpoint_url.py
@@ -75,40 +75,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.yaml").write_text(text.replace("RUN", f"runs/{name}"))
     write_rows(folder / "rows.jsonl", chat_rows(24))
     (folder / "train.log").write_text("OSError: [Errno 28] No space left on device\n")
-    (folder / "bin").mkdir()
-    for name, module in (("drumline", "drumline"), ("python", "")):
-        script = folder / "bin" / name
-        script.write_text(
-            f'#!/bin/sh\nexec "{sys.executable}" {f"-m {module}" * bool(module)} "$@"\n'
-        )
-        script.chmod(0o755)
+    write_programs(folder)
     run(folder, "drumline train mine.yaml --nproc 2")
     shutil.copytree(folder / "runs" / "mine", folder / "kept")
     return folder
 
 
 def run(folder: Path, line: str) -> None:
-    env = {
-        **ENV,
-        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-        "HOME": str(folder),
-        "XDG_CACHE_HOME": str(folder / ".cache"),
-    }
-    # Which stays: completion is installed for the shell above the command.
-    line_of_a_shell = [
-        "bash",
-        "-c",
-        f"{line}; exit $?",
-    ]
-    done = subprocess.run(
-        line_of_a_shell,
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_line(folder, line)
     codes = next((codes for begin, codes in CODES.items() if line.startswith(begin)), (0,))
     assert done.returncode in codes, (
         f"{line}: {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
@@ -126,7 +100,7 @@ def test_what_is_not_run_is_on_a_page() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", sorted(set(PAGES) - ELSEWHERE))
+@pytest.mark.parametrize("page", sorted(set(PAGES) - ELSEWHERE - GUIDES_OF_A_TASK))
 def test_commands_of_a_page(folder: Path, page: str) -> None:
     lines = [line for line in commands(PAGES[page]) if not skipped(line)]
     if not lines:

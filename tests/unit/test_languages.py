@@ -12,13 +12,11 @@ from scripts.reference.__main__ import PAGES as GENERATED
 ROOT = Path(__file__).parents[2]
 # Pages that are made from the code have the language of its docstrings; Chinese pages mark links to them.
 PAGES = [
-    page.stem
-    for page in sorted((ROOT / "docs").glob("*.md"))
+    page.relative_to(ROOT).as_posix().removesuffix(".md")
+    for page in sorted((ROOT / "docs").rglob("*.md"))
     if not page.stem.endswith(".zh") and page.name not in GENERATED
 ]
-TWINS = {"README.md": "README.zh-CN.md"} | {
-    f"docs/{page}.md": f"docs/{page}.zh.md" for page in PAGES
-}
+TWINS = {"README.md": "README.zh-CN.md"} | {f"{page}.md": f"{page}.zh.md" for page in PAGES}
 
 
 def links(text: str) -> set[str]:
@@ -48,7 +46,7 @@ def test_a_page_says_the_same_in_both_languages(english: str, chinese: str) -> N
 
 
 def test_chinese_pages_mark_links_to_english_pages() -> None:
-    for page in sorted((ROOT / "docs").glob("*.zh.md")):
+    for page in sorted((ROOT / "docs").rglob("*.zh.md")):
         for link in re.finditer(r"\]\((reference_\w+\.md)[^)]*\)(（英文）)?", page.read_text()):
             assert link[2], f"{page.name}: {link[1]} is English"
 

@@ -185,7 +185,7 @@ def test_a_model_of_images_alone_is_planned_as_one(run: Run) -> None:
 
 @pytest.mark.slow
 def test_every_key_of_the_json_is_documented(run: Run) -> None:
-    text = (ROOT / "docs" / "plan_reference.md").read_text()
+    text = (ROOT / "docs" / "reference" / "plan.md").read_text()
     known = set(re.findall(r"`([a-z_0-9]+)`", text))
 
     def keys(value: Any, place: str = "") -> set[str]:
