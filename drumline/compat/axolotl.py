@@ -221,7 +221,7 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
         ),
         "shuffle_merged_datasets": set_key("data.order", choose_by_flag("shuffle", "sequential")),
         "dataset_exact_deduplication curriculum_sampling min_sample_len": reject(
-            why=NEUTRAL, fix="see docs/data_reference.md"
+            why=NEUTRAL, fix="see docs/reference/data.md"
         ),
         "early_stopping_patience": postpone("patience"),
         "fsdp_version fsdp_final_state_dict_type ddp trainer_cls": drop("strategy says it"),
@@ -505,7 +505,7 @@ def _note_unknown(sheet: Sheet, entry: dict[str, OldKey]) -> None:
     empty = {key for key in entry if entry[key].value in (None, "", [], False)}
     for key in entry.keys() - KNOWN - empty:
         sheet.note(
-            entry[key], "unknown here: rows are read by their format (docs/data_reference.md)"
+            entry[key], "unknown here: rows are read by their format (docs/reference/data.md)"
         )
 
 
@@ -572,7 +572,7 @@ def _columns(sheet: Sheet, entry: dict[str, OldKey], algorithm: str) -> dict[str
     if word not in KNOWN_TYPES:
         sheet.note(
             entry["type"],
-            "unknown here: the columns tell the format, or data.train[N].columns (docs/data_reference.md)",
+            "unknown here: the columns tell the format, or data.train[N].columns (docs/reference/data.md)",
         )
     sides = {}
     for part in ("chosen", "rejected"):

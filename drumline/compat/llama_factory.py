@@ -114,10 +114,10 @@ TABLE: dict[str, Rule] = LORA_PLUS | by_word(
             "the token cache is named by what it is made of"
         ),
         "mix_strategy": reject(
-            "concat", why="sources are concatenated", fix="see docs/data_reference.md on weights"
+            "concat", why="sources are concatenated", fix="see docs/reference/data.md on weights"
         ),
         "interleave_probs": reject(
-            why="sources are concatenated", fix="see docs/data_reference.md on weights"
+            why="sources are concatenated", fix="see docs/reference/data.md on weights"
         ),
         "default_system": reject(
             why="rows have their own system messages", fix="write it into the chat template"

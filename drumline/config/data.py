@@ -128,7 +128,7 @@ class SourceSpec(Spec, Mixed):
         "document",
     ] = Field(
         "auto",
-        description="Format of another tool's rows (see docs/data_reference.md); auto: found by their columns; own: none.",
+        description="Format of another tool's rows (see docs/reference/data.md); auto: found by their columns; own: none.",
     )
     limit: Steps | None = Field(None, description="Take at most this many rows.")
     where: str | None = Field(

@@ -28,7 +28,7 @@ def require_pairs(build: Any, make_optimizer: Any, is_prepared: bool) -> dict[st
         raise UserError(
             "prepare takes build and make_optimizer, or {name: (build, make_optimizer)}, once",
             where="session.prepare",
-            fix="see docs/session_reference.md",
+            fix="see docs/reference/session.md",
         )
     return pairs
 

@@ -1,4 +1,4 @@
-"""The code of docs/python.md runs as it stands, block after block, on a small model."""
+"""The code of docs/guides/python.md runs as it stands, block after block, on a small model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.forks import Forked
 from tests.harness import ENV, ROOT, events, write_config
 from tests.tiny import tiny_model_dir
 
-PAGE = ROOT / "docs" / "python.md"
+PAGE = ROOT / "docs" / "guides" / "python.md"
 
 
 def blocks(page: Path) -> list[str]:

@@ -14,7 +14,7 @@ from drumline.config.registry import _own
 from tests.harness import ROOT, drumline, losses, write_config
 from tests.tiny import tiny_model_dir
 
-PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "own_algorithm.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 SGD = {
     "optimizer": {"kind": "sgd", "lr": 1e-3, "max_grad_norm": None},
@@ -24,7 +24,7 @@ SGD = {
 
 
 def write_files(folder: Path) -> None:
-    """The algorithm of docs/algorithms.md."""
+    """The algorithm of docs/guides/own_algorithm.md."""
     for name, text in FILES.items():
         (folder / name).write_text(text)
 

@@ -17,11 +17,12 @@ from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.full
 PYTHON = sys.executable
-PAGE = (ROOT / "docs" / "torchrun.md").read_text().partition("## Several hosts")[2]
+PAGE = (ROOT / "docs" / "guides" / "torchrun.md").read_text()
+SEVERAL_HOSTS = PAGE.partition("## Several hosts")[2].partition("\n## ")[0]
 # The page's own lines, by how they begin. They differ between hosts by the number of the host alone.
 LINES = [
     line
-    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    for block in re.findall(r"```bash\n(.*?)```", SEVERAL_HOSTS, re.DOTALL)
     for line in block.strip().splitlines()
 ]
 EACH, DEEPSPEED = (

@@ -43,10 +43,6 @@ RUN_BY = {
         f"{TRAIN} --detach": "tests/unit/test_kubernetes.py::test_who_does_not_wait_only_submits",
     },
     "ray": {TRAIN: "plugins/hosts/tests/test_ray.py::test_same_losses_as_two_local_ranks"},
-    "mpi": {
-        f"mpirun -np 4 {TRAIN}": "tests/slurm/test_slurm.py::test_joins_under_mpirun",
-        f"mpirun -np 16 -x MASTER_ADDR=HOST {TRAIN}": "tests/unit/test_launch_tasks.py::test_several_hosts_of_mpirun",
-    },
     "torchrun": {
         "torchrun --nproc-per-node 2": ONE,
         "python -m torch.distributed.launch --nproc_per_node 2": ONE,
@@ -55,13 +51,21 @@ RUN_BY = {
         "python -m torch.distributed.launch --nnodes": SEVERAL,
         "accelerate launch --multi_gpu": SEVERAL,
         "deepspeed --hostfile": "tests/hosts/test_lines.py::test_deepspeed_with_a_hostfile",
+        f"mpirun -np 4 {TRAIN}": "tests/slurm/test_slurm.py::test_joins_under_mpirun",
+        f"mpirun -np 16 -x MASTER_ADDR=HOST {TRAIN}": "tests/unit/test_launch_tasks.py::test_several_hosts_of_mpirun",
     },
 }
 
 
+def page_path(name: str, language: str = "") -> Path:
+    """Return the page of this name, which is a guide or a reference."""
+    (path,) = (ROOT / "docs").rglob(f"{name}{language}.md")
+    return path
+
+
 def commands(page: str) -> list[str]:
     """Without those that install."""
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = page_path(page).read_text()
     lines = [
         line
         for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
@@ -75,18 +79,19 @@ def test_each_command_is_run_by_a_test(page: str) -> None:
     found = commands(page)
     for line in found:
         assert shlex.split(line) and [known for known in RUN_BY[page] if line.startswith(known)], (
-            f"docs/{page}.md: no test runs: {line}"
+            f"{page}.md: no test runs: {line}"
         )
     for known, test in RUN_BY[page].items():
-        assert any(line.startswith(known) for line in found), f"docs/{page}.md has no {known}"
+        assert any(line.startswith(known) for line in found), f"{page}.md has no {known}"
         path, _, name = test.partition("::")
         assert re.search(rf"^def {name}\(", Path(ROOT, path).read_text(), re.MULTILINE), test
 
 
 @pytest.mark.parametrize("page", ["ssh", "slurm", "kubernetes", "ray"])
 def test_the_yaml_of_a_page_is_a_config(page: str) -> None:
-    for name in (f"{page}.md", f"{page}.zh.md"):
-        blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
+    for language in ("", ".zh"):
+        text = page_path(page, language).read_text()
+        blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
         assert blocks
         for block in blocks:
             assert load_values({**DATA, **yaml.safe_load(block)}, []).config.launch.kind == page

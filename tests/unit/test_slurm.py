@@ -455,7 +455,7 @@ def test_ends_are_read_from_the_notes_of_tasks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["slurm.md", "slurm.zh.md"])
 def test_the_page_s_yaml_is_a_config(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
+    text = (ROOT / "docs" / "guides" / page).read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     config = load_values({**DATA, **yaml.safe_load(block)}, []).config
     assert (
