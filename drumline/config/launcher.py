@@ -1,4 +1,8 @@
-"""What a launcher's spec is: the section `launch` of the YAML, and how ranks are started, or found to be started already. No torch here."""
+"""The section `launch` of the YAML, and how its kind starts ranks, or joins those that another program has started.
+
+No torch here. Types of rooms above this one are named in docstrings: a Plan is `plan.plan.Plan`, a Config is
+`config.config.Config`, a Request is `config.load.Request`, a Replans is `plan.out_of_memory.Replans`.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,15 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from drumline.config.registry import Registered, Spec
 from drumline.config.section import Seconds
 from drumline.errors import EnvironmentFault
+from drumline.hardware.detect import Machine
 from drumline.system.network import LONG_SECONDS, START_SECONDS, STEP_SECONDS
-
-if TYPE_CHECKING:
-    from drumline.config.config import Config
-    from drumline.config.load import Request
-    from drumline.hardware.detect import Machine
-    from drumline.plan.out_of_memory import Exhausted
-    from drumline.plan.plan import Plan
 
 # As system.process.run_module: module, stdin, seconds.
 RunModule = Callable[[str, str, float], tuple[int | None, str, str]]
@@ -28,27 +26,17 @@ RunModule = Callable[[str, str, float], tuple[int | None, str, str]]
 
 @dataclass(frozen=True)
 class Reached:
-    """A host that is reached: its address, empty where nobody knows it, and how a module of Drumline is run there."""
+    """A host of a run. `address`: empty if it is not known. `run`: runs a module of Drumline there."""
 
     address: str
     run: RunModule
 
 
-# (what was known when memory ran out, the last step done) → (the plan's verdict, why the run does not go on; None: plan.json is new).
-OnOutOfMemory = Callable[["Exhausted", int], tuple[str, str | None]]
-
-
-class Replans(Protocol):
-    """An OnOutOfMemory that plans for another number of ranks, too."""
-
-    def __call__(self, out: Exhausted, step: int, /) -> tuple[str, str | None]: ...
-
-    def resize(self, ranks: int, /) -> bool:
-        """Makes plan.json anew; False where there is no plan for so many."""
-
-
 class LauncherSpec(Spec):
-    """The base of all launchers. One of your own overrides `start`, or `rank_variables` where another program starts the ranks."""
+    """The base of all launchers.
+
+    One of your own overrides `start`, or `rank_variables` if another program starts the ranks.
+    """
 
     group: ClassVar[str] = "launchers"
     modules: ClassVar[str] = "drumline.launch.{}.spec"
@@ -104,25 +92,31 @@ class LauncherSpec(Spec):
         return values
 
     def rank_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Where this process is one rank of several already: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. It then joins the
-        others, and rank 0 plans. Nothing: this process starts them."""
+        """Return the variables of a rank that another program has started; none if this process starts the ranks.
+
+        They are RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Such a rank joins the others, and
+        rank 0 plans. `environment`: of this process.
+        """
         return {}
 
     def processes(self) -> int | None:
-        """How many ranks `start` starts; None: as many as `nproc` and this machine's devices say."""
+        """Return how many ranks `start` starts; None: as many as `nproc` and this machine's devices say."""
         return sum(self.host_ranks()) or None
 
-    def machine(self, config: Config) -> Machine | None:
-        """A host that ranks run on, to plan for; None: this one. Raises EnvironmentFault where nobody knows what it has."""
+    def machine(self, config: Any) -> Machine | None:
+        """Return a host that ranks run on, to plan for; None: this one.
+
+        Raises EnvironmentFault if it is not known what the host has. `config`: a Config.
+        """
         return None
 
     def host_ranks(self) -> tuple[int, ...]:
-        """How many ranks each host has; nothing where all are on this one, or another program knows."""
+        """Return how many ranks each host has; nothing if all are on this one, or if another program decides."""
         return ()
 
     @property
     def number_of_hosts(self) -> int:
-        """How many hosts a run has that starts from here; 0 where that is not set by a number or a list."""
+        """Return how many hosts a run has that starts from here; 0 if no number and no list says it."""
         return 0
 
     @property
@@ -131,45 +125,63 @@ class LauncherSpec(Spec):
         return False
 
     def on_hosts(self, number: int) -> list[str]:
-        """Overrides by which a run takes so many hosts with `nproc` ranks each, for `drumline bench`. Raises UserError."""
+        """Return the overrides by which a run takes `number` hosts with `nproc` ranks each, for `drumline bench`.
+
+        Raises UserError if it cannot.
+        """
         return [f"launch.nodes={number}"]
 
     def reach(self) -> Mapping[str, Reached]:
-        """The hosts of a run by name, for `drumline doctor`; nothing: this one alone. Raises EnvironmentFault for one that is not there."""
+        """Return name → host of a run, for `drumline doctor`; nothing: this host alone.
+
+        Raises EnvironmentFault for a host that does not answer.
+        """
         return {}
 
-    def submission(self, plan: Plan, plan_path: Path, resume: str | None) -> str:
-        """What `start` would hand to another program, for --dry-run; empty where it hands over nothing."""
+    def submission(self, plan: Any, plan_path: Path, resume: str | None) -> str:
+        """Return what `start` would hand to another program, for --dry-run; empty if it hands over nothing."""
         return ""
 
-    def submit(self, request: Request, dry_run: bool) -> int | None:
-        """Hand the run to another program that starts `drumline train` where it shall run, follow it, and return its exit code. `dry_run`:
-        print what would be handed over. None: it runs from here, by `start`."""
+    def submit(self, request: Any, dry_run: bool) -> int | None:
+        """Hand the run to another program, follow it, and return its exit code; None: it runs from here, by `start`.
+
+        The other program starts `drumline train` on hosts of its own. `request`: a Request. `dry_run`: only
+        print what would be handed over.
+        """
         return None
 
-    def early(self, config: Config, plan_path: Path) -> AbstractContextManager[Any]:
-        """Entered before there is a plan, and left when the ranks have ended or there is no plan: what may start meanwhile. What it gives
-        is an argument of `start`."""
+    def early(self, config: Any, plan_path: Path) -> AbstractContextManager[Any]:
+        """Return a context for what may start before there is a plan. What it gives is an argument of `start`.
+
+        It is left when the ranks have ended, or if there is no plan. `config`: a Config.
+        """
         return nullcontext()
 
     def require(self) -> None:
-        """Raises EnvironmentFault where ranks could not be started, before the run folder is made."""
+        """Raise EnvironmentFault if ranks could not be started. It is called before the run folder is made."""
 
-    def compare(self, plan: Plan, early: Any) -> None:
-        """Raises EnvironmentFault where hosts differ in what the plan needs. The lease of the run folder is held, and nothing is in it."""
+    def compare(self, plan: Any, early: Any) -> None:
+        """Raise EnvironmentFault if hosts differ in what the plan needs.
+
+        The lease of the run folder is held then, and nothing is in the folder. `plan`: a Plan.
+        """
 
     def start(
         self,
-        plan: Plan,
+        plan: Any,
         plan_path: Path,
         resume: str | None,
         on_event: Callable[[Any], None],
-        on_oom: Replans,
+        on_oom: Any,
         early: Any,
     ) -> int:
-        """Run the ranks of a plan to their end and return the exit code (`drumline.errors`). A rank is `python -m drumline.train.entry
-        PLAN`, perhaps with `--resume` and where to go on, in the variables above. Each event of the run goes to `on_event`
-        (`telemetry.events.Tail` follows events.jsonl); `on_oom` makes a new plan when memory ran out."""
+        """Run the ranks of a plan to their end, and return the exit code (`drumline.errors`).
+
+        A rank is `python -m drumline.train.entry PLAN`, with the variables of `rank_variables`, and with
+        `--resume` if `resume` says where to go on.
+        `plan`: a Plan. `on_event`: gets each event of the run (`telemetry.events.Tail` follows events.jsonl).
+        `on_oom`: a Replans, which makes a new plan when memory has run out. `early`: what `early` gave.
+        """
         raise EnvironmentFault(
             f"launcher {self.kind} starts no ranks",
             where="launch.kind",

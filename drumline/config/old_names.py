@@ -43,6 +43,7 @@ PACKAGES = ("core", "strategies", *(f"strategies.{name}" for name in STRATEGIES)
 ALSO = {
     "core.rule": ("config.refusal", ("Refusal", "no_option")),
     "core.estimate": ("config.section", ("Frozen",)),
+    "core.launcher": ("plan.out_of_memory", ("OnOutOfMemory", "Replans")),
     "core.rollouts": ("config.algorithm", ("RolloutSpec",)),
     "core.stream": ("config.strategy", ("SequenceParallel",)),
     "core.strategy": ("planner.strategies.base", ("Space", "SCHEDULES", "mixes")),

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from drumline.config.launcher import OnOutOfMemory
 from drumline.config.urls import FETCHED, is_url
 from drumline.errors import NotSaved, Preempted, TrainingStopped, UserError
 from drumline.hardware.detect import free_bytes
@@ -25,6 +24,7 @@ from drumline.launch.postmortem import (
     root_cause,
 )
 from drumline.plan.explain import EXPORT_FAILED, way_to_export
+from drumline.plan.out_of_memory import OnOutOfMemory
 from drumline.plan.plan import Plan
 from drumline.system.files import is_own_checkpoint, numbered
 from drumline.system.output import say

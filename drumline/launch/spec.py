@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from drumline.config.launcher import LauncherSpec, Replans
+from drumline.config.launcher import LauncherSpec
 from drumline.launch.environment import listen
+from drumline.plan.out_of_memory import Replans
 from drumline.plan.plan import Plan
 from drumline.system.network import require_interface
 

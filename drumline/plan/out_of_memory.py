@@ -6,9 +6,9 @@ This module computes only; it reads nothing and runs nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pydantic import Field
 
@@ -120,6 +120,20 @@ class Exhausted(Frozen):
         if known:
             what += f": {', '.join(known)}"
         return what
+
+
+# Takes what was known when memory ran out and the last step that was done. Returns the plan's verdict, and why the
+# run does not go on; None: there is a new plan.json.
+OnOutOfMemory = Callable[[Exhausted, int], tuple[str, str | None]]
+
+
+class Replans(Protocol):
+    """An OnOutOfMemory that can also plan for another number of ranks."""
+
+    def __call__(self, out: Exhausted, step: int, /) -> tuple[str, str | None]: ...
+
+    def resize(self, ranks: int, /) -> bool:
+        """Make plan.json anew. Return False if there is no plan for `ranks` ranks."""
 
 
 class Misestimate(NamedTuple):

@@ -7,9 +7,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from drumline.config.launcher import OnOutOfMemory
 from drumline.errors import DrumlineError
 from drumline.launch.slurm.job import run
+from drumline.plan.out_of_memory import OnOutOfMemory
 from drumline.plan.plan import Plan
 from drumline.report.page import at_end
 

@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drumline.config.launcher import OnOutOfMemory
 from drumline.errors import DrumlineError, EnvironmentFault, NotSaved
 from drumline.launch.lease import Lease
 from drumline.launch.local import furthest_step, launch, newest_or
 from drumline.launch.postmortem import RankEnd, read_error
 from drumline.launch.slurm.queue import END, ask, note_end
 from drumline.launch.slurm.spec import SlurmLauncher
+from drumline.plan.out_of_memory import OnOutOfMemory
 from drumline.plan.plan import Plan
 from drumline.system.process import Process, start_command
 from drumline.system.signals import LauncherSignals

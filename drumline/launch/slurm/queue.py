@@ -11,18 +11,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
+from drumline.launch.slurm.options import SlurmOptions
 from drumline.launch.slurm.script import SCRIPT, script
 from drumline.system.files import following, write_whole
 from drumline.system.process import run_command
 from drumline.system.signals import LEFT, LauncherSignals
 from drumline.telemetry.events import Emit, tail
-
-if TYPE_CHECKING:
-    from drumline.launch.slurm.spec import SlurmLauncher
 
 JOB = "job.json"  # in the run folder: the job that was submitted last
 END = "job-end.json"  # in the run folder: how that job ended, if it ended by itself
@@ -95,7 +93,7 @@ def ask(
     return out.strip()
 
 
-def submit(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
+def submit(options: SlurmOptions, plan_path: Path, resume: str | None) -> str:
     """Write the script, submit it, and note its job in the run folder. Return the job's number."""
     for name, effect in REFUSED.items():
         if os.environ.get(name):

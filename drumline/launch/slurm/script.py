@@ -6,12 +6,9 @@ import math
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drumline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from drumline.launch.slurm.spec import SlurmLauncher
+from drumline.launch.slurm.options import SlurmOptions
 
 SCRIPT = "job.sh"  # in the run folder
 # Slurm may send a signal a minute late, or early, so it is asked to send it earlier by this much.
@@ -26,7 +23,7 @@ def require_one_line(plan_path: Path) -> None:
         raise ConfigError(what, where="run.dir", fix="choose another with run.dir=…")
 
 
-def script(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
+def script(options: SlurmOptions, plan_path: Path, resume: str | None) -> str:
     """Return the script for sbatch. It runs one process, which starts the ranks by srun and watches over them.
 
     Raises ConfigError for a run folder that would not stay on its line.
@@ -54,7 +51,7 @@ def script(options: SlurmLauncher, plan_path: Path, resume: str | None) -> str:
     return "\n".join(lines)
 
 
-def _directives(options: SlurmLauncher, run_dir: Path) -> dict[str, object]:
+def _directives(options: SlurmOptions, run_dir: Path) -> dict[str, object]:
     """Return the value of each directive of sbatch; None for one that is not set."""
     job_name = "".join(_plain_character(character) for character in run_dir.name)
     # In the name of a file sbatch reads backslashes, quotes and percent signs.

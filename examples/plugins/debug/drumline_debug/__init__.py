@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drumline.config.launcher import LauncherSpec, Replans
+from drumline.config.launcher import LauncherSpec
+from drumline.plan.out_of_memory import Replans
 from drumline.plan.plan import Plan
 
 

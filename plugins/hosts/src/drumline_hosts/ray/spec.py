@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from drumline.config.launcher import Replans
 from drumline.config.section import Above0
+from drumline.plan.out_of_memory import Replans
 from drumline.plan.plan import Plan
 from drumline_hosts.spec import HostsLauncher
 

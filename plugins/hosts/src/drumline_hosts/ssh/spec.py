@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from drumline.config.launcher import Reached, Replans
+from drumline.config.launcher import Reached
 from drumline.config.section import Section
 from drumline.errors import UserError
+from drumline.plan.out_of_memory import Replans
 from drumline.plan.plan import Plan
 from drumline_hosts.spec import HostPath, HostsLauncher
 
