@@ -17,7 +17,7 @@ from tests.harness import ROOT
 # Each page in Chinese has the same commands as its English twin (tests/unit/test_languages.py).
 PAGES = {
     page.stem: page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if not page.stem.endswith(".zh")
 }
 PROGRAMS = (

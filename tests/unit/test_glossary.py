@@ -16,7 +16,7 @@ from drumline.cli import app
 from drumline.config.load import schema
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HOUSE = [ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]
 TABLE = ROOT / "CONTRIBUTING.md"
 PARTS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
