@@ -1,4 +1,4 @@
-# Experimental: nobody has built it yet. docs/install.md says how to; tests/unit/test_dockerfile.py reads it.
+# Experimental: nobody has built it yet. docs/guides/install.md says how to; tests/unit/test_dockerfile.py reads it.
 FROM python:3.12-slim-bookworm
 
 # cpu, or a CUDA build of torch: cu126, cu130

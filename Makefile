@@ -28,7 +28,7 @@ setup-dev: $(BIN)/.dev
 demo: setup
 	@$(BIN)/drumline train examples/sft_smollm2.yaml run.dir=runs/demo-$$(date +%Y%m%d-%H%M%S) $(if $(shell command -v nvidia-smi),,--nproc 2)
 
-# The CUDA build of torch over a stand-in of CUDA (docs/gpu_tests.md): 2.5 GB of packages, so this is not for CI.
+# The CUDA build of torch over a stand-in of CUDA (docs/explanations/gpu_tests.md): 2.5 GB of packages, so this is not for CI.
 FAKE_GPU := .venv-fake-gpu
 $(FAKE_GPU)/.done: constraints.txt tests/fake_gpu/install.py tests/fake_gpu/build.py $(wildcard tests/fake_gpu/native/*) | setup-dev
 	$(BIN)/python -m tests.fake_gpu.install $(FAKE_GPU)

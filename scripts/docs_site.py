@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import re
 import shutil
 import subprocess
@@ -10,8 +11,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 SITE = ROOT / "build" / "site"
-OUTSIDE = re.compile(r'href="\.\./([^"#]+)')
+UPWARD_LINK = re.compile(r'href="(\.\./[^"#]+)')
 
 
 def build() -> int:
@@ -19,15 +21,29 @@ def build() -> int:
     shutil.rmtree(SITE, ignore_errors=True)
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
-    for page in sorted(SITE.glob("*.html")) if code == 0 else []:
-        page.write_text(
-            OUTSIDE.sub(lambda found: f'href="{_copied(found[1].rstrip("/"))}', page.read_text())
-        )
+    if code != 0:
+        return code
+    for page in sorted(SITE.rglob("*.html")):
+        page.write_text(_with_copied_sources(page.read_text(), page.parent.relative_to(SITE)))
     return code
 
 
-def _copied(name: str) -> str:
-    """Where a file of the repository lies in the site; of a folder all files do, and a page lists them. Raises FileNotFoundError."""
+def _with_copied_sources(text: str, folder: Path) -> str:
+    """Return the text of a page in `folder` with its links out of docs/ led to copies."""
+    return UPWARD_LINK.sub(lambda found: f'href="{_link(found[1], folder)}', text)
+
+
+def _link(link: str, folder: Path) -> str:
+    """Return a link of a page in `folder`. If it leaves docs/, copy its target into the site and return the copy's link."""
+    target = Path(os.path.normpath(DOCS / folder / link))
+    if target.is_relative_to(DOCS):
+        return link
+    copied = _copy_into_site(str(target.relative_to(ROOT)))
+    return os.path.relpath(copied, folder)
+
+
+def _copy_into_site(name: str) -> str:
+    """Copy a file or folder of the repository and return its path in the site; a page lists a folder's files. Raises FileNotFoundError."""
     source, target = ROOT / name, SITE / "source" / name
     if source.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ ATTENTION = {
     "fa2": "flash_attention_2",
     "fa3": "flash_attention_3",
 }
-KERNELS = "it only saves time or memory: docs/speed.md"
+KERNELS = "it only saves time or memory: docs/explanations/speed.md"
 SERVING = "it is for inference, not for training"
 KINDS = "another optimizer here is optimizer.kind"
 

@@ -376,7 +376,7 @@ def keep_freed_memory() -> None:
     """Have glibc keep freed blocks of this process for its next step.
 
     By default it gives large ones back, and the kernel clears each page of the next one anew
-    (docs/benchmarks.md has what that takes). Other C libraries have no such call.
+    (docs/explanations/benchmarks.md has what that takes). Other C libraries have no such call.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -11,13 +11,13 @@ from scripts.reference.events import events_page, exit_codes_page
 from scripts.reference.keys import keys_page
 from scripts.reference.python import python_page
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+DOCS = Path(__file__).parent.parent.parent / "docs" / "reference"
 PAGES: dict[str, Callable[[], str]] = {
-    "reference_keys.md": keys_page,
-    "reference_commands.md": commands_page,
-    "reference_events.md": events_page,
-    "reference_exit_codes.md": exit_codes_page,
-    "reference_python.md": python_page,
+    "keys.md": keys_page,
+    "commands.md": commands_page,
+    "events.md": events_page,
+    "exit_codes.md": exit_codes_page,
+    "python_functions.md": python_page,
 }
 
 
@@ -37,11 +37,11 @@ def main() -> int:
     stale = stale_pages()
     if "--check" in sys.argv[1:]:
         for name in stale:
-            print(f"docs/{name} is stale: run `python -m scripts.reference`")
+            print(f"docs/reference/{name} is stale: run `python -m scripts.reference`")
         return 1 if stale else 0
     for name, text in stale.items():
         (DOCS / name).write_text(text)
-        print(f"wrote docs/{name}")
+        print(f"wrote docs/reference/{name}")
     return 0
 
 

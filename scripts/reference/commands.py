@@ -12,7 +12,7 @@ from scripts.reference.markdown import cell, code, links_to, paragraph, table
 HEAD = """# Commands
 
 Every command of `drumline`, with its arguments and options. `drumline COMMAND --help` prints the same.
-[Exit codes](reference_exit_codes.md) have a page of their own.
+[Exit codes](exit_codes.md) have a page of their own.
 
 """
 

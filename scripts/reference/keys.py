@@ -19,7 +19,7 @@ with which an editor completes and checks keys.
 - A section may be left out. `null` at a key means its default, unless the table gives `null` a meaning.
 - On the command line a key is written with dots: `drumline train mine.yaml optimizer.lr=1e-4`.
 - A section with a `kind` has a table for each kind. `strategy: ddp` is short for `strategy: {kind: ddp}`.
-- A kind may also be code of your own, as `path.py:Name` or `package.module:Name` ([Python](python.md)).
+- A kind may also be code of your own, as `path.py:Name` or `package.module:Name` ([Python](../guides/python.md)).
 
 """
 

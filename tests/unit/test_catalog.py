@@ -423,7 +423,7 @@ def test_what_was_measured_goes_before_the_datasheet() -> None:
 
 
 def test_the_page_s_examples_are_clusters() -> None:
-    page = (ROOT / "docs" / "clusters.md").read_text()
+    page = (ROOT / "docs" / "reference" / "clusters.md").read_text()
     blocks = [textwrap.dedent(block) for block in re.findall(r"(?:^    .*\n)+", page, re.MULTILINE)]
     found = [
         load_text(f"{DATA}{block[block.index('cluster:') :]}", [], "page").cluster

@@ -40,22 +40,32 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "build" / "site"
 
 
+def pages_of(site: Path) -> list[Path]:
+    """Return the pages, without copies of the sources, and without 404.html, whose links are those of a server's root."""
+    return [
+        page
+        for page in sorted(site.rglob("*.html"))
+        if page.name != "404.html" and not page.is_relative_to(site / "source")
+    ]
+
+
 @pytest.mark.slow
 def test_every_page_is_there_and_in_the_menu(site: Path) -> None:
     menu = (ROOT / "zensical.toml").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert (site / page.name).with_suffix(".html").exists() and f'"{page.name}"' in menu, (
-            f"{page.name} is not in zensical.toml"
-        )
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert (site / name).with_suffix(".html").exists(), name
+        assert f'"{name}"' in menu, f"{name} is not in zensical.toml"
 
 
 def test_a_page_has_labels_in_its_language(site: Path) -> None:
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs")
         language, label = ("zh", "查找") if page.stem.endswith(".zh") else ("en", "Search")
-        text = (site / page.name).with_suffix(".html").read_text()
+        text = (site / name).with_suffix(".html").read_text()
         assert f'<html lang="{language}"' in text and re.search(
             rf'class="md-search__button">\s*{label}\s*<', text
-        ), page.name
+        ), name
 
 
 @pytest.mark.claim("the site of docs/ loads nothing from elsewhere")
@@ -66,18 +76,15 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert loaded or path.parent.name != "site", path
         assert not [each for each in loaded if re.match(r"(https?:)?//", each)], path.name
     # The theme's script fetches what draws a mermaid diagram from a CDN, where a page has one.
-    pages = [page.read_text() for page in site.glob("*.html")]
+    pages = [page.read_text() for page in pages_of(site)]
     assert not any('class="mermaid"' in page for page in pages) and list(site.rglob("*.js"))
 
 
 def test_links_lead_to_files(site: Path) -> None:
-    for page in sorted(
-        set(site.glob("*.html")) - {site / "404.html"}
-    ):  # its links are those of a server's root
+    for page in pages_of(site):
         for link in re.findall(r'<a\b[^>]*?href="([^"#]+)', page.read_text()):
             target = unquote(link.partition("?")[0])
-            assert (
-                re.match(r"(https?:|mailto:)", target)
-                or (site / target).is_file()
-                or (site / target / "index.html").is_file()
-            ), f"{page.name}: {link}"
+            if re.match(r"(https?:|mailto:)", target):
+                continue
+            path = page.parent / target
+            assert path.is_file() or (path / "index.html").is_file(), f"{page}: {link}"

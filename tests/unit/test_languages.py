@@ -47,8 +47,19 @@ def test_a_page_says_the_same_in_both_languages(english: str, chinese: str) -> N
 
 def test_chinese_pages_mark_links_to_english_pages() -> None:
     for page in sorted((ROOT / "docs").rglob("*.zh.md")):
-        for link in re.finditer(r"\]\((reference_\w+\.md)[^)]*\)(（英文）)?", page.read_text()):
-            assert link[2], f"{page.name}: {link[1]} is English"
+        for link, mark in re.findall(r"\]\(([\w./]+)[^)]*\)(（英文）)?", page.read_text()):
+            if Path(link).name in GENERATED:
+                assert mark, f"{page}: {link} is English"
+
+
+def test_relative_links_of_every_page_lead_to_a_file() -> None:
+    broken = []
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)#\s]+)", text):
+            if "://" not in link and not (page.parent / link).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken, "\n".join(broken)
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])

@@ -56,7 +56,7 @@ def test_the_planner_has_the_constants_and_the_ranges_of_the_committed_fit() -> 
         pytest.approx(found["left out"]["all"]["all"]["speed"]["median"], abs=0.0005)
         == fitted.SPEED_ERROR
     )
-    page = (ROOT / "docs/benchmarks.md").read_text()
+    page = (ROOT / "docs/explanations/benchmarks.md").read_text()
     for kind in ("memory", "speed"):
         assert f"{found['left out']['all']['all'][kind]['median']:.1%}" in page, kind
 

@@ -24,9 +24,9 @@ def test_the_reference_pages_are_up_to_date() -> None:
 
 
 def test_the_pages_name_every_section_command_and_event() -> None:
-    keys = (ROOT / "docs" / "reference_keys.md").read_text()
-    commands = (ROOT / "docs" / "reference_commands.md").read_text()
-    events = (ROOT / "docs" / "reference_events.md").read_text()
+    keys = (ROOT / "docs" / "reference" / "keys.md").read_text()
+    commands = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    events = (ROOT / "docs" / "reference" / "events.md").read_text()
     assert "\n### strategy: fsdp2\n" in keys
     assert "| `global_samples` |" in keys
     assert "\n## train\n" in commands

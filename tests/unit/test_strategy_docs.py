@@ -1,4 +1,4 @@
-"""docs/strategies.md says what the rules say now, and has a measured row for each strategy of the parity test."""
+"""docs/reference/strategies.md says what the rules say now, and has a measured row for each strategy of the parity test."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The constants of the estimates that no datasheet gives, and how far estimates are from measured runs.
 
 Each constant has its source, or is fitted to published runs (benchmarks/planner_fit.py, which sets
-these names; residuals: docs/benchmarks.md). Pure.
+these names; residuals: docs/explanations/benchmarks.md). Pure.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from drumline.planner.cost.terms import FULL, Beside, Copied, Flow, Volume
 from drumline.planner.cost.traffic import flows
 from drumline.planner.strategies.base import cost_of
 
-CONTENTION = 1.2  # docs/planner.md, "Constants": 1.1 to 1.3
+CONTENTION = 1.2  # docs/explanations/planner.md, "Constants": 1.1 to 1.3
 # Bytes of an entry: the gradient norm reads gradients, and clipping reads and writes them.
 CLIPPED = 4 + 8
 # Bytes of an entry that a step of AdamW on the host reads and writes (cost.fitted.HOST_STEP).

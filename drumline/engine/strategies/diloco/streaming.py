@@ -8,7 +8,7 @@ the network does. Then θ ← `keep` × θ + (1 − keep) × the outer weights (
 
 In 8 bits (`engine.compress.encode`: block-wise, as Int8 there) there is no error feedback. The outer
 gradient is the sum of a period's steps, and what rounding takes from it stays in the rank's own weights if
-it keeps some of them (docs/slow_links.md has the distance).
+it keeps some of them (docs/explanations/slow_links.md has the distance).
 
 Evaluation and a checkpoint first take the outer steps that are under way. So a checkpoint holds no fragment
 that is on its way, and a run that is killed and resumed from it takes the same course.
