@@ -13,7 +13,10 @@ from drumline.planner.matrix import as_markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "parity-cpu.json"
-PAGES = {"en": ROOT / "docs" / "reference" / "strategies.md", "zh": ROOT / "docs" / "reference" / "strategies.zh.md"}
+PAGES = {
+    "en": ROOT / "docs" / "reference" / "strategies.md",
+    "zh": ROOT / "docs" / "reference" / "strategies.zh.md",
+}
 TEXT = {
     "en": """# Strategies
 

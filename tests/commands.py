@@ -10,8 +10,9 @@ from unittest import mock
 
 import typer.main
 
-from drumline import cli_runs
-from drumline.cli import _own, app
+from drumline.cli import app
+from drumline.cli import arguments as cli_arguments
+from drumline.cli.program import _own
 from tests.harness import ROOT
 
 # Each page in Chinese has the same commands as its English twin (tests/unit/test_languages.py).
@@ -77,7 +78,7 @@ def parsed(line: str) -> list[tuple[str, dict[str, Any]]]:
             found.append((arguments[0], dict[str, Any]()))
         elif words[0] != "docker" or "train" in words:
             with mock.patch.object(
-                cli_runs, "is_there", lambda path: True
+                cli_arguments, "is_there", lambda path: True
             ):  # runs of the pages are not here
                 context = DRUMLINE.commands[arguments[0]].make_context(arguments[0], arguments[1:])
             found.append((arguments[0], context.params))

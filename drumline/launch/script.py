@@ -30,7 +30,7 @@ from drumline.launch.local import (
 )
 from drumline.launch.postmortem import RankEnd, Restarts, exhausted, report, root_cause
 from drumline.system.files import following, write_whole
-from drumline.system.output import say
+from drumline.system.output import Verbosity, say, say_note, verbosity
 from drumline.system.process import tied
 from drumline.system.signals import LauncherSignals
 from drumline.telemetry.events import read
@@ -105,6 +105,8 @@ def launch_script(
             logs = launcher_dir / "logs" / f"attempt-{next_attempt(launcher_dir)}"
             os.environ[ATTEMPT] = str(attempts)
             os.environ[LOGS] = str(logs.absolute())
+            if verbosity() is Verbosity.VERBOSE:
+                say(f"Starting {nproc} processes of {script}; their logs are in {logs}")
             show_output = _shown(logs / "rank-0.out", sys.stdout)
             show_errors = _shown(logs / "rank-0.log", sys.stderr)
             with show_output, show_errors:
@@ -216,7 +218,7 @@ def _move_logs(logs: Path, session: SessionOfScript, ends: list[RankEnd]) -> lis
         session.logs.unlink(missing_ok=True)
         shutil.move(logs, session.logs)
     except OSError as error:
-        say(f"note: the logs stay in {logs}: {error.strerror}")
+        say_note(f"the logs stay in {logs}: {error.strerror}")
         return ends
     for emptied in (logs.parent, logs.parent.parent):
         with suppress(OSError):  # other logs are in it

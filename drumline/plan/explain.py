@@ -55,7 +55,7 @@ def plan_line(plan: Plan) -> str:
     devices = plan.mesh.world_size * plan.devices_per_rank
     steps = "?" if plan.steps is None else plan.steps
     parts = [
-        _named_model(plan),
+        named_model(plan),
         f"{config.algorithm.kind} {strategy_name(plan)} on {devices} × {plan.device}",
         plan.precision,
         plan.batch.rule(plan.mesh.data_ranks),
@@ -69,7 +69,7 @@ def plan_line(plan: Plan) -> str:
     return " · ".join(parts)
 
 
-def _named_model(plan: Plan) -> str:
+def named_model(plan: Plan) -> str:
     """Return the model's name and number of parameters."""
     model = plan.config.model
     full_name = model.id or model.config.get("model_type", "model")
@@ -106,7 +106,7 @@ def explain(plan: Plan) -> str:
     rows += [
         ("steps", f"{steps}, {_warm_up(plan)} of them warm-up"),
         ("learning rate", f"{plan.lr:g}, {config.schedule.kind}"),
-        ("data", _data(plan)),
+        ("data", describe_data(plan)),
     ]
     if plan.data:
         rows += [("mixture", line.removeprefix("data.train: ")) for line in plan.data.mixture]
@@ -133,7 +133,7 @@ def _stages(pipeline: PipelinePlan, ranks: int) -> str:
     return "; ".join(parts)
 
 
-def _data(plan: Plan) -> str:
+def describe_data(plan: Plan) -> str:
     """Return the number of samples, if the data is prepared."""
     data = plan.data
     if not data:

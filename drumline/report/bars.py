@@ -20,18 +20,28 @@ from rich.progress import (
 from rich.table import Column
 
 from drumline.errors import printable
-from drumline.system.output import lossy, say
+from drumline.system.output import Verbosity, lossy, say_note, verbosity
 
 OnProgress = Callable[[str, int, int | None], None]
 # Phases of planning that take long for large models on many devices.
 COMPARING = "comparing plans"
 LOOKING_FOR_HELP = "nothing fits; looking for what would help"
+# What a phase is called in the terminal, without and with its number of rows.
+TITLES = {
+    "hash": ("Checking whether the data are prepared", ""),
+    "tokenise": ("Tokenising the rows", "Tokenising {:,} rows"),
+    "pack": ("Packing the rows", "Packing {:,} rows"),
+    "export": ("Exporting the model", ""),
+}
 
 
 @contextmanager
 def aside(display: bool) -> Iterator[OnProgress]:
-    """Draw bars on standard error. If `display` is false, the callback shows nothing."""
-    if not display:
+    """Draw bars on standard error.
+
+    If `display` is false, or the process is quiet, the callback shows nothing.
+    """
+    if not display or verbosity() is Verbosity.QUIET:
         yield _show_nothing
         return
     with lossy(), bars(Console(stderr=True)) as on_progress:
@@ -43,9 +53,17 @@ def _show_nothing(phase: str, done: int, total: int | None) -> None:
 
 
 def notes(lines: Iterable[str]) -> None:
-    """Print what the user should know on standard error."""
+    """Print what the user should know on standard error, unless the process is quiet."""
     for line in lines:
-        say(f"note: {printable(line)}")
+        say_note(printable(line))
+
+
+def title_of(phase: str, rows: int | None) -> str:
+    """Return what a phase is called in the terminal: `Tokenising 40 rows`."""
+    plain, counted = TITLES.get(phase, (phase[:1].upper() + phase[1:], ""))
+    if counted and rows:
+        return counted.format(rows)
+    return plain
 
 
 @contextmanager
@@ -68,7 +86,7 @@ def line_if_slow(
     """Print a line that work goes on if what is inside takes longer than some seconds."""
 
     def tell() -> None:
-        console.print(f"{phase} …", highlight=False)
+        console.print(f"{title_of(phase, None)} …", highlight=False)
 
     return told_if_slow(tell, seconds)
 
@@ -87,7 +105,7 @@ def bars(console: Console) -> Iterator[OnProgress]:
 
         def update(phase: str, done: int, total: int | None) -> None:
             if phase not in tasks:
-                tasks[phase] = progress.add_task(phase, total=total)
+                tasks[phase] = progress.add_task(title_of(phase, None), total=total)
             progress.update(tasks[phase], completed=done, total=total)
 
         yield update
@@ -105,8 +123,7 @@ def _line_printer(console: Console) -> OnProgress:
         if phase in seen:
             return
         seen.add(phase)
-        number = f" ({total})" if total else ""
-        console.print(f"{phase} …{number}", highlight=False)
+        console.print(title_of(phase, total), highlight=False)
 
     return print_phase
 

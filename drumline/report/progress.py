@@ -19,6 +19,7 @@ from rich.text import Text
 
 from drumline.errors import printable
 from drumline.report.waiting import Waits, duration
+from drumline.system.output import Verbosity
 from drumline.system.redact import redact
 from drumline.telemetry import events, watched
 
@@ -83,10 +84,31 @@ class Progress:
     """A consumer of events; use it as a context manager. `on_event` may be called from another thread."""
 
     def __init__(
-        self, console: Console, past: Iterable[events.Event] = (), waits: Waits | None = None
+        self,
+        console: Console,
+        past: Iterable[events.Event] = (),
+        waits: Waits | None = None,
+        *,
+        verbosity: Verbosity = Verbosity.VERBOSE,
+        opening: Iterable[str] = (),
     ) -> None:
-        """`past`: events of the run before this process, so that a resumed run knows its first evaluation."""
+        """Show nothing yet; the events of the run come to `on_event`.
+
+        Args:
+            console: The terminal or file to print to.
+            past: Events of the run before this process, so that a resumed run knows its first
+                evaluation.
+            waits: What the ranks do between steps.
+            verbosity: How much is printed.
+            opening: The lines about the plan that are printed first. Without them the run's first
+                event gives one line.
+        """
         self.console = console
+        self.is_quiet = verbosity is Verbosity.QUIET
+        self.is_verbose = verbosity is Verbosity.VERBOSE
+        self.opening = list(opening)
+        # The page about the run that was written at its end.
+        self.page: Path | None = None
         self.waits = waits or Waits()
         # The newest event of each kind.
         self.start: events.RunStart | None = None
@@ -113,7 +135,12 @@ class Progress:
         self.live: Live | None = None
 
     def __enter__(self) -> Progress:
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
+        for line in self.opening:
+            self._print(line)
+        if self.opening:
+            self._print("")
+        has_panel = self.console.is_terminal and not self.console.is_dumb_terminal
+        if has_panel and not self.is_quiet:
             self.live = Live(
                 console=self.console,
                 refresh_per_second=REFRESH_PER_SECOND,
@@ -127,8 +154,13 @@ class Progress:
             self.live.__exit__(*arguments)
         self.waits.keep()
         if self.end and self.end.status == "finished":
+            if self.is_quiet:
+                line = f"{self._finished_line(self.end)} It is in {self._run_dir()}."
+                self.console.print(_text(line), soft_wrap=True)
             for line in self.summary():
                 self._print(line)
+        elif self.page is not None:
+            self._print(f"The page about the run is {self.page}.")
 
     def on_event(self, event: events.Event) -> None:
         """Show an event; those without a handler are not for the display."""
@@ -149,7 +181,12 @@ class Progress:
             )
 
     def _print(self, line: str, style: str = "") -> None:
-        """Print a line. Files and pipes get one line an event; a terminal breaks long ones between words."""
+        """Print a line, unless the display is quiet.
+
+        Files and pipes get one line an event; a terminal breaks long ones between words.
+        """
+        if self.is_quiet:
+            return
         self.console.print(_text(line, style=style), soft_wrap=self.live is None)
 
     def _print_all(self, warnings: Iterable[str]) -> None:
@@ -161,7 +198,8 @@ class Progress:
 
     def _on_run_start(self, event: events.RunStart) -> None:
         if not self.start:
-            self._print(f"plan: {event.plan_line}")
+            if self.is_verbose or not self.opening:
+                self._print(f"plan: {event.plan_line}")
             for line in event.unadapted or []:  # None in runs of older versions
                 self._print(f"note: {line}")
             self.began = event.t
@@ -184,6 +222,8 @@ class Progress:
 
     def _step_line(self, event: events.Step) -> str:
         """Return the line of a step for files and pipes."""
+        if not self.is_verbose:
+            return self._short_step_line(event)
         mean = ""
         losses = list(self.losses.values())[-MEAN_STEPS:]
         if losses:
@@ -201,10 +241,28 @@ class Progress:
             columns.append(f"sent {size(event.sent_bytes)}")
         return "  ".join(columns)
 
+    def _short_step_line(self, event: events.Step) -> str:
+        """Return the line of a step in 80 columns, which align from step to step."""
+        steps = self._steps() or "?"
+        position = f"{event.step}/{steps}"
+        width = 2 * len(str(steps)) + 1
+        speed = f"{event.samples_per_s:.4g} samples/s"
+        if events.has_tokens(event.tokens, event.samples):
+            speed = f"{event.tokens_per_s:,.0f} tok/s"
+        columns = [
+            f"step {position:<{width}}",
+            f"loss {_number(event.loss, '.4f'):>8}",
+            f"norm {_number(event.grad_norm, '.3g'):>5}",
+            f"lr {event.lr:<8.3g}",
+            f"{speed:>13}",
+            f"{self._eta()} left",
+        ]
+        return "  ".join(columns)
+
     def _on_eval(self, event: events.Eval) -> None:
         self.evals.append(event)
         self._print(
-            f"held out, step {event.step}: {_metrics(event)}  ({event.samples} samples)", "cyan"
+            f"Held out at step {event.step}: {_metrics(event)} ({event.samples} samples)", "cyan"
         )
         self._print_all(failed(event.reward_failures or {}))
 
@@ -230,7 +288,7 @@ class Progress:
             )
 
     def _on_reference(self, event: events.Reference) -> None:
-        if not event.found:
+        if not event.found and self.is_verbose:
             self._print(
                 f"reference: {event.pairs} pairs of {event.data} scored in {event.seconds:.1f} s"
             )
@@ -241,6 +299,8 @@ class Progress:
         if self.is_measured or not memory:
             return
         self.is_measured = True
+        if not event.warned and not self.is_verbose:
+            return
         step = ""
         if "total" in seconds:
             step = f" · step {seconds['total']:.3g} s"
@@ -257,6 +317,8 @@ class Progress:
 
     def _on_profile(self, event: events.Profiled) -> None:
         self.profile = event
+        if not self.is_verbose:
+            return
         for line in _operators(event):
             self._print(line)
 
@@ -264,7 +326,7 @@ class Progress:
         if event.error:
             rest = "" if event.path else " — the run goes on"
             self._print(f"checkpoint of step {event.step}: {event.error}{rest}", "yellow")
-        elif self.live is None:
+        elif self.live is None and self.is_verbose:
             self._print(
                 f"checkpoint of step {event.step}: {size(event.bytes)} in {event.seconds:.1f} s"
             )
@@ -272,14 +334,18 @@ class Progress:
             self.save = event
 
     def _on_started(self, event: events.Started) -> None:
+        if not self.is_verbose:
+            return
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in event.seconds.items())
         self._print(f"first step after {sum(event.seconds.values()):.1f} s: {parts}", "dim")
 
     def _on_restore(self, event: events.Restore) -> None:
         for skipped in event.skipped:
-            self._print(f"passed over a damaged checkpoint: {skipped['reason']}", "yellow")
-        where = f"from {event.path}" if event.path else "no checkpoint yet"
-        self._print(f"going on at step {event.step}, {where}")
+            self._print(f"Passed over a damaged checkpoint: {skipped['reason']}", "yellow")
+        if event.path:
+            self._print(f"Resuming after step {event.step} from {event.path}")
+        else:
+            self._print("There is no checkpoint yet: starting at the first step")
         self.restored = event.step
         self.losses = {step: loss for step, loss in self.losses.items() if step <= event.step}
         self.recent.clear()
@@ -322,7 +388,7 @@ class Progress:
             self.restarts += 1
 
     def _on_preempt(self, event: events.Preempt) -> None:
-        self._print(f"{event.signal}: saved at step {event.step}")
+        self._print(f"{event.signal}: saved after step {event.step}")
 
     def _on_export(self, event: events.Export) -> None:
         self.export = event
@@ -350,11 +416,14 @@ class Progress:
         if self.export and self.export.error:
             lines.append("  model   not exported: the note says why, and how to get it")
         elif self.export:
-            lines.append(
-                f"  model   {self.export.path}  (load it with transformers' from_pretrained)"
-            )
+            how = "  (load it with transformers' from_pretrained)" if self.is_verbose else ""
+            lines.append(f"  model   {self.export.path}{how}")
+        if self.step:
+            lines.append(f"  memory  {self._memory()} at the peak")
+        if self.page is not None:
+            lines.append(f"  page    {self.page}")
         lines.append(f"  events  {self._run_dir()}/events.jsonl")
-        lines.append("next:")
+        lines.append("Next:")
         lines += self._next_commands()
         return lines
 
@@ -371,7 +440,8 @@ class Progress:
         if spent.get("productive"):
             share = spent["productive"] / spent["elapsed"]
             productive = f", {share:.0%} of it in training steps"
-        return f"finished {end.step} steps {since}{duration(spent.get('elapsed', 0))}{productive}"
+        took = duration(spent.get("elapsed", 0))
+        return f"Finished {end.step} steps {since}{took}{productive}."
 
     def _lines_of_learning(self) -> list[str]:
         """Return training loss, reward and scores of evaluations, each before and after."""
@@ -381,7 +451,7 @@ class Progress:
             first = _mean(losses[:MEAN_STEPS])
             last = _mean(losses[-MEAN_STEPS:])
             lines.append(
-                f"  training loss {first:.4f} → {last:.4f}  (means of the first and last {MEAN_STEPS} steps)"
+                f"  training {'loss':<15} {first:.4f} → {last:.4f}  (means of {MEAN_STEPS} steps)"
             )
         if len(self.rewards) > 1:
             first_reward = _number(self.rewards[0], ".4f")
@@ -414,11 +484,11 @@ class Progress:
         if Path(run_dir, "tensorboard").is_dir():
             lines.append(f"  tensorboard --logdir {run}/tensorboard")
         if self.start is not None and self.start.writes:
-            lines.append(f"  drumline chat {run}        # talk to the model")
+            lines.append(f"  drumline chat {run}  # talk to the model")
         if self.export is None:
             lines.append(f"  drumline export {run} --to my-model --dtype bf16")
         if Path("examples/own_data.yaml").exists():
-            lines.append("  drumline train examples/own_data.yaml        # your own rows")
+            lines.append("  drumline train examples/own_data.yaml  # your own rows")
         return lines
 
     # The live display.
@@ -426,7 +496,7 @@ class Progress:
     def render(self) -> RenderableType:
         """Return the live display: bar, loss, speed, memory, last checkpoint, and what the run waits for."""
         if not self.start:
-            return Text("starting the ranks …", style="dim")
+            return Text("Starting the ranks …", style="dim")
         step = self.step.step if self.step else self.restored
         steps = self.start.steps or 1
         parts: list[RenderableType] = [self._bar(step, steps)]
@@ -503,9 +573,9 @@ class Progress:
             if line is not None:
                 return Text(line, style="dim")
         if not self.step:
-            return Text("loading the model; the first step comes next", style="dim")
+            return Text("Loading the model; the first step comes next", style="dim")
         if step == steps and not self.end:
-            return Text("last evaluation, checkpoint and export …", style="dim")
+            return Text("Last evaluation, checkpoint and export …", style="dim")
         return None
 
     def _is_late(self, step: events.Step) -> bool:

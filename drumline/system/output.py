@@ -6,7 +6,47 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from enum import StrEnum
 from typing import Any, TextIO, cast
+
+# The variable that has the verbosity for this process and those that it starts.
+VERBOSITY = "DRUMLINE_VERBOSITY"
+
+
+class Verbosity(StrEnum):
+    """How much a run prints in the terminal."""
+
+    QUIET = "quiet"
+    NORMAL = "normal"
+    VERBOSE = "verbose"
+
+
+def verbosity() -> Verbosity:
+    """Return how much this process prints."""
+    try:
+        return Verbosity(os.environ.get(VERBOSITY, ""))
+    except ValueError:
+        return Verbosity.NORMAL
+
+
+@contextmanager
+def use_verbosity(level: Verbosity) -> Iterator[None]:
+    """Print this much within the block, also in processes that it starts."""
+    before = os.environ.get(VERBOSITY)
+    os.environ[VERBOSITY] = level
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VERBOSITY]
+        else:
+            os.environ[VERBOSITY] = before
+
+
+def say_note(text: str) -> None:
+    """Print a note to standard error, unless this process is quiet."""
+    if verbosity() is not Verbosity.QUIET:
+        say(f"note: {text}")
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -31,9 +31,11 @@ from drumline.plan.explain import default_run_dir, explain, plan_line
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import default_processes
 from drumline.report.bars import aside, bars, notes
+from drumline.report.opening import opening
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
 from drumline.report.waiting import Waits
+from drumline.system.output import verbosity
 from drumline.system.process import uncollected
 from drumline.system.yaml_lines import write_yaml
 from drumline.telemetry.events import Event, read
@@ -276,15 +278,24 @@ def launch_ranks(
             launcher.compare(plan, early)
             plan_path, start = claim_run_dir(plan, request)
         on_event: Callable[[Event], None] = _ignore
+        progress: Progress | None = None
         if display:
             past = read(run_dir / "events.jsonl")
-            progress = stack.enter_context(Progress(Console(), past, waits(run_dir)))
+            progress = stack.enter_context(
+                Progress(
+                    Console(),
+                    past,
+                    waits(run_dir),
+                    verbosity=verbosity(),
+                    opening=opening(plan),
+                )
+            )
             on_event = progress.on_event
         code = launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
-    if not launcher.elsewhere:
-        page = at_end(plan)
-        if page is not None and display:
-            print(f"page: {page}")
+        if not launcher.elsewhere:
+            page = at_end(plan)
+            if progress is not None:
+                progress.page = page
     return run_dir, code
 
 

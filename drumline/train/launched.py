@@ -24,9 +24,11 @@ from drumline.launch.lease import Lease, has_lease
 from drumline.launch.local import newest_or
 from drumline.plan.plan import Plan
 from drumline.report.bars import aside, notes
+from drumline.report.opening import opening
 from drumline.report.page import at_end
 from drumline.report.progress import Progress
 from drumline.system.files import write_whole
+from drumline.system.output import verbosity
 from drumline.system.process import process
 from drumline.system.redact import withheld
 from drumline.system.signals import NOTHING_LOST, Interrupted
@@ -80,7 +82,7 @@ def train_rank(plan: Plan, start: str | None, display: bool) -> None:
         if rank != 0 or not display:
             run(plan, start)
             return
-        with Progress(Console()) as progress:
+        with Progress(Console(), verbosity=verbosity(), opening=opening(plan)) as progress:
             run(plan, start, progress.on_event)
     except OutOfMemory as error:
         # Another launcher decides whether it goes on; what to change is reported all the same, and finding it needs memory.

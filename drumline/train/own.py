@@ -34,7 +34,7 @@ from drumline.models.freeze import learning
 from drumline.models.tape import Build
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
-from drumline.system.output import say
+from drumline.system.output import say_note
 from drumline.telemetry.events import Step
 from drumline.train.state import PendingStep
 
@@ -189,7 +189,7 @@ def _require_same_run(plan: Plan, allow: tuple[str, ...], path: str, state: dict
         )
     strategy_line = strategy_change(saved, plan.config, path)
     if strategy_line is not None:
-        say(f"note: {strategy_line}")
+        say_note(strategy_line)
 
 
 @dataclass

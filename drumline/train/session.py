@@ -44,7 +44,7 @@ from drumline.models.containers import each_tensor
 from drumline.models.tape import Build
 from drumline.plan.explain import default_run_dir
 from drumline.plan.resolve import batch_norm_why
-from drumline.system.output import say
+from drumline.system.output import Verbosity, say, say_note, verbosity
 from drumline.system.signals import StopFlag
 from drumline.telemetry.events import Emit, Eval
 from drumline.train import own, session_checks
@@ -284,7 +284,7 @@ class Session:
         for model in self._models.values():
             layers = len(batch_norms(model.engine.model))
             for line in batch_norm_why(self.plan.config, self.plan.batch, layers):
-                say(f"note: {line}")
+                say_note(line)
 
     @property
     def is_first(self) -> bool:
@@ -603,7 +603,7 @@ class Session:
             scalars[f"{prefix}loss"] = self.losses[name]
             scalars[f"{prefix}grad_norm"] = self.grad_norms[name]
         scalars |= session_checks.require_numbers(metrics)
-        if self.is_first:
+        if self.is_first and verbosity() is not Verbosity.QUIET:
             shown = "  ".join(f"{name} {value:.5g}" for name, value in scalars.items())
             say(f"step {self.steps}  {shown}", sys.stdout)
         losses = self.losses

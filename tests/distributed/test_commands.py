@@ -37,11 +37,11 @@ def test_prepare_makes_what_train_finds(tmp_path: Path) -> None:
     first, second = drumline("prepare", path), drumline("prepare", path)
     assert first.code == second.code == 0, first.err
     assert first.out == second.out and "train " in first.out and "eval " in first.out
-    assert "tokenise" in first.err and "tokenise" not in second.err, (
+    assert "Tokenising" in first.err and "Tokenising" not in second.err, (
         "the second call finds the cache"
     )
     finished = drumline("train", path)
-    assert finished.code == 0 and "tokenise" not in finished.err
+    assert finished.code == 0 and "Tokenising" not in finished.err
     data = json.loads((tmp_path / "run" / "plan.json").read_text())["data"]
     assert f"{data['train_samples']} samples, {data['train_tokens']} tokens" in first.out
 

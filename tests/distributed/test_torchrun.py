@@ -48,7 +48,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_same_losses_as_our_own_launcher(config: Path, tmp_path: Path) -> None:
     code, said = end(torchrun("train", config, f"run.dir={tmp_path / 'a'}"))
     assert code == 0, said
-    assert "plan: " in said and said.count("finished 60 steps") == 1
+    assert "  model  " in said and said.count("Finished 60 steps") == 1
     assert drumline("train", config, f"run.dir={tmp_path / 'b'}", "--nproc", "2").code == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     assert gone(str(tmp_path), 2.0)

@@ -40,7 +40,7 @@ def test_it_trains_and_leaves_a_folder_that_transformers_reads(tmp_path: Path) -
     prepared = drumline("prepare", path)
     assert prepared.code == 0 and "24 images" in prepared.out, prepared.err
     finished = drumline("train", path)
-    assert finished.code == 0 and "tokenise" not in finished.err, finished.err
+    assert finished.code == 0 and "Tokenising" not in finished.err, finished.err
     run = tmp_path / "run"
     assert [e["step"] for e in events(run, "step")] == [1, 2]
     plan = json.loads((run / "plan.json").read_text())

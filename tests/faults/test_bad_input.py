@@ -215,7 +215,7 @@ def test_resume_with_another_config(model: Path, tmp_path: Path, said: Callable[
     assert "checkpoint.every" not in line
     finished = drumline("train", config, "--resume", "run.steps=6", "--allow", "run.steps")
     assert finished.code == 0, finished.err
-    assert "going on at step 4" in finished.out
+    assert "Resuming after step 4" in finished.out
     (jump,) = [line for line in finished.err.splitlines() if "learning rate" in line]
     assert (
         "at step 4 and is" in jump

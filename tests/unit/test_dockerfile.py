@@ -71,6 +71,9 @@ def test_it_says_that_nobody_has_built_it() -> None:
     assert (ROOT / "Dockerfile").read_text().startswith("# Experimental")
     for page in ("install.md", "install.zh.md"):
         section = (
-            (ROOT / "docs" / "guides" / page).read_text().partition("## Docker\n")[2].partition("\n## ")[0]
+            (ROOT / "docs" / "guides" / page)
+            .read_text()
+            .partition("## Docker\n")[2]
+            .partition("\n## ")[0]
         )
         assert section.startswith(("Experimental", "实验性"))

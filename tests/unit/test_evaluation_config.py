@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from drumline import cli
+from drumline.cli import look
 from drumline.config.load import load, refused, to_yaml
 from drumline.config.run import EvalConfig, direction
 from drumline.errors import ConfigError, DataError, EnvironmentFault, PlanError, UserError
@@ -80,7 +80,7 @@ def test_flags_of_eval_that_would_be_left_out_are_refused(
     config: Path, flags: dict[str, Any]
 ) -> None:
     with pytest.raises(UserError, match="--lm-eval"):
-        cli.evaluate(config, **flags)
+        look.evaluate(config, **flags)
 
 
 def test_which_way_is_better_is_shown_and_may_be_set(config: Path) -> None:

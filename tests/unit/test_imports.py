@@ -92,27 +92,18 @@ MAY: dict[str, set[str]] = {
         "train",
     },
     "cli": {
-        *("cli_data", "cli_report", "cli_runs", "cli_scale", "cli_usage"),
         *("system", "config", "plan", "report", "telemetry", "planner"),
         *("launch", "train", "bench", "inference", "doctor"),
     },
-    "cli_report": {"cli_runs", "report", "launch"},
-    "cli_data": {"cli_runs", "train"},
-    "cli_runs": {"config", "report", "launch"},
-    "cli_scale": {"cli_runs", "cli_usage", "bench", "inference"},
-    "cli_usage": {"config"},
     "__main__": {"cli"},
     "__init__": {"bench", "planner", "train", "inference"},  # each when it is asked for
 }
 # Entered in one function each, where it is needed; such an import makes no circle when modules are loaded.
 LATE: dict[str, set[str]] = {"config": {"compat"}}
-# What a section's methods are given, imported for the type checker alone.
-TYPES: dict[str, set[str]] = {"config": {"plan"}}
 # Rooms that must be quick to enter: no import of these at module level.
 LIGHT = {
     *("errors", "foreign", "version", "hardware", "system", "config", "compat", "plan", "report"),
-    *("__main__", "__init__"),
-    *("cli", "cli_data", "cli_report", "cli_runs", "cli_scale", "cli_usage"),
+    *("__main__", "__init__", "cli"),
 }
 HEAVY = {"torch", "transformers", "datasets", "deepspeed", "accelerate", "peft"}
 
@@ -150,12 +141,7 @@ def tree_of(path: Path) -> ast.Module:
 @pytest.mark.claim("rooms import what they may")
 @pytest.mark.parametrize("room", MAY)
 def test_imports_keep_to_the_plan(room: str) -> None:
-    allowed = (
-        MAY[room]
-        | LATE.get(room, set())
-        | TYPES.get(room, set())
-        | {room, "errors", "foreign", "vendor", "version"}
-    )
+    allowed = MAY[room] | LATE.get(room, set()) | {room, "errors", "foreign", "vendor", "version"}
     for path in of_room(room):
         for name in imports(tree_of(path)):
             top, _, rest = name.partition(".")

@@ -279,7 +279,7 @@ def test_a_search_that_takes_long_shows_a_line(
         until = time.monotonic() + 60
         while not out.getvalue() and time.monotonic() < until:
             time.sleep(0.001)
-    assert out.getvalue() == "slow …\n"
+    assert out.getvalue() == "Slow …\n"
     phases: list[str] = []
 
     @contextmanager
@@ -313,7 +313,7 @@ def test_training_with_strategy_auto_says_that_a_search_goes_on(
     monkeypatch.setattr("drumline.train.setup.told_if_slow", at_once)
     path = write_config(tmp_path, model, strategy="auto")
     code, _, err = run("train", path, "--dry-run")
-    assert code == 0 and "comparing plans …" in err
+    assert code == 0 and "Comparing plans …" in err
 
 
 @pytest.mark.parametrize(

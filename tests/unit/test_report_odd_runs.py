@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from drumline.cli import _bare_resume, _own, main
+from drumline.cli import main
+from drumline.cli.program import _bare_resume, _own
 from drumline.report.compare import _direction
 from drumline.report.details import _memory_by_rank, repeat
 from drumline.report.facts import RunFacts

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from drumline.report.progress import Progress, trend
 from drumline.report.waiting import Waits
+from drumline.system.output import Verbosity
 from drumline.telemetry.events import Event
 
 FIGURES: dict[str, Any] = {
@@ -89,8 +90,8 @@ def told(*events: dict[str, Any], width: int = 200) -> tuple[Progress, str]:
 
 
 def test_the_display_says_what_the_run_waits_for() -> None:
-    assert "starting the ranks" in picture(told()[0])
-    assert "loading the model" in picture(told(START)[0])
+    assert "Starting the ranks" in picture(told()[0])
+    assert "Loading the model" in picture(told(START)[0])
     assert "evaluation, checkpoint and export" in picture(told(START, step(40))[0])
     assert "step 2/40" in picture(told(START, RESTORE)[0])
 
@@ -107,7 +108,7 @@ def test_a_fault_is_shown_until_steps_come_again() -> None:
     assert "SIGKILL" not in picture(progress)
     see(progress, END)
     assert (
-        "finished 40 steps after 1 restart; since the last one 0:10, 90% of it in training steps"
+        "Finished 40 steps after 1 restart; since the last one 0:10, 90% of it in training steps."
         in progress.summary()
     )
 
@@ -115,8 +116,8 @@ def test_a_fault_is_shown_until_steps_come_again() -> None:
 def test_plan_restore_and_damage_are_told_once() -> None:
     _, text = told(START, step(1), FAULT, START, RESTORE, SAVE, step(3))
     assert text.count("plan: tiny") == 1
-    assert "passed over a damaged checkpoint: sha256 differs" in text
-    assert "going on at step 2, from runs/x/step-2" in text
+    assert "Passed over a damaged checkpoint: sha256 differs" in text
+    assert "Resuming after step 2 from runs/x/step-2" in text
     assert "checkpoint of step 2: 0.0 MiB in 1.0 s" in text
 
 
@@ -136,7 +137,7 @@ def test_losses_that_are_no_numbers_break_nothing() -> None:
 def test_commands_to_try_can_be_pasted() -> None:
     progress, text = told(START, step(40), END)
     assert "  drumline export 'runs/my run' --to my-model --dtype bf16" in progress.summary()
-    assert "next:" in text and "drumline chat" not in text
+    assert "Next:" in text and "drumline chat" not in text
     export = {
         "kind": "export",
         "path": "runs/x/export",
@@ -145,7 +146,7 @@ def test_commands_to_try_can_be_pasted() -> None:
     }
     _, text = told({**START, "writes": True}, step(40), export, END)
     assert "  drumline chat 'runs/my run'" in text and "drumline export" not in text
-    assert "next:" not in told(START, step(40), {**END, "status": "failed"})[1]
+    assert "Next:" not in told(START, step(40), {**END, "status": "failed"})[1]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 300])
@@ -154,6 +155,56 @@ def test_the_display_keeps_to_the_width(width: int) -> None:
     lines = picture(progress, width).splitlines()
     assert max(map(len, lines)) <= min(width, 100)
     assert "MFU" in picture(progress, width).replace("\n", "") and "step 39/40" in lines[1]
+
+
+def lines_at(verbosity: Verbosity) -> list[str]:
+    """Return what a run of some steps prints into a file."""
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    opening = ["  model      tiny"]
+    with Progress(console, verbosity=verbosity, opening=opening) as progress:
+        see(progress, START)
+        see(progress, step(1, 6.23))
+        see(progress, step(20, 12.5))
+        see(progress, SAVE)
+        see(progress, step(40))
+        see(progress, END)
+        progress.page = Path("runs/my run/report.html")
+    return out.getvalue().splitlines()
+
+
+def test_a_run_prints_a_block_then_aligned_steps_then_a_block() -> None:
+    lines = lines_at(Verbosity.NORMAL)
+    assert lines[0] == "  model      tiny"
+    assert lines[1] == ""
+
+    first, middle, last = lines[2:5]
+    for column in ("loss", "norm", "lr", "tok/s", "left"):
+        place = first.index(column)
+        assert middle.index(column) == place
+        assert last.index(column) == place
+    assert max(map(len, lines)) <= 80
+
+    # The checkpoint has no line of its own.
+    assert lines[5] == ""
+    assert "  page    runs/my run/report.html" in lines
+    assert "Next:" in lines
+
+
+def test_verbose_prints_details() -> None:
+    text = "\n".join(lines_at(Verbosity.VERBOSE))
+    assert "plan: tiny" in text
+    assert "checkpoint of step 2" in text
+    text = "\n".join(lines_at(Verbosity.NORMAL))
+    assert "plan: tiny" not in text
+    assert "checkpoint of step 2" not in text
+
+
+def test_quiet_prints_the_last_line_alone() -> None:
+    lines = lines_at(Verbosity.QUIET)
+    assert len(lines) == 1
+    assert lines[0].startswith("Finished 40 steps")
+    assert lines[0].endswith("It is in runs/my run.")
 
 
 def test_many_ranks_have_one_line_of_memory() -> None:

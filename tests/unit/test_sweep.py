@@ -12,7 +12,7 @@ import pytest
 from drumline.bench.axes import axes_of, folder_name, overrides_of, points, short_names, split
 from drumline.bench.sweep import Options, Sweep, groups_of, rows_of, sweep
 from drumline.bench.trials import Outcome, Trial, best, outcome
-from drumline.cli_scale import _numbers
+from drumline.cli.diagnose import _numbers
 from drumline.config.run import EvalConfig
 from drumline.errors import UserError
 from drumline.telemetry.events import Eval, Step

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from drumline import cli
-from drumline.cli_usage import read_list
+from drumline.cli.usage import read_list
 from drumline.errors import UserError
 from drumline.inference.serve import NO_ADVICE, server_environment
 
@@ -25,6 +25,10 @@ CASES: list[Case] = [
     (["train", "--nope"], ["drumline train: there is no option --nope"]),
     (["train", "c.yaml", "--dryrun"], ["there is no option --dryrun", "did you mean --dry-run?"]),
     (["train", "c.yaml", "--all"], ["--all: it is of --dry-run"]),
+    (
+        ["train", "c.yaml", "-v", "-q"],
+        ["--quiet: it contradicts --verbose"],
+    ),
     (["trian"], ["drumline: there is no command 'trian'", "did you mean 'train'?"]),
     (["stop", ".", "b"], ["drumline stop: 'b' is one argument too many"]),
     (["plan", "--price", "nan"], ["--price: nan given, a finite number is wanted"]),

@@ -50,7 +50,9 @@ from drumline.planner.cost.activations import (
 from drumline.planner.cost.terms import FULL, LOW, WIDTH, Buffers, State, entry_bytes, kind_of
 from drumline.planner.strategies.base import cost_of
 
-CONTEXT = 2**29  # bytes of CUDA's context and its kernels (docs/explanations/planner.md, "Constants")
+CONTEXT = (
+    2**29
+)  # bytes of CUDA's context and its kernels (docs/explanations/planner.md, "Constants")
 GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
 # The phases that an estimate reports as backward: through the head, through the blocks, the end of
 # backward, and averaging after it.

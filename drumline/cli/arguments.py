@@ -1,8 +1,9 @@
-"""Types of arguments that commands share, and the commands on runs that are under way."""
+"""Types of arguments and options that several commands share."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from drumline.config.registry import nearest
 from drumline.config.urls import is_url
 from drumline.errors import UserError
 from drumline.foreign import expanded, path_mistake
+from drumline.system.output import Verbosity
 
 
 def path_of(given: str | Path) -> Path:
@@ -26,6 +28,23 @@ def path_of(given: str | Path) -> Path:
     if mistake:
         raise UserError(mistake, where=str(given), fix="shorten it")
     return Path(given)
+
+
+def place_of(text: str) -> str:
+    """Parse a path or an id. Raises UserError for what can be neither."""
+    path_of(text)
+    return text
+
+
+def chosen_verbosity(verbose: bool, quiet: bool) -> Verbosity:
+    """Return how much to print. Raises UserError for both flags at once."""
+    if verbose and quiet:
+        raise UserError("it contradicts --verbose", where="--quiet", fix="leave one of the two out")
+    if quiet:
+        return Verbosity.QUIET
+    if verbose:
+        return Verbosity.VERBOSE
+    return Verbosity.NORMAL
 
 
 def is_there(path: Path) -> bool:
@@ -84,6 +103,9 @@ def _keys(incomplete: str) -> list[str]:
     return keys(incomplete)
 
 
+path_option = partial(typer.Option, parser=path_of)
+# The override that --trust-remote-code stands for.
+TRUSTED = "model.trust_remote_code=true"
 ConfigFile = Annotated[
     Path,
     typer.Argument(
@@ -107,52 +129,11 @@ Trust = Annotated[
     ),
 ]
 Run = Annotated[Path, typer.Argument(parser=existing_path, metavar="RUN", help="A run folder.")]
-
-
-def ps(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            parser=path_of, metavar="[FOLDER]", help="A run, or the folder that has runs."
-        ),
-    ] = Path("runs"),
-) -> None:
-    """List runs: state, last step, and where each is running."""
-    from drumline.launch.runs import states, table
-
-    runs = states(folder)
-    if runs:
-        print(table(runs))
-    else:
-        print(f"no runs in {folder}")
-
-
-def logs(
-    run: Run, rank: Annotated[int | None, typer.Option(min=0, help="Of this rank alone.")] = None
-) -> None:
-    """Print what the ranks of a run's newest attempt have printed."""
-    from drumline.launch.runs import print_logs
-
-    print_logs(run, rank)
-
-
-def follow(run: Run) -> None:
-    """Show a run that was launched elsewhere until it ends, and exit with its exit code. Ctrl-C leaves it alone."""
-    from rich.console import Console
-
-    from drumline.launch.runs import follow as show
-    from drumline.report.progress import Progress
-
-    with Progress(Console()) as progress:
-        code = show(run, progress.on_event)
-    raise typer.Exit(code)
-
-
-def stop(run: Run) -> None:
-    """Have a run save and end, wherever it is running; `drumline train --resume` continues it."""
-    from drumline.launch.runs import stop as end
-
-    end(run)
-
-
-COMMANDS = (ps, logs, follow, stop)
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Print all details: start-up, checkpoints, memory."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors and the last line.")]
+Runs = Annotated[
+    list[Path], typer.Argument(parser=existing_path, metavar="RUN...", help="Run folders.")
+]

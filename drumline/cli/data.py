@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
-from drumline.cli_runs import ConfigFile, Overrides, path_of
+from drumline.cli.arguments import ConfigFile, Overrides, path_of
 
 
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Tokenise and pack the data ahead of training; the result is cached by content."""
+    """Tokenise and pack the data ahead of training.
+
+    The result is cached by content.
+    """
     from drumline.train.command import prepare as run
 
     run(config, overrides or [])
@@ -39,7 +42,11 @@ def preview(
         bool, typer.Option("--all", help="Show all tokens of long rows.")
     ] = False,
 ) -> None:
-    """Show rows as the model gets them: tokens in the loss, cut or special, packs, both sides of pairs, what rewards get."""
+    """Show rows as the model gets them.
+
+    Tokens are marked as in the loss, cut or special. Packs, both sides of pairs and what rewards
+    get are shown, too.
+    """
     from drumline.train.preview import Options
     from drumline.train.preview import preview as run
 
@@ -65,8 +72,11 @@ def convert(
         ),
     ] = None,
 ) -> None:
-    """Print a config of accelerate, DeepSpeed, transformers, TRL, LLaMA-Factory or Axolotl as a Drumline YAML, with a note for each key
-    that has no effect."""
+    """Translate a config of another tool into a Drumline YAML.
+
+    OLD may be of accelerate, DeepSpeed, transformers, TRL, LLaMA-Factory or Axolotl. Each key that
+    has no effect gets a note.
+    """
     from drumline.train.command import convert as run
 
     if len(old) == 1:
@@ -75,4 +85,8 @@ def convert(
         run(old, output)
 
 
-COMMANDS = (prepare, preview, convert)
+COMMANDS = {
+    "prepare": prepare,
+    "preview": preview,
+    "convert": convert,
+}

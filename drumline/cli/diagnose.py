@@ -1,0 +1,181 @@
+"""The commands that examine hosts, strategies and speed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drumline.cli.arguments import ConfigFile, Overrides, path_of, path_option, place_of
+from drumline.cli.usage import read_list
+from drumline.errors import UserError
+
+
+def doctor(
+    place: Annotated[
+        str | None,
+        typer.Argument(
+            parser=place_of,
+            metavar="[CONFIG.yaml|RUN|LOG|-]",
+            help="A config: before a run. A run or log: after it.",
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        bool,
+        typer.Option(
+            "--bandwidth", help="Before: also measure between every pair, against the catalog."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Check this host before a run, or say why a run failed.
+
+    After a run it prints the cause, the line that shows it, and how to fix it.
+    """
+    from drumline.doctor.command import doctor as run
+
+    raise typer.Exit(run(place, bandwidth, as_json))
+
+
+def verify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: the common ones."
+        ),
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes per strategy.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 3,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Largest relative difference that counts as equal. Default: 1e-5, or what rounding"
+            " alone does to this training, if that is more.",
+        ),
+    ] = None,
+    keep: Annotated[
+        Path | None, path_option(help="A new folder in which to keep the runs.")
+    ] = None,
+) -> None:
+    """Check that each strategy trains the same as one process.
+
+    It trains a few steps with each and compares losses, gradient norms, weights and moments.
+    """
+    from drumline.bench.verify import verify as run
+
+    wanted = read_list(strategies, "--strategies", "ddp,fsdp2")
+    raise typer.Exit(run(config, overrides or [], list(wanted), steps, nproc, tolerance, keep))
+
+
+def calibrate(
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Take fewer and smaller measurements: seconds instead of minutes."
+        ),
+    ] = False,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes. Default: one per GPU; without GPUs one per core, 2 to 8."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        path_option(help="Also write the result to this file (for cluster.calibration)."),
+    ] = None,
+) -> None:
+    """Measure this machine once for the planner.
+
+    Matrix products, memory, collectives and the disk are measured, and the result is stored.
+    """
+    from drumline.bench.calibrate import calibrate as run
+
+    raise typer.Exit(run(quick, nproc, out))
+
+
+def bench(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nproc: Annotated[
+        list[str] | None,
+        typer.Option(metavar="1,2,4", help="Processes of each host. Default: 1,2."),
+    ] = None,
+    strategies: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LIST", help="Such as `ddp,fsdp2 tp=2`. Default: the config's own."),
+    ] = None,
+    nodes: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="1,2", help="Hosts, where launch.kind is ssh, slurm or ray. Default: all."
+        ),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=1, max=10**6, help="Counted steps of a round, after the first few.")
+    ] = 20,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Each case is measured once a round, in turn.")
+    ] = 3,
+    weak: Annotated[
+        bool,
+        typer.Option("--weak", help="Weak scaling: the global batch grows with the processes."),
+    ] = False,
+    predict: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CLUSTERS", help="Also predict, such as `8xh100-80g,2x8xh100-80g`."),
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(parser=path_of, metavar="F", help="The folder. Default: runs/NAME-bench."),
+    ] = None,
+) -> None:
+    """Measure how a config scales with processes and hosts.
+
+    It prints samples/s, speed-up, efficiency, memory and communication beside what the planner
+    predicts.
+    """
+    from drumline.bench.scaling import Options
+    from drumline.bench.scaling import bench as run
+
+    options = Options(
+        _numbers(nproc or ["1,2"], "--nproc"),
+        read_list(strategies, "--strategies", "ddp,fsdp2"),
+        _numbers(nodes, "--nodes"),
+        steps,
+        rounds,
+        weak,
+        read_list(predict, "--predict", "8xh100-80g"),
+        to,
+    )
+    raise typer.Exit(run(config, overrides or [], options))
+
+
+def _numbers(texts: list[str] | None, flag: str) -> tuple[int, ...]:
+    """Return the whole numbers of a comma-separated option, each once and the smallest first.
+
+    There are none if the option was not given. Raises UserError.
+    """
+    parts = read_list(texts, flag, "1,2,4")
+    for part in parts:
+        if not re.fullmatch("0*[1-9][0-9]{0,3}", part):
+            raise UserError(
+                f"{part[:40]!r} given, whole numbers from 1 to 9,999 are wanted",
+                where=flag,
+                fix="such as 1,2,4",
+            )
+    numbers = {int(part) for part in parts}
+    return tuple(sorted(numbers))
+
+
+COMMANDS = {
+    "doctor": doctor,
+    "verify": verify,
+    "calibrate": calibrate,
+    "bench": bench,
+}

@@ -1,0 +1,201 @@
+"""The commands that show what runs did and what their models have learned."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from drumline.cli.arguments import (
+    TRUSTED,
+    ConfigFile,
+    Overrides,
+    Runs,
+    Trust,
+    existing_or_url,
+    existing_path,
+    model_place,
+    path_of,
+    path_option,
+)
+from drumline.cli.usage import read_list
+from drumline.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from drumline.launch.early import EarlyRanks
+
+
+def watch(
+    runs: Runs,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="The address to listen at; another than this machine's own needs the token that is printed."
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="The port; 0: a free one. Default: 8765.")
+    ] = None,
+) -> None:
+    """Follow runs on a page in the browser until Ctrl-C.
+
+    The runs are only read.
+    """
+    from drumline.launch.stages import stages
+    from drumline.report.watch import watch as serve
+
+    serve(list(dict.fromkeys(runs)), host, port, stages)
+
+
+def report(
+    runs: Runs,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=path_of, metavar="F", help="The file. Default: RUN/report.html."),
+    ] = None,
+) -> None:
+    """Write an HTML page about runs and a PNG of their curves.
+
+    The page opens without a network.
+    """
+    from drumline.report.page import report as write
+
+    print(printable(f"wrote {write(runs, out)}"))
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=existing_path,
+            metavar="A B",
+            help="Two runs, or two folders of runs that differ in run.seed.",
+        ),
+    ],
+) -> None:
+    """Compare the keys and the curves of two runs.
+
+    It prints which keys differ, which curves are better and by how much, and whether seeds can tell
+    that from chance.
+    """
+    from drumline.report.compare import compare as show
+
+    show(runs)
+
+
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            parser=existing_or_url,
+            metavar="PATH",
+            help="A checkpoint or run (folder or URL), or a Hugging Face folder. Default: the run's best, else its newest.",
+        ),
+    ] = None,
+    generate: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="sft: answer N held-out prompts with greedy decoding."
+        ),
+    ] = None,
+    lm_eval: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASKS",
+            help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="With --lm-eval: questions per task.")
+    ] = None,
+    include_path: Annotated[
+        Path | None, path_option(help="With --lm-eval: a folder with more task YAMLs.")
+    ] = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Evaluate a checkpoint on the held-out set.
+
+    It runs with the strategy of CONFIG. Metrics are also written to RUN/eval.json.
+    """
+    all_overrides = list(overrides or [])
+    if trust_remote_code:
+        all_overrides.append(TRUSTED)
+    tasks = read_list(lm_eval, "--lm-eval", "arc_easy,hellaswag")
+    if generate and tasks:
+        raise UserError(
+            "--generate and --lm-eval are two evaluations",
+            where="drumline eval",
+            fix="give one at a time",
+        )
+    if not tasks and (limit is not None or include_path is not None):
+        raise UserError(
+            "--limit and --include-path are of --lm-eval",
+            where="drumline eval",
+            fix="name its tasks, or leave them out",
+        )
+    with ExitStack() as stack:
+        early = None
+        if not tasks and not generate:
+            # Before the imports below: the ranks are forks of this process and share them.
+            early = stack.enter_context(_early_ranks(config, all_overrides))
+        from drumline.inference import evaluate as inference
+
+        place = stack.enter_context(inference.placed(checkpoint, config, all_overrides))
+        if tasks:
+            code = inference.harness(config, all_overrides, place, tasks, limit, include_path)
+        elif generate:
+            code = inference.answers(config, all_overrides, place, generate)
+        else:
+            code = inference.evaluate(config, all_overrides, place, early)
+        raise typer.Exit(code)
+
+
+def _early_ranks(config_path: Path, overrides: list[str]) -> EarlyRanks:
+    """Return ranks of a config that import what they need while the plan is made."""
+    from drumline.config.load import load
+    from drumline.launch.early import EarlyRanks
+
+    return EarlyRanks(load(config_path, overrides).config)
+
+
+def chat(
+    place: Annotated[
+        str,
+        typer.Argument(
+            parser=model_place,
+            metavar="RUN",
+            help="A run folder, a Hugging Face folder, or a hub id.",
+        ),
+    ],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Sampling temperature; 0 takes the most likely token each time."
+        ),
+    ] = 0.7,
+    system: Annotated[
+        str | None, typer.Option(help="A system message before the conversation.")
+    ] = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Talk to a trained model in the terminal."""
+    from drumline.system.process import uncollected
+
+    with uncollected():
+        from drumline.inference.model import chat as run
+
+    run(place, max_new_tokens, temperature, system, trust_remote_code)
+
+
+COMMANDS = {
+    "watch": watch,
+    "report": report,
+    "compare": compare,
+    "eval": evaluate,
+    "chat": chat,
+}

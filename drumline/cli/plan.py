@@ -1,0 +1,268 @@
+"""The commands that plan a run, and those that say what can be planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drumline.cli.arguments import (
+    Overrides,
+    existing_path,
+    model_place,
+    path_of,
+    path_option,
+    place_of,
+)
+from drumline.errors import UserError
+
+
+def init(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            parser=path_of,
+            metavar="[NEW.yaml]",
+            help="The file to write; an existing file is never overwritten.",
+        ),
+    ] = Path("drumline.yaml"),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id."
+        ),
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="What is learned, such as sft, dpo or grpo; `drumline schema` has all."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            parser=place_of, help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="here, 4x4090, 8xh100-80g, 4x8xa100-80g.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Maximum tokens per training row.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Samples per optimizer step.")
+    ] = None,
+    yes: Annotated[
+        bool,
+        typer.Option(
+            "--yes", "-y", help="Ask nothing; use the default of everything that no flag sets."
+        ),
+    ] = False,
+) -> None:
+    """Ask five questions, plan, and write a commented YAML."""
+    from drumline.planner.init import Answers
+    from drumline.planner.init import init as run
+
+    answers = Answers(model, cluster, length, adapter, batch, algorithm, data=data)
+    raise typer.Exit(run(config, answers, yes))
+
+
+def plan(
+    config: Annotated[
+        Path | None,
+        typer.Argument(parser=path_of, metavar="[CONFIG.yaml]", help="Or use the flags below."),
+    ] = None,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            parser=model_place, help="A name such as llama-3.1-8b, a folder, or a hub id."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC", help="4x4090, 8xh100-80g, 4x8xa100-80g. Default: this machine."
+        ),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Maximum tokens per training row.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="lora, qlora or none.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Samples per optimizer step.")
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="What is learned, such as sft, dpo or grpo; `drumline schema` has all."),
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.")] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(min=1, help="Tokens of the whole run, such as 1e9: gives hours and cost."),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Price of one device per hour, in any currency.")
+    ] = None,
+    mtbf_hours: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            help="Hours between two faults of a device: print what faults cost, and how often to save.",
+        ),
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Show the N best plans.")
+    ] = None,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Also print memory, seconds and hosts by category, what is out, and heuristics.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Explain one plan, by its name or row number."),
+    ] = None,
+    max_seq: Annotated[
+        bool,
+        typer.Option(
+            "--max-seq", help="Print the longest row that fits, for each family of strategies."
+        ),
+    ] = False,
+    max_batch: Annotated[
+        bool,
+        typer.Option(
+            "--max-batch", help="Print the largest micro-batch that fits, for each family."
+        ),
+    ] = False,
+    what_if: Annotated[
+        str | None,
+        typer.Option(metavar="nodes=N,…", help="Print the best plan for other numbers of hosts."),
+    ] = None,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace", help="Trace the activations of the best three plans; takes up to a minute."
+        ),
+    ] = False,
+    figure: Annotated[
+        Path | None,
+        path_option(metavar="F", help="Plot memory and time to a .png, .svg or .html."),
+    ] = None,
+    devices: Annotated[
+        bool, typer.Option("--devices", help="Print the catalog of devices and links.")
+    ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Run the best two plans here for a few steps, and correct all estimates by the result.",
+        ),
+    ] = False,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            parser=existing_path,
+            metavar="RUN",
+            help="Compare what a run measured with what its plan predicted.",
+        ),
+    ] = None,
+) -> None:
+    """Predict which strategies fit, how fast they are, and why.
+
+    This needs no launch, no weights and no data.
+    """
+    if check is not None:
+        from drumline.planner.report.check import check as run_check
+
+        raise typer.Exit(run_check(check, as_json))
+    from drumline.planner.command import Options, Trial
+    from drumline.planner.command import plan as run
+    from drumline.planner.question import Flags
+    from drumline.planner.report.table import Kind
+
+    flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price, mtbf_hours)
+    if max_seq and max_batch:
+        raise UserError(
+            "--max-seq and --max-batch cannot be combined",
+            where="drumline plan",
+            fix="give one at a time",
+        )
+    most: Kind | None = None
+    if max_seq:
+        most = "max_length"
+    elif max_batch:
+        most = "max_batch"
+    trial: Trial | None = None
+    if probe:
+        from drumline.train.probe import probe as trial
+    options = Options(
+        config,
+        overrides or [],
+        flags,
+        tokens,
+        as_json,
+        top,
+        everything,
+        explain,
+        devices,
+        figure,
+        most,
+        what_if,
+        trial,
+        trace,
+    )
+    raise typer.Exit(run(options))
+
+
+def strategies(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="One strategy: why it does not go with an option."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; some combinations require a GPU.")
+    ] = "cuda",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+) -> None:
+    """Print which features each strategy supports.
+
+    Among them are tensor, context and pipeline parallelism, LoRA and offload.
+    """
+    from drumline.planner.matrix import as_markdown, as_text, as_text_of
+
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"no device {device!r}", where="--device", fix="cpu or cuda")
+    if name is not None and markdown:
+        raise UserError(
+            "the Markdown table is of all strategies",
+            where="--markdown",
+            fix="leave it out, or the name",
+        )
+    if name is not None:
+        print(as_text_of(name, device))
+    elif markdown:
+        print(as_markdown(device))
+    else:
+        print(as_text(device))
+
+
+def schema() -> None:
+    """Print the JSON Schema of the YAML, for editors."""
+    import json
+
+    from drumline.config.load import schema as json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+COMMANDS = {
+    "init": init,
+    "plan": plan,
+    "strategies": strategies,
+    "schema": schema,
+}

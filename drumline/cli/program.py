@@ -1,0 +1,196 @@
+"""The program `drumline`: it reads the command line, runs one command and turns its errors into one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+
+from drumline.cli import data, diagnose, look, plan, runs, share, train, usage
+from drumline.errors import DrumlineError, EnvironmentFault, UserError
+from drumline.foreign import first_line
+from drumline.system.output import let_go_of_output, lossy, say
+from drumline.system.redact import redact
+from drumline.version import __version__
+
+app = typer.Typer(
+    name="drumline",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    cls=usage.Group,
+    help="One YAML and one command train a model on however many devices there are.",
+)
+# What torch.distributed.launch and deepspeed add to a rank's arguments.
+LOCAL_RANK_OPTIONS = ("--local_rank=", "--local-rank=")
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+# The headings of `drumline --help`, in its order.
+GROUPS = {
+    "Train": train,
+    "Plan": plan,
+    "Data": data,
+    "Look": look,
+    "Runs": runs,
+    "Share": share,
+    "Diagnose": diagnose,
+}
+for _heading, _group in GROUPS.items():
+    for _name, _command in _group.COMMANDS.items():
+        app.command(name=_name, cls=usage.Command, rich_help_panel=_heading)(_command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command, whether or not somebody reads what it prints.
+
+    `arguments`: those of the command line, without the program's name; None: those of this process.
+    """
+    if isinstance(sys.stdout, TextIOWrapper):
+        # Names of files and texts of strangers need not be UTF-8.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    try:
+        with lossy():
+            _main(sys.argv[1:] if arguments is None else arguments)
+    finally:
+        let_go_of_output()
+
+
+def _main(given: list[str]) -> None:
+    """Run a command. A DrumlineError becomes one line on stderr and an exit code.
+
+    So does a signal, as long as there is nothing to lose, and any other error.
+    """
+    from drumline.launch.environment import expandable_segments, first_rank, other_rank_runs
+    from drumline.launch.tasks import join_tasks
+    from drumline.system.signals import LEFT, NOTHING_LOST, Interrupted, Stoppable
+
+    arguments = _own(given)
+    try:
+        join_tasks()
+        if other_rank_runs(arguments[0] if arguments else ""):
+            return
+        expandable_segments()
+        with Stoppable():
+            _run(arguments, speaks=first_rank())
+    except DrumlineError as error:
+        raise SystemExit(_report(error)) from None
+    except Interrupted as stop:
+        if first_rank():
+            say(f"stopped: {stop} — start it again")
+        raise SystemExit(NOTHING_LOST) from None
+    except KeyboardInterrupt:
+        raise SystemExit(LEFT) from None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the user gets one line
+        raise SystemExit(_report_unexpected(error)) from None
+
+
+def _report(error: DrumlineError) -> int:
+    """Print an error's line, and its notes below it. Returns its exit code."""
+    say(f"error: {redact(error.line())}")
+    for note in getattr(error, "__notes__", ()):  # more mistakes of the same file
+        say(f"       {redact(note)}")
+    return error.exit_code
+
+
+def _report_unexpected(error: Exception) -> int:
+    """Report an error that was not raised on purpose, in one line. Returns its exit code."""
+    from drumline.plan.out_of_memory import is_out_of_memory, memory_fault
+
+    if isinstance(error, PermissionError) and error.filename:
+        fault = EnvironmentFault(
+            "permission denied", where=str(error.filename), fix="ask its owner, or name another"
+        )
+        return _report(fault)
+    if is_out_of_memory(error):
+        return _report(memory_fault(error))
+    return _report_bug(error)
+
+
+def _report_bug(error: Exception) -> int:
+    """Write the traceback to a file and print its path in one line. Returns the exit code."""
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="drumline-", suffix=".txt", delete=False, encoding="utf-8", errors="replace"
+    ) as file:
+        file.write(redact("".join(traceback.format_exception(error))))
+    what = f"unexpected error: {first_line(error)}"
+    return _report(DrumlineError(what, fix=f"please report it, with {file.name}"))
+
+
+def _run(arguments: list[str], speaks: bool) -> None:
+    """Run a command and exit with its code. A mistake in its usage is raised as a UserError.
+
+    `speaks`: whether this rank reports such a mistake. Under another launcher all ranks make the same
+    one, and the others exit silently.
+    """
+    from drumline.launch.environment import first_rank_reports
+
+    try:
+        code = app(arguments, standalone_mode=False)
+    except typer.Abort as abort:  # typer's name for an EOFError that nobody expected
+        raise (abort.__cause__ or abort) from None
+    except (usage.UsageMistake, usage.UsageError) as error:
+        if not arguments and not isinstance(error, UserError):  # typer's error is the help itself
+            say(error.format_message())  # type: ignore[attr-defined]  # of typer's own class
+            raise SystemExit(UserError.exit_code) from None
+        if not speaks:
+            with first_rank_reports():
+                raise SystemExit(UserError.exit_code) from None
+        if isinstance(error, UserError):
+            raise
+        raise usage.one_line(error) from None
+    raise SystemExit(code or 0)
+
+
+def _own(arguments: list[str]) -> list[str]:
+    """Return the arguments as typer can read them. Those behind `--` are a script's, and stay.
+
+    torch.distributed.launch and deepspeed add `--local_rank=N`, which is removed: LOCAL_RANK has it, too.
+    """
+    end = len(arguments)
+    if "--" in arguments:
+        end = arguments.index("--")
+    own = [each for each in arguments[:end] if not each.startswith(LOCAL_RANK_OPTIONS)]
+    if own[:1] == ["train"]:
+        own = _bare_resume(own)
+    return own + arguments[end:]
+
+
+def _bare_resume(arguments: list[str]) -> list[str]:
+    """Return the arguments with the value `newest` after each `--resume` that has no path.
+
+    typer's options always take a value.
+    """
+    completed = []
+    for index, argument in enumerate(arguments):
+        completed.append(argument)
+        if argument == "--resume":
+            following = arguments[index + 1] if index + 1 < len(arguments) else None
+            if following is None or not _may_be_checkpoint(following):
+                completed.append("newest")
+    return completed
+
+
+def _may_be_checkpoint(argument: str) -> bool:
+    """Return whether an argument may be the path of --resume, and not an option, an override or a config."""
+    if argument.startswith("-") or argument.endswith((".yaml", ".yml")):
+        return False
+    key, has_value, _ = argument.partition("=")
+    # The runs of a sweep have `=` in their names.
+    is_override = has_value and "/" not in key and not os.path.lexists(argument)
+    return not is_override

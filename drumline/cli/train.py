@@ -1,0 +1,199 @@
+"""The commands that train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drumline.cli.arguments import (
+    TRUSTED,
+    ConfigFile,
+    Overrides,
+    Quiet,
+    Trust,
+    Verbose,
+    chosen_verbosity,
+    path_of,
+    path_option,
+    place_of,
+)
+from drumline.cli.usage import read_list
+from drumline.errors import UserError
+from drumline.system.output import use_verbosity
+
+
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Processes on this machine (default: one per GPU, or 1).")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="Restarts after a rank fails (launch.max_restarts).")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the plan, and what differs from the defaults; start nothing."
+        ),
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="With --dry-run: print every key.")
+    ] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            parser=place_of,
+            metavar="[PATH]",
+            help="Resume from the newest valid checkpoint, or from PATH: a checkpoint or run, its folder or URL.",
+        ),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEYS",
+            help="With --resume: config keys that may differ, comma-separated, or `all`.",
+        ),
+    ] = None,
+    trust_remote_code: Trust = False,
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", help="With a launcher that submits: do not wait for the end."),
+    ] = False,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch", help="Also show the run on a page in the browser, as `drumline watch` does."
+        ),
+    ] = False,
+    accelerate_config: Annotated[
+        Path | None,
+        path_option(
+            metavar="F",
+            help="An accelerate config or DeepSpeed JSON; its strategy overrides that of CONFIG.",
+        ),
+    ] = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Plan, prepare the data, launch and train.
+
+    CONFIG may also be of accelerate, DeepSpeed or transformers: see `drumline convert`.
+    """
+    from drumline.train.command import train as run
+
+    if everything and not dry_run:
+        raise UserError("it is of --dry-run", where="--all", fix="add --dry-run, or leave it out")
+    level = chosen_verbosity(verbose, quiet)
+    allowed = read_list(allow, "--allow", "optimizer.lr,run.steps")
+    all_overrides = list(overrides or [])
+    if nproc is not None:
+        all_overrides.append(f"launch.nproc={nproc}")
+    if max_restarts is not None:
+        all_overrides.append(f"launch.max_restarts={max_restarts}")
+    if detach:
+        all_overrides.append("launch.detach=true")
+    if trust_remote_code:
+        all_overrides.append(TRUSTED)
+    with use_verbosity(level):
+        code = run(
+            config,
+            all_overrides,
+            resume=resume,
+            allow=allowed,
+            dry_run=dry_run,
+            accelerate_config=accelerate_config,
+            watch=watch,
+            everything=everything,
+        )
+    raise typer.Exit(code)
+
+
+def launch(
+    script: Annotated[
+        Path,
+        typer.Argument(
+            parser=path_of, metavar="SCRIPT.py", help="A Python file that has a drumline.session."
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENTS]...", help="Arguments passed to the script."),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes on this machine (default: one per GPU, or 1)."),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Restarts after a rank fails, from the session's newest checkpoint. Default: 3 with a drumline.session, else 0.",
+        ),
+    ] = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a script with its own training loop on several processes."""
+    from drumline.launch.script import launch_script as run
+
+    with use_verbosity(chosen_verbosity(verbose, quiet)):
+        code = run(script, arguments or [], nproc, max_restarts)
+    raise typer.Exit(code)
+
+
+def sweep(
+    config: ConfigFile,
+    axes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUE[,VALUE]…", help="Keys with their values: optimizer.lr=1e-5,3e-5"
+        ),
+    ],
+    random: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=10**4, metavar="N", help="Draw N points; ranges: 1..8, log:1e-6..1e-3."
+        ),
+    ] = None,
+    optuna: Annotated[
+        int | None, typer.Option(min=1, max=10**4, metavar="N", help="Have Optuna choose N points.")
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Trials at a time (default: 1; under Slurm all)."),
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option(metavar="slurm", help="Submit each trial as a job of Slurm.")
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(parser=path_of, metavar="F", help="The folder. Default: runs/NAME-sweep."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the trials; start nothing.")
+    ] = False,
+) -> None:
+    """Train a config with many values and rank the runs.
+
+    Each trial is a run, the best by eval.metric first. The same command again continues the sweep.
+    """
+    from drumline.bench.sweep import Options
+    from drumline.bench.sweep import sweep as run
+
+    if on not in (None, "slurm"):
+        raise UserError(
+            f"no launcher {on!r} for a sweep",
+            where="--on",
+            fix="slurm, or leave it out for this machine",
+        )
+    raise typer.Exit(run(config, axes, Options(random, optuna, jobs, on == "slurm", to, dry_run)))
+
+
+COMMANDS = {
+    "train": train,
+    "launch": launch,
+    "sweep": sweep,
+}
