@@ -1,4 +1,6 @@
-"""docs/reference/strategies.md, and its Chinese twin, from the rules and from what the parity test measured: `python scripts/strategy_docs.py`.
+"""docs/reference/strategies.md and its Chinese twin, from the rules and from what the parity test measured.
+
+Written by `python scripts/strategy_docs.py`.
 
 First `python -m pytest tests/distributed/test_parity.py --full -n 2 --dist loadfile --parity-results benchmarks/results/parity-cpu.json`.
 """

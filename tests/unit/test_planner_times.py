@@ -29,7 +29,10 @@ from drumline.planner.cost.traffic import flows
 
 
 def test_published_throughput() -> None:
-    """Of runs that publish tokens/s, the planner's own choice of what they leave open. Each row's error is in docs/explanations/benchmarks.md."""
+    """Of runs that publish tokens/s, the planner's own choice of what they leave open.
+
+    Each row's error is in docs/explanations/benchmarks.md.
+    """
     rows = [row for row in ROWS if not row.without and "tokens_per_s" in row.measured]
     assert len(rows) >= 8 and median(abs(residuals(row)["speed"]) for row in rows) < 0.15
 
