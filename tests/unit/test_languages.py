@@ -24,7 +24,8 @@ def links(text: str) -> set[str]:
 
 
 def commands(text: str) -> list[str]:
-    """Lines of code without their comments, which are translated."""
+    """Lines of code without their comments, which are translated, as diagrams are."""
+    text = re.sub(r"```mermaid\n.*?```", "", text, flags=re.DOTALL)
     fenced = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)).splitlines()
     lines = [
         line.split("#")[0].strip()
