@@ -16,8 +16,8 @@ from scripts.reference.markdown import paragraph
 HEAD = """# Python functions
 
 What `import drumline` offers. [Drumline from Python](../guides/python.md) and
-[your own model and loop](../guides/own_loop.md) show how it is used; the exceptions of `drumline.errors` are those of the
-[exit codes](exit_codes.md).
+[your own model and loop](../guides/own_loop.md) show how it is used.
+The exceptions of `drumline.errors` are those of the [exit codes](exit_codes.md).
 
 """
 
