@@ -1,4 +1,4 @@
-"""docs/reference/strategies.md, and its Chinese twin, from the rules and from what the parity test measured: `python scripts/strategy_docs.py`.
+"""Make docs/reference/strategies.md and its Chinese twin from the rules and the parity results: `python scripts/strategy_docs.py`.
 
 First `python -m pytest tests/distributed/test_parity.py --full -n 2 --dist loadfile --parity-results benchmarks/results/parity-cpu.json`.
 """
@@ -13,7 +13,10 @@ from drumline.planner.matrix import as_markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "parity-cpu.json"
-PAGES = {"en": ROOT / "docs" / "reference" / "strategies.md", "zh": ROOT / "docs" / "reference" / "strategies.zh.md"}
+PAGES = {
+    "en": ROOT / "docs" / "reference" / "strategies.md",
+    "zh": ROOT / "docs" / "reference" / "strategies.zh.md",
+}
 TEXT = {
     "en": """# Strategies
 
