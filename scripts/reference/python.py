@@ -15,9 +15,9 @@ from scripts.reference.markdown import paragraph
 
 HEAD = """# Python functions
 
-What `import drumline` offers. [Drumline from Python](../guides/python.md) and
-[your own model and loop](../guides/own_loop.md) show how it is used.
-The exceptions of `drumline.errors` are those of the [exit codes](exit_codes.md).
+What `import drumline` offers. The guides [Drumline from Python](../guides/python.md) and
+[your own model and loop](../guides/own_loop.md) show how to use it. The [exit codes](exit_codes.md) list the exceptions
+of `drumline.errors`.
 
 """
 
