@@ -45,7 +45,6 @@ __all__ = ("Run", "errors", "load", "plan", "session", "train", "verify")
 _PLACES = {
     "Run": ("train.run", "Run"),
     "load": ("inference.model", "load"),
-    "plan": ("planner.public", "plan"),
     "session": ("train.session", "session"),
     "verify": ("bench.verify", "compare"),
 }
@@ -58,8 +57,8 @@ logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= loggin
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name == "train":  # a room of this name is there, and can be called
-        return importlib.import_module("drumline.train")
+    if name in ("train", "plan"):  # a room of this name is there, and can be called
+        return importlib.import_module(f"drumline.{name}")
     if name not in _PLACES:
         raise AttributeError(f"module 'drumline' has no attribute {name!r}")
     module, there = _PLACES[name]
