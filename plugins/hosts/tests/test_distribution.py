@@ -25,6 +25,7 @@ SEAMS = {
     # The section `launch` and the plan.
     "drumline.config.config",
     "drumline.config.launcher",
+    "drumline.plan.out_of_memory",
     "drumline.plan.plan",
     "drumline.config.section",
     # Processes, files, signals and the network of a host.
