@@ -41,6 +41,16 @@ def test_there_are_commands() -> None:
     assert len(found) > 80 and {line.split()[0] for line in found} <= set(PROGRAMS)
 
 
+def require_extras(requirements: list[str]) -> None:
+    """Assert that the extras exist which a line of pip names."""
+    for requirement in requirements:
+        name, _, named = requirement.rstrip("]").partition("[")
+        if named:
+            # `.[tasks]` is Drumline itself, in its folder.
+            extras = EXTRAS.get(name, EXTRAS["drumline"])
+            assert set(named.split(",")) <= extras, requirement
+
+
 @pytest.mark.claim("every command of README and docs is one")
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 def test_each_command_is_one(page: Path) -> None:
@@ -59,11 +69,6 @@ def test_each_command_is_one(page: Path) -> None:
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
         if words[:2] == ["pip", "install"]:
-            for word in words[2:]:
-                name, _, named = word.rstrip("]").partition("[")
-                if named:
-                    # `.[tasks]` is Drumline itself, in its folder.
-                    extras = EXTRAS.get(name, EXTRAS["drumline"])
-                    assert set(named.split(",")) <= extras, line
+            require_extras(words[2:])
         if words[0] == "python" and words[1] == "-m" and words[2].startswith("tests."):
             assert (ROOT / words[2].replace(".", "/")).with_suffix(".py").exists(), line
