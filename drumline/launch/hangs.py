@@ -19,7 +19,7 @@ MAX_SAMPLE_IDS = 16
 STEP_PHASES = ("data", "forward", "backward", "collective", "optimizer")
 # A thread whose innermost function is one of these has nothing to do.
 IDLE = re.compile(
-    r'"[^"]*(concurrent/futures/thread|multiprocessing/\w+|selectors|tqdm/_monitor|core/heartbeat)\.py"'
+    r'"[^"]*(concurrent/futures/thread|multiprocessing/\w+|selectors|tqdm/_monitor|system/heartbeat)\.py"'
 )
 # Gloo ends a rank by SIGABRT with these words when a message of another rank has an unexpected size.
 GLOO_SIZE_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")

@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).parents[2] / "drumline"
 # Who renames besides: a lease that is taken away, what torch's checkpoint writer asks for, and files between two temporary folders.
 RENAME = {
     "system/files.py",
-    "launchers/lease.py",
+    "launch/lease.py",
     "checkpoint/storage.py",
     "data/blocks.py",
     "data/make.py",
