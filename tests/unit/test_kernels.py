@@ -14,7 +14,7 @@ import torch
 from drumline.dist.seeds import drawing
 from drumline.launch import environment as environment_of_launchers
 from drumline.train import build
-from tests.harness import ROOT, environment
+from tests.harness import ROOT, environment, source_path
 
 
 def a_plan(tf32: bool, compiled: bool, rolls_out: bool) -> Any:
@@ -96,11 +96,11 @@ def test_segments_expand_unless_somebody_said_otherwise(
 def test_processes_of_tests_keep_the_path_that_was_given() -> None:
     there = environment({"PYTHONPATH": "/wheels", "HOME": "/h"}, gpu=True)
     assert (
-        there["PYTHONPATH"] == f"{ROOT}{os.pathsep}/wheels"
+        there["PYTHONPATH"] == f"{source_path(ROOT)}{os.pathsep}/wheels"
         and "OMP_NUM_THREADS" not in there
         and there["HOME"] == "/h"
     )
     assert (
-        environment({}, gpu=False)["PYTHONPATH"] == str(ROOT)
+        environment({}, gpu=False)["PYTHONPATH"] == source_path(ROOT)
         and environment({}, gpu=False)["OMP_NUM_THREADS"] == "1"
     )
