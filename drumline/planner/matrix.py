@@ -168,7 +168,8 @@ def as_text(device: str) -> str:
         for name, point in entry_points(group).items():
             offered.append(f"{name} ({package_of(point)})")
         if offered:
-            lines.append(f"\n{group} of installed packages: {', '.join(offered)}")
+            line = f"{group} of installed packages: {', '.join(offered)}"
+            lines.append("\n" + fill(line, 80, subsequent_indent="  "))
     return "\n".join(lines)
 
 

@@ -182,7 +182,7 @@ def test_a_domain_or_an_evaluation_without_any_reward_has_none() -> None:
         "goodput": {"elapsed": 1.0},
     }
     text = told(START, *evaluations, end)[1]
-    assert "reward none  (4 samples)" in text and "none → none" in text and "NaN" not in text
+    assert "reward none (4 samples)" in text and "none → none" in text and "NaN" not in text
 
 
 def test_the_rollout_that_ends_a_run_is_of_a_step_not_reached() -> None:
