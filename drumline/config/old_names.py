@@ -53,7 +53,8 @@ ALSO = {
 def install() -> None:
     """Make the old names of modules importable."""
     if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
-        sys.meta_path.insert(0, OldNames())
+        # Last: no module of today has an old name, so the other finders come first.
+        sys.meta_path.append(OldNames())
 
 
 def new_name(old: str) -> str | None:

@@ -31,8 +31,8 @@ def old_strategy(new: type[StrategyConfig]) -> type[StrategyConfig]:
         "__doc__": new.__doc__,
         "new_cost": new.cost_class,
         "new_engine": new.engine_class,
-        "cost_class": OldCost,
-        "engine_class": OldEngine,
+        "cost_class": OldPart,
+        "engine_class": OldPart,
         "__annotations__": dict.fromkeys(
             ("new_cost", "new_engine", "cost_class", "engine_class"), ClassVar[Any]
         ),
@@ -59,8 +59,8 @@ class OldAnswers:
         yield from part_class(cls.new_cost).candidates(cls, space)
 
 
-class OldCost:
-    """The cost part of an old strategy: it asks the section itself."""
+class OldPart:
+    """A part of an old strategy: what it is asked, the section answers itself."""
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
@@ -70,12 +70,11 @@ class OldCost:
         """Yield what the search tries of this kind."""
         yield from kind.candidates(space)
 
-
-class OldEngine:
-    """The engine part of an old strategy: it asks the section itself."""
-
-    def __init__(self, strategy: Any) -> None:
-        self.strategy = strategy
+    def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask for special methods before there is a section.
+        if name.startswith("__") or name == "strategy":
+            raise AttributeError(name)
+        return getattr(self.strategy, name)
 
 
 def _answer_by(part: str, name: str) -> Any:
@@ -89,19 +88,7 @@ def _answer_by(part: str, name: str) -> Any:
     return method
 
 
-def _ask_section(name: str) -> Any:
-    """Return a method of a part that asks the section."""
-
-    def method(self: Any, *arguments: Any, **options: Any) -> Any:
-        return getattr(self.strategy, name)(*arguments, **options)
-
-    method.__name__ = name
-    return method
-
-
 for _name in COST:
     setattr(OldAnswers, _name, _answer_by("new_cost", _name))
-    setattr(OldCost, _name, _ask_section(_name))
 for _name in ENGINE:
     setattr(OldAnswers, _name, _answer_by("new_engine", _name))
-    setattr(OldEngine, _name, _ask_section(_name))

@@ -108,9 +108,9 @@ def part_class(path: str | type) -> Any:
     if isinstance(path, type):
         return path
     module, _, name = path.partition(":")
-    return getattr(
-        imported(partial(importlib.import_module, module), module, "strategy.kind"), name
-    )
+    where = "strategy.kind"
+    holder = imported(partial(importlib.import_module, module), module, where)
+    return _member(holder, name, module, where)
 
 
 def literal_kinds(model: type[BaseModel]) -> list[str]:
@@ -370,6 +370,18 @@ def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> 
         found = _file(base_dir / expanded(place), where)
     else:
         found = _module(place, base_dir, where)
+    found = _member(found, name, place, where, thing)
+    if thing == "function":
+        return _callable(found, path, where)
+    return found
+
+
+def _member(module: Any, name: str, place: str, where: str, thing: str = "class") -> Any:
+    """Return what a module has under a name, which may have dots. Raises ConfigError if it has none.
+
+    `place`: what an error calls the module.
+    """
+    found = module
     for part in name.split("."):
         if not hasattr(found, part):
             names = _public_callables(found)
@@ -377,8 +389,6 @@ def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> 
             what = f"{place} has no {thing} {name!r}{perhaps(part, names)}"
             raise ConfigError(what, where=where, fix=fix)
         found = getattr(found, part)
-    if thing == "function":
-        return _callable(found, path, where)
     return found
 
 

@@ -169,7 +169,7 @@ def as_text(device: str) -> str:
             offered.append(f"{name} ({package_of(point)})")
         if offered:
             line = f"{group} of installed packages: {', '.join(offered)}"
-            lines.append("\n" + fill(line, 80, subsequent_indent="  "))
+            lines.append("\n" + fill(line, WIDTH, subsequent_indent="  "))
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -13,6 +14,7 @@ from drumline.config.registry import _of_package, _own, entry_points, find, find
 from drumline.config.strategy import StrategyConfig
 from drumline.errors import ConfigError
 from drumline.plan.plan import Plan
+from drumline.planner.strategies.base import cost_of
 
 DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
 OWN = """
@@ -163,3 +165,14 @@ def test_a_kind_of_a_distribution_that_is_missing_names_it(
         load_text(DATA + f"launch: {launch}\n", [])
     assert error.value.line() == f"launch.kind: {kind} needs pip install drumline-hosts"
     assert error.value.exit_code == 2
+
+
+def test_a_part_of_a_strategy_that_is_not_there_is_named() -> None:
+    class Partless(StrategyConfig):
+        cost_class: ClassVar[str | type] = "drumline.planner.strategies.ddp:DDPCots"
+
+    with pytest.raises(ConfigError) as error:
+        cost_of(Partless())
+    assert error.value.line().startswith(
+        "strategy.kind: drumline.planner.strategies.ddp has no class 'DDPCots'"
+    )
