@@ -16,7 +16,7 @@ from typing import Any
 from drumline.errors import DrumlineError, EnvironmentFault, UserError, printable
 from drumline.foreign import open_plain, read_object
 from drumline.launch import lease
-from drumline.launch.kubernetes.runs import EXPERIMENTAL, NOTE, Submitted, submitted
+from drumline_kubernetes.runs import EXPERIMENTAL, NOTE, Submitted, submitted
 from drumline.launch.slurm import queue
 from drumline.system.files import numbered
 from drumline.system.output import nobody_reads

@@ -153,6 +153,6 @@ class KubernetesLauncher(LauncherSpec):
         raise EnvironmentFault(what, where="launch.kind", fix="drumline train CONFIG.yaml")
 
     def submit(self, request: Request, dry_run: bool) -> int:
-        from drumline.launch.kubernetes.submit import submit
+        from drumline_kubernetes.submit import submit
 
         return submit(self, request, dry_run)

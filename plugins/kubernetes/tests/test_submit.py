@@ -15,16 +15,16 @@ import yaml
 
 from drumline.config.load import Request, load
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
-from tests.kubernetes_api import RUNNING, Api, Look, ended, pod, serving
+from plugins.kubernetes.tests.api import RUNNING, Api, Look, ended, pod, serving
 
 pytest.importorskip("kubernetes", reason="the package kubernetes is not installed")
 pytest.importorskip(
     "kubeflow_trainer_api", reason="the package kubeflow-trainer-api is not installed"
 )
 
-from drumline.launch.kubernetes import follow
-from drumline.launch.kubernetes.manifest import checked
-from drumline.launch.kubernetes.submit import submission_of
+from drumline_kubernetes import follow
+from drumline_kubernetes.manifest import checked
+from drumline_kubernetes.submit import submission_of
 from drumline.train.command import launch_ranks, train
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,9 @@ import pytest
 
 from drumline.errors import UserError
 from drumline.launch import runs
-from drumline.launch.kubernetes import follow
-from tests.kubernetes_api import RUNNING, Api, Look, pod, serving
-from tests.unit.test_kubernetes import DONE, FAILED, on_request, run
+from drumline_kubernetes import follow
+from plugins.kubernetes.tests.api import RUNNING, Api, Look, pod, serving
+from plugins.kubernetes.tests.test_submit import DONE, FAILED, on_request, run
 
 __all__ = ["run"]  # the fixture
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from drumline.errors import Preempted
-from drumline.launch.kubernetes.cluster import GONE, Cluster, Refused, Unreachable
+from drumline_kubernetes.cluster import GONE, Cluster, Refused, Unreachable
 from drumline.system.redact import redact
 from drumline.system.signals import LEFT, LauncherSignals
 

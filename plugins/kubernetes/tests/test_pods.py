@@ -20,7 +20,7 @@ from tests.tiny import tiny_model_dir
 pytest.importorskip("kubernetes", reason="the package kubernetes is not installed")
 pytestmark = pytest.mark.full
 
-from drumline.launch.kubernetes.submit import submission_of  # noqa: E402
+from drumline_kubernetes.submit import submission_of  # noqa: E402
 
 
 def test_two_pods_train_and_go_on_when_they_start_again(tmp_path: Path) -> None:

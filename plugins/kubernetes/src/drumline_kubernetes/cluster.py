@@ -12,11 +12,11 @@ import yaml
 
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line
-from drumline.launch.kubernetes.manifest import APIS, CONTAINER, missing
+from drumline_kubernetes.manifest import APIS, CONTAINER, missing
 from drumline.system.redact import redact
 
 if TYPE_CHECKING:
-    from drumline.launch.kubernetes.spec import KubernetesLauncher
+    from drumline_kubernetes.spec import KubernetesLauncher
 
 ANSWER_SECONDS = 30.0  # the most that one request may take
 GONE = 404

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from drumline.errors import DrumlineError, EnvironmentFault
 
 if TYPE_CHECKING:
-    from drumline.launch.kubernetes.spec import KubernetesLauncher
+    from drumline_kubernetes.spec import KubernetesLauncher
 
 CONTAINER = "node"  # the name that Kubeflow and its torch runtime use
 PORT = 29500

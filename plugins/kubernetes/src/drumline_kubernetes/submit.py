@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from drumline.config.load import Request
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.launch.kubernetes.manifest import Submission
+from drumline_kubernetes.manifest import Submission
 from drumline.plan.explain import default_run_dir
 from drumline.system.redact import OURS, REFERENCE
 from drumline.system.yaml_lines import write_yaml
 
 if TYPE_CHECKING:
-    from drumline.launch.kubernetes.spec import KubernetesLauncher
+    from drumline_kubernetes.spec import KubernetesLauncher
 
 # Keys of files that `config.load` makes absolute. The registry does so for code (path.py:Name).
 LOADED = ("chat_template", "calibration")
@@ -31,8 +31,8 @@ def submit(launch: KubernetesLauncher, request: Request, dry_run: bool) -> int:
         objects = submission.objects(_workload(launch))
         print("---\n".join(write_yaml(each) for each in objects), end="")
         return 0
-    from drumline.launch.kubernetes.cluster import Cluster
-    from drumline.launch.kubernetes.runs import EXPERIMENTAL, Submitted
+    from drumline_kubernetes.cluster import Cluster
+    from drumline_kubernetes.runs import EXPERIMENTAL, Submitted
 
     print(EXPERIMENTAL, file=sys.stderr)
     cluster = Cluster.connect(launch)
@@ -47,7 +47,7 @@ def submit(launch: KubernetesLauncher, request: Request, dry_run: bool) -> int:
 
 def _workload(launch: KubernetesLauncher) -> str:
     """Return the kind of workload that a cluster would get, and print a note if the cluster cannot be asked."""
-    from drumline.launch.kubernetes.cluster import Cluster
+    from drumline_kubernetes.cluster import Cluster
 
     if launch.workload != "auto":
         return str(launch.workload)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 from drumline.config.launcher import LauncherSpec
 from drumline.config.registry import find
 from drumline.errors import EnvironmentFault, UserError
-from drumline.launch.kubernetes.cluster import GONE, Cluster, Refused
-from drumline.launch.kubernetes.follow import Follower, index_of
-from drumline.launch.kubernetes.manifest import APIS
+from drumline_kubernetes.cluster import GONE, Cluster, Refused
+from drumline_kubernetes.follow import Follower, index_of
+from drumline_kubernetes.manifest import APIS
 from drumline.system.files import write_whole
 from drumline.system.redact import redact
 
 if TYPE_CHECKING:
-    from drumline.launch.kubernetes.spec import KubernetesLauncher
+    from drumline_kubernetes.spec import KubernetesLauncher
 
 NOTE = "kubernetes.json"
 # The state of a run by a condition of its workload.
