@@ -22,10 +22,10 @@ pytest.importorskip(
     "kubeflow_trainer_api", reason="the package kubeflow-trainer-api is not installed"
 )
 
+from drumline.train.command import launch_ranks, train
 from drumline_kubernetes import follow
 from drumline_kubernetes.manifest import checked
 from drumline_kubernetes.submit import submission_of
-from drumline.train.command import launch_ranks, train
 
 pytestmark = pytest.mark.slow
 

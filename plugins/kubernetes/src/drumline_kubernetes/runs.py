@@ -1,43 +1,44 @@
-"""Find, list and follow runs that were submitted to a cluster, by the note that was left in runs/NAME here.
+"""A run that was submitted to a cluster: its state, its logs, and how it is followed and stopped.
 
-Their own run folders lie on volumes of the cluster.
+Its run folder lies on a volume of the cluster. Here is only a note in runs/NAME (`drumline.launch.submitted`).
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from drumline.config.launcher import LauncherSpec
-from drumline.config.registry import find
+from drumline.config.launcher import SubmittedRun
 from drumline.errors import EnvironmentFault, UserError
-from drumline_kubernetes.cluster import GONE, Cluster, Refused
-from drumline_kubernetes.follow import Follower, index_of
-from drumline_kubernetes.manifest import APIS
-from drumline.system.files import write_whole
 from drumline.system.redact import redact
+from drumline_kubernetes.cluster import GONE, Cluster, Refused
+from drumline_kubernetes.follow import Follower, index_of, true_conditions
+from drumline_kubernetes.manifest import APIS
+from drumline_kubernetes.options import KubernetesOptions
 
-if TYPE_CHECKING:
-    from drumline_kubernetes.spec import KubernetesLauncher
-
-NOTE = "kubernetes.json"
 # The state of a run by a condition of its workload.
 ENDS = {"Complete": "finished", "Completed": "finished", "Failed": "failed"}
 EXPERIMENTAL = "note: launch.kind kubernetes is experimental: its tests know the API's requests and answers, but have no cluster"
 
 
 @dataclass(frozen=True)
-class Submitted:
-    """A workload that was made."""
+class KubernetesRun(SubmittedRun):
+    """A workload that was made. `workload`: its kind. `uid`: tells it from a later one of the same name."""
 
-    launch: KubernetesLauncher
+    launch: KubernetesOptions
     workload: str
     name: str
-    uid: str  # tells it from a later workload of the same name
+    uid: str
+
+    @classmethod
+    def from_note(cls, launch: KubernetesOptions, values: dict[str, Any]) -> KubernetesRun:
+        """Return the run of a note. Raises KeyError and ValueError for values that are none of a run's."""
+        workload = values["workload"]
+        if workload not in APIS:
+            raise ValueError(f"there is no workload {workload!r}")
+        return cls(launch, workload, str(values["name"]), str(values["uid"]))
 
     @property
     def where(self) -> str:
@@ -45,29 +46,17 @@ class Submitted:
 
     @property
     def folder(self) -> Path:
+        """The folder of the note."""
         return Path("runs") / self.name
 
-    def note(self) -> None:
-        """Write the note into the folder, and print how to follow the run."""
-        values = {**vars(self), "launch": self.launch.model_dump(mode="json")}
-        shown = f": drumline follow {self.folder} shows it, drumline stop {self.folder} stops it"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / NOTE, json.dumps(values), private=True)
-        except OSError as error:
-            shown = f"; it cannot be noted in {self.folder}: {error.strerror}"
-        print(f"submitted {self.where}{shown}", file=sys.stderr)
-
-    def follower(self) -> Follower:
-        """Return what follows this run. Raises EnvironmentFault if no cluster is known."""
-        return Follower(Cluster.connect(self.launch), APIS[self.workload], self.name, self.uid)
+    def values(self) -> dict[str, Any]:
+        return {"workload": self.workload, "name": self.name, "uid": self.uid}
 
     def state(self) -> str:
-        """Return queued, running, finished, failed, gone, or unknown if the cluster does not answer."""
+        api = APIS[self.workload]
         try:
             cluster = Cluster.connect(self.launch)
-            api = APIS[self.workload]
-            phases = {pod.status.phase for pod in cluster.pods(api, self.name)}
+            pods = cluster.pods(api, self.name)
             workload = cluster.read(api, self.name)
         except EnvironmentFault as fault:
             if isinstance(fault, Refused) and fault.status == GONE:
@@ -75,40 +64,46 @@ class Submitted:
             return "unknown"
         if workload["metadata"]["uid"] != self.uid:
             return "gone"
-        for condition in workload.get("status", {}).get("conditions") or []:
-            if condition.get("status") == "True" and condition["type"] in ENDS:
-                return ENDS[condition["type"]]
+        for condition in true_conditions(workload):
+            if condition in ENDS:
+                return ENDS[condition]
+        phases = {pod.status.phase for pod in pods}
         if "Running" in phases:
             return "running"
         return "queued"
 
     def print_logs(self, rank: int | None) -> None:
-        """Print what the pods of this run have printed, or the pod that has a rank.
-
-        Raises EnvironmentFault, and UserError if there is no such pod.
-        """
+        print_experimental()
         cluster = Cluster.connect(self.launch)
         pods = cluster.pods(APIS[self.workload], self.name)
-        chosen = sorted(pods, key=lambda pod: int(index_of(pod)))
+        chosen = sorted(pods, key=index_of)
         missing = "has no pods now"
         if rank is not None:
             index = rank // self.launch.processes_per_node
-            chosen = [pod for pod in chosen if int(index_of(pod)) == index]
+            chosen = [pod for pod in chosen if index_of(pod) == index]
             missing = f"has no pod of rank {rank} now"
         if not chosen:
             raise UserError(missing, where=self.where)
         for pod in chosen:
             name = pod.metadata.name
             log = b"".join(cluster.log(name, follow=False))
-            for line in log.decode(errors="replace").splitlines():
+            text = log.decode(errors="replace")
+            for line in text.splitlines():
                 print(f"pod {name} | {redact(line)}")
 
+    def follow(self) -> int:
+        print_experimental()
+        return self.follower().until_end(leaves=True)
 
-def submitted(run: Path) -> Submitted | None:
-    """Return the workload that a folder has a note of; None if it is of no run in a cluster."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        values: dict[str, Any] = json.loads((run / NOTE).read_text())
-        kind = cast("type[KubernetesLauncher]", find(LauncherSpec, "kubernetes"))
-        launch = kind.model_validate(values["launch"])
-        return Submitted(launch, values["workload"], values["name"], values["uid"])
-    return None
+    def stop(self) -> None:
+        print_experimental()
+        self.follower().until_end(stop=True)
+
+    def follower(self) -> Follower:
+        """Return what follows this run. Raises EnvironmentFault if no cluster is known."""
+        return Follower(Cluster.connect(self.launch), APIS[self.workload], self.name, self.uid)
+
+
+def print_experimental() -> None:
+    """Print that this launcher has not been tested in a cluster."""
+    print(EXPERIMENTAL, file=sys.stderr)
