@@ -53,7 +53,7 @@ class KubernetesOptions(LauncherSpec):
     """What the objects of a run are made of."""
 
     image: Text = Field(
-        description="The container's image. drumline must be installed in it, and `python` be its interpreter."
+        description="The container's image. drumline and drumline-kubernetes must be installed in it, and `python` be its interpreter."
     )
     namespace: Name = Field("default", description="The namespace in which the objects are made.")
     context: Text | None = Field(
