@@ -6,6 +6,7 @@ No torch here. Types of rooms above this one are named in docstrings: a Plan is 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,39 @@ class Reached:
 
     address: str
     run: RunModule
+
+
+class SubmittedRun(ABC):
+    """A run whose folder lies elsewhere, on hosts of the program that has it.
+
+    `LauncherSpec.submit` notes it in a folder here, by `launch.submitted.note_run`. Then `drumline ps`, `logs`,
+    `follow` and `stop` of that folder call these methods.
+    """
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """The place of the run in one line, such as `Job a in namespace b`."""
+
+    @abstractmethod
+    def values(self) -> dict[str, Any]:
+        """Return what is noted of the run, as JSON has it. `LauncherSpec.submitted_run` gets it back."""
+
+    @abstractmethod
+    def state(self) -> str:
+        """Return the state in one word: queued, running, finished, failed, gone; or unknown if nobody answers."""
+
+    @abstractmethod
+    def print_logs(self, rank: int | None) -> None:
+        """Print what the ranks have printed, or one of them. Raises UserError if there is nothing."""
+
+    @abstractmethod
+    def follow(self) -> int:
+        """Show what the run does until it ends, and return its exit code. Ctrl-C leaves the run alone."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Have the run save and end, and wait until it has ended."""
 
 
 class LauncherSpec(Spec):
@@ -149,6 +183,13 @@ class LauncherSpec(Spec):
         print what would be handed over.
         """
         return None
+
+    def submitted_run(self, values: Any) -> SubmittedRun:
+        """Return a run that `submit` has noted. `values`: those of its note (`SubmittedRun.values`).
+
+        Raises KeyError, TypeError or ValueError if they are none of this launcher's.
+        """
+        raise ValueError(f"launcher {self.kind} notes no runs")
 
     def early(self, config: Any, plan_path: Path) -> AbstractContextManager[Any]:
         """Return a context for what may start before there is a plan. What it gives is an argument of `start`.

@@ -1,5 +1,7 @@
 """Modules by the names that they had before 0.6.0, so that plug-ins of then keep working.
 
+Those of a distribution of its own can be imported if it is installed.
+
 `drumline.config` calls `install`. No module of today has one of these names.
 """
 
@@ -33,6 +35,13 @@ MOVED = {
     "strategies.diloco": "engine.strategies.diloco",
     "strategies.zero": "engine.strategies.zero",
 }
+# Launcher, which was a folder of the room `launch` → package of a distribution of its own.
+DISTRIBUTED = {
+    "hosts": "drumline_hosts",
+    "ssh": "drumline_hosts.ssh",
+    "ray": "drumline_hosts.ray",
+    "kubernetes": "drumline_kubernetes",
+}
 STRATEGIES = (
     *("auto", "single", "dp", "ddp", "local_sgd", "diloco", "fsdp2", "zero", "tp", "cp", "pp"),
     "model_parallel",
@@ -58,19 +67,23 @@ def install() -> None:
 
 
 def new_name(old: str) -> str | None:
-    """Return the module that an old one has become; None if the old name is none. Both without `drumline.`."""
+    """Return the module that an old one has become; None if the old name is none. `old`: without `drumline.`."""
     room, _, name = old.partition(".")
     if room == "core":
         for new_room, names in CORE.items():
             if name in names.split():
-                return f"{new_room}.{name}"
+                return f"drumline.{new_room}.{name}"
+    if room in ("launch", "launchers"):
+        launcher, dot, module = name.partition(".")
+        if launcher in DISTRIBUTED:
+            return DISTRIBUTED[launcher] + dot + module
     parts = old.split(".")
     is_spec = len(parts) == 3 and parts[0] == "strategies" and parts[2] == "spec"
     if is_spec and parts[1] in STRATEGIES:
-        return f"config.strategies.{parts[1]}"
+        return f"drumline.config.strategies.{parts[1]}"
     for before, now in MOVED.items():
         if old == before or old.startswith(f"{before}."):
-            return now + old[len(before) :]
+            return f"drumline.{now}" + old[len(before) :]
     return None
 
 
@@ -96,7 +109,7 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         new = new_name(old)
         if new is None or old in PACKAGES:
             return
-        moved = importlib.import_module(f"drumline.{new}")
+        moved = importlib.import_module(new)
         has_strategies = old == "core.strategy" or old.endswith(".spec")
         if old not in ALSO and not has_strategies:
             sys.modules[name] = moved

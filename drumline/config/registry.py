@@ -94,7 +94,13 @@ TEXT = "__drumline_text__"
 # Public names of a module that an error shows at most.
 MOST_NAMES = 8
 # Kinds of Drumline's own distributions beside this package: group → kind → distribution.
-DISTRIBUTIONS = {"launchers": {"ssh": "drumline-hosts", "ray": "drumline-hosts"}}
+DISTRIBUTIONS = {
+    "launchers": {
+        "ssh": "drumline-hosts",
+        "ray": "drumline-hosts",
+        "kubernetes": "drumline-kubernetes",
+    }
+}
 # Base class of a group → name (path.py:Name) → spec of the user's own, as configs have named them.
 _own: dict[type[Spec], dict[str, Any]] = {}
 

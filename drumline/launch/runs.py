@@ -1,7 +1,7 @@
 """List runs, show their logs, follow them and stop them, whoever launched them.
 
-Everything that is known of a run is in its folder: the lease, the events, the logs, and the number of its Slurm job. The folder
-of a run in a Kubernetes cluster says only where that run is. This module does not import torch.
+Everything that is known of a run is in its folder: the lease, the events, the logs, and the number of its Slurm job. If the run
+folder lies elsewhere, the folder here has only a note (`launch.submitted`). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drumline.config.launcher import SubmittedRun
 from drumline.errors import DrumlineError, EnvironmentFault, UserError, printable
 from drumline.foreign import open_plain, read_object
 from drumline.launch import lease
-from drumline.launch.kubernetes.runs import EXPERIMENTAL, NOTE, Submitted, submitted
 from drumline.launch.slurm import queue
+from drumline.launch.submitted import notes, read_note, submitted_run
 from drumline.system.files import numbered
 from drumline.system.output import nobody_reads
 from drumline.system.redact import redact
@@ -58,19 +59,18 @@ def is_run(folder: Path) -> bool:
     return (folder / "plan.json").is_file()
 
 
-def require_run(folder: Path) -> Submitted | None:
-    """Return what is known of a run in a cluster; None for a run on this side.
+def require_run(folder: Path) -> SubmittedRun | None:
+    """Return a run whose folder lies elsewhere; None if this is its folder.
 
     Raises UserError if the folder belongs to no run.
     """
     if is_run(folder):
         return None
-    in_cluster = submitted(folder)
-    if in_cluster is None:
+    elsewhere = submitted_run(folder)
+    if elsewhere is None:
         fix = "name the folder of a run; `drumline ps` lists them"
         raise UserError("is no run folder: there is no plan.json", where=str(folder), fix=fix)
-    print(EXPERIMENTAL, file=sys.stderr)
-    return in_cluster
+    return elsewhere
 
 
 def states(folder: Path) -> list[State]:
@@ -90,14 +90,19 @@ def states(folder: Path) -> list[State]:
         runs = [path.parent for path in sorted(folder.glob("*/plan.json"))]
     holders = lease.holders(runs)
     found = [_state(run, holders.get(run)) for run in runs]
-    for note in [folder / NOTE, *sorted(folder.glob(f"*/{NOTE}"))]:
-        run = note.parent
-        in_cluster = submitted(run)
-        if in_cluster is not None:
-            state = in_cluster.state()
-            age = max(0.0, time.time() - note.stat().st_mtime)
-            found.append(State(run, state, None, in_cluster.where, age))
+    found += [_state_elsewhere(note) for note in notes(folder)]
     return sorted(found, key=lambda each: each.age)
+
+
+def _state_elsewhere(note: Path) -> State:
+    """Return the state of a run by its note. If it cannot be found out, its place says why."""
+    run = note.parent
+    age = max(0.0, time.time() - note.stat().st_mtime)
+    try:
+        elsewhere = read_note(note)
+    except UserError as error:
+        return State(run, "unknown", None, error.line(), age)
+    return State(run, elsewhere.state(), None, elsewhere.where, age)
 
 
 def _state(run: Path, holder: lease.Holder | None) -> State:
@@ -165,9 +170,9 @@ def print_logs(run: Path, rank: int | None) -> None:
 
     Raises UserError if there are none.
     """
-    in_cluster = require_run(run)
-    if in_cluster is not None:
-        in_cluster.print_logs(rank)
+    elsewhere = require_run(run)
+    if elsewhere is not None:
+        elsewhere.print_logs(rank)
         return
     files = _log_files(run / "logs")
     found = files
@@ -247,9 +252,9 @@ def _order(path: Path) -> tuple[int, bool]:
 
 def follow(run: Path, on_event: Emit) -> int:
     """Show the newest start of a run, and all new events until it ends; return its exit code. Ctrl-C leaves the run alone."""
-    in_cluster = require_run(run)
-    if in_cluster is not None:
-        return in_cluster.follower().until_end(leaves=True)
+    elsewhere = require_run(run)
+    if elsewhere is not None:
+        return elsewhere.follow()
     path = run / "events.jsonl"
     start = last_start(path)
     job = queue.queued_job(run)
@@ -315,9 +320,9 @@ def stop(run: Path) -> None:
 
     Raises UserError if it is not under way.
     """
-    in_cluster = require_run(run)
-    if in_cluster is not None:
-        in_cluster.follower().until_end(stop=True)
+    elsewhere = require_run(run)
+    if elsewhere is not None:
+        elsewhere.stop()
         return
     holder = lease.holders([run]).get(run)
     if holder is not None and holder.alive:

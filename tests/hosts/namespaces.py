@@ -208,7 +208,8 @@ def hosts(
         pytest.skip(reason)
     folder.mkdir(parents=True, exist_ok=True)
     tag, made = f"{os.getpid() % 10**5:05d}", dict[str, Host]()
-    bridge, net = f"dl{tag}", f"10.{66 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+    bridge = f"dl{tag}"
+    net = f"10.{66 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
     _make_keys(folder, {"OMP_NUM_THREADS": "1", **(env or {})})  # all hosts share these cores
     known = "".join(f"{net}.{number} {name}\n" for number, name in enumerate(names, 2))
     try:
@@ -216,7 +217,9 @@ def hosts(
         _ip("link", "set", bridge, "up")
         for number, name in enumerate(names, 2):
             (folder / f"hosts-{name}").write_text(f"127.0.0.1 localhost\n{known}")
-            made[name] = Host(name, f"{net}.{number}", f"v{tag}{number}", bridge, folder)
+            address = f"{net}.{number}"
+            device = f"v{tag}{number}"
+            made[name] = Host(name, address, device, bridge, folder)
             made[name].boot()
         for host in made.values():
             await_sshd(host)

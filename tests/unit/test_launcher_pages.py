@@ -38,9 +38,9 @@ RUN_BY = {
         f"srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 {TRAIN}": "tests/slurm/test_slurm.py::test_joins_without_being_told",
     },
     "kubernetes": {
-        f"{TRAIN} --dry-run": "tests/unit/test_kubernetes.py::test_a_dry_run_needs_no_cluster",
-        TRAIN: "tests/unit/test_kubernetes.py::test_submitted_and_followed_to_its_end",
-        f"{TRAIN} --detach": "tests/unit/test_kubernetes.py::test_who_does_not_wait_only_submits",
+        f"{TRAIN} --dry-run": "plugins/kubernetes/tests/test_manifest.py::test_a_dry_run_needs_no_cluster",
+        TRAIN: "plugins/kubernetes/tests/test_follow.py::test_submitted_and_followed_to_its_end",
+        f"{TRAIN} --detach": "plugins/kubernetes/tests/test_follow.py::test_who_does_not_wait_only_submits",
     },
     "ray": {TRAIN: "plugins/hosts/tests/test_ray.py::test_same_losses_as_two_local_ranks"},
     "torchrun": {

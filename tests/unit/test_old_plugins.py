@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.config.old_names import CORE, MOVED, PACKAGES, STRATEGIES
+from drumline.config.old_names import CORE, DISTRIBUTED, MOVED, PACKAGES, STRATEGIES
 from drumline.config.registry import find
 from drumline.config.strategy import StrategyConfig
 from drumline.plan.strategy_engine import engine_of
@@ -29,6 +29,9 @@ def old_modules() -> list[str]:
             found.append(name)
     for name in STRATEGIES:
         found.append(f"strategies.{name}.spec")
+    for name in DISTRIBUTED:
+        found.append(f"launch.{name}")
+        found.append(f"launchers.{name}.spec")
     return found
 
 

@@ -155,15 +155,22 @@ def test_a_plug_in_that_does_not_import_is_one_line(
     assert find(StrategyConfig, "ddp") is not None  # the others go on
 
 
-@pytest.mark.parametrize("launch", ["{kind: ssh, hosts: [a]}", "ray", "{kind: ray, nodes: 2}"])
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ("{kind: ssh, hosts: [a]}", "ssh needs pip install drumline-hosts"),
+        ("ray", "ray needs pip install drumline-hosts"),
+        ("{kind: ray, nodes: 2}", "ray needs pip install drumline-hosts"),
+        ("{kind: kubernetes, image: a}", "kubernetes needs pip install drumline-kubernetes"),
+    ],
+)
 def test_a_kind_of_a_distribution_that_is_missing_names_it(
-    monkeypatch: pytest.MonkeyPatch, launch: str
+    monkeypatch: pytest.MonkeyPatch, launch: str, message: str
 ) -> None:
     monkeypatch.setattr("drumline.config.registry.entry_points", lambda group: {})
-    kind = "ssh" if "ssh" in launch else "ray"
     with pytest.raises(ConfigError) as error:
         load_text(DATA + f"launch: {launch}\n", [])
-    assert error.value.line() == f"launch.kind: {kind} needs pip install drumline-hosts"
+    assert error.value.line() == f"launch.kind: {message}"
     assert error.value.exit_code == 2
 
 

@@ -68,11 +68,12 @@ def test_a_killed_agent_is_noticed_and_sigterm_saves_on_all_hosts(tmp_path: Path
     code, said = end(process)
     assert code == 75, said
     (fault,) = events(run, "fault")
-    assert (fault["rank"], fault["host"]) == (
-        1,
-        "127.0.0.1",
-    ) and "the agent of its host has ended" in fault["error"]
-    assert gone(str(run), 3.0) and not Path(f"/proc/{(run / 'pid-0').read_text()}").exists()
+    assert fault["rank"] == 1
+    assert fault["host"] == "127.0.0.1"
+    assert "the agent of its host has ended" in fault["error"]
+    assert gone(str(run), 3.0)
+    process = (run / "pid-0").read_text()
+    assert not Path(f"/proc/{process}").exists()
 
 
 @pytest.mark.full  # tests/unit/test_hangs.py, tests/unit/test_roll_call.py

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
-import drumline
-from drumline.config.launcher import LauncherSpec
-from drumline.config.registry import DISTRIBUTIONS, entry_points, find
+from tests.distributions import check_kinds, check_no_circles, check_seams, check_version
 from tests.harness import ROOT
 
 FOLDER = Path(__file__).parents[1]
-PROJECT = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
 # The seams: what a launcher of a stranger's may import, too.
 SEAMS = {
     "drumline",
@@ -50,47 +44,20 @@ SEAMS = {
 }
 
 
-def imported_modules() -> Iterator[tuple[Path, str]]:
-    """Yield the modules that each file of the distribution imports.
-
-    A private name is yielded with its module, which makes it no seam.
-    """
-    for path in sorted((FOLDER / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield path, alias.name
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    is_private = alias.name.startswith("_") and alias.name != "__version__"
-                    if is_private or f"{node.module}.{alias.name}" in SEAMS:
-                        yield path, f"{node.module}.{alias.name}"
-                    else:
-                        yield path, node.module
-
-
 def test_only_seams_of_drumline_are_imported() -> None:
-    found = set()
-    for path, module in imported_modules():
-        if module.split(".")[0] == "drumline":
-            assert module in SEAMS, f"{path} imports {module}"
-            found.add(module)
-    assert found == SEAMS, "the list may lose what nobody imports any more"
+    check_seams(FOLDER, SEAMS)
+
+
+def test_no_module_needs_itself() -> None:
+    check_no_circles(FOLDER)
 
 
 def test_the_version_is_drumline_s() -> None:
-    assert PROJECT["version"] == drumline.__version__
-    assert PROJECT["dependencies"] == [f"drumline=={drumline.__version__}"]
+    check_version(FOLDER)
 
 
 def test_drumline_names_the_distribution_of_each_of_its_kinds() -> None:
-    kinds = PROJECT["entry-points"]["drumline.launchers"]
-    named = DISTRIBUTIONS["launchers"]
-    assert {kind for kind in named if named[kind] == PROJECT["name"]} == set(kinds)
-    for kind, place in kinds.items():
-        assert entry_points("launchers")[kind].value == place
-        spec = find(LauncherSpec, kind)
-        assert spec is not None and f"{spec.__module__}:{spec.__name__}" == place
+    check_kinds(FOLDER)
 
 
 def test_each_rule_of_the_page_is_named_where_it_is_followed() -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from drumline.errors import Preempted
-from drumline.launch.kubernetes.cluster import GONE, Cluster, Refused, Unreachable
 from drumline.system.redact import redact
 from drumline.system.signals import LEFT, LauncherSignals
+from drumline_kubernetes.cluster import GONE, Cluster, Refused, Unreachable
 
 LOOK_SECONDS = 2.0
 PATIENCE_SECONDS = 600.0  # for an API server that does not answer; the run goes on meanwhile
@@ -48,6 +48,8 @@ class Follower:
         self.api = api
         self.name = name
         self.uid = uid
+        self.is_stopping = False  # the workload was removed here
+        self.silent_seconds = 0.0  # for which the API server has not answered
         self.reported: set[object] = set()
         self.faults: dict[str, str] = {}  # pod → what the cluster did to it, or cannot do for it
         self.ends: dict[str, _Ended] = {}  # by pod
@@ -57,27 +59,14 @@ class Follower:
         """Follow the run to its end and return its exit code.
 
         With `leaves` a signal ends this display alone. With `stop` the workload is removed at once.
+        Raises Unreachable if the API server does not answer for `PATIENCE_SECONDS`.
         """
         with LauncherSignals() as signals:
-            is_stopping = False
-            silence = 0.0  # seconds for which the API server has not answered
             while True:
                 if signals.number and leaves:
                     self._say("it goes on")
                     return LEFT
-                code = None
-                try:
-                    if (signals.number or stop) and not is_stopping:
-                        self._once("stop", "asked to stop: the pods save, and end")
-                        self.cluster.delete(self.api, self.name)
-                        is_stopping = True
-                    code = self._look(is_stopping)
-                    silence = 0.0
-                except Unreachable as fault:
-                    silence += LOOK_SECONDS
-                    self._once("silent", f"{fault.what}; the run goes on without this display")
-                    if silence > PATIENCE_SECONDS:
-                        raise
+                code = self._look(stop or bool(signals.number))
                 if signals.at_once:
                     self._say("not waiting for its pods any longer")
                     code = Preempted.exit_code
@@ -85,6 +74,23 @@ class Follower:
                     self._join_logs(bool(signals.at_once))
                     return code
                 time.sleep(LOOK_SECONDS)
+
+    def _look(self, should_stop: bool) -> int | None:
+        """Stop the run if it should and does not yet, and show what is new. Return the exit code, once the run has ended."""
+        try:
+            if should_stop and not self.is_stopping:
+                self._once("stop", "asked to stop: the pods save, and end")
+                self.cluster.delete(self.api, self.name)
+                self.is_stopping = True
+            code = self._show_news()
+        except Unreachable as fault:
+            self.silent_seconds += LOOK_SECONDS
+            self._once("silent", f"{fault.what}; the run goes on without this display")
+            if self.silent_seconds > PATIENCE_SECONDS:
+                raise
+            return None
+        self.silent_seconds = 0.0
+        return code
 
     def _join_logs(self, at_once: bool) -> None:
         """Wait for the rest of the logs, unless the user does not want to wait."""
@@ -94,15 +100,16 @@ class Follower:
         for thread in self.logs.values():
             thread.join(patience)
 
-    def _look(self, stopping: bool) -> int | None:
+    def _show_news(self) -> int | None:
         """Show what is new of the pods and the workload. Return the exit code, once the run has ended."""
         pods = self.cluster.pods(self.api, self.name)
         for pod in pods:
-            self._pod(pod)
+            self._show_pod(pod)
         for event in self.cluster.warnings(self.name):
-            involved = f"{event.involved_object.kind.lower()} {event.involved_object.name}"
+            involved = event.involved_object
+            place = f"{involved.kind.lower()} {involved.name}"
             key = (event.metadata.uid, event.message)
-            self._once(key, f"{involved}: {event.reason}: {event.message}")
+            self._once(key, f"{place}: {event.reason}: {event.message}")
         try:
             workload = self.cluster.read(self.api, self.name)
         except Refused as refused:
@@ -110,54 +117,62 @@ class Follower:
                 raise
             if pods:
                 return None  # they save
-            if not stopping:
+            if not self.is_stopping:
                 self._say("somebody has removed it")
             return self._stopped()
         if workload["metadata"]["uid"] != self.uid:
             self._say("somebody has removed it, and made another of that name")
             return self._stopped()
-        return self._end_of(workload, stopping)
+        return self._end_of(workload)
 
-    def _end_of(self, workload: dict[str, Any], stopping: bool) -> int | None:
+    def _end_of(self, workload: dict[str, Any]) -> int | None:
         """Report the end of a workload and return the exit code; None if it has not ended."""
-        for condition in workload.get("status", {}).get("conditions") or []:
-            if condition.get("status") != "True":
-                continue
-            if condition["type"] in ("Complete", "Completed"):
+        for kind, condition in true_conditions(workload).items():
+            if kind in ("Complete", "Completed"):
                 self._say("finished")
                 return 0
-            if condition["type"] == "Failed" and not stopping:
+            if kind == "Failed" and not self.is_stopping:
                 return self._failed(condition)
         return None
 
-    def _pod(self, pod: Any) -> None:
+    def _show_pod(self, pod: Any) -> None:
         """Report what is new of a pod, and show the log if it has rank 0."""
         name = pod.metadata.name
-        node = pod.spec.node_name or "no node yet"
-        status = pod.status
-        self._once((name, status.phase), f"pod {name} on {node}: {status.phase}")
+        node = _node_of(pod)
+        phase = pod.status.phase
+        place = f"pod {name} on {node}"
+        self._once((name, phase), f"{place}: {phase}")
         found = list(faults(pod))
         for fault in found:
-            self._once((name, fault), f"pod {name} on {node}: {fault}")
+            self._once((name, fault), f"{place}: {fault}")
         if found:
-            self.faults[name] = f"pod {name} on {node}: {found[0]}"
-        elif status.phase in ("Running", "Succeeded"):
+            self.faults[name] = f"{place}: {found[0]}"
+        elif phase in ("Running", "Succeeded"):
             # It has waited for a node or an image, and has it now.
             self.faults.pop(name, None)
-        for container in status.container_statuses or []:
-            ended = container.state.terminated
-            if ended is not None:
-                self.ends[name] = _Ended(str(ended.finished_at), name, ended.exit_code, node)
-            has_begun = ended is not None or container.state.running is not None
-            if name not in self.logs and _has_rank_0(pod) and has_begun:
-                self.logs[name] = threading.Thread(target=self._show_log, args=(name,), daemon=True)
-                self.logs[name].start()
+        for container in pod.status.container_statuses or []:
+            self._note_container(pod, container)
+
+    def _note_container(self, pod: Any, container: Any) -> None:
+        """Keep the end of a container, and begin to show the log of rank 0."""
+        name = pod.metadata.name
+        ended = container.state.terminated
+        if ended is not None:
+            end = _Ended(str(ended.finished_at), name, ended.exit_code, _node_of(pod))
+            self.ends[name] = end
+        has_begun = ended is not None or container.state.running is not None
+        if has_begun and index_of(pod) == 0 and name not in self.logs:
+            thread = threading.Thread(target=self._show_log, args=(name,), daemon=True)
+            self.logs[name] = thread
+            thread.start()
 
     def _show_log(self, pod: str) -> None:
+        """Print the log of a pod as it comes, until it ends. It runs in a thread."""
         try:
             for piece in self.cluster.log(pod):
                 print(piece.decode(errors="replace"), end="", flush=True)
-        except (Refused, Unreachable) as fault:  # the pod is gone, or the server: the run goes on
+        except (Refused, Unreachable) as fault:
+            # The pod is gone, or the server: the run goes on.
             self._once((pod, "log"), f"the log of pod {pod} ended: {fault.what}")
 
     def _failed(self, condition: dict[str, Any]) -> int:
@@ -167,52 +182,80 @@ class Follower:
             why = next(iter(self.faults.values()))
         elif failed:
             first = min(failed)
+            end = f"pod {first.pod} on {first.node} ended first, with exit code {first.exit_code}"
             command = f"kubectl logs {first.pod} --namespace {self.cluster.namespace}"
-            why = f"pod {first.pod} on {first.node} ended first, with exit code {first.exit_code} — {command}"
+            why = f"{end} — {command}"
         else:
-            why = f"{condition.get('reason', '')}: {condition.get('message', '')}"
+            reason = condition.get("reason", "")
+            message = condition.get("message", "")
+            why = f"{reason}: {message}"
         print(f"error: {self.name} failed: {redact(why)}", file=sys.stderr)
         return 1
 
     def _stopped(self) -> int:
+        """Report a run that was stopped, and return its exit code."""
         print("stopped: its ranks had their time to save — go on with --resume", file=sys.stderr)
         return Preempted.exit_code
 
     def _once(self, key: object, line: str) -> None:
+        """Print a line, unless a line of this key was printed."""
         if key not in self.reported:
             self.reported.add(key)
             self._say(line)
 
     def _say(self, line: str) -> None:
-        print(f"{self.name}: {redact(' '.join(line.split()))}", file=sys.stderr, flush=True)
+        """Print a line behind the name of the run, without secrets."""
+        one_line = " ".join(line.split())
+        print(f"{self.name}: {redact(one_line)}", file=sys.stderr, flush=True)
 
 
-def _has_rank_0(pod: Any) -> bool:
-    return index_of(pod) == "0"
+def true_conditions(workload: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return type → condition of the conditions of a workload that hold."""
+    status = workload.get("status", {})
+    found = {}
+    for condition in status.get("conditions") or []:
+        if condition.get("status") == "True":
+            found[condition["type"]] = condition
+    return found
 
 
-def index_of(pod: Any) -> str:
-    """Return the number of a pod among the pods of its run, as text."""
+def _node_of(pod: Any) -> str:
+    """Return the node of a pod."""
+    return pod.spec.node_name or "no node yet"
+
+
+def index_of(pod: Any) -> int:
+    """Return the number of a pod among the pods of its run."""
     values = {**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}
-    return str(values.get(INDEX, "0"))
+    return int(values.get(INDEX, "0"))
 
 
 def faults(pod: Any) -> Iterator[str]:
     """Yield a line for each thing that the cluster did to a pod, or cannot do for it, with what may help."""
     status = pod.status
     if status.reason == "Evicted":
-        yield f"evicted: {status.message} — raise launch.memory or the claim's size, or choose other nodes by launch.node_selector"
+        fix = (
+            "raise launch.memory or the claim's size, or choose other nodes by launch.node_selector"
+        )
+        yield f"evicted: {status.message} — {fix}"
     for condition in status.conditions or []:
         if condition.type == "DisruptionTarget" and condition.status == "True":
             yield f"disrupted ({condition.reason}): {condition.message}"
         elif condition.type == "PodScheduled" and condition.status == "False":
             yield f"no node for it ({condition.reason}): {condition.message}"
     for container in status.container_statuses or []:
-        for state in (container.state, container.last_state):
-            if state is None or state.terminated is None:
-                continue
-            if state.terminated.reason == "OOMKilled":
-                yield "out of memory (OOMKilled) — raise launch.memory, in which /dev/shm counts, or use less"
-        waiting = container.state.waiting
-        if waiting is not None and waiting.reason in STUCK:
-            yield f"{waiting.reason}: {waiting.message or ''} — see launch.image and launch.image_pull_secrets"
+        yield from _faults_of_container(container)
+
+
+def _faults_of_container(container: Any) -> Iterator[str]:
+    """Yield a line for memory that has run out, also before the last restart, and for a start that cannot succeed."""
+    for state in (container.state, container.last_state):
+        if state is None or state.terminated is None:
+            continue
+        if state.terminated.reason == "OOMKilled":
+            fix = "raise launch.memory, in which /dev/shm counts, or use less"
+            yield f"out of memory (OOMKilled) — {fix}"
+    waiting = container.state.waiting
+    if waiting is not None and waiting.reason in STUCK:
+        fix = "see launch.image and launch.image_pull_secrets"
+        yield f"{waiting.reason}: {waiting.message or ''} — {fix}"

@@ -1,20 +1,15 @@
-"""A run in the pods of a Kubernetes cluster. Experimental: it has been tested without one."""
+"""The options of a run in a Kubernetes cluster: the section `launch` with kind kubernetes. No torch here."""
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NoReturn, Self
+from pathlib import PurePosixPath
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from drumline.config.launcher import LauncherSpec
 from drumline.config.section import Section
-from drumline.errors import EnvironmentFault
 from drumline.system.redact import SECRET
-
-if TYPE_CHECKING:
-    from drumline.config.config import Config
-    from drumline.config.load import Request
 
 # Of an object.
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
@@ -54,13 +49,11 @@ class SecretKey(Section):
     )
 
 
-class KubernetesLauncher(LauncherSpec):
-    """Pods of a Kubernetes cluster, one a node: a Kubeflow TrainJob, a JobSet or an Indexed Job. Experimental."""
+class KubernetesOptions(LauncherSpec):
+    """What the objects of a run are made of."""
 
-    short: ClassVar[bool] = False
-    kind: Literal["kubernetes"] = "kubernetes"
     image: Text = Field(
-        description="The container's image. drumline must be installed in it, and `python` be its interpreter."
+        description="The container's image. drumline and drumline-kubernetes must be installed in it, and `python` be its interpreter."
     )
     namespace: Name = Field("default", description="The namespace in which the objects are made.")
     context: Text | None = Field(
@@ -143,16 +136,7 @@ class KubernetesLauncher(LauncherSpec):
         return (self.processes_per_node,) * self.nodes
 
     def volume_of(self, path: str) -> Volume | None:
-        """The one that a folder of the container lies on."""
+        """Return the volume that a folder of the container lies on; None if it lies on none."""
         parts = PurePosixPath(path)
         there = [volume for volume in self.volumes if parts.is_relative_to(volume.path)]
         return max(there, key=lambda volume: len(volume.path), default=None)
-
-    def early(self, config: Config, plan_path: Path) -> NoReturn:
-        what = "a run in a cluster is submitted by the command line, and not from Python"
-        raise EnvironmentFault(what, where="launch.kind", fix="drumline train CONFIG.yaml")
-
-    def submit(self, request: Request, dry_run: bool) -> int:
-        from drumline.launch.kubernetes.submit import submit
-
-        return submit(self, request, dry_run)

@@ -12,12 +12,10 @@ import json
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from drumline.errors import DrumlineError, EnvironmentFault
-
-if TYPE_CHECKING:
-    from drumline.launch.kubernetes.spec import KubernetesLauncher
+from drumline.errors import DrumlineError
+from drumline_kubernetes.options import KubernetesOptions
 
 CONTAINER = "node"  # the name that Kubeflow and its torch runtime use
 PORT = 29500
@@ -33,29 +31,29 @@ RUN_LABEL = "drumline/run"
 
 @dataclass(frozen=True)
 class Submission:
-    """A run under its name in the cluster."""
+    """A run under its name in the cluster.
 
-    launch: KubernetesLauncher
+    `config`: the text of its YAML. `path`: of that file in the container. `command`: of the container.
+    """
+
+    launch: KubernetesOptions
     name: str
-    config: str  # the text of its YAML
-    path: PurePosixPath  # of that file in the container
-    command: tuple[str, ...]  # of the container
+    config: str
+    path: PurePosixPath
+    command: tuple[str, ...]
 
     def objects(self, workload: str) -> list[dict[str, Any]]:
         """Return the workload (TrainJob, JobSet or Job), then the objects that belong to it."""
-        made = []
         if workload == "TrainJob":
-            made.append(self._train_job())
+            made = [self._train_job(), self._config_map()]
         elif workload == "JobSet":
-            made.append(self._job_set())
+            made = [self._job_set(), self._config_map()]
         else:
-            made.append(self._job())
-        made.append(self._config_map())
-        if workload == "Job":
-            made.append(self._service())
+            made = [self._job(), self._config_map(), self._service()]
         return [checked(each) for each in made]
 
     def _config_map(self) -> dict[str, Any]:
+        """Return the ConfigMap that has the text of the config."""
         return {
             "apiVersion": "v1",
             "kind": "ConfigMap",
@@ -64,6 +62,7 @@ class Submission:
         }
 
     def _metadata(self) -> dict[str, Any]:
+        """Return the metadata of each object: its name, its namespace and a label with its run."""
         return {
             "name": self.name,
             "namespace": self.launch.namespace,
@@ -71,7 +70,13 @@ class Submission:
         }
 
     def _top(self, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-        return {"apiVersion": APIS[kind], "kind": kind, "metadata": self._metadata(), "spec": spec}
+        """Return a workload of a kind."""
+        return {
+            "apiVersion": APIS[kind],
+            "kind": kind,
+            "metadata": self._metadata(),
+            "spec": spec,
+        }
 
     def _train_job(self) -> dict[str, Any]:
         """Return a TrainJob. Its runtime makes a JobSet of it, with the variables by which processes meet.
@@ -92,37 +97,37 @@ class Submission:
             "numProcPerNode": launch.processes_per_node,
             "resourcesPerNode": container["resources"],
         }
-        spec = {
-            "runtimeRef": {
-                "apiGroup": "trainer.kubeflow.org",
-                "kind": launch.runtime_kind,
-                "name": launch.runtime,
-            },
-            "trainer": trainer,
-            "runtimePatches": [
-                {
-                    "manager": "drumline.launcher/kubernetes",
-                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patch]}}},
-                }
-            ],
+        runtime = {
+            "apiGroup": "trainer.kubeflow.org",
+            "kind": launch.runtime_kind,
+            "name": launch.runtime,
         }
+        patched = {"template": {"spec": {"replicatedJobs": [patch]}}}
+        patches = {
+            "manager": "drumline.launcher/kubernetes",
+            "trainingRuntimeSpec": patched,
+        }
+        spec = {"runtimeRef": runtime, "trainer": trainer, "runtimePatches": [patches]}
         return self._top("TrainJob", spec)
 
     def _job_set(self) -> dict[str, Any]:
         """Return a JobSet of one replicated Job. When a pod fails, it starts all of them again."""
         first = f"{self.name}-{CONTAINER}-0-0.{self.name}"
+        labels = {RUN_LABEL: self.name}
         job = {
-            "metadata": {"labels": {RUN_LABEL: self.name}},
+            "metadata": {"labels": labels},
             "spec": self._job_spec(first, restarts=0),
         }
+        network = {
+            "enableDNSHostnames": True,
+            "subdomain": self.name,
+            "publishNotReadyAddresses": True,
+        }
+        replicated = {"name": CONTAINER, "replicas": 1, "template": job}
         spec = {
-            "network": {
-                "enableDNSHostnames": True,
-                "subdomain": self.name,
-                "publishNotReadyAddresses": True,
-            },
+            "network": network,
             "failurePolicy": {"maxRestarts": self.launch.max_restarts},
-            "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": job}],
+            "replicatedJobs": [replicated],
         }
         return self._top("JobSet", spec)
 
@@ -138,34 +143,33 @@ class Submission:
 
     def _job_spec(self, first: str, restarts: int) -> dict[str, Any]:
         """Return the spec of a Job. `first` is the host name of the first pod, and `restarts` the number of failures that it takes."""
+        nodes = self.launch.nodes
+        processes = self.launch.processes_per_node
         pod = self._pod()
-        pod["containers"][0]["env"] += [
-            {"name": "PET_NNODES", "value": str(self.launch.nodes)},
-            {"name": "PET_NPROC_PER_NODE", "value": str(self.launch.processes_per_node)},
-            {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}},
-            {"name": "PET_MASTER_ADDR", "value": first},
-            {"name": "PET_MASTER_PORT", "value": str(PORT)},
-        ]
+        variables = pod["containers"][0]["env"]
+        variables.append({"name": "PET_NNODES", "value": str(nodes)})
+        variables.append({"name": "PET_NPROC_PER_NODE", "value": str(processes)})
+        index = {"fieldRef": {"fieldPath": INDEX}}
+        variables.append({"name": "PET_NODE_RANK", "valueFrom": index})
+        variables.append({"name": "PET_MASTER_ADDR", "value": first})
+        variables.append({"name": "PET_MASTER_PORT", "value": str(PORT)})
+        # A node that is drained or lost is no failure of the run.
+        disrupted = {"type": "DisruptionTarget", "status": "True"}
+        rule = {"action": "Ignore", "onPodConditions": [disrupted]}
+        labels = {RUN_LABEL: self.name}
         return {
-            "completions": self.launch.nodes,
-            "parallelism": self.launch.nodes,
+            "completions": nodes,
+            "parallelism": nodes,
             "completionMode": "Indexed",
             "backoffLimit": restarts,
             # Not while the old pod still saves.
             "podReplacementPolicy": "Failed",
-            # A node that is drained or lost is no failure of the run.
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "Ignore",
-                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                    }
-                ]
-            },
-            "template": {"metadata": {"labels": {RUN_LABEL: self.name}}, "spec": pod},
+            "podFailurePolicy": {"rules": [rule]},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
         }
 
     def _pod(self) -> dict[str, Any]:
+        """Return the spec of a pod of one container, without keys that have no value."""
         launch = self.launch
         container = {
             "name": CONTAINER,
@@ -204,6 +208,7 @@ class Submission:
         return mounts
 
     def _volumes(self) -> list[dict[str, Any]]:
+        """Return the volumes of a pod: the config, the claims and the shared memory."""
         volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": self.name}}]
         for number, volume in enumerate(self.launch.volumes):
             claim = {"claimName": volume.claim}
@@ -214,6 +219,7 @@ class Submission:
         return volumes
 
     def _tolerations(self) -> list[dict[str, Any]]:
+        """Return the taints that a pod tolerates."""
         tolerations = []
         for each in self.launch.tolerations:
             if each.value is None:
@@ -224,22 +230,27 @@ class Submission:
         return tolerations
 
     def _env(self) -> list[dict[str, Any]]:
-        variables: list[dict[str, Any]] = [
+        """Return the variables of the container: those of torchrun, those of the YAML, and secrets by their names."""
+        launch = self.launch
+        values = {
             # By it torchrun's ranks know their run when pods start again.
-            {"name": "PET_RDZV_ID", "value": self.name},
+            "PET_RDZV_ID": self.name,
             # Pods start again, and not what is in them.
-            {"name": "PET_MAX_RESTARTS", "value": "0"},
+            "PET_MAX_RESTARTS": "0",
             # Torchrun reads it from torch 2.13 on; before, it waits 30 s.
-            {"name": "PET_SHUTDOWN_TIMEOUT", "value": str(int(self.launch.grace_seconds))},
-        ]
-        for name, value in self.launch.env.items():
+            "PET_SHUTDOWN_TIMEOUT": str(int(launch.grace_seconds)),
+            **launch.env,
+        }
+        variables: list[dict[str, Any]] = []
+        for name, value in values.items():
             variables.append({"name": name, "value": value})
-        for name, source in self.launch.secrets.items():
+        for name, source in launch.secrets.items():
             reference = {"name": source.secret, "key": source.key or name}
             variables.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
         return variables
 
     def _resources(self) -> dict[str, Any]:
+        """Return what a pod requests, and what it may use at most."""
         launch = self.launch
         requests: dict[str, Any] = {}
         if launch.cpu:
@@ -256,23 +267,25 @@ class Submission:
         """Return the service that gives the pods of a Job names, also before they are ready."""
         selector = {"batch.kubernetes.io/job-name": self.name}
         spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
-        return {"apiVersion": "v1", "kind": "Service", "metadata": self._metadata(), "spec": spec}
+        return {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": self._metadata(),
+            "spec": spec,
+        }
 
 
 def checked(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the same manifest, after its library has shown that it knows every field.
 
     The models of the libraries drop unknown fields silently, so that a slip would be noticed in the cluster, if at all.
-    Raises DrumlineError with the place of the first unknown field, and EnvironmentFault without the library.
+    Raises DrumlineError with the place of the first unknown field.
     """
     kind = manifest["kind"]
-    try:
-        if kind in ("TrainJob", "JobSet"):
-            kept = _kept_by_kubeflow(manifest)
-        else:
-            kept = _kept_by_kubernetes(manifest)
-    except ImportError:
-        raise missing() from None
+    if kind in ("TrainJob", "JobSet"):
+        kept = _kept_by_kubeflow(manifest)
+    else:
+        kept = _kept_by_kubernetes(manifest)
     lost = _lost(manifest, kept, kind)
     if lost:
         raise DrumlineError(f"a {kind} has no field {lost}", where="manifest")
@@ -305,28 +318,28 @@ def _kept_by_kubernetes(manifest: dict[str, Any]) -> Any:
     return api.sanitize_for_serialization(made)
 
 
-def missing() -> EnvironmentFault:
-    """Return the error of a missing library, to be raised."""
-    what = "the packages kubernetes and kubeflow-trainer-api are missing"
-    fix = "pip install kubernetes kubeflow-trainer-api"
-    return EnvironmentFault(what, where="launch.kind", fix=fix)
-
-
 def _lost(given: Any, kept: Any, place: str) -> str | None:
     """Return the place of the first field of `given` that is not in `kept`; None if all are."""
     if isinstance(given, dict):
         return _lost_key(given, kept, place)
     if isinstance(given, list):
-        if not isinstance(kept, list) or len(kept) != len(given):
-            return place
-        for number, (value, kept_value) in enumerate(zip(given, kept, strict=True)):
-            lost = _lost(value, kept_value, f"{place}[{number}]")
-            if lost:
-                return lost
+        return _lost_item(given, kept, place)
+    return None
+
+
+def _lost_item(given: list[Any], kept: Any, place: str) -> str | None:
+    """The same for a list; a list of another length is lost as a whole."""
+    if not isinstance(kept, list) or len(kept) != len(given):
+        return place
+    for number, value in enumerate(given):
+        lost = _lost(value, kept[number], f"{place}[{number}]")
+        if lost:
+            return lost
     return None
 
 
 def _lost_key(given: dict[str, Any], kept: Any, place: str) -> str | None:
+    """The same for an object. The models leave out empty values."""
     for key, value in given.items():
         if value in ({}, []):
             continue

@@ -6,17 +6,18 @@ import re
 import secrets
 import sys
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drumline.config.load import Request
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.launch.kubernetes.manifest import Submission
+from drumline.launch.submitted import note_run
 from drumline.plan.explain import default_run_dir
 from drumline.system.redact import OURS, REFERENCE
 from drumline.system.yaml_lines import write_yaml
-
-if TYPE_CHECKING:
-    from drumline.launch.kubernetes.spec import KubernetesLauncher
+from drumline_kubernetes.cluster import Cluster
+from drumline_kubernetes.manifest import Submission
+from drumline_kubernetes.options import KubernetesOptions
+from drumline_kubernetes.runs import KubernetesRun, print_experimental
 
 # Keys of files that `config.load` makes absolute. The registry does so for code (path.py:Name).
 LOADED = ("chat_template", "calibration")
@@ -24,31 +25,26 @@ LOADED = ("chat_template", "calibration")
 LONGEST_NAME = 36
 
 
-def submit(launch: KubernetesLauncher, request: Request, dry_run: bool) -> int:
+def submit(launch: KubernetesOptions, request: Request, dry_run: bool) -> int:
     """Submit a run, follow it unless it is detached, and return its exit code. With `dry_run` print the manifest alone."""
     submission = submission_of(launch, request)
     if dry_run:
         objects = submission.objects(_workload(launch))
         print("---\n".join(write_yaml(each) for each in objects), end="")
         return 0
-    from drumline.launch.kubernetes.cluster import Cluster
-    from drumline.launch.kubernetes.runs import EXPERIMENTAL, Submitted
-
-    print(EXPERIMENTAL, file=sys.stderr)
+    print_experimental()
     cluster = Cluster.connect(launch)
     workload = cluster.workload()
     uid = cluster.create(submission.objects(workload))
-    submitted = Submitted(launch, workload, submission.name, uid)
-    submitted.note()
+    run = KubernetesRun(launch, workload, submission.name, uid)
+    note_run(run.folder, launch, run)
     if launch.detach:
         return 0
-    return submitted.follower().until_end()
+    return run.follower().until_end()
 
 
-def _workload(launch: KubernetesLauncher) -> str:
+def _workload(launch: KubernetesOptions) -> str:
     """Return the kind of workload that a cluster would get, and print a note if the cluster cannot be asked."""
-    from drumline.launch.kubernetes.cluster import Cluster
-
     if launch.workload != "auto":
         return str(launch.workload)
     try:
@@ -61,7 +57,7 @@ def _workload(launch: KubernetesLauncher) -> str:
         return "TrainJob"
 
 
-def submission_of(launch: KubernetesLauncher, request: Request) -> Submission:
+def submission_of(launch: KubernetesOptions, request: Request) -> Submission:
     """Return what is submitted for a run.
 
     Raises ConfigError for a run folder that would be lost with its pods, for a secret that pods would not have, and for a secret that all
@@ -117,7 +113,7 @@ def relative(value: Any, base: str, key: str = "") -> Any:
     return value
 
 
-def require_secrets(config: str, launch: KubernetesLauncher) -> None:
+def require_secrets(config: str, launch: KubernetesOptions) -> None:
     """Raise ConfigError for a secret in the text of a config, and for a variable that pods do not have."""
     for name in REFERENCE.findall(config):
         if name.startswith(OURS):

@@ -1,0 +1,227 @@
+"""The API server, by the official client: what the cluster knows, objects made and removed, pods, events and logs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+
+from drumline.errors import EnvironmentFault
+from drumline.foreign import first_line
+from drumline.system.redact import redact
+from drumline_kubernetes.manifest import APIS, CONTAINER
+from drumline_kubernetes.options import KubernetesOptions
+
+ANSWER_SECONDS = 30.0  # the most that one request may take
+GONE = 404
+MESSAGE_CHARACTERS = 200  # shown of an answer that is no JSON
+
+
+class Unreachable(EnvironmentFault):
+    """Nothing answers, or not now: it may later."""
+
+
+class Refused(EnvironmentFault):
+    """The server refuses, in its own words. `status`: HTTP's."""
+
+    def __init__(self, status: int, what: str) -> None:
+        fix = None
+        if status != GONE:
+            fix = "see `kubectl auth can-i`, quotas and the names in launch"
+        super().__init__(what, where="Kubernetes", fix=fix)
+        self.status = status
+
+
+class Cluster:
+    """One namespace of a cluster."""
+
+    def __init__(self, api: Any, launch: KubernetesOptions) -> None:
+        from kubernetes import client
+
+        self.core: Any = client.CoreV1Api(api)
+        self.custom: Any = client.CustomObjectsApi(api)
+        self.groups: Any = client.ApisApi(api)
+        self.launch = launch
+        self.namespace = launch.namespace
+
+    @classmethod
+    def connect(cls, launch: KubernetesOptions) -> Cluster:
+        """Return the cluster of the kubeconfig, or in a pod that of its service account.
+
+        Raises EnvironmentFault if there is neither.
+        """
+        from kubernetes import config
+
+        kubeconfig = os.environ.get("KUBECONFIG")
+        try:
+            api = config.new_client_from_config(kubeconfig, launch.context)
+        except (OSError, yaml.YAMLError) as error:
+            what = f"the kubeconfig cannot be read: {first_line(error)}"
+            fix = "set KUBECONFIG to a file that you may read"
+            raise EnvironmentFault(what, where="launch.context", fix=fix) from None
+        except config.ConfigException as error:
+            api = _client_in_pod(error)
+        return cls(api, launch)
+
+    def workload(self) -> str:
+        """Return the kind of workload to make: that of `launch.workload`, or for auto the first that the cluster knows.
+
+        Raises EnvironmentFault for a kind that the cluster does not know.
+        """
+        answer = _answer(self.groups.get_api_versions)
+        groups = {group.name for group in answer.groups}
+        # Every cluster has Jobs, and does not list their group everywhere.
+        groups.add("batch")
+        known = [kind for kind, api in APIS.items() if _group_of(api) in groups]
+        wanted: str = self.launch.workload
+        if wanted == "auto":
+            return known[0]
+        if wanted not in known:
+            what = f"the cluster knows no {wanted}"
+            fix = f"use {' or '.join(known)}, or have its operator installed"
+            raise EnvironmentFault(what, where="launch.workload", fix=fix)
+        return wanted
+
+    def create(self, objects: list[dict[str, Any]]) -> str:
+        """Make the workload, and the other objects as its property, so that its removal removes them. Return its uid."""
+        workload, *others = objects
+        api = workload["apiVersion"]
+        name = workload["metadata"]["name"]
+        make = self.custom.create_namespaced_custom_object
+        made = _answer(make, *self._resource(api), workload)
+        uid = str(made["metadata"]["uid"])
+        owner = {"apiVersion": api, "kind": workload["kind"], "name": name, "uid": uid}
+        try:
+            for each in others:
+                self._create_owned(each, owner)
+        except EnvironmentFault:
+            self.delete(api, name)
+            raise
+        return uid
+
+    def _create_owned(self, body: dict[str, Any], owner: dict[str, Any]) -> None:
+        """Make a ConfigMap or a Service that goes with its owner."""
+        if body["kind"] == "ConfigMap":
+            make = self.core.create_namespaced_config_map
+        else:
+            make = self.core.create_namespaced_service
+        metadata = {**body["metadata"], "ownerReferences": [owner]}
+        _answer(make, self.namespace, {**body, "metadata": metadata})
+
+    def read(self, api: str, name: str) -> dict[str, Any]:
+        """Return a workload as it is now."""
+        read = self.custom.get_namespaced_custom_object
+        found: dict[str, Any] = _answer(read, *self._resource(api), name)
+        return found
+
+    def delete(self, api: str, name: str) -> None:
+        """Remove a workload. Its pods get SIGTERM and have their grace time; it goes after them."""
+        delete = self.custom.delete_namespaced_custom_object
+        body = {"propagationPolicy": "Foreground"}
+        try:
+            _answer(delete, *self._resource(api), name, body=body)
+        except Refused as refused:
+            # If it is gone, somebody else has removed it.
+            if refused.status != GONE:
+                raise
+
+    def pods(self, api: str, name: str) -> list[Any]:
+        """Return the pods of a workload."""
+        if api == APIS["Job"]:
+            label = "batch.kubernetes.io/job-name"
+        else:
+            label = "jobset.sigs.k8s.io/jobset-name"
+        selector = f"{label}={name}"
+        answer = _answer(self.core.list_namespaced_pod, self.namespace, label_selector=selector)
+        return list(answer.items)
+
+    def warnings(self, name: str) -> Iterator[Any]:
+        """Yield the events that are warnings, of the workload and of all that was made for it."""
+        selector = "type=Warning"
+        answer = _answer(self.core.list_namespaced_event, self.namespace, field_selector=selector)
+        for event in answer.items:
+            involved = str(event.involved_object.name)
+            if involved == name or involved.startswith(f"{name}-"):
+                yield event
+
+    def log(self, pod: str, follow: bool = True) -> Iterator[bytes]:
+        """Yield what a pod has printed and, to `follow` it, what it prints until its end."""
+        with _faults():
+            answer = self.core.read_namespaced_pod_log(
+                pod, self.namespace, container=CONTAINER, follow=follow, _preload_content=False
+            )
+            yield from answer.stream(decode_content=True)
+
+    def _resource(self, api: str) -> tuple[str, str, str, str]:
+        """Return the group, version, namespace and plural by which the client finds workloads of an API."""
+        group, version = api.split("/")
+        (kind,) = [kind for kind, known in APIS.items() if known == api]
+        return group, version, self.namespace, f"{kind.lower()}s"
+
+
+def _client_in_pod(no_kubeconfig: Exception) -> Any:
+    """Return a client by the service account of this pod. Raises EnvironmentFault outside of a pod."""
+    from kubernetes import client, config
+
+    configuration = client.Configuration()
+    try:
+        config.load_incluster_config(client_configuration=configuration)
+    except config.ConfigException:
+        what = f"no cluster is known: {no_kubeconfig}"
+        fix = "set KUBECONFIG, or launch.context to one of `kubectl config get-contexts`"
+        raise EnvironmentFault(what, where="launch.context", fix=fix) from None
+    return client.ApiClient(configuration)
+
+
+def _group_of(api: str) -> str:
+    """Return the group of an API: `batch` of `batch/v1`."""
+    return api.partition("/")[0]
+
+
+def _answer(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return the answer of the server to a request. Raises Refused and Unreachable."""
+    with _faults():
+        return call(*arguments, **options, _request_timeout=ANSWER_SECONDS)
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    """Raise Refused and Unreachable in place of what the client raises."""
+    from kubernetes.client import ApiException
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except ApiException as error:
+        what = redact(f"{error.status} {error.reason}: {_message(error.body)}")
+        if _is_passing(error.status):
+            raise _unreachable(what) from None
+        raise Refused(error.status, what) from None
+    except HTTPError as error:
+        raise _unreachable(redact(str(error))) from None
+
+
+def _unreachable(why: str) -> Unreachable:
+    """Return the error of a server that does not answer, to be raised."""
+    what = f"the API server does not answer: {why}"
+    return Unreachable(what, where="Kubernetes", fix="see `kubectl version`")
+
+
+def _is_passing(status: int) -> bool:
+    """Return whether an answer may be another one later: the server restarts or is busy, or a proxy before it.
+
+    A status of 0 is TLS that breaks off.
+    """
+    return status in (0, 429) or status >= 500
+
+
+def _message(body: Any) -> str:
+    """Return the reason in an answer, which is a Status of JSON, if the server itself wrote it."""
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(body)[:MESSAGE_CHARACTERS]
