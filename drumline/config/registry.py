@@ -96,7 +96,7 @@ MOST_NAMES = 8
 # What Drumline's own distributions beside this package offer: group → kind or command → distribution.
 DISTRIBUTIONS: dict[str, dict[str, str]] = {
     "launchers": {"ssh": "drumline-hosts", "ray": "drumline-hosts"},
-    "commands": {},
+    "commands": {"sweep": "drumline-sweep"},
 }
 # Base class of a group → name (path.py:Name) → spec of the user's own, as configs have named them.
 _own: dict[type[Spec], dict[str, Any]] = {}

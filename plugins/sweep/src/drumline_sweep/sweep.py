@@ -17,7 +17,17 @@ from typing import Any
 from rich.console import Console
 
 from drumline.bench import pages
-from drumline.bench.axes import (
+from drumline.bench.pages import claim, write_pages
+from drumline.config.config import Config
+from drumline.config.load import Loaded, refused
+from drumline.config.run import EvalConfig
+from drumline.errors import ConfigError, EnvironmentFault, UserError
+from drumline.foreign import judged, read_object
+from drumline.hardware.detect import detect
+from drumline.report.bars import notes
+from drumline.system.files import write_whole
+from drumline.system.signals import NOTHING_LOST
+from drumline_sweep.axes import (
     SEED,
     Axis,
     Point,
@@ -28,18 +38,8 @@ from drumline.bench.axes import (
     points,
     short_names,
 )
-from drumline.bench.optuna_study import Study
-from drumline.bench.pages import claim, write_pages
-from drumline.bench.trials import Outcome, Trial, Trials, outcome
-from drumline.config.config import Config
-from drumline.config.load import Loaded, refused
-from drumline.config.run import EvalConfig
-from drumline.errors import ConfigError, EnvironmentFault, UserError
-from drumline.foreign import judged, read_object
-from drumline.hardware.detect import detect
-from drumline.report.bars import notes
-from drumline.system.files import write_whole
-from drumline.system.signals import NOTHING_LOST
+from drumline_sweep.optuna_study import Study
+from drumline_sweep.trials import Outcome, Trial, Trials, outcome
 
 STATE = "sweep.json"
 # A key with numbers whose largest is so many times the smallest has a logarithmic axis in the figure.

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from drumline.bench.axes import Axis, Point
-from drumline.bench.trials import Outcome
 from drumline.config.run import EvalConfig
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.foreign import judged
+from drumline_sweep.axes import Axis, Point
+from drumline_sweep.trials import Outcome
 
 FILE = "optuna.log"
 OTHER_STUDY = "the study there is of other keys or values"

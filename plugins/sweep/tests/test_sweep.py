@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from drumline.bench.axes import axes_of, folder_name, overrides_of, points, short_names, split
-from drumline.bench.sweep import Options, Sweep, groups_of, rows_of, sweep
-from drumline.bench.trials import Outcome, Trial, best, outcome
-from drumline.cli.diagnose import _numbers
 from drumline.config.run import EvalConfig
 from drumline.errors import UserError
 from drumline.telemetry.events import Eval, Step
+from drumline_sweep.axes import axes_of, folder_name, overrides_of, points, short_names, split
+from drumline_sweep.sweep import Options, Sweep, groups_of, rows_of, sweep
+from drumline_sweep.trials import Outcome, Trial, best, outcome
 from tests.harness import write_config
 
 
@@ -243,7 +242,7 @@ def test_the_table_is_grouped_over_seeds_and_the_best_is_first(
 
 def test_optuna_goes_on_where_it_was(config: Path, tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="the extra sweep is not installed")
-    from drumline.bench.optuna_study import Study
+    from drumline_sweep.optuna_study import Study
 
     axes = axes_of(["optimizer.lr=log:1e-6..1e-2", "schedule=cosine,linear"])
     made = Sweep(
@@ -267,13 +266,6 @@ def test_optuna_goes_on_where_it_was(config: Path, tmp_path: Path) -> None:
     assert study.study.get_trials()[3].state.name == "RUNNING"
     with pytest.raises(UserError, match="of other keys"):
         list(Study(tmp_path, axes[:1], 8, made.eval, 0).points())
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,", "a", "1.5", "-1", "99999", "1;2", "١", "1" * 5000])
-def test_numbers_of_processes(text: str) -> None:
-    assert _numbers(["4,1", "2,1"], "--nproc") == (1, 2, 4)
-    with pytest.raises(UserError, match=r"whole numbers|an empty list|an empty part"):
-        _numbers([text], "--nproc")
 
 
 def test_a_trial_that_was_stopped_before_its_plan_has_not_failed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A sweep and a bench whose runs are jobs of a real Slurm."""
+"""A sweep whose trials are jobs of a real Slurm."""
 
 from __future__ import annotations
 
@@ -45,32 +45,3 @@ def test_each_trial_is_a_job_and_ended_ones_are_not_submitted_again(tmp_path: Pa
         )
         again = cluster.call(*command, timeout=100)
         assert again.returncode == 0 and {name: job_of(folder / name) for name in jobs} == jobs
-
-
-def test_bench_runs_on_one_node_and_on_two(tmp_path: Path) -> None:
-    require()
-    config = write_config(
-        tmp_path, tiny_model_dir(tmp_path / "model"), launch={"kind": "slurm", "preflight": False}
-    )
-    options = (
-        "--nodes",
-        "1,2",
-        "--nproc",
-        "1",
-        "--rounds",
-        "1",
-        "--steps",
-        "2",
-        "--to",
-        tmp_path / "bench",
-    )
-    with slurm(tmp_path / "slurm") as cluster:
-        done = cluster.call(
-            sys.executable, "-m", "drumline", "bench", config, *options, timeout=300
-        )
-    rows = json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"]
-    assert done.returncode == 0 and [len(row["rounds"]) for row in rows] == [1, 1], (
-        done.stdout,
-        done.stderr,
-        rows,
-    )
