@@ -48,8 +48,8 @@ def sweep(
 
     Each trial is a run, the best by eval.metric first. The same command again continues the sweep.
     """
-    from drumline_sweep.sweep import Options
-    from drumline_sweep.sweep import sweep as run
+    from drumline_sweep.plan import Options
+    from drumline_sweep.sweep import run_sweep
 
     if on not in (None, "slurm"):
         raise UserError(
@@ -57,7 +57,15 @@ def sweep(
             where="--on",
             fix="slurm, or leave it out for this machine",
         )
-    raise typer.Exit(run(config, axes, Options(random, optuna, jobs, on == "slurm", to, dry_run)))
+    options = Options(
+        random,
+        optuna,
+        jobs,
+        slurm=on == "slurm",
+        to=to,
+        dry_run=dry_run,
+    )
+    raise typer.Exit(run_sweep(config, axes, options))
 
 
 sweep_command = PluginCommand(sweep, heading="Train")

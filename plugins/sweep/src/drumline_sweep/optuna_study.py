@@ -5,9 +5,10 @@ Its study is kept in the sweep's folder, so a sweep that was stopped goes on fro
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from drumline.config.run import EvalConfig
 from drumline.errors import ConfigError, EnvironmentFault
@@ -24,40 +25,48 @@ class Study:
     """The study of a sweep: it chooses points and learns from their results."""
 
     def __init__(
-        self, folder: Path, axes: Sequence[Axis], number: int, options: EvalConfig, seed: int
+        self,
+        folder: Path,
+        axes: Sequence[Axis],
+        number: int,
+        options: EvalConfig,
+        seed: int,
     ) -> None:
         """Open the study in a folder, or begin one. `number`: of points altogether.
 
         Raises EnvironmentFault without Optuna, ConfigError for a study that cannot be read.
         """
-        try:
-            import optuna
-            from optuna.storages import JournalStorage
-            from optuna.storages.journal import JournalFileBackend
-        except ImportError:
-            raise EnvironmentFault(
-                "the package optuna is missing", where="--optuna", fix="pip install optuna"
-            ) from None
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.optuna = optuna
+        self.optuna = _import_optuna()
         self.axes = axes
         self.number = number
         # Point → the numbers of its trials in the study, which may choose it twice.
         self.numbers: dict[Point, list[int]] = {}
-        direction: Literal["minimize", "maximize"] = "maximize"
+        direction = "maximize"
         if options.mode == "min":
             direction = "minimize"
+        self.study = self._open(folder, direction)
+        # Not the seed alone: a sweep that goes on would draw what it has drawn.
+        trials_before = len(self._trials())
+        sampler = self.optuna.samplers.TPESampler(seed=seed + trials_before)
+        self.study.sampler = sampler
+
+    def _open(self, folder: Path, direction: str) -> Any:
+        """Return Optuna's study in a folder. Raises ConfigError if it cannot be read."""
+        storages = self.optuna.storages
         file = str(folder / FILE)
         with judged("the study there cannot be read", file, ConfigError, FIX):
-            self.study = optuna.create_study(
+            journal = storages.journal.JournalFileBackend(file)
+            return self.optuna.create_study(
                 study_name="sweep",
-                storage=JournalStorage(JournalFileBackend(file)),
+                storage=storages.JournalStorage(journal),
                 direction=direction,
                 load_if_exists=True,
             )
-        # Not the seed alone: a sweep that goes on would draw what it has drawn.
-        trials_before = len(self.study.get_trials(deepcopy=False))
-        self.study.sampler = optuna.samplers.TPESampler(seed=seed + trials_before)
+
+    def _trials(self) -> list[Any]:
+        """Return the trials that the study knows."""
+        trials: list[Any] = self.study.get_trials(deepcopy=False)
+        return trials
 
     def points(self) -> Iterator[Point]:
         """Yield the points that an earlier sweep began or finished, then new ones.
@@ -66,22 +75,32 @@ class Study:
         or values.
         """
         known = []
-        for trial in self.study.get_trials(deepcopy=False):
+        for trial in self._trials():
             known.append(self._point(trial.params, trial.number))
         yield from known
+        distributions = {}
+        for axis in self.axes:
+            distributions[axis.key] = self._distribution(axis)
         for _ in range(self.number - len(known)):
             with judged(OTHER_STUDY, FILE, ConfigError, FIX):
-                new = self.study.ask({axis.key: self._distribution(axis) for axis in self.axes})
+                new = self.study.ask(distributions)
             yield self._point(new.params, new.number)
 
     def _point(self, params: dict[str, Any], number: int) -> Point:
-        """Return the point of the study's trial `number`, and note the number."""
-        if params.keys() != {axis.key for axis in self.axes}:
+        """Return the point of the study's trial `number`, and note the number.
+
+        `params`: key → value. Raises ConfigError if they are not of this sweep's keys and values.
+        """
+        keys = [axis.key for axis in self.axes]
+        if set(params) != set(keys):
             raise ConfigError(OTHER_STUDY, where=FILE, fix=FIX)
-        point = tuple((axis.key, str(params[axis.key])) for axis in self.axes)
-        for axis, (_, value) in zip(self.axes, point, strict=True):
+        pairs = []
+        for axis in self.axes:
+            value = str(params[axis.key])
             if axis.values and value not in axis.values:
                 raise ConfigError(OTHER_STUDY, where=FILE, fix=FIX)
+            pairs.append((axis.key, value))
+        point = tuple(pairs)
         self.numbers.setdefault(point, []).append(number)
         return point
 
@@ -91,7 +110,9 @@ class Study:
         if axis.values:
             return kinds.CategoricalDistribution(axis.values)
         if axis.whole:
-            return kinds.IntDistribution(int(axis.low), int(axis.high), log=axis.log)
+            low = int(axis.low)
+            high = int(axis.high)
+            return kinds.IntDistribution(low, high, log=axis.log)
         return kinds.FloatDistribution(axis.low, axis.high, log=axis.log)
 
     def tell(self, outcomes: Sequence[Outcome | None], point: Point) -> None:
@@ -99,15 +120,35 @@ class Study:
 
         It is a failure if one of them has no value.
         """
-        ended = [each for each in outcomes if each is not None]
-        if len(ended) < len(outcomes) or any(each.state == "preempted" for each in ended):
-            return
-        values = [each.value for each in ended if each.value is not None]
-        known = self.study.get_trials(deepcopy=False)
+        values = []
+        for each in outcomes:
+            if each is None or each.state == "preempted":
+                return
+            if each.value is not None:
+                values.append(each.value)
+        has_failed = len(values) < len(outcomes)
+        known = self._trials()
         for number in self.numbers[point]:
             if known[number].state.is_finished():
                 continue
-            if len(values) == len(ended):
-                self.study.tell(number, sum(values) / len(values))
+            if has_failed:
+                failure = self.optuna.trial.TrialState.FAIL
+                self.study.tell(number, state=failure)
             else:
-                self.study.tell(number, state=self.optuna.trial.TrialState.FAIL)
+                mean = statistics.fmean(values)
+                self.study.tell(number, mean)
+
+
+def _import_optuna() -> Any:
+    """Return the module optuna. Raises EnvironmentFault if it is not installed."""
+    try:
+        import optuna
+        import optuna.storages.journal
+    except ImportError:
+        raise EnvironmentFault(
+            "the package optuna is missing",
+            where="--optuna",
+            fix="pip install optuna",
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
