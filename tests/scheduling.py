@@ -11,6 +11,8 @@ from tests.distributed.rows import LOW, ROWS, group_of
 # Folders of few and long tests. They come first: at the end one worker would wait for the other.
 LONG = (
     "plugins/hosts/",
+    "plugins/sweep/tests/test_trials",
+    "plugins/sweep/tests/test_slurm",
     "tests/hosts/",
     "tests/slurm/",
     "tests/faults/",

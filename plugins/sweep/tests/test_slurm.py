@@ -16,11 +16,21 @@ from tests.tiny import tiny_model_dir
 pytestmark = pytest.mark.full
 
 
+def jobs_of(folder: Path) -> dict[str, str | None]:
+    """Return trial → its job."""
+    jobs = {}
+    for file in folder.glob("*/plan.json"):
+        trial = file.parent
+        jobs[trial.name] = job_of(trial)
+    return jobs
+
+
 def test_each_trial_is_a_job_and_ended_ones_are_not_submitted_again(tmp_path: Path) -> None:
     require()
-    config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), eval={"every": 2})
-    folder, options = tmp_path / "sweep", ("--on", "slurm", "--to", tmp_path / "sweep")
-    command = (
+    model = tiny_model_dir(tmp_path / "model")
+    config = write_config(tmp_path, model, eval={"every": 2})
+    folder = tmp_path / "sweep"
+    command = [
         sys.executable,
         "-m",
         "drumline",
@@ -28,20 +38,24 @@ def test_each_trial_is_a_job_and_ended_ones_are_not_submitted_again(tmp_path: Pa
         config,
         "optimizer.lr=1e-3,1e-2",
         "launch.nodes=1",
-        *options,
-    )
+        "--on",
+        "slurm",
+        "--to",
+        folder,
+    ]
     with slurm(tmp_path / "slurm") as cluster:
         first = cluster.call(*command, timeout=300)
         assert first.returncode == 0, first.stderr
         results = json.loads((folder / "results.json").read_text())
-        assert [each["state"] for each in results] == ["finished", "finished"] and all(
-            each["value"] for each in results
-        )
-        jobs = {
-            path.name: job_of(path) for path in folder.iterdir() if (path / "plan.json").exists()
-        }
-        assert len({*jobs.values()}) == 2 and all(
-            cluster.job(job)["JobState"] == "COMPLETED" for job in jobs.values()
-        )
+        assert len(results) == 2
+        for result in results:
+            assert result["state"] == "finished"
+            assert result["value"]
+        jobs = jobs_of(folder)
+        assert len(set(jobs.values())) == 2
+        for job in jobs.values():
+            assert cluster.job(job)["JobState"] == "COMPLETED"
+
         again = cluster.call(*command, timeout=100)
-        assert again.returncode == 0 and {name: job_of(folder / name) for name in jobs} == jobs
+        assert again.returncode == 0
+        assert jobs_of(folder) == jobs

@@ -148,7 +148,7 @@ def _import_optuna() -> Any:
         raise EnvironmentFault(
             "the package optuna is missing",
             where="--optuna",
-            fix="pip install optuna",
+            fix="pip install 'drumline-sweep[optuna]'",
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
