@@ -94,8 +94,10 @@ class Trials:
             while has_more or running:
                 if signals.number and (self.slurm or not running):
                     break
-                if has_more:
-                    has_more = not signals.number and self._fill(trials, running)
+                if signals.number:
+                    has_more = False
+                elif has_more:
+                    has_more = self._fill(trials, running)
                 for place, each in list(running.items()):
                     if signals.number and not self.slurm:
                         each.stop(signals.at_once)
