@@ -49,6 +49,14 @@ PROGRAMS = (
 DRUMLINE: Any = typer.main.get_command(app)
 
 
+def command_of(name: str) -> Any:
+    """Return a command of Drumline or of an installed package. Raises KeyError for one that is none."""
+    command = DRUMLINE.get_command(None, name)
+    if command is None:
+        raise KeyError(name)
+    return command
+
+
 def commands(page: Path) -> list[str]:
     """Return the commands of a page: the lines of its bash blocks, what follows "$ " in its console blocks, and the lines of
     its indented code that begin with a program. Comments are left out and the parts of a long line are joined."""
@@ -84,6 +92,6 @@ def parsed(line: str) -> list[tuple[str, dict[str, Any]]]:
             with mock.patch.object(
                 cli_arguments, "is_there", lambda path: True
             ):  # runs of the pages are not here
-                context = DRUMLINE.commands[arguments[0]].make_context(arguments[0], arguments[1:])
+                context = command_of(arguments[0]).make_context(arguments[0], arguments[1:])
             found.append((arguments[0], context.params))
     return found

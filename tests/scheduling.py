@@ -12,6 +12,8 @@ from tests.distributed.rows import LOW, ROWS, group_of
 LONG = (
     "plugins/hosts/",
     "plugins/kubernetes/",
+    "plugins/sweep/tests/test_trials",
+    "plugins/sweep/tests/test_slurm",
     "tests/hosts/",
     "tests/slurm/",
     "tests/faults/",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from drumline.bench import pages
-from drumline.bench.axes import as_name
+from drumline.bench.file_names import as_name
 from drumline.bench.pages import Rows, claim, write_pages
 from drumline.bench.verify import spell
 from drumline.config.config import Config

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from drumline.cli import data, diagnose, look, plan, runs, share, train, usage
+from drumline.cli.group import Group
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import first_line
 from drumline.system.output import let_go_of_output, lossy, say
@@ -20,7 +21,7 @@ app = typer.Typer(
     name="drumline",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    cls=usage.Group,
+    cls=Group,
     help="One YAML and one command train a model on however many devices there are.",
 )
 # What torch.distributed.launch and deepspeed add to a rank's arguments.

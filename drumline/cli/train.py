@@ -144,56 +144,7 @@ def launch(
     raise typer.Exit(code)
 
 
-def sweep(
-    config: ConfigFile,
-    axes: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="KEY=VALUE[,VALUE]…", help="Keys with their values: optimizer.lr=1e-5,3e-5"
-        ),
-    ],
-    random: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=10**4, metavar="N", help="Draw N points; ranges: 1..8, log:1e-6..1e-3."
-        ),
-    ] = None,
-    optuna: Annotated[
-        int | None, typer.Option(min=1, max=10**4, metavar="N", help="Have Optuna choose N points.")
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="Trials at a time (default: 1; under Slurm all)."),
-    ] = None,
-    on: Annotated[
-        str | None, typer.Option(metavar="slurm", help="Submit each trial as a job of Slurm.")
-    ] = None,
-    to: Annotated[
-        Path | None,
-        typer.Option(parser=path_of, metavar="F", help="The folder. Default: runs/NAME-sweep."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the trials; start nothing.")
-    ] = False,
-) -> None:
-    """Train a config with many values and rank the runs.
-
-    Each trial is a run, the best by eval.metric first. The same command again continues the sweep.
-    """
-    from drumline.bench.sweep import Options
-    from drumline.bench.sweep import sweep as run
-
-    if on not in (None, "slurm"):
-        raise UserError(
-            f"no launcher {on!r} for a sweep",
-            where="--on",
-            fix="slurm, or leave it out for this machine",
-        )
-    raise typer.Exit(run(config, axes, Options(random, optuna, jobs, on == "slurm", to, dry_run)))
-
-
 COMMANDS = {
     "train": train,
     "launch": launch,
-    "sweep": sweep,
 }

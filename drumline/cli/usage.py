@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from drumline.config.registry import nearest
 from drumline.errors import UserError
@@ -84,19 +84,6 @@ def _check_number(value: Any, name: str) -> None:
         raise UsageMistake(
             "a whole number of more than 64 bits given", where=name, fix="give a smaller one"
         )
-
-
-class Group(TyperGroup):
-    """The group of all commands; an unknown one is refused in our words."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0]
-        if self.get_command(ctx, name) is None and not ctx.resilient_parsing:
-            guess = nearest(name, self.list_commands(ctx))
-            fix = f"did you mean {guess!r}?" if guess else "`drumline --help` lists all"
-            what = f"there is no command {name[:MOST_SHOWN]!r}"
-            raise UsageMistake(what, where="drumline", fix=fix)
-        return super().resolve_command(ctx, args)
 
 
 def one_line(error: Any) -> UsageMistake:

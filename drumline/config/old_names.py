@@ -1,7 +1,5 @@
 """Modules by the names that they had before 0.6.0, so that plug-ins of then keep working.
 
-Those of a distribution of its own can be imported if it is installed.
-
 `drumline.config` calls `install`. No module of today has one of these names.
 """
 
@@ -35,12 +33,31 @@ MOVED = {
     "strategies.diloco": "engine.strategies.diloco",
     "strategies.zero": "engine.strategies.zero",
 }
-# Launcher, which was a folder of the room `launch` → package of a distribution of its own.
+# Old module → module of another distribution, by its full name; of folders all modules.
 DISTRIBUTED = {
-    "hosts": "drumline_hosts",
-    "ssh": "drumline_hosts.ssh",
-    "ray": "drumline_hosts.ray",
-    "kubernetes": "drumline_kubernetes",
+    "launch.hosts": "drumline_hosts",
+    "launch.ssh": "drumline_hosts.ssh",
+    "launch.ray": "drumline_hosts.ray",
+    "launch.kubernetes": "drumline_kubernetes",
+    "launchers.hosts": "drumline_hosts",
+    "launchers.ssh": "drumline_hosts.ssh",
+    "launchers.ray": "drumline_hosts.ray",
+    "launchers.kubernetes": "drumline_kubernetes",
+    "bench.axes": "drumline_sweep.axes",
+    "bench.optuna_study": "drumline_sweep.optuna_study",
+    "bench.sweep": "drumline_sweep.sweep",
+    "bench.trials": "drumline_sweep.trials",
+    "compat.arguments": "drumline_convert.arguments",
+    "compat.axolotl": "drumline_convert.axolotl",
+    "compat.convert": "drumline_convert.convert",
+    "compat.groups": "drumline_convert.groups",
+    "compat.llama_factory": "drumline_convert.llama_factory",
+    "compat.mixtures": "drumline_convert.mixtures",
+    "compat.preferences": "drumline_convert.preferences",
+    "compat.trl": "drumline_convert.trl",
+    "strategies.diloco.links": "drumline_diloco.links",
+    "strategies.diloco.peers": "drumline_diloco.peers",
+    "strategies.diloco.streaming": "drumline_diloco.streaming",
 }
 STRATEGIES = (
     *("auto", "single", "dp", "ddp", "local_sgd", "diloco", "fsdp2", "zero", "tp", "cp", "pp"),
@@ -62,28 +79,29 @@ ALSO = {
 def install() -> None:
     """Make the old names of modules importable."""
     if not any(isinstance(finder, OldNames) for finder in sys.meta_path):
-        # Last: no module of today has an old name, so the other finders come first.
-        sys.meta_path.append(OldNames())
+        sys.meta_path.insert(0, OldNames())
 
 
 def new_name(old: str) -> str | None:
-    """Return the module that an old one has become; None if the old name is none. `old`: without `drumline.`."""
+    """Return the full name of the module that an old one has become; None if the old name is none.
+
+    `old`: a name without `drumline.`.
+    """
+    for before, now in DISTRIBUTED.items():
+        if old == before or old.startswith(f"{before}."):
+            return now + old[len(before) :]
     room, _, name = old.partition(".")
     if room == "core":
         for new_room, names in CORE.items():
             if name in names.split():
                 return f"drumline.{new_room}.{name}"
-    if room in ("launch", "launchers"):
-        launcher, dot, module = name.partition(".")
-        if launcher in DISTRIBUTED:
-            return DISTRIBUTED[launcher] + dot + module
     parts = old.split(".")
     is_spec = len(parts) == 3 and parts[0] == "strategies" and parts[2] == "spec"
     if is_spec and parts[1] in STRATEGIES:
         return f"drumline.config.strategies.{parts[1]}"
     for before, now in MOVED.items():
         if old == before or old.startswith(f"{before}."):
-            return f"drumline.{now}" + old[len(before) :]
+            return f"drumline.{now}{old[len(before) :]}"
     return None
 
 

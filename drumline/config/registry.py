@@ -93,13 +93,19 @@ OWN = {
 TEXT = "__drumline_text__"
 # Public names of a module that an error shows at most.
 MOST_NAMES = 8
-# Kinds of Drumline's own distributions beside this package: group → kind → distribution.
-DISTRIBUTIONS = {
+# What Drumline's own distributions beside this package offer: group → kind or command → distribution.
+DISTRIBUTIONS: dict[str, dict[str, str]] = {
     "launchers": {
         "ssh": "drumline-hosts",
         "ray": "drumline-hosts",
         "kubernetes": "drumline-kubernetes",
-    }
+    },
+    "config_readers": {
+        "llama_factory": "drumline-convert",
+        "axolotl": "drumline-convert",
+        "training": "drumline-convert",
+    },
+    "commands": {"convert": "drumline-convert", "sweep": "drumline-sweep"},
 }
 # Base class of a group → name (path.py:Name) → spec of the user's own, as configs have named them.
 _own: dict[type[Spec], dict[str, Any]] = {}

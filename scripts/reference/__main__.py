@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.reference.commands import commands_page
+from scripts.reference.distributions import missing_distribution
 from scripts.reference.events import events_page, exit_codes_page
 from scripts.reference.keys import keys_page
 from scripts.reference.python import python_page
@@ -34,6 +35,10 @@ def stale_pages() -> dict[str, str]:
 
 def main() -> int:
     """Write the stale pages, or with `--check` only name them. Return the exit code."""
+    missing = missing_distribution()
+    if missing is not None:
+        print(f"error: {missing}", file=sys.stderr)
+        return 2
     stale = stale_pages()
     if "--check" in sys.argv[1:]:
         for name in stale:

@@ -7,6 +7,7 @@ from typing import Any
 import typer.main
 
 from drumline.cli import app
+from drumline.config.registry import DISTRIBUTIONS
 from scripts.reference.markdown import cell, code, links_to, paragraph, table
 
 HEAD = """# Commands
@@ -23,7 +24,9 @@ def commands_page() -> str:
     group: Any = typer.main.get_command(app)
     parts = []
     names = []
-    for name, command in group.commands.items():
+    # Commands of other people's packages, which may be installed here, are left out.
+    for name in [*group.commands, *DISTRIBUTIONS["commands"]]:
+        command = group.get_command(None, name)
         if command.hidden:
             continue
         names.append(name)
@@ -38,6 +41,9 @@ def _command_text(name: str, command: Any) -> str:
     lines = [f"## {name}\n", f"```\ndrumline {name} {usage}\n```\n"]
     if command.help:
         lines.append("\n\n".join(paragraph(part) for part in command.help.split("\n\n")) + "\n")
+    distribution = DISTRIBUTIONS["commands"].get(name)
+    if distribution is not None:
+        lines.append(f"This command needs `pip install {distribution}`.\n")
     rows = []
     for parameter in command.params:
         record = parameter.get_help_record(context)

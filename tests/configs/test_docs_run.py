@@ -34,9 +34,9 @@ NOT_HERE = {
     "drumline stop": "a run that is under way; tests/unit/test_runs.py",
     "drumline watch": "serves until it is stopped; tests/unit/test_watch.py",
     "drumline train mine.yaml --watch": "the same",
-    "drumline sweep mine.yaml optimizer.lr=1e-5,3e-5 run.seed": "six runs take minutes; tests/distributed/test_scale.py makes fewer",
+    "drumline sweep mine.yaml optimizer.lr=1e-5,3e-5 run.seed": "six runs take minutes; plugins/sweep/tests/test_trials.py makes fewer",
     "drumline sweep mine.yaml optimizer.lr=log": "the same",
-    "drumline bench": "the same",
+    "drumline bench": "tests/distributed/test_scale.py",
     "drumline doctor --bandwidth": "measures for minutes; tests/unit/test_doctor.py",
 }
 # Pages whose commands need hosts, a cluster or a store; the tests that run them are named in tests/unit/test_launcher_pages.py.

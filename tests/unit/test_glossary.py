@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
-from drumline.cli import app
 from drumline.config.load import schema
+from tests.commands import DRUMLINE, command_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -85,8 +84,8 @@ def texts() -> dict[str, str]:
         )
         for page in [*PAGES, *HOUSE]
     }
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for name, command in commands.items():
+    for name in DRUMLINE.list_commands(None):
+        command = command_of(name)
         pages[f"{name} --help"] = " ".join(
             [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
         )

@@ -17,7 +17,6 @@ import psutil
 import pytest
 import yaml
 
-from drumline.bench.trials import Running, Trial
 from drumline.config.load import load, load_values
 from drumline.errors import ConfigError, EnvironmentFault, UserError
 from drumline.hardware.catalog import DEVICES
@@ -312,9 +311,8 @@ def test_without_slurm_it_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert queue.job_of(tmp_path) is None
 
 
-@pytest.fixture
-def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets what Slurm answers of each job; a mistake begins with `error:`."""
+def fake_squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return what sets Slurm's answer about each job; a mistake begins with `error:`."""
     answer, program = tmp_path / "answer", tmp_path / "bin" / "squeue"
     program.parent.mkdir()
     program.write_text(
@@ -327,6 +325,11 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
         answer.write_text(f"{text}\n")
 
     return answers
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return fake_squeue(tmp_path, monkeypatch)
 
 
 def of_job(tmp_path: Path) -> Path:
@@ -351,8 +354,6 @@ def test_slurm_that_is_busy_does_not_make_a_job_go_away(
         with pytest.raises(EnvironmentFault, match="Socket timed out"):
             command(run)
     assert [each.state for each in runs.states(run)] == ["unknown"] and (run / "job.json").is_file()
-    trial = Running(Trial({}, run), None, None, True, asked_at=-100.0)
-    assert trial.poll() is None, "its job goes on meanwhile"
     squeue("RUNNING None")
     assert [each.state for each in runs.states(run)] == ["queued"]
 
@@ -363,14 +364,10 @@ def test_the_note_of_an_end_may_come_late(
 ) -> None:
     run = of_job(tmp_path).parent
     squeue("COMPLETED None")
-    trial = Running(Trial({}, run), None, None, True, asked_at=-100.0)
-    assert trial.poll() is None
     late = threading.Timer(1.5, noted, (run, 0))
     late.start()
     assert queue.follow(run, "7", lambda event: None) == 0
     late.join()
-    trial.asked_at = -100.0
-    assert trial.poll() == 0
     (run / "job-end.json").unlink()
     monkeypatch.setattr(queue, "NOTE_SECONDS", 0.0)
     assert queue.follow(run, "7", lambda event: None) == 1, "there is none"

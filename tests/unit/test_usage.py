@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from drumline import cli
+from drumline.cli.diagnose import _numbers
 from drumline.cli.usage import read_list
 from drumline.errors import UserError
 from drumline.inference.serve import NO_ADVICE, server_environment
@@ -104,3 +105,10 @@ def test_the_server_gives_no_advice_to_leave_the_versions_that_work() -> None:
     assert hasattr(constants, NO_ADVICE), "huggingface_hub still knows it"
     assert server_environment({"PATH": "x"}) == {NO_ADVICE: "1", "PATH": "x"}
     assert server_environment({NO_ADVICE: "0"})[NO_ADVICE] == "0"
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,", "a", "1.5", "-1", "99999", "1;2", "١", "1" * 5000])
+def test_numbers_of_processes(text: str) -> None:
+    assert _numbers(["4,1", "2,1"], "--nproc") == (1, 2, 4)
+    with pytest.raises(UserError, match=r"whole numbers|an empty list|an empty part"):
+        _numbers([text], "--nproc")

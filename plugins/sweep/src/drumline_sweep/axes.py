@@ -5,7 +5,6 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
@@ -14,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from drumline.bench.file_names import as_name
 from drumline.config.load import Loaded, reader
 from drumline.errors import ConfigError, UserError
 from drumline.system.yaml_lines import read_yaml
@@ -27,10 +27,6 @@ OWN = {
 MOST_TRIALS = 10_000
 # Draws of known points in a row after which there are taken to be no more.
 MOST_MISSES = 1000
-# Characters of a folder's name; a longer one is cut and gets a hash.
-MOST_NAME = 100
-CUT_NAME = 90
-HASH_LENGTH = 8
 RANGE = re.compile(r"(log:)?([^,:\[{\"']+?)\.\.([^,:\[{\"']+)")
 # (key, value as YAML) of each axis, in their order.
 Point = tuple[tuple[str, str], ...]
@@ -266,15 +262,3 @@ def folder_name(point: Point, names: dict[str, str]) -> str:
     """
     text = ",".join(f"{names[key]}={value}" for key, value in point)
     return as_name(text, json.dumps(point)) or "trial"
-
-
-def as_name(text: str, whole: str = "") -> str:
-    """Return a text as the name of a file.
-
-    It gets a hash, of `whole` or else of the text, if it is no name of a file, or a long one.
-    """
-    name = re.sub(r"[^\w.=+,-]+", "_", text, flags=re.ASCII)
-    if name == text and len(name) <= MOST_NAME:
-        return name
-    digest = hashlib.sha256((whole or text).encode()).hexdigest()
-    return f"{name[:CUT_NAME]}-{digest[:HASH_LENGTH]}"

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from drumline.bench.axes import Point, overrides_of
 from drumline.config.load import override
 from drumline.config.run import EvalConfig
 from drumline.errors import EnvironmentFault, UserError
@@ -26,6 +25,7 @@ from drumline.system.files import remove
 from drumline.system.process import Process, start_command, tied
 from drumline.system.signals import NOTHING_LOST, LauncherSignals
 from drumline.telemetry.events import Eval, Event, RunEnd, Step, read, series
+from drumline_sweep.axes import Point, overrides_of
 
 # Between two looks at the trials, and at Slurm's queue.
 LOOK_SECONDS = 0.2
@@ -94,8 +94,10 @@ class Trials:
             while has_more or running:
                 if signals.number and (self.slurm or not running):
                     break
-                if has_more:
-                    has_more = not signals.number and self._fill(trials, running)
+                if signals.number:
+                    has_more = False
+                elif has_more:
+                    has_more = self._fill(trials, running)
                 for place, each in list(running.items()):
                     if signals.number and not self.slurm:
                         each.stop(signals.at_once)

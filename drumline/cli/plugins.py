@@ -1,0 +1,114 @@
+"""Commands that installed packages add to the command line: entry points of the group `drumline.commands`.
+
+A package is imported when one of its commands is run, completed or listed by `drumline --help`. A
+package that cannot be imported is reported by its own commands alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import typer
+import typer.main
+
+from drumline.cli import usage
+from drumline.config.registry import DISTRIBUTIONS, entry_points, imported, package_of
+from drumline.errors import ConfigError
+
+GROUP = "commands"
+# The last heading of `drumline --help`: commands that name no other.
+OTHER = "Other packages"
+
+
+@dataclass(frozen=True)
+class PluginCommand:
+    """A command of another package. An entry point of the group `drumline.commands` names one.
+
+    `function` is written as a function of typer: its arguments are those of the command line, its
+    docstring is the help. `drumline --help` imports its module, so heavy imports belong inside of the
+    function. `heading` is the panel of `drumline --help`: Train, Plan, Data, Look, Runs, Share,
+    Diagnose, or another one.
+    """
+
+    function: Callable[..., None]
+    heading: str = OTHER
+
+
+def plugin_names() -> list[str]:
+    """Return the names of the commands that installed packages offer."""
+    return list(entry_points(GROUP))
+
+
+def distributed_names() -> list[str]:
+    """Return the names of the commands that Drumline's own distributions have, installed or not."""
+    return list(DISTRIBUTIONS[GROUP])
+
+
+def distribution_of(name: str) -> str | None:
+    """Return Drumline's own distribution that has the command; None if there is none."""
+    return DISTRIBUTIONS[GROUP].get(name)
+
+
+def refuse_own_name(name: str) -> None:
+    """Raise ConfigError if an installed package offers the name of a command of Drumline itself."""
+    point = entry_points(GROUP).get(name)
+    if point is not None:
+        what = f"{package_of(point)} offers a command of this name, which is drumline's own"
+        raise ConfigError(what, where=f"drumline {name}", fix="uninstall it")
+
+
+def plugin_command(name: str) -> Any:
+    """Return the command of an installed package, as typer makes it; None if no package offers it.
+
+    A package that cannot be imported gives a command that raises the ConfigError.
+    """
+    point = entry_points(GROUP).get(name)
+    if point is None:
+        return None
+    return _made_command(name, point)
+
+
+@cache
+def _made_command(name: str, point: EntryPoint) -> Any:
+    package = package_of(point)
+    where = f"drumline {name}"
+    try:
+        command = imported(point.load, f"this command of {package}", where)
+        make = partial(_as_typer, name, package, command)
+        return imported(make, f"the arguments of this command of {package}", where, "reading")
+    except ConfigError as error:
+        return _broken(name, package, error)
+
+
+def _as_typer(name: str, package: str, command: Any) -> Any:
+    """Return the command as typer makes it. Raises ConfigError if it is no PluginCommand."""
+    if not isinstance(command, PluginCommand):
+        what = f"{package} gives a value of type {type(command).__name__} as this command"
+        fix = f"make it a {__name__}.PluginCommand"
+        raise ConfigError(what, where=f"drumline {name}", fix=fix)
+    app = typer.Typer(add_completion=False)
+    decorate = app.command(name=name, cls=usage.Command, rich_help_panel=command.heading)
+    decorate(command.function)
+    return typer.main.get_command(app)
+
+
+def _broken(name: str, package: str, error: ConfigError) -> Any:
+    """Return a command that takes any arguments and raises the error."""
+    app = typer.Typer(add_completion=False)
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+    @app.command(
+        name=name,
+        help=f"{package} cannot be imported: `drumline {name}` prints why.",
+        context_settings=anything,
+        add_help_option=False,
+        rich_help_panel=OTHER,
+    )
+    def fail() -> None:
+        raise error
+
+    return typer.main.get_command(app)
