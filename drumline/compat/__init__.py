@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 from drumline.compat.accelerate import TABLE as ACCELERATE
 from drumline.compat.accelerate import accelerate_file
-from drumline.compat.arguments import SECTIONS, TABLE
-from drumline.compat.axolotl import axolotl
 from drumline.compat.deepspeed import deepspeed_file
-from drumline.compat.llama_factory import llama_factory
 from drumline.compat.sheet import Sheet, Source, section_keys
-from drumline.compat.trl import trl_arguments
 from drumline.config.config import Config
 from drumline.config.data import is_own
 from drumline.system.yaml_lines import Place
+from drumline_convert.arguments import SECTIONS, TABLE
+from drumline_convert.axolotl import axolotl
+from drumline_convert.llama_factory import llama_factory
+from drumline_convert.trl import trl_arguments
 
 Kind = Literal["accelerate", "deepspeed", "training", "llama_factory", "axolotl"]
 READERS = {

@@ -313,7 +313,7 @@ def convert(old: Path | list[str], output: Path | None) -> None:
 
     The notes stand in the YAML, too. A terminal that shows the YAML does not get them twice.
     """
-    from drumline.compat.convert import convert as to_drumline
+    from drumline_convert.convert import convert as to_drumline
 
     text, messages = to_drumline(old, output)
     text_is_shown = output is None and sys.stdout.isatty()

@@ -11,12 +11,12 @@ import pytest
 
 from drumline.compat import recognise
 from drumline.compat.accelerate import DEEPSPEED, FSDP, MEGATRON, PARALLELISM, TABLE
-from drumline.compat.arguments import TABLE as ARGUMENTS
 from drumline.compat.deepspeed import ENGINE_ONLY, OPTIMIZER, ZERO
 from drumline.compat.deepspeed import TABLE as JSON_TABLE
 from drumline.config.load import drafted, load, load_text
 from drumline.errors import ConfigError
 from drumline.plan.resolve import warmup_steps
+from drumline_convert.arguments import TABLE as ARGUMENTS
 
 ACC = "compute_environment: LOCAL_MACHINE\n"
 DATA = "train_file: x.jsonl\n"

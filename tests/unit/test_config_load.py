@@ -12,13 +12,13 @@ import jsonschema
 import pytest
 
 from drumline import cli
-from drumline.compat.convert import convert
 from drumline.config.config import Config
 from drumline.config.load import changed_values, load, load_text, override, refused, schema, to_yaml
 from drumline.config.mistakes import SYNONYMS, field_at, kinds_at
 from drumline.config.model import ModelConfig
 from drumline.errors import ConfigError
 from drumline.system.yaml_lines import read_yaml
+from drumline_convert.convert import convert
 from tests.strategies import DDPStrategy
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from drumline.compat.convert import convert
 from drumline.compat.overlay import from_environment, from_file
 from drumline.compat.sheet import Sheet
 from drumline.config.load import drafted, load
 from drumline.errors import ConfigError
+from drumline_convert.convert import convert
 from tests.unit.test_compat import ACC, DATA, OWN, notes
 
 

@@ -10,27 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.compat.arguments import (
-    CHECKPOINTING,
-    LENGTHS,
-    LOGS,
-    NEUTRAL,
-    OUTSIDE,
-    SECRET,
-    SUMS,
-    set_optimizer,
-    set_tracker_name,
-    training_arguments,
-)
 from drumline.compat.deepspeed import add_tracker, locate_file, new_path
-from drumline.compat.llama_factory import (
-    KERNELS,
-    LORA_PLUS,
-    guess_stage,
-    set_patience,
-    set_pure_bf16,
-)
-from drumline.compat.mixtures import hold_out
 from drumline.compat.rules import (
     Defaults,
     Rule,
@@ -49,7 +29,28 @@ from drumline.compat.rules import (
     set_key,
 )
 from drumline.compat.sheet import AUTO, OldKey, Sheet, take_waiting, translation_error
-from drumline.compat.trl import (
+from drumline.config.mistakes import by_word
+from drumline_convert.arguments import (
+    CHECKPOINTING,
+    LENGTHS,
+    LOGS,
+    NEUTRAL,
+    OUTSIDE,
+    SECRET,
+    SUMS,
+    set_optimizer,
+    set_tracker_name,
+    training_arguments,
+)
+from drumline_convert.llama_factory import (
+    KERNELS,
+    LORA_PLUS,
+    guess_stage,
+    set_patience,
+    set_pure_bf16,
+)
+from drumline_convert.mixtures import hold_out
+from drumline_convert.trl import (
     IDLE,
     ROLLOUT,
     defaults_of,
@@ -57,7 +58,6 @@ from drumline.compat.trl import (
     set_grpo_loss,
     set_rollouts,
 )
-from drumline.config.mistakes import by_word
 
 WHAT = "Axolotl's config"
 ALGORITHMS = {

@@ -18,8 +18,6 @@ from drumline.compat.deepspeed import (
     new_path,
     own_deepspeed_file,
 )
-from drumline.compat.mixtures import read_mixer
-from drumline.compat.preferences import combine_preferences
 from drumline.compat.rules import (
     Converter,
     apply_rules,
@@ -41,6 +39,8 @@ from drumline.compat.sheet import (
 )
 from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.registry import find
+from drumline_convert.mixtures import read_mixer
+from drumline_convert.preferences import combine_preferences
 
 SCHEDULES = {
     "linear": "linear",

@@ -10,18 +10,18 @@ import pytest
 import yaml
 
 from drumline import cli
-from drumline.compat.axolotl import TALKS
-from drumline.compat.convert import convert
-from drumline.compat.llama_factory import READ
 from drumline.config.load import load
 from drumline.data import formats
 from drumline.data.turns import ROLES
 from drumline.errors import ConfigError
 from drumline.train.command import convert as to_stdout
+from drumline_convert.axolotl import TALKS
+from drumline_convert.convert import convert
+from drumline_convert.llama_factory import READ
 from tests.harness import ROOT
 from tests.tiny import tiny_model_dir
 
-FILES = ROOT / "tests" / "fixtures" / "convert"
+FILES = Path(__file__).parent / "files"
 SECRET = "hf_aVerySecretToken123"
 
 

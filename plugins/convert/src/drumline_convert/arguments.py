@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from drumline.compat import accelerate as acc
-from drumline.compat import groups
 from drumline.compat.deepspeed import (
     add_tracker,
     locate_file,
@@ -18,9 +17,6 @@ from drumline.compat.deepspeed import (
     read_clip,
     read_power_of_two,
 )
-from drumline.compat.groups import NO_SCHEDULES, SCHEDULES, step_count
-from drumline.compat.mixtures import hold_out, read_mixture
-from drumline.compat.preferences import PREFERENCES
 from drumline.compat.rules import (
     Defaults,
     Rule,
@@ -42,6 +38,10 @@ from drumline.compat.rules import (
 from drumline.compat.sheet import AUTO, OldKey, Sheet, Unsupported, translation_error
 from drumline.config.mistakes import by_word
 from drumline.config.section import MOST_SECONDS
+from drumline_convert import groups
+from drumline_convert.groups import NO_SCHEDULES, SCHEDULES, step_count
+from drumline_convert.mixtures import hold_out, read_mixture
+from drumline_convert.preferences import PREFERENCES
 
 
 def _note_backend(sheet: Sheet, old: OldKey) -> None:

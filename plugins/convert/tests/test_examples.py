@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from drumline.compat.convert import convert
 from drumline.compat.overlay import from_file
 from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
+from drumline_convert.convert import convert
 from tests.distributed.ranks import run_plans
 from tests.harness import ROOT, drumline, events, losses, write_config
 from tests.tiny import tiny_model_dir
