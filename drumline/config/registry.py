@@ -96,7 +96,13 @@ MOST_NAMES = 8
 # What Drumline's own distributions beside this package offer: group → kind or command → distribution.
 DISTRIBUTIONS: dict[str, dict[str, str]] = {
     "launchers": {"ssh": "drumline-hosts", "ray": "drumline-hosts"},
-    "commands": {},
+    "config_readers": {
+        "llama_factory": "drumline-convert",
+        "axolotl": "drumline-convert",
+        "training": "drumline-convert",
+    },
+    "commands": {"convert": "drumline-convert"},
+}
 }
 # Base class of a group → name (path.py:Name) → spec of the user's own, as configs have named them.
 _own: dict[type[Spec], dict[str, Any]] = {}

@@ -18,7 +18,6 @@ from drumline.train.command import convert as to_stdout
 from drumline_convert.axolotl import TALKS
 from drumline_convert.convert import convert
 from drumline_convert.llama_factory import READ
-from tests.harness import ROOT
 from tests.tiny import tiny_model_dir
 
 FILES = Path(__file__).parent / "files"

@@ -18,13 +18,11 @@ from drumline.compat.deepspeed import (
     read_power_of_two,
 )
 from drumline.compat.rules import (
-    Defaults,
     Rule,
     apply_if_on,
     apply_rules,
     choose_by_flag,
     drop,
-    fill_defaults,
     postpone,
     read_choice,
     read_flag,
@@ -39,6 +37,7 @@ from drumline.compat.sheet import AUTO, OldKey, Sheet, Unsupported, translation_
 from drumline.config.mistakes import by_word
 from drumline.config.section import MOST_SECONDS
 from drumline_convert import groups
+from drumline_convert.defaults import Defaults, fill_defaults
 from drumline_convert.groups import NO_SCHEDULES, SCHEDULES, step_count
 from drumline_convert.mixtures import hold_out, read_mixture
 from drumline_convert.preferences import PREFERENCES

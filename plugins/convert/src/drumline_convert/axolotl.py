@@ -12,7 +12,6 @@ from typing import Any
 
 from drumline.compat.deepspeed import add_tracker, locate_file, new_path
 from drumline.compat.rules import (
-    Defaults,
     Rule,
     apply_if_on,
     apply_rules,
@@ -42,6 +41,7 @@ from drumline_convert.arguments import (
     set_tracker_name,
     training_arguments,
 )
+from drumline_convert.defaults import Defaults
 from drumline_convert.llama_factory import (
     KERNELS,
     LORA_PLUS,

@@ -13,7 +13,6 @@ from typing import Any
 from drumline.compat.deepspeed import add_tracker, load_file, new_path
 from drumline.compat.rules import (
     Converter,
-    Defaults,
     Rule,
     apply_if_on,
     choose_by_flag,
@@ -41,6 +40,7 @@ from drumline_convert.arguments import (
     set_tracker_name,
     training_arguments,
 )
+from drumline_convert.defaults import Defaults
 from drumline_convert.mixtures import hold_out
 from drumline_convert.trl import ROLLOUT, note_template, set_rollouts
 
