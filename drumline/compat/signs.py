@@ -95,13 +95,16 @@ def has_only_own_keys(values: Mapping[Any, Any]) -> bool:
 
     Sections whose keys depend on their kind count as own: other tools have none of their names.
     """
-    for name, section in values.items():
-        field = Config.model_fields.get(str(name))
-        if field is None:
-            return False
-        annotation = field.annotation
-        depends_on_kind = not isinstance(annotation, type) or issubclass(annotation, Spec)
-        if isinstance(section, dict) and not depends_on_kind:
-            if {str(key) for key in section} - own_keys(str(name)):
-                return False
-    return True
+    return all(_is_own(str(name), section) for name, section in values.items())
+
+
+def _is_own(name: str, section: Any) -> bool:
+    """Return True if a key at the top is Drumline's own, with all keys below it."""
+    field = Config.model_fields.get(name)
+    if field is None:
+        return False
+    annotation = field.annotation
+    depends_on_kind = not isinstance(annotation, type) or issubclass(annotation, Spec)
+    if depends_on_kind or not isinstance(section, dict):
+        return True
+    return {str(key) for key in section} <= own_keys(name)

@@ -33,6 +33,17 @@ MOVED = {
     "strategies.diloco": "engine.strategies.diloco",
     "strategies.zero": "engine.strategies.zero",
 }
+# Old module → module of another distribution, by its full name.
+DISTRIBUTED = {
+    "compat.arguments": "drumline_convert.arguments",
+    "compat.axolotl": "drumline_convert.axolotl",
+    "compat.convert": "drumline_convert.convert",
+    "compat.groups": "drumline_convert.groups",
+    "compat.llama_factory": "drumline_convert.llama_factory",
+    "compat.mixtures": "drumline_convert.mixtures",
+    "compat.preferences": "drumline_convert.preferences",
+    "compat.trl": "drumline_convert.trl",
+}
 STRATEGIES = (
     *("auto", "single", "dp", "ddp", "local_sgd", "diloco", "fsdp2", "zero", "tp", "cp", "pp"),
     "model_parallel",
@@ -57,19 +68,24 @@ def install() -> None:
 
 
 def new_name(old: str) -> str | None:
-    """Return the module that an old one has become; None if the old name is none. Both without `drumline.`."""
+    """Return the full name of the module that an old one has become; None if the old name is none.
+
+    `old`: a name without `drumline.`.
+    """
+    if old in DISTRIBUTED:
+        return DISTRIBUTED[old]
     room, _, name = old.partition(".")
     if room == "core":
         for new_room, names in CORE.items():
             if name in names.split():
-                return f"{new_room}.{name}"
+                return f"drumline.{new_room}.{name}"
     parts = old.split(".")
     is_spec = len(parts) == 3 and parts[0] == "strategies" and parts[2] == "spec"
     if is_spec and parts[1] in STRATEGIES:
-        return f"config.strategies.{parts[1]}"
+        return f"drumline.config.strategies.{parts[1]}"
     for before, now in MOVED.items():
         if old == before or old.startswith(f"{before}."):
-            return now + old[len(before) :]
+            return f"drumline.{now}{old[len(before) :]}"
     return None
 
 
@@ -95,7 +111,7 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         new = new_name(old)
         if new is None or old in PACKAGES:
             return
-        moved = importlib.import_module(f"drumline.{new}")
+        moved = importlib.import_module(new)
         has_strategies = old == "core.strategy" or old.endswith(".spec")
         if old not in ALSO and not has_strategies:
             sys.modules[name] = moved

@@ -103,7 +103,6 @@ DISTRIBUTIONS: dict[str, dict[str, str]] = {
     },
     "commands": {"convert": "drumline-convert"},
 }
-}
 # Base class of a group → name (path.py:Name) → spec of the user's own, as configs have named them.
 _own: dict[type[Spec], dict[str, Any]] = {}
 

@@ -14,8 +14,8 @@ from drumline.config.load import load
 from drumline.data import formats
 from drumline.data.turns import ROLES
 from drumline.errors import ConfigError
-from drumline.train.command import convert as to_stdout
 from drumline_convert.axolotl import TALKS
+from drumline_convert.command import write_converted as to_stdout
 from drumline_convert.convert import convert
 from drumline_convert.llama_factory import READ
 from tests.tiny import tiny_model_dir
