@@ -349,3 +349,76 @@ def test_the_newest_checkpoint_by_a_guides_names(said: Any) -> None:
 )
 def test_what_a_guides_key_became_is_said(text: str, note: str) -> None:
     assert any(note in line for line in notes(DATA + text)), notes(DATA + text)
+
+
+FILE = {"kind": "file", "path": "rows.jsonl"}
+# (keys of the data, whether the files are there) → data.train and data.eval
+DATASETS: list[tuple[str, dict[str, Any]]] = [
+    ("dataset_name: rows.jsonl\n", {"train": [FILE]}),
+    ("dataset_name: ./rows.jsonl\nmax_train_samples: 3\n", {"train": [{**FILE, "limit": 3}]}),
+    ("dataset_name: none.csv\n", {"train": [{"kind": "file", "path": "none.csv"}]}),
+    ("dataset_name: folder\n", {"train": [{"kind": "file", "path": "folder"}]}),
+    (
+        "dataset_name: folder\ndataset_test_split: test\n",
+        {
+            "train": [{"kind": "file", "path": "folder"}],
+            "eval": [{"kind": "file", "path": "folder", "split": "test"}],
+        },
+    ),
+    ("dataset_name: saved\n", {"train": [{"kind": "saved", "path": "saved"}]}),
+    ("dataset_name: a/b-v1.5\n", {"train": [{"kind": "hub", "id": "a/b-v1.5"}]}),
+    ("dataset_name: json\ndata_files: rows.jsonl\n", {"train": [FILE]}),
+    ("data_files: [rows.jsonl]\n", {"train": [FILE]}),
+    (
+        "dataset_name: json\ndata_files: {train: rows.jsonl, test: held.jsonl}\n",
+        {"train": [FILE], "eval": [{"kind": "file", "path": "held.jsonl"}]},
+    ),
+    (
+        "dataset_name: folder\ndata_files: x.jsonl\n",
+        {"train": [{"kind": "file", "path": "folder/x.jsonl"}]},
+    ),
+    (
+        "dataset_name: a/b\ndata_files: x.jsonl\n",
+        {"train": [{"kind": "file", "path": "hf://datasets/a/b/x.jsonl"}]},
+    ),
+    ("datasets: [{path: rows.jsonl}]\n", {"train": [FILE]}),
+    ("datasets: [{path: json, data_files: rows.jsonl}]\n", {"train": [FILE]}),
+    (
+        "datasets: [{path: a/b, data_dir: en, split: test}]\n",
+        {"train": [{"kind": "file", "path": "hf://datasets/a/b/en", "split": "test"}]},
+    ),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with files of rows, a folder of such, and one of save_to_disk."""
+    for name in ("folder", "saved"):
+        (tmp_path / name).mkdir()
+    for name in ("rows.jsonl", "held.jsonl", "folder/x.jsonl", "saved/state.json"):
+        (tmp_path / name).write_text("{}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("text", "wanted"), DATASETS, ids=[text for text, _ in DATASETS])
+def test_a_dataset_is_found_as_its_library_does(
+    text: str, wanted: dict[str, Any], folder: Path
+) -> None:
+    draft = drafted("learning_rate: 1e-4\n" + text, "old.yaml", folder)
+    found = {part: draft.values["data"].get(part) for part in ("train", "eval")}
+    assert {part: sources for part, sources in found.items() if sources} == wanted
+
+
+def test_a_split_that_a_file_does_not_have_is_no_data(folder: Path) -> None:
+    text = "learning_rate: 1e-4\ndataset_name: rows.jsonl\ndataset_test_split: test\n"
+    with pytest.raises(ConfigError, match="dataset_test_split: 'test' given: files are one split"):
+        drafted(text, "old.yaml", folder)
+    draft = drafted(text, "old.yaml", folder, lenient=True)
+    assert "eval" not in draft.values["data"]
+    assert any("dataset_test_split: 'test': left out" in note for note in draft.notes)
+
+
+def test_what_an_entry_of_a_mixture_has_besides_is_said(folder: Path) -> None:
+    text = "learning_rate: 1e-4\ndatasets: [{path: a/b, columns: [x]}]\n"
+    draft = drafted(text, "old.yaml", folder)
+    assert any("datasets.0.columns: a list: unknown here" in note for note in draft.notes)

@@ -346,6 +346,7 @@ TABLE: dict[str, Rule] = by_word(
         "do_train": reject(True, why="`train` always trains", fix="set it to true"),
         # data
         "dataset_name dataset_test_split dataset_streaming max_train_samples max_eval_samples dataset_text_field prompt_column": postpone(),
+        "data_files": postpone(),
         "dataset_config dataset_config_name": postpone("dataset_config"),
         "datasets dataset_mixture": read_mixture,
         "test_split_size": hold_out,
