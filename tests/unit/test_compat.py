@@ -37,50 +37,126 @@ def at(values: dict[str, Any], dotted: str) -> Any:
 
 # (old text, dotted key → what it must be)
 MEANINGS: list[tuple[str, dict[str, Any]]] = [
-    (ACC + "distributed_type: NO\nnum_processes: 1\n", {"strategy.kind": "single", "launch.nproc": 1}),
-    (ACC + "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\n", {"strategy.kind": "ddp", "launch.nproc": 2}),
-    (ACC + "distributed_type: MULTI_CPU\nmain_process_port: 29501\n", {"run.device": "cpu", "launch.port": 29501}),
-    (ACC + "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 0\n", {"strategy.kind": "ddp", "launch.nproc": 4}),
+    (
+        ACC + "distributed_type: NO\nnum_processes: 1\n",
+        {"strategy.kind": "single", "launch.nproc": 1},
+    ),
+    (
+        ACC + "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\n",
+        {"strategy.kind": "ddp", "launch.nproc": 2},
+    ),
+    (
+        ACC + "distributed_type: MULTI_CPU\nmain_process_port: 29501\n",
+        {"run.device": "cpu", "launch.port": 29501},
+    ),
+    (
+        ACC + "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 0\n",
+        {"strategy.kind": "ddp", "launch.nproc": 4},
+    ),
     (ACC + "distributed_type: MULTI_GPU\nmixed_precision: bf16\n", {"precision.kind": "bf16"}),
     (ACC + "distributed_type: MULTI_GPU\nmixed_precision: no\n", {"precision.kind": "fp32"}),
     (ACC + "distributed_type: 'NO'\nfp16: true\n", {"precision.kind": "fp16"}),
-    (ACC + "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: max-autotune}\n",
-     {"compile.enabled": True, "compile.mode": "max-autotune"}),
-    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_offload_params: true}\n",
-     {"strategy.kind": "fsdp2", "strategy.reshard_after_forward": False, "strategy.offload": "cpu"}),
-    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 1, fsdp_forward_prefetch: true}\n",
-     {"strategy.reshard_after_forward": True, "strategy.prefetch": 1}),
-    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD, fsdp_offload_params: false}\n",
-     {"strategy": {"kind": "ddp"}}),
-    (ACC + "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 8\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\n",
-     {"strategy.replicate": 2, "strategy.reshard_after_forward": True, "launch.nproc": 4}),
-    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false,"
-     " fsdp_activation_checkpointing: true}\n",
-     {"strategy.reshard_after_forward": False, "memory.activation_checkpointing": "full"}),
-    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_transformer_layer_cls_to_wrap: 'A,B'}\n", {"strategy.wrap": ["A", "B"]}),
-    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nparallelism_config: {parallelism_config_tp_size: 2,"
-     " parallelism_config_dp_replicate_size: 2, parallelism_config_cp_size: 1}\n",
-     {"strategy.tp": 2, "strategy.replicate": 2, "strategy.cp": 1}),
-    (ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}\n", {"strategy": {"kind": "zero1"}}),
-    (ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu, offload_param_device: nvme,"
-     " offload_param_nvme_path: /nvme, gradient_accumulation_steps: 4, gradient_clipping: 0.5}\n",
-     {"strategy.kind": "zero3", "strategy.offload_optimizer": {"kind": "cpu"}, "batch.accumulation": 4, "optimizer.max_grad_norm": 0.5,
-      "strategy.offload_parameters": {"kind": "nvme", "path": "/nvme"}}),
-    (ACC + "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 2, megatron_lm_pp_degree: 2,"
-     " megatron_lm_recompute_activations: true}\n",
-     {"strategy": {"kind": "ddp", "tp": 2, "pp": 2}, "memory.activation_checkpointing": "selective"}),
-    ('{"train_batch_size": 16, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": true},\n'
-     ' "reduce_bucket_size": 5e8}, "bf16": {"enabled": true}, "gradient_clipping": 1.0}',
-     {"batch.global_samples": 16, "strategy.kind": "zero2", "strategy.offload_optimizer": {"kind": "cpu", "pin_memory": True},
-      "strategy.options": {"zero_optimization": {"reduce_bucket_size": 5e8}}, "precision.kind": "bf16"}),
-    ('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}, "fp16": {"enabled": true, "initial_scale_power": 8},\n'
-     ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": "auto", "weight_decay": 0.1}},\n'
-     ' "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}},\n'
-     ' "communication_data_type": "fp32"}',
-     {"strategy.zeropp.quantized_weights": True, "precision.initial_scale": 256.0, "optimizer.betas": [0.9, 0.95],
-      "schedule.kind": "linear", "schedule.warmup_steps": 10, "run.steps": 100, "strategy.options.communication_data_type": "fp32"}),
-    (ACC + "distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config: {backend: AO}\n", {"precision.kind": "fp8"}),
-]  # fmt: skip
+    (
+        ACC
+        + "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: max-autotune}\n",
+        {"compile.enabled": True, "compile.mode": "max-autotune"},
+    ),
+    (
+        ACC
+        + "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_offload_params: true}\n",
+        {
+            "strategy.kind": "fsdp2",
+            "strategy.reshard_after_forward": False,
+            "strategy.offload": "cpu",
+        },
+    ),
+    (
+        ACC
+        + "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 1, fsdp_forward_prefetch: true}\n",
+        {"strategy.reshard_after_forward": True, "strategy.prefetch": 1},
+    ),
+    (
+        ACC
+        + "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD, fsdp_offload_params: false}\n",
+        {"strategy": {"kind": "ddp"}},
+    ),
+    (
+        ACC
+        + "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 8\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\n",
+        {"strategy.replicate": 2, "strategy.reshard_after_forward": True, "launch.nproc": 4},
+    ),
+    (
+        ACC
+        + "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false,"
+        " fsdp_activation_checkpointing: true}\n",
+        {"strategy.reshard_after_forward": False, "memory.activation_checkpointing": "full"},
+    ),
+    (
+        ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_transformer_layer_cls_to_wrap: 'A,B'}\n",
+        {"strategy.wrap": ["A", "B"]},
+    ),
+    (
+        ACC
+        + "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nparallelism_config: {parallelism_config_tp_size: 2,"
+        " parallelism_config_dp_replicate_size: 2, parallelism_config_cp_size: 1}\n",
+        {"strategy.tp": 2, "strategy.replicate": 2, "strategy.cp": 1},
+    ),
+    (
+        ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}\n",
+        {"strategy": {"kind": "zero1"}},
+    ),
+    (
+        ACC
+        + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu, offload_param_device: nvme,"
+        " offload_param_nvme_path: /nvme, gradient_accumulation_steps: 4, gradient_clipping: 0.5}\n",
+        {
+            "strategy.kind": "zero3",
+            "strategy.offload_optimizer": {"kind": "cpu"},
+            "batch.accumulation": 4,
+            "optimizer.max_grad_norm": 0.5,
+            "strategy.offload_parameters": {"kind": "nvme", "path": "/nvme"},
+        },
+    ),
+    (
+        ACC
+        + "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 2, megatron_lm_pp_degree: 2,"
+        " megatron_lm_recompute_activations: true}\n",
+        {
+            "strategy": {"kind": "ddp", "tp": 2, "pp": 2},
+            "memory.activation_checkpointing": "selective",
+        },
+    ),
+    (
+        '{"train_batch_size": 16, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": true},\n'
+        ' "reduce_bucket_size": 5e8}, "bf16": {"enabled": true}, "gradient_clipping": 1.0}',
+        {
+            "batch.global_samples": 16,
+            "strategy.kind": "zero2",
+            "strategy.offload_optimizer": {"kind": "cpu", "pin_memory": True},
+            "strategy.options": {"zero_optimization": {"reduce_bucket_size": 5e8}},
+            "precision.kind": "bf16",
+        },
+    ),
+    (
+        '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}, "fp16": {"enabled": true, "initial_scale_power": 8},\n'
+        ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": "auto", "weight_decay": 0.1}},\n'
+        ' "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}},\n'
+        ' "communication_data_type": "fp32"}',
+        {
+            "strategy.zeropp.quantized_weights": True,
+            "precision.initial_scale": 256.0,
+            "optimizer.betas": [0.9, 0.95],
+            "schedule.kind": "linear",
+            "schedule.warmup_steps": 10,
+            "run.steps": 100,
+            "strategy.options.communication_data_type": "fp32",
+        },
+    ),
+    (
+        ACC + "distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config: {backend: AO}\n",
+        {"precision.kind": "fp8"},
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -95,22 +171,56 @@ def test_old_keys_in_new_words(text: str, wanted: dict[str, Any]) -> None:
 
 # (old text, what its one line must say)
 MISTAKES: list[tuple[str, list[str]]] = [
-    (ACC + "distributed_type: FSPD\n", ["old.yaml:2: distributed_type: no 'FSPD'", "did you mean 'fsdp'?"]),
+    (
+        ACC + "distributed_type: FSPD\n",
+        ["old.yaml:2: distributed_type: no 'FSPD'", "did you mean 'fsdp'?"],
+    ),
     (ACC + "distributed_type: XLA\n", ["old.yaml:2", "cuda"]),
-    (ACC + "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding: FULL_SHARD\n", ["old.yaml:4: fsdp_config.fsdp_sharding", "did you"]),
-    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: FULL_SHARD,"
-     " fsdp_reshard_after_forward: false}\n",
-     ["old.yaml:3: fsdp_config.fsdp_reshard_after_forward", "keep one"]),
-    (ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}\n", ["old.yaml:3: deepspeed_config.zero_stage", "0, 1, 2, 3"]),
-    (ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_param_device: nvme}\n", ["nvme without nvme_path"]),
-    (ACC + "distributed_type: MULTI_GPU\nmixed_precision: fp4\n", ["old.yaml:3: mixed_precision", "bf16"]),
-    (ACC + "distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n", ["do not divide over 2 machines"]),
-    ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\n", ["old.yaml:1: compute_environment"]),
+    (
+        ACC + "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding: FULL_SHARD\n",
+        ["old.yaml:4: fsdp_config.fsdp_sharding", "did you"],
+    ),
+    (
+        ACC
+        + "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: FULL_SHARD,"
+        " fsdp_reshard_after_forward: false}\n",
+        ["old.yaml:3: fsdp_config.fsdp_reshard_after_forward", "keep one"],
+    ),
+    (
+        ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}\n",
+        ["old.yaml:3: deepspeed_config.zero_stage", "0, 1, 2, 3"],
+    ),
+    (
+        ACC
+        + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_param_device: nvme}\n",
+        ["nvme without nvme_path"],
+    ),
+    (
+        ACC + "distributed_type: MULTI_GPU\nmixed_precision: fp4\n",
+        ["old.yaml:3: mixed_precision", "bf16"],
+    ),
+    (
+        ACC + "distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n",
+        ["do not divide over 2 machines"],
+    ),
+    (
+        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\n",
+        ["old.yaml:1: compute_environment"],
+    ),
     (ACC + "distributed_type: 'NO'\nnum_proceses: 1\n", ["did you mean 'num_processes'?"]),
-    ('{"zero_optimization": {"stage": 2, "reduce_bucket_siz": 1}}', ["zero_optimization.reduce_bucket_siz", "did you mean"]),
-    ('{"zero_optimization": {"stage": 2}, "optimizer": {"type": "Lamb"}}', ["optimizer.type: no 'Lamb'"]),
-    ('{"zero_optimization": {}, "fp16": {"enabled": true, "initial_scale_power": 5000}}', ["fp16.initial_scale_power: 5000 given"]),
-]  # fmt: skip
+    (
+        '{"zero_optimization": {"stage": 2, "reduce_bucket_siz": 1}}',
+        ["zero_optimization.reduce_bucket_siz", "did you mean"],
+    ),
+    (
+        '{"zero_optimization": {"stage": 2}, "optimizer": {"type": "Lamb"}}',
+        ["optimizer.type: no 'Lamb'"],
+    ),
+    (
+        '{"zero_optimization": {}, "fp16": {"enabled": true, "initial_scale_power": 5000}}',
+        ["fp16.initial_scale_power: 5000 given"],
+    ),
+]
 
 
 @pytest.mark.parametrize(

@@ -27,20 +27,46 @@ def notes(text: str) -> list[str]:
 
 # (old text, dotted key → what it must be)
 MEANINGS: list[tuple[str, dict[str, Any]]] = [
-    ("model: ./m\ndata: x.jsonl\nepochs: 3\nlr: 1e-4\n", {"model.id": "./m", "run.epochs": 3, "optimizer.lr": 1e-4}),
-    (DATA + "per_device_train_batch_size: 4\nlearning_rate: '2e-5'\n", {"batch.micro_batch": 4, "optimizer.lr": 2e-5, "run.seed": 42}),
-    (DATA + "learning_rate: 1e-4\nbase_learning_rate: 1e-5\nuse_linear_scaling: true\n",
-     {"optimizer.lr": 1e-5, "optimizer.lr_scaling": "linear"}),
-    (DATA + "learning_rate: 1e-4\nbase_learning_rate: 1e-5\nuse_linear_scaling: false\n", {"optimizer.lr": 1e-4}),
-    (DATA + "base_learning_rate: 1e-5\nuse_linear_scaling: true\nnum_gpus: 4\n",
-     {"optimizer.lr": 1e-5, "optimizer.lr_scaling": "sqrt", "launch.nproc": 4}),
-    (DATA + "training: {distributed: true, dataloader: {batch_size: 4, num_workers: 2, pin_memory: true}}\n", {"batch.micro_batch": 4}),
+    (
+        "model: ./m\ndata: x.jsonl\nepochs: 3\nlr: 1e-4\n",
+        {"model.id": "./m", "run.epochs": 3, "optimizer.lr": 1e-4},
+    ),
+    (
+        DATA + "per_device_train_batch_size: 4\nlearning_rate: '2e-5'\n",
+        {"batch.micro_batch": 4, "optimizer.lr": 2e-5, "run.seed": 42},
+    ),
+    (
+        DATA + "learning_rate: 1e-4\nbase_learning_rate: 1e-5\nuse_linear_scaling: true\n",
+        {"optimizer.lr": 1e-5, "optimizer.lr_scaling": "linear"},
+    ),
+    (
+        DATA + "learning_rate: 1e-4\nbase_learning_rate: 1e-5\nuse_linear_scaling: false\n",
+        {"optimizer.lr": 1e-4},
+    ),
+    (
+        DATA + "base_learning_rate: 1e-5\nuse_linear_scaling: true\nnum_gpus: 4\n",
+        {"optimizer.lr": 1e-5, "optimizer.lr_scaling": "sqrt", "launch.nproc": 4},
+    ),
+    (
+        DATA
+        + "training: {distributed: true, dataloader: {batch_size: 4, num_workers: 2, pin_memory: true}}\n",
+        {"batch.micro_batch": 4},
+    ),
     (DATA + "distributed: false\nexperiment_name: x\nbatch_size: 8\n", {"batch.micro_batch": 8}),
     (DATA + "distributed: ddp\n", {"strategy.kind": "ddp"}),
-    (DATA + "warmup_steps: 0\nwarmup_ratio: 0.1\n", {"schedule": {"warmup_ratio": 0.1, "warmup_from_zero": True, "kind": "linear"}}),
-    (DATA + "warmup_steps: 0.2\n", {"schedule": {"warmup_ratio": 0.2, "warmup_from_zero": True, "kind": "linear"}}),
-    (DATA + "lr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1e-3\nlr_scheduler_kwargs: {min_lr: 1e-4}\n",
-     {"schedule.kind": "cosine", "schedule.min_ratio": 0.1}),
+    (
+        DATA + "warmup_steps: 0\nwarmup_ratio: 0.1\n",
+        {"schedule": {"warmup_ratio": 0.1, "warmup_from_zero": True, "kind": "linear"}},
+    ),
+    (
+        DATA + "warmup_steps: 0.2\n",
+        {"schedule": {"warmup_ratio": 0.2, "warmup_from_zero": True, "kind": "linear"}},
+    ),
+    (
+        DATA
+        + "lr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1e-3\nlr_scheduler_kwargs: {min_lr: 1e-4}\n",
+        {"schedule.kind": "cosine", "schedule.min_ratio": 0.1},
+    ),
     (DATA + "max_grad_norm: 0\n", {"optimizer.max_grad_norm": None}),
     (DATA + "max_steps: -1\nnum_train_epochs: 2\n", {"run.epochs": 2, "run.steps": None}),
     (DATA + "max_steps: 7\n", {"run.steps": 7}),
@@ -48,68 +74,208 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
     (DATA + "torch_dtype: bfloat16\n", {"precision.kind": "bf16"}),
     (DATA + "report_to: none\n", {"run.report_to": []}),
     (DATA + "report_to: [wandb, tensorboard]\n", {"run.report_to": ["wandb", "tensorboard"]}),
-    ("model_name_or_path: ./m\nbeta: 0.1\ndataset_mixture:\n  datasets:\n  - {id: a/b, config: default, split: train_prefs, weight: 0.5}\n"
-     "  - {id: c/d, config: en, split: train}\n  test_split_size: 100\n",
-     {"algorithm": {"kind": "dpo", "beta": 0.1}, "data.holdout": 100, "data.train": [
-         {"kind": "hub", "id": "a/b", "split": "train_prefs[:50%]"}, {"kind": "hub", "id": "c/d", "name": "en", "split": "train"}]}),
-    ("model_name_or_path: ./m\ndataset_mixer: {a/b: 0.25, c/d: 1.0}\ndataset_splits: [train_sft, test_sft]\n",
-     {"data.train": [{"kind": "hub", "id": "a/b", "split": "train_sft[:25%]"}, {"kind": "hub", "id": "c/d", "split": "train_sft"}],
-      "data.eval": [{"kind": "hub", "id": "a/b", "split": "test_sft"}, {"kind": "hub", "id": "c/d", "split": "test_sft"}]}),
-    ("model_name_or_path: ./m\ndatasets:\n- {path: a/b, name: c}\n- {path: d/e}\ntest_split_size: 0.1\n",
-     {"data.train": [{"kind": "hub", "id": "a/b", "name": "c"}, {"kind": "hub", "id": "d/e"}], "data.holdout": 0.1}),
+    (
+        "model_name_or_path: ./m\nbeta: 0.1\ndataset_mixture:\n  datasets:\n"
+        "  - {id: a/b, config: default, split: train_prefs, weight: 0.5}\n"
+        "  - {id: c/d, config: en, split: train}\n  test_split_size: 100\n",
+        {
+            "algorithm": {"kind": "dpo", "beta": 0.1},
+            "data.holdout": 100,
+            "data.train": [
+                {"kind": "hub", "id": "a/b", "split": "train_prefs[:50%]"},
+                {"kind": "hub", "id": "c/d", "name": "en", "split": "train"},
+            ],
+        },
+    ),
+    (
+        "model_name_or_path: ./m\ndataset_mixer: {a/b: 0.25, c/d: 1.0}\ndataset_splits: [train_sft, test_sft]\n",
+        {
+            "data.train": [
+                {"kind": "hub", "id": "a/b", "split": "train_sft[:25%]"},
+                {"kind": "hub", "id": "c/d", "split": "train_sft"},
+            ],
+            "data.eval": [
+                {"kind": "hub", "id": "a/b", "split": "test_sft"},
+                {"kind": "hub", "id": "c/d", "split": "test_sft"},
+            ],
+        },
+    ),
+    (
+        "model_name_or_path: ./m\ndatasets:\n- {path: a/b, name: c}\n- {path: d/e}\ntest_split_size: 0.1\n",
+        {
+            "data.train": [{"kind": "hub", "id": "a/b", "name": "c"}, {"kind": "hub", "id": "d/e"}],
+            "data.holdout": 0.1,
+        },
+    ),
     (DATA + "save_strategy: steps\n", {"checkpoint.every": 500}),
-    (DATA + "save_strategy: epoch\neval_strategy: epoch\n", {"checkpoint.every": "1 epoch", "eval.every": "1 epoch"}),
-    (DATA + "save_steps: 0.1\neval_steps: 0.25\nnum_train_epochs: 2\n", {"checkpoint.every": "0.2 epochs", "eval.every": "0.5 epochs"}),
+    (
+        DATA + "save_strategy: epoch\neval_strategy: epoch\n",
+        {"checkpoint.every": "1 epoch", "eval.every": "1 epoch"},
+    ),
+    (
+        DATA + "save_steps: 0.1\neval_steps: 0.25\nnum_train_epochs: 2\n",
+        {"checkpoint.every": "0.2 epochs", "eval.every": "0.5 epochs"},
+    ),
     (DATA + "save_steps: 0.1\nmax_steps: 25\n", {"checkpoint.every": 3}),
     (DATA + "activation_offloading: true\n", {"memory.activation_offload": True}),
     (DATA + "optim: paged_adamw_32bit\n", {"optimizer.kind": "adamw"}),
-    (DATA + "gradient_checkpointing: false\nfsdp: full_shard auto_wrap\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD,"
-     " fsdp_activation_checkpointing: true}\n",
-     {"strategy.kind": "fsdp2", "strategy.reshard_after_forward": True, "memory.activation_checkpointing": "full"}),
-    (DATA + "eval_strategy: steps\neval_steps: 20\nmetric_for_best_model: eval_loss\ngreater_is_better: false\n",
-     {"eval.every": 20, "eval.metric": "loss", "eval.mode": "min"}),
-    (DATA + "metric_for_best_model: eval_token_accuracy\n", {"eval.metric": "token_accuracy", "eval.mode": "max"}),
-    (DATA + "metric_for_best_model: eval_loss\ngreater_is_better: null\n", {"eval.metric": "loss", "eval.mode": "min"}),
-    (DATA + "greater_is_better: false\nmetric_for_best_model: exact_match\n", {"eval.metric": "exact_match", "eval.mode": "min"}),
-    (DATA + "fsdp: full_shard auto_wrap offload\nfsdp_config: {transformer_layer_cls_to_wrap: [A], backward_prefetch: backward_pre}\n",
-     {"strategy.kind": "fsdp2", "strategy.offload": "cpu", "strategy.wrap": ["A"], "strategy.backward_prefetch": 1}),
-    (DATA + "distributed_strategy: fsdp\nfsdp: {sharding_strategy: SHARD_GRAD_OP}\n", {"strategy.reshard_after_forward": False}),
+    (
+        DATA
+        + "gradient_checkpointing: false\nfsdp: full_shard auto_wrap\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD,"
+        " fsdp_activation_checkpointing: true}\n",
+        {
+            "strategy.kind": "fsdp2",
+            "strategy.reshard_after_forward": True,
+            "memory.activation_checkpointing": "full",
+        },
+    ),
+    (
+        DATA
+        + "eval_strategy: steps\neval_steps: 20\nmetric_for_best_model: eval_loss\ngreater_is_better: false\n",
+        {"eval.every": 20, "eval.metric": "loss", "eval.mode": "min"},
+    ),
+    (
+        DATA + "metric_for_best_model: eval_token_accuracy\n",
+        {"eval.metric": "token_accuracy", "eval.mode": "max"},
+    ),
+    (
+        DATA + "metric_for_best_model: eval_loss\ngreater_is_better: null\n",
+        {"eval.metric": "loss", "eval.mode": "min"},
+    ),
+    (
+        DATA + "greater_is_better: false\nmetric_for_best_model: exact_match\n",
+        {"eval.metric": "exact_match", "eval.mode": "min"},
+    ),
+    (
+        DATA
+        + "fsdp: full_shard auto_wrap offload\nfsdp_config: {transformer_layer_cls_to_wrap: [A], backward_prefetch: backward_pre}\n",
+        {
+            "strategy.kind": "fsdp2",
+            "strategy.offload": "cpu",
+            "strategy.wrap": ["A"],
+            "strategy.backward_prefetch": 1,
+        },
+    ),
+    (
+        DATA + "distributed_strategy: fsdp\nfsdp: {sharding_strategy: SHARD_GRAD_OP}\n",
+        {"strategy.reshard_after_forward": False},
+    ),
     (DATA + "distributed_strategy: deepspeed_zero3\n", {"strategy": {"kind": "zero3"}}),
-    (DATA + "distributed_strategy: deepspeed\ndeepspeed: {stage: 3, offload_param_device: cpu}\n",
-     {"strategy": {"kind": "zero3", "offload_parameters": {"kind": "cpu"}}}),
-    (DATA + "deepspeed: {zero_optimization: {stage: 1}, gradient_accumulation_steps: auto}\ngradient_accumulation_steps: 3\n",
-     {"strategy.kind": "zero1", "batch.accumulation": 3}),
-    (DATA + "ddp_bucket_cap_mb: 5\nddp_find_unused_parameters: true\n",
-     {"strategy": {"kind": "ddp", "bucket_cap_mb": 5, "find_unused_parameters": True}}),
-    (DATA + "sync_bn: true\nsync_bn_group_size: 2\n", {"model.sync_batchnorm": True, "model.sync_batchnorm_ranks": 2}),
-    (DATA + "report_to: tensorboard\nuse_wandb: true\nlog_interval: 5\n", {"run.report_to": ["tensorboard", "wandb"], "run.log_every": 5}),
+    (
+        DATA
+        + "distributed_strategy: deepspeed\ndeepspeed: {stage: 3, offload_param_device: cpu}\n",
+        {"strategy": {"kind": "zero3", "offload_parameters": {"kind": "cpu"}}},
+    ),
+    (
+        DATA
+        + "deepspeed: {zero_optimization: {stage: 1}, gradient_accumulation_steps: auto}\ngradient_accumulation_steps: 3\n",
+        {"strategy.kind": "zero1", "batch.accumulation": 3},
+    ),
+    (
+        DATA + "ddp_bucket_cap_mb: 5\nddp_find_unused_parameters: true\n",
+        {"strategy": {"kind": "ddp", "bucket_cap_mb": 5, "find_unused_parameters": True}},
+    ),
+    (
+        DATA + "sync_bn: true\nsync_bn_group_size: 2\n",
+        {"model.sync_batchnorm": True, "model.sync_batchnorm_ranks": 2},
+    ),
+    (
+        DATA + "report_to: tensorboard\nuse_wandb: true\nlog_interval: 5\n",
+        {"run.report_to": ["tensorboard", "wandb"], "run.log_every": 5},
+    ),
     (DATA + "use_wandb: true\nreport_to: none\n", {"run.report_to": ["wandb"]}),
     (DATA + "completion_only_loss: false\nassistant_only_loss: false\n", {"data.learn_on": "all"}),
-    (DATA + "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: '{\"min_lr_rate\": 0.1}'\n", {"schedule.min_ratio": 0.1}),
-    (DATA + "max_steps: 50\nlr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 10}\n",
-     {"schedule": {"kind": "wsd", "decay_ratio": 0.2}}),
-    (DATA + "fsdp: {enabled: false, sharding_strategy: FULL_SHARD}\ndeepspeed: {enabled: true, stage: 1}\n", {"strategy.kind": "zero1"}),
-    ("train_file: x\ndistributed: {strategy: ddp, backend: nccl, tensor_parallel: 2}\n", {"strategy": {"kind": "ddp", "tp": 2}}),
+    (
+        DATA
+        + "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: '{\"min_lr_rate\": 0.1}'\n",
+        {"schedule.min_ratio": 0.1},
+    ),
+    (
+        DATA
+        + "max_steps: 50\nlr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 10}\n",
+        {"schedule": {"kind": "wsd", "decay_ratio": 0.2}},
+    ),
+    (
+        DATA
+        + "fsdp: {enabled: false, sharding_strategy: FULL_SHARD}\ndeepspeed: {enabled: true, stage: 1}\n",
+        {"strategy.kind": "zero1"},
+    ),
+    (
+        "train_file: x\ndistributed: {strategy: ddp, backend: nccl, tensor_parallel: 2}\n",
+        {"strategy": {"kind": "ddp", "tp": 2}},
+    ),
     (DATA + "tensor_parallel_size: 2\n", {"strategy": {"kind": "ddp", "tp": 2}}),
-    (DATA + "use_peft: true\nlora_r: 8\nlora_alpha: 16\nlora_dropout: 0.1\nlora_target_modules: q_proj,v_proj\nload_in_4bit: true\n",
-     {"adapter": {"kind": "lora", "r": 8, "alpha": 16.0, "dropout": 0.1, "targets": ["q_proj", "v_proj"], "quantize": "4bit"}}),
-    (DATA + "use_peft: true\nuse_dora: true\nuse_rslora: false\nlora_modules_to_save: lm_head\n",
-     {"adapter": {"kind": "lora", "dora": True, "modules_to_save": ["lm_head"], "targets": ["q_proj", "v_proj"]}}),
-    ("dataset_name: a/b\ndataset_config: c\ndataset_test_split: test\nmax_train_samples: 9\nnum_train_epochs: 1\n",
-     {"data.train": [{"kind": "hub", "id": "a/b", "name": "c", "limit": 9}],
-      "data.eval": [{"kind": "hub", "id": "a/b", "name": "c", "split": "test"}]}),
-    ("model: {name: m}\ndata: {path: x.jsonl, max_length: 64}\noptimizer: {type: adamw, lr: 1e-3, betas: [0.9, 0.99]}\n"
-     "scheduler: {type: cosine, warmup_steps: 5}\nlora: {r: 4}\ntraining: {num_epochs: 2}\n",
-     {"model.id": "m", "data.max_length": 64, "optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.99], "schedule.warmup_steps": 5,
-      "adapter.r": 4, "run.epochs": 2}),
+    (
+        DATA
+        + "use_peft: true\nlora_r: 8\nlora_alpha: 16\nlora_dropout: 0.1\nlora_target_modules: q_proj,v_proj\nload_in_4bit: true\n",
+        {
+            "adapter": {
+                "kind": "lora",
+                "r": 8,
+                "alpha": 16.0,
+                "dropout": 0.1,
+                "targets": ["q_proj", "v_proj"],
+                "quantize": "4bit",
+            }
+        },
+    ),
+    (
+        DATA + "use_peft: true\nuse_dora: true\nuse_rslora: false\nlora_modules_to_save: lm_head\n",
+        {
+            "adapter": {
+                "kind": "lora",
+                "dora": True,
+                "modules_to_save": ["lm_head"],
+                "targets": ["q_proj", "v_proj"],
+            }
+        },
+    ),
+    (
+        "dataset_name: a/b\ndataset_config: c\ndataset_test_split: test\nmax_train_samples: 9\nnum_train_epochs: 1\n",
+        {
+            "data.train": [{"kind": "hub", "id": "a/b", "name": "c", "limit": 9}],
+            "data.eval": [{"kind": "hub", "id": "a/b", "name": "c", "split": "test"}],
+        },
+    ),
+    (
+        "model: {name: m}\ndata: {path: x.jsonl, max_length: 64}\noptimizer: {type: adamw, lr: 1e-3, betas: [0.9, 0.99]}\n"
+        "scheduler: {type: cosine, warmup_steps: 5}\nlora: {r: 4}\ntraining: {num_epochs: 2}\n",
+        {
+            "model.id": "m",
+            "data.max_length": 64,
+            "optimizer.lr": 1e-3,
+            "optimizer.betas": [0.9, 0.99],
+            "schedule.warmup_steps": 5,
+            "adapter.r": 4,
+            "run.epochs": 2,
+        },
+    ),
     (DATA + "loss_type: nll\n", {"optimizer.lr": 5e-5}),
-    (DATA + "loss_type: robust\nbeta: 0.2\nlabel_smoothing: 0.1\n",
-     {"algorithm": {"kind": "dpo", "loss": "robust", "beta": 0.2, "label_smoothing": 0.1}, "optimizer.lr": 1e-6}),
-    (DATA + "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\nlearning_rate: 1e-5\n",
-     {"algorithm": {"kind": "dpo", "loss_weights": {"sigmoid": 0.8, "bco_pair": 0.2}, "sft_weight": 1.0}, "optimizer.lr": 1e-5}),
-    (DATA + "loss_type: simpo\nbeta: 2.5\nsimpo_gamma: 0.5\ncpo_alpha: 0.0\n", {"algorithm": {"kind": "simpo", "beta": 2.5, "gamma": 0.5}}),
+    (
+        DATA + "loss_type: robust\nbeta: 0.2\nlabel_smoothing: 0.1\n",
+        {
+            "algorithm": {"kind": "dpo", "loss": "robust", "beta": 0.2, "label_smoothing": 0.1},
+            "optimizer.lr": 1e-6,
+        },
+    ),
+    (
+        DATA
+        + "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\nlearning_rate: 1e-5\n",
+        {
+            "algorithm": {
+                "kind": "dpo",
+                "loss_weights": {"sigmoid": 0.8, "bco_pair": 0.2},
+                "sft_weight": 1.0,
+            },
+            "optimizer.lr": 1e-5,
+        },
+    ),
+    (
+        DATA + "loss_type: simpo\nbeta: 2.5\nsimpo_gamma: 0.5\ncpo_alpha: 0.0\n",
+        {"algorithm": {"kind": "simpo", "beta": 2.5, "gamma": 0.5}},
+    ),
     (DATA + "pref_loss: orpo\npref_beta: 0.2\n", {"algorithm": {"kind": "orpo", "beta": 0.2}}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -175,36 +341,93 @@ def test_resume_is_the_old_files_word_for_it(tmp_path: Path) -> None:
 
 # (old text, what its one line must say)
 MISTAKES: list[tuple[str, list[str]]] = [
-    (DATA + "bf16: true\nfp16: true\n", ["old.yaml:3: fp16: true, but old.yaml:2: bf16 says true", "keep one"]),
-    (DATA + "bf16: true\nmixed_precision: fp16\n", ["old.yaml:3: mixed_precision: 'fp16', but old.yaml:2: bf16"]),
-    (DATA + "learning_rat: 1\nlearning_rate: 2\n", ["old.yaml:2: learning_rat", "did you mean 'learning_rate'?"]),
-    ("training:\n  output_dir: x\n  save_step: 4\n", ["old.yaml:3: training.save_step", "did you mean 'save_steps'?"]),
+    (
+        DATA + "bf16: true\nfp16: true\n",
+        ["old.yaml:3: fp16: true, but old.yaml:2: bf16 says true", "keep one"],
+    ),
+    (
+        DATA + "bf16: true\nmixed_precision: fp16\n",
+        ["old.yaml:3: mixed_precision: 'fp16', but old.yaml:2: bf16"],
+    ),
+    (
+        DATA + "learning_rat: 1\nlearning_rate: 2\n",
+        ["old.yaml:2: learning_rat", "did you mean 'learning_rate'?"],
+    ),
+    (
+        "training:\n  output_dir: x\n  save_step: 4\n",
+        ["old.yaml:3: training.save_step", "did you mean 'save_steps'?"],
+    ),
     (DATA + "zzz: 1\n", ["old.yaml:2: zzz: unknown key", "drumline schema"]),
-    (DATA + "learning_rate: fast\n", ["old.yaml:2: learning_rate: 'fast' given, a number is wanted"]),
+    (
+        DATA + "learning_rate: fast\n",
+        ["old.yaml:2: learning_rate: 'fast' given, a number is wanted"],
+    ),
     (DATA + "save_steps: 0.1\n", ["old.yaml:2: save_steps", "a number of steps"]),
-    (DATA + "gradient_accumulation_steps: 0\n", ["old.yaml:2: gradient_accumulation_steps", "greater than 0"]),
-    (DATA + "logging_steps: 0.1\n", ["old.yaml:2: logging_steps: 0.1 of all steps", "a number of steps"]),
+    (
+        DATA + "gradient_accumulation_steps: 0\n",
+        ["old.yaml:2: gradient_accumulation_steps", "greater than 0"],
+    ),
+    (
+        DATA + "logging_steps: 0.1\n",
+        ["old.yaml:2: logging_steps: 0.1 of all steps", "a number of steps"],
+    ),
     (DATA + "learning_rate: .inf\n", ["old.yaml:2: learning_rate: inf given, a number is wanted"]),
-    (DATA + "lr_scheduler_kwargs: 'power 2'\n", ["old.yaml:2: lr_scheduler_kwargs: 'power 2' given, keys and values are wanted"]),
+    (
+        DATA + "lr_scheduler_kwargs: 'power 2'\n",
+        ["old.yaml:2: lr_scheduler_kwargs: 'power 2' given, keys and values are wanted"],
+    ),
     (DATA + "optim: adadelta\n", ["old.yaml:2: optim: no 'adadelta' here", "adamw"]),
-    (DATA + "lr_scheduler_type: inverse_sqrt\n", ["'inverse_sqrt' cannot be translated", "linear, cosine"]),
-    (DATA + "max_length: 4\nmax_seq_length: 8\n", ["old.yaml:3: max_seq_length: 8, but old.yaml:2: max_length says 4"]),
+    (
+        DATA + "lr_scheduler_type: inverse_sqrt\n",
+        ["'inverse_sqrt' cannot be translated", "linear, cosine"],
+    ),
+    (
+        DATA + "max_length: 4\nmax_seq_length: 8\n",
+        ["old.yaml:3: max_seq_length: 8, but old.yaml:2: max_length says 4"],
+    ),
     (DATA + "label_smoothing_factor: 0.1\n", ["old.yaml:2", "does not do that"]),
-    ("model_name_or_path: ./m\ndataset_mixer: {a/b: 0.001}\n", ["a/b: 0.001 given, a split is cut to whole percents"]),
-    ("model_name_or_path: ./m\ndatasets: a/b\n", ["old.yaml:2: datasets: 'a/b' given, a list of datasets is wanted"]),
-    ("model_name_or_path: ./m\ndataset_mixture: {datasets: [{split: a}]}\n", ["old.yaml:2: dataset_mixture.datasets.0: names no dataset"]),
+    (
+        "model_name_or_path: ./m\ndataset_mixer: {a/b: 0.001}\n",
+        ["a/b: 0.001 given, a split is cut to whole percents"],
+    ),
+    (
+        "model_name_or_path: ./m\ndatasets: a/b\n",
+        ["old.yaml:2: datasets: 'a/b' given, a list of datasets is wanted"],
+    ),
+    (
+        "model_name_or_path: ./m\ndataset_mixture: {datasets: [{split: a}]}\n",
+        ["old.yaml:2: dataset_mixture.datasets.0: names no dataset"],
+    ),
     (DATA + "report_to: neptune\n", ["no tracker 'neptune'", "wandb"]),
-    (DATA + "distributed_strategy: ddp\nfsdp: full_shard\n", ["old.yaml:3: fsdp", "distributed_strategy says 'ddp'"]),
-    (DATA + "distributed_strategy: zero2\ndeepspeed: {stage: 3}\n", ["distributed_strategy", "'zero2', but old.yaml:3: deepspeed.stage"]),
+    (
+        DATA + "distributed_strategy: ddp\nfsdp: full_shard\n",
+        ["old.yaml:3: fsdp", "distributed_strategy says 'ddp'"],
+    ),
+    (
+        DATA + "distributed_strategy: zero2\ndeepspeed: {stage: 3}\n",
+        ["distributed_strategy", "'zero2', but old.yaml:3: deepspeed.stage"],
+    ),
     (DATA + "distributed_strategy: dpp\n", ["did you mean"]),
     (DATA + "distributed_backend: mpi\n", ["no backend 'mpi'", "NCCL on GPUs"]),
-    (DATA + "deepspeed: none-there.json\n", ["old.yaml:2: deepspeed: 'none-there.json' cannot be read: no such file"]),
+    (
+        DATA + "deepspeed: none-there.json\n",
+        ["old.yaml:2: deepspeed: 'none-there.json' cannot be read: no such file"],
+    ),
     ("output_dir: x\n", ["old.yaml: says nothing of data", "data=rows.jsonl"]),
     (DATA + "loss_type: ''\n", ["old.yaml:2: loss_type: no loss ''"]),
-    (DATA + "loss_type: [sigmoid, ipo]\nloss_weights: [a, 1]\n", ["old.yaml:3: loss_weights: 'a' given, a number is wanted"]),
-    (DATA + "learning_rate: 0\nlr_scheduler_kwargs: {min_lr: 1e-6}\n", ["old.yaml:2: learning_rate", "greater than 0"]),
-    (DATA + "deepspeed: {stage: 2, zero_stage: 3}\n", ["deepspeed.zero_stage: 3, but old.yaml:2: deepspeed.stage says 2", "keep one"]),
-]  # fmt: skip
+    (
+        DATA + "loss_type: [sigmoid, ipo]\nloss_weights: [a, 1]\n",
+        ["old.yaml:3: loss_weights: 'a' given, a number is wanted"],
+    ),
+    (
+        DATA + "learning_rate: 0\nlr_scheduler_kwargs: {min_lr: 1e-6}\n",
+        ["old.yaml:2: learning_rate", "greater than 0"],
+    ),
+    (
+        DATA + "deepspeed: {stage: 2, zero_stage: 3}\n",
+        ["deepspeed.zero_stage: 3, but old.yaml:2: deepspeed.stage says 2", "keep one"],
+    ),
+]
 
 
 @pytest.mark.parametrize(

@@ -46,30 +46,92 @@ def at(values: Any, dotted: str) -> Any:
 
 MEANINGS: dict[str, dict[str, Any]] = {
     "lf_sft.yaml": {
-        "algorithm": "sft", "adapter.r": 12, "adapter.alpha": 24, "adapter.quantize": "4bit", "adapter.targets": ["q_proj", "v_proj"],
-        "optimizer.groups.0.lr_ratio": 8.0, "data.max_length": 768, "data.train.1.limit": 3, "data.train.2.columns": {"messages": "dialog"},
-        "data.train.3.columns": {"prompt": "q", "completion": "a"}, "data.holdout": 0.2, "eval.every": 25, "model.attention": "sdpa",
+        "algorithm": "sft",
+        "adapter.r": 12,
+        "adapter.alpha": 24,
+        "adapter.quantize": "4bit",
+        "adapter.targets": ["q_proj", "v_proj"],
+        "optimizer.groups.0.lr_ratio": 8.0,
+        "data.max_length": 768,
+        "data.train.1.limit": 3,
+        "data.train.2.columns": {"messages": "dialog"},
+        "data.train.3.columns": {"prompt": "q", "completion": "a"},
+        "data.holdout": 0.2,
+        "eval.every": 25,
+        "model.attention": "sdpa",
     },
-    "lf_dpo.yaml": {"algorithm": {"kind": "simpo", "beta": 0.2, "gamma": 0.7}, "strategy": "zero3", "adapter": None},
-    "lf_kto.yaml": {"algorithm": {"kind": "kto", "beta": 0.3, "undesirable_weight": 2.0}, "data.train.0.columns": None},
+    "lf_dpo.yaml": {
+        "algorithm": {"kind": "simpo", "beta": 0.2, "gamma": 0.7},
+        "strategy": "zero3",
+        "adapter": None,
+    },
+    "lf_kto.yaml": {
+        "algorithm": {"kind": "kto", "beta": 0.3, "undesirable_weight": 2.0},
+        "data.train.0.columns": None,
+    },
     "lf_rm.yaml": {"algorithm": "reward", "data.packing": False},
-    "lf_pt.yaml": {"algorithm": "pretrain", "data.packing": True, "data.train.0.columns": {"text": "body"}},
-    "lf_ppo.yaml": {"algorithm.rewards.0.model.id": "someone/judge", "algorithm.generator.max_new_tokens": 64, "algorithm.epochs": 2},
+    "lf_pt.yaml": {
+        "algorithm": "pretrain",
+        "data.packing": True,
+        "data.train.0.columns": {"text": "body"},
+    },
+    "lf_ppo.yaml": {
+        "algorithm.rewards.0.model.id": "someone/judge",
+        "algorithm.generator.max_new_tokens": 64,
+        "algorithm.epochs": 2,
+    },
     "axolotl_qlora.yaml": {
-        "adapter.quantize": "4bit", "adapter.targets": "all-linear", "optimizer.kind": "adamw_8bit", "data.truncation": "drop",
-        "data.train.2": {"kind": "hub", "id": "someone/rows", "name": "small", "split": "train[:10%]"}, "run.report_to": ["wandb"],
+        "adapter.quantize": "4bit",
+        "adapter.targets": "all-linear",
+        "optimizer.kind": "adamw_8bit",
+        "data.truncation": "drop",
+        "data.train.2": {
+            "kind": "hub",
+            "id": "someone/rows",
+            "name": "small",
+            "split": "train[:10%]",
+        },
+        "run.report_to": ["wandb"],
         "run.tracker": {"project": "songs", "name": "first"},
-        "schedule.warmup_steps": 5, "batch.micro_batch": 2, "data.packing": True, "data.holdout": 3, "precision.kind": "auto",
+        "schedule.warmup_steps": 5,
+        "batch.micro_batch": 2,
+        "data.packing": True,
+        "data.holdout": 3,
+        "precision.kind": "auto",
     },
-    "axolotl_dpo.yaml": {"algorithm": {"kind": "dpo", "beta": 0.2}, "strategy.kind": "fsdp2", "run.steps": 20, "precision": "bf16"},
-    "axolotl_pretrain.yaml": {"algorithm": "pretrain", "optimizer.kind": "muon", "strategy": "zero2", "data.train.0.columns.text": "body"},
-    "trl_dpo.yaml": {"algorithm.loss_weights": {"sigmoid": 0.8, "bco_pair": 0.2}, "adapter.r": 8, "data.train.0.id": "someone/pairs"},
-    "trl_sft.sh": {"adapter.r": 32, "adapter.targets": ["q_proj", "v_proj"], "run.dir": "runs/my chats", "eval.every": 100},
+    "axolotl_dpo.yaml": {
+        "algorithm": {"kind": "dpo", "beta": 0.2},
+        "strategy.kind": "fsdp2",
+        "run.steps": 20,
+        "precision": "bf16",
+    },
+    "axolotl_pretrain.yaml": {
+        "algorithm": "pretrain",
+        "optimizer.kind": "muon",
+        "strategy": "zero2",
+        "data.train.0.columns.text": "body",
+    },
+    "trl_dpo.yaml": {
+        "algorithm.loss_weights": {"sigmoid": 0.8, "bco_pair": 0.2},
+        "adapter.r": 8,
+        "data.train.0.id": "someone/pairs",
+    },
+    "trl_sft.sh": {
+        "adapter.r": 32,
+        "adapter.targets": ["q_proj", "v_proj"],
+        "run.dir": "runs/my chats",
+        "eval.every": 100,
+    },
     "trl_grpo.sh": {
-        "algorithm.group_size": 4, "algorithm.generator.url": "http://127.0.0.1:8000", "algorithm.scale": "none", "run.steps": 50,
-        "algorithm.kl.coefficient": 0.04, "algorithm.normalize": "constant", "algorithm.rewards.0.path": "my_rewards:close",
+        "algorithm.group_size": 4,
+        "algorithm.generator.url": "http://127.0.0.1:8000",
+        "algorithm.scale": "none",
+        "run.steps": 50,
+        "algorithm.kl.coefficient": 0.04,
+        "algorithm.normalize": "constant",
+        "algorithm.rewards.0.path": "my_rewards:close",
     },
-}  # fmt: skip
+}
 
 
 def test_each_file_is_held() -> None:
@@ -85,9 +147,19 @@ def test_means_the_same(name: str) -> None:
 
 # What would be without it, too.
 NEUTRAL = {
-    "do_train: True", "quantization_method: bnb", "reward_model_type: full", "stage: sft", "finetuning_type: lora", "eval_strategy: steps",
-    "use_peft: True", "load_in_8bit: False", "bf16: auto", "lora_model_dir: None", "wandb_entity: None", "resume_from_checkpoint: None",
-}  # fmt: skip
+    "do_train: True",
+    "quantization_method: bnb",
+    "reward_model_type: full",
+    "stage: sft",
+    "finetuning_type: lora",
+    "eval_strategy: steps",
+    "use_peft: True",
+    "load_in_8bit: False",
+    "bf16: auto",
+    "lora_model_dir: None",
+    "wandb_entity: None",
+    "resume_from_checkpoint: None",
+}
 
 
 @pytest.mark.claim(
@@ -224,66 +296,189 @@ LORA = AX + "datasets: [{path: c/d, type: sharegpt}]\nadapter: lora\n"
 SIMPO = {"kind": "simpo", "beta": 0.1, "gamma": 0.5}
 SAMPLED = {"kind": "hf", "max_new_tokens": 1024, "temperature": 0.95, "top_p": 0.7, "top_k": 50}
 MEANT: list[tuple[str, dict[str, Any], str]] = [
-    (TALK.replace("KIND", "default").replace("NAME", "conversation").replace("MORE", "field_chosen: better, field_rejected: worse"),
-     {"data.train.0.columns": {"prompt": "conversation", "chosen": "better", "rejected": "worse"}}, ""),
-    (TALK.replace("KIND", "default").replace("NAME", "conversation").replace(", MORE", ""), {"data.train.0.columns": None}, ""),
-    (TALK.replace("KIND", "default").replace("NAME", "talk").replace(", MORE", ""),
-     {"data.train.0.columns": {"prompt": "talk", "chosen": "chosen", "rejected": "rejected"}}, ""),
-    (TALK.replace("KIND", "argilla_chat").replace("field_messages: NAME, MORE", "field_chosen: better"),
-     {"data.train.0.columns": {"chosen": "better", "rejected": "rejected"}}, ""),
-    (TALK_SFT.replace("NAME", "dialog").replace("ROLE", "from"), {"data.train.0.columns": None}, ""),
-    (TALK_SFT.replace("NAME", "dialog").replace("ROLE", "speaker"), {}, "mappings.role: 'speaker': left out: it is role or from here"),
-    (TALK_SFT.replace("NAME", "talk").replace("ROLE", "from"),
-     {"data.train.0.columns": {"messages": "talk"}}, "mappings.role: 'from': left out: it is role here"),
-    (DOCUMENTS, {"algorithm": "pretrain", "data.packing": True, "data.truncation": "right", "data.train.0.columns.text": "body"},
-     "datasets: a list: all are documents: algorithm pretrain"),
-    (DOCUMENTS.replace("}]", "}, {path: c/d, type: sharegpt}]"), {"algorithm": "sft", "data.truncation": "drop"},
-     "datasets.0.type: 'completion': beside chats a long document is not cut"),
-    (AX + "pretraining_dataset: [{path: d.jsonl}]\n", {"algorithm": "pretrain", "data.truncation": "right", "data.packing": False}, ""),
-    (LORA, {"schedule": {"kind": "cosine", "warmup_ratio": 0.03, "warmup_from_zero": True}}, "warmup_ratio: 0.03: not set there"),
+    (
+        TALK.replace("KIND", "default")
+        .replace("NAME", "conversation")
+        .replace("MORE", "field_chosen: better, field_rejected: worse"),
+        {
+            "data.train.0.columns": {
+                "prompt": "conversation",
+                "chosen": "better",
+                "rejected": "worse",
+            }
+        },
+        "",
+    ),
+    (
+        TALK.replace("KIND", "default").replace("NAME", "conversation").replace(", MORE", ""),
+        {"data.train.0.columns": None},
+        "",
+    ),
+    (
+        TALK.replace("KIND", "default").replace("NAME", "talk").replace(", MORE", ""),
+        {"data.train.0.columns": {"prompt": "talk", "chosen": "chosen", "rejected": "rejected"}},
+        "",
+    ),
+    (
+        TALK.replace("KIND", "argilla_chat").replace(
+            "field_messages: NAME, MORE", "field_chosen: better"
+        ),
+        {"data.train.0.columns": {"chosen": "better", "rejected": "rejected"}},
+        "",
+    ),
+    (
+        TALK_SFT.replace("NAME", "dialog").replace("ROLE", "from"),
+        {"data.train.0.columns": None},
+        "",
+    ),
+    (
+        TALK_SFT.replace("NAME", "dialog").replace("ROLE", "speaker"),
+        {},
+        "mappings.role: 'speaker': left out: it is role or from here",
+    ),
+    (
+        TALK_SFT.replace("NAME", "talk").replace("ROLE", "from"),
+        {"data.train.0.columns": {"messages": "talk"}},
+        "mappings.role: 'from': left out: it is role here",
+    ),
+    (
+        DOCUMENTS,
+        {
+            "algorithm": "pretrain",
+            "data.packing": True,
+            "data.truncation": "right",
+            "data.train.0.columns.text": "body",
+        },
+        "datasets: a list: all are documents: algorithm pretrain",
+    ),
+    (
+        DOCUMENTS.replace("}]", "}, {path: c/d, type: sharegpt}]"),
+        {"algorithm": "sft", "data.truncation": "drop"},
+        "datasets.0.type: 'completion': beside chats a long document is not cut",
+    ),
+    (
+        AX + "pretraining_dataset: [{path: d.jsonl}]\n",
+        {"algorithm": "pretrain", "data.truncation": "right", "data.packing": False},
+        "",
+    ),
+    (
+        LORA,
+        {"schedule": {"kind": "cosine", "warmup_ratio": 0.03, "warmup_from_zero": True}},
+        "warmup_ratio: 0.03: not set there",
+    ),
     (LORA + "max_steps: 1000\n", {"schedule.warmup_steps": 30}, "warmup_steps: 30: not set there"),
     (LORA + "warmup_steps: 0\n", {"schedule": "cosine"}, ""),
     (LORA + "lora_target_modules: all-linear\n", {"adapter.targets": "all-linear"}, ""),
-    (LORA + "lora_target_linear: true\nlora_target_modules: [q_proj]\n", {"adapter.targets": "all-linear"},
-     "modules: a list: without effect"),
-    (LORA + "lora_target_modules: [q_proj]\nlora_target_linear: true\n", {"adapter.targets": "all-linear"},
-     "modules: a list: without effect"),
-    (LORA + "lora_target_modules: 'model.layers.[0-3].(q|k)_proj'\n", {"adapter": "lora"},
-     "left out: layers are named, not by a pattern"),
+    (
+        LORA + "lora_target_linear: true\nlora_target_modules: [q_proj]\n",
+        {"adapter.targets": "all-linear"},
+        "modules: a list: without effect",
+    ),
+    (
+        LORA + "lora_target_modules: [q_proj]\nlora_target_linear: true\n",
+        {"adapter.targets": "all-linear"},
+        "modules: a list: without effect",
+    ),
+    (
+        LORA + "lora_target_modules: 'model.layers.[0-3].(q|k)_proj'\n",
+        {"adapter": "lora"},
+        "left out: layers are named, not by a pattern",
+    ),
     (LORA + "dp_replicate_size: 2\n", {"strategy": "ddp"}, ""),
-    (LORA + "dp_replicate_size: 2\ndp_shard_size: 4\n", {"strategy": {"kind": "fsdp2", "replicate": 2}},
-     "dp_shard_size: 4: shards go over all"),
-    (LORA.replace("sharegpt", "alpaca"), {"model.chat_template": "alpaca"}, "all have Alpaca's prompt"),
-    (LORA.replace("sharegpt", "alpaca") + "chat_template: chatml\n", {"model": {"id": "a/b"}},
-     "'alpaca': the prompt is made by the chat template"),
+    (
+        LORA + "dp_replicate_size: 2\ndp_shard_size: 4\n",
+        {"strategy": {"kind": "fsdp2", "replicate": 2}},
+        "dp_shard_size: 4: shards go over all",
+    ),
+    (
+        LORA.replace("sharegpt", "alpaca"),
+        {"model.chat_template": "alpaca"},
+        "all have Alpaca's prompt",
+    ),
+    (
+        LORA.replace("sharegpt", "alpaca") + "chat_template: chatml\n",
+        {"model": {"id": "a/b"}},
+        "'alpaca': the prompt is made by the chat template",
+    ),
     (LORA + "rl: simpo\n", {"algorithm": {**SIMPO, "sft_weight": 1.0}}, "algorithm.gamma 0.5"),
-    (LORA + "rl: dpo\ntrl: {beta: 0.3, max_completion_length: 9}\n", {"algorithm.beta": 0.3},
-     "max_completion_length: 9: data.max_length holds"),
-    (LORA + "rl: kto\nkto_desirable_weight: 1.2\nrl_beta: 0.3\n",
-     {"algorithm": {"kind": "kto", "desirable_weight": 1.2, "beta": 0.3}}, ""),
-    (LORA + "rl: grpo\n", {"algorithm.group_size": 8, "algorithm.generator.max_new_tokens": 512}, ""),
+    (
+        LORA + "rl: dpo\ntrl: {beta: 0.3, max_completion_length: 9}\n",
+        {"algorithm.beta": 0.3},
+        "max_completion_length: 9: data.max_length holds",
+    ),
+    (
+        LORA + "rl: kto\nkto_desirable_weight: 1.2\nrl_beta: 0.3\n",
+        {"algorithm": {"kind": "kto", "desirable_weight": 1.2, "beta": 0.3}},
+        "",
+    ),
+    (
+        LORA + "rl: grpo\n",
+        {"algorithm.group_size": 8, "algorithm.generator.max_new_tokens": 512},
+        "",
+    ),
     # of LLaMA-Factory
-    (LF + "stage: pt\n", {"data.packing": True, "adapter.r": 8, "adapter.alpha": 16}, "data.packing true"),
+    (
+        LF + "stage: pt\n",
+        {"data.packing": True, "adapter.r": 8, "adapter.alpha": 16},
+        "data.packing true",
+    ),
     (LF + "stage: pt\npacking: false\n", {"data.packing": False}, ""),
     (LF + "stage: dpo\npref_loss: simpo\n", {"algorithm": SIMPO}, "algorithm.beta 0.1"),
-    (LF + "stage: ppo\nreward_model: r/m\n", {"algorithm.generator": SAMPLED, "data.max_length": 3072}, "2048 tokens of a prompt"),
-    (LF + "stage: ppo\nreward_model: r/m\ncutoff_len: 100\nmax_new_tokens: 20\n", {"data.max_length": 120}, "100 tokens of a prompt"),
+    (
+        LF + "stage: ppo\nreward_model: r/m\n",
+        {"algorithm.generator": SAMPLED, "data.max_length": 3072},
+        "2048 tokens of a prompt",
+    ),
+    (
+        LF + "stage: ppo\nreward_model: r/m\ncutoff_len: 100\nmax_new_tokens: 20\n",
+        {"data.max_length": 120},
+        "100 tokens of a prompt",
+    ),
     (LF + "stage: sft\nuse_swanlab: true\nreport_to: none\n", {"run.report_to": ["swanlab"]}, ""),
-    (LF + "stage: sft\nval_size: 0.1\nmetric_for_best_model: eval_accuracy\n", {"eval.metric": "token_accuracy", "eval.mode": "max"}, ""),
-    (LF + "stage: sft\nddp_timeout: 180000000\n", {"launch.timeout_seconds": 1e7},
-     "ddp_timeout: 180000000: launch.timeout_seconds is at most 10,000,000 (four months), and is set to that"),
-    (LF + "stage: sft\nplot_loss: true\n", {}, "plot_loss: true: the report (RUN/report.html) has the plot"),
+    (
+        LF + "stage: sft\nval_size: 0.1\nmetric_for_best_model: eval_accuracy\n",
+        {"eval.metric": "token_accuracy", "eval.mode": "max"},
+        "",
+    ),
+    (
+        LF + "stage: sft\nddp_timeout: 180000000\n",
+        {"launch.timeout_seconds": 1e7},
+        "ddp_timeout: 180000000: launch.timeout_seconds is at most 10,000,000 (four months), and is set to that",
+    ),
+    (
+        LF + "stage: sft\nplot_loss: true\n",
+        {},
+        "plot_loss: true: the report (RUN/report.html) has the plot",
+    ),
     # of transformers
-    (HF + "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 2}\n", {"schedule": "linear"},
-     "no num_cycles here"),
-    (HF + "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 9}\n", {"schedule": "wsd"},
-     "set schedule.decay_ratio"),
+    (
+        HF + "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 2}\n",
+        {"schedule": "linear"},
+        "no num_cycles here",
+    ),
+    (
+        HF + "lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 9}\n",
+        {"schedule": "wsd"},
+        "set schedule.decay_ratio",
+    ),
     (HF + "logging_steps: 0.05\n", {"run.log_every": None}, "logging_steps: 0.05: left out"),
     (HF + "save_steps: 0.05\n", {"checkpoint": None}, "save_steps: 0.05: left out"),
-    (HF + "metric_for_best_model: f1\ngreater_is_better: true\n", {"eval": None}, "sft measures no 'f1'"),
-    ("dataset_name: c/d\ndataset_streaming: true\n", {"data.train": [{"kind": "hub", "id": "c/d"}]}, "a stream needs max_train_samples"),
-    ("dataset_name: c/d\nuse_peft: true\n", {"adapter.targets": ["q_proj", "v_proj"]}, "so PEFT's own defaults: adapter.targets"),
-]  # fmt: skip
+    (
+        HF + "metric_for_best_model: f1\ngreater_is_better: true\n",
+        {"eval": None},
+        "sft measures no 'f1'",
+    ),
+    (
+        "dataset_name: c/d\ndataset_streaming: true\n",
+        {"data.train": [{"kind": "hub", "id": "c/d"}]},
+        "a stream needs max_train_samples",
+    ),
+    (
+        "dataset_name: c/d\nuse_peft: true\n",
+        {"adapter.targets": ["q_proj", "v_proj"]},
+        "so PEFT's own defaults: adapter.targets",
+    ),
+]
 
 
 @pytest.mark.parametrize(("text", "wanted", "says"), MEANT, ids=range(len(MEANT)))
@@ -297,21 +492,75 @@ def test_what_the_tool_would_do(
 
 PAIRS = "--model_name_or_path a/b --dataset_name c/d"
 COMMANDS: list[tuple[str, dict[str, Any], str]] = [
-    ("orpo --max_completion_length 256", {"algorithm": "orpo"}, "256: data.max_length holds the prompt and its completion"),
+    (
+        "orpo --max_completion_length 256",
+        {"algorithm": "orpo"},
+        "256: data.max_length holds the prompt and its completion",
+    ),
     ("dpo --temperature 0.5", {"algorithm": "dpo"}, "without effect: only trainers that sample"),
-    ("kto --loss_type apo_zero_unpaired --precompute_ref_log_probs true --undesirable_weight 2",
-     {"algorithm": {"kind": "kto", "loss": "apo_zero_unpaired", "reference": "precomputed", "undesirable_weight": 2.0}}, ""),
-    ("kto --beta 0.2 --precompute_ref_log_probs true", {"algorithm": {"kind": "kto", "beta": 0.2, "reference": "auto"}}, "KL of kto is of"),
-    ("grpo --max_prompt_length 100 --max_completion_length 50", {"data.max_length": 150}, "100 tokens of a prompt"),
-    ("grpo --max_prompt_length 100 --max_length 90", {"data.max_length": 90}, "--max_prompt_length: 100: without effect"),
-    ("ppo", {"algorithm.generator.temperature": 0.7, "algorithm.generator.max_new_tokens": 53, "data.max_length": 1077}, "temperature 0.7"),
-    ("dpo --loss_type simpo --beta 2", {"algorithm": {**SIMPO, "beta": 2.0, "sft_weight": 1.0}}, "algorithm.sft_weight 1.0"),
-    ("dpo --metric_for_best_model eval_rewards/accuracies", {"eval": {"metric": "accuracy", "mode": "max"}}, ""),
-    ("sft --assistant_only_loss false --completion_only_loss true", {"data.learn_on": "assistant"}, ""),
-    ("sft --eval_strategy steps --eval_steps 50", {"data.eval": [{"kind": "hub", "id": "c/d", "split": "test"}]}, "on the split `test`"),
+    (
+        "kto --loss_type apo_zero_unpaired --precompute_ref_log_probs true --undesirable_weight 2",
+        {
+            "algorithm": {
+                "kind": "kto",
+                "loss": "apo_zero_unpaired",
+                "reference": "precomputed",
+                "undesirable_weight": 2.0,
+            }
+        },
+        "",
+    ),
+    (
+        "kto --beta 0.2 --precompute_ref_log_probs true",
+        {"algorithm": {"kind": "kto", "beta": 0.2, "reference": "auto"}},
+        "KL of kto is of",
+    ),
+    (
+        "grpo --max_prompt_length 100 --max_completion_length 50",
+        {"data.max_length": 150},
+        "100 tokens of a prompt",
+    ),
+    (
+        "grpo --max_prompt_length 100 --max_length 90",
+        {"data.max_length": 90},
+        "--max_prompt_length: 100: without effect",
+    ),
+    (
+        "ppo",
+        {
+            "algorithm.generator.temperature": 0.7,
+            "algorithm.generator.max_new_tokens": 53,
+            "data.max_length": 1077,
+        },
+        "temperature 0.7",
+    ),
+    (
+        "dpo --loss_type simpo --beta 2",
+        {"algorithm": {**SIMPO, "beta": 2.0, "sft_weight": 1.0}},
+        "algorithm.sft_weight 1.0",
+    ),
+    (
+        "dpo --metric_for_best_model eval_rewards/accuracies",
+        {"eval": {"metric": "accuracy", "mode": "max"}},
+        "",
+    ),
+    (
+        "sft --assistant_only_loss false --completion_only_loss true",
+        {"data.learn_on": "assistant"},
+        "",
+    ),
+    (
+        "sft --eval_strategy steps --eval_steps 50",
+        {"data.eval": [{"kind": "hub", "id": "c/d", "split": "test"}]},
+        "on the split `test`",
+    ),
     ("sft --eval_strategy no", {"data.eval": None}, ""),
-    ("sft --use_peft", {"adapter.targets": ["q_proj", "v_proj"], "adapter.r": 16}, "PEFT's own defaults"),
-]  # fmt: skip
+    (
+        "sft --use_peft",
+        {"adapter.targets": ["q_proj", "v_proj"], "adapter.r": 16},
+        "PEFT's own defaults",
+    ),
+]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from drumline.config.data import KINDS_OF_FILES, SAVED, kind_of_file
 
 # Names that load_dataset takes for kinds of files.
 LOADERS = ("json", "csv", "parquet", "text", "arrow")
+ONE_SPLIT = "files are one split, and are read whole"
+FIX = "name the files of each: data.train, data.eval, or set data.holdout"
 
 
 @dataclass(frozen=True)
@@ -39,32 +41,42 @@ class Dataset:
     folder: OldKey | None = None
     files: OldKey | None = None
 
+    @property
+    def name(self) -> str:
+        """The name, folder, file or loader."""
+        return str(self.path.value)
+
+
+def _text(old: OldKey | None) -> str:
+    """Return the value of a key as text; an empty text without a key or value."""
+    if old is None or not old.value:
+        return ""
+    return str(old.value)
+
 
 def sources_of(sheet: Sheet, dataset: Dataset) -> list[dict[str, Any]]:
-    """Return the sources of a dataset. Raises ConfigError for files by split without this one."""
-    name = str(dataset.path.value)
+    """Return the sources of a dataset; none for a split that its files do not have."""
+    name = dataset.name
     if dataset.files is not None and dataset.files.value:
-        return _files(sheet, dataset, name, dataset.files)
-    if dataset.folder is not None and dataset.folder.value:
-        place = _place(sheet, dataset, name)
-        return _local(sheet, {"kind": "file", "path": place}, dataset.split)
-    if is_local(sheet, name):
-        source = local_source(sheet, locate_file(sheet.base, name))
-        return _local(sheet, source, dataset.split)
+        return _files(sheet, dataset, dataset.files)
+    if _text(dataset.folder):
+        place = _place(sheet, dataset, "")
+        return _with_split(sheet, {"kind": "file", "path": place}, dataset.split)
     if "://" in name:
-        return _local(sheet, {"kind": "file", "path": name}, dataset.split)
+        return _with_split(sheet, {"kind": "file", "path": name}, dataset.split)
+    if _is_local(sheet, name):
+        source = local_source(sheet, locate_file(sheet.base, name))
+        return _with_split(sheet, source, dataset.split)
     source = {"kind": "hub", "id": name}
     given = {"name": dataset.subset, "split": dataset.split, "revision": dataset.revision}
     for key, old in given.items():
-        if old is not None and old.value:
-            source[key] = str(old.value)
+        if _text(old):
+            source[key] = _text(old)
     return [source]
 
 
-def is_local(sheet: Sheet, name: str) -> bool:
+def _is_local(sheet: Sheet, name: str) -> bool:
     """Return True if a name is that of a file or folder here, and not of a dataset of the hub."""
-    if "://" in name:
-        return False
     if locate_file(sheet.base, name).exists():
         return True
     return kind_of_file(name) in KINDS_OF_FILES or name.startswith((".", "/", "~"))
@@ -77,32 +89,27 @@ def local_source(sheet: Sheet, path: Path) -> dict[str, Any]:
     return {"kind": kind, "path": new_path(sheet, path)}
 
 
-def _local(sheet: Sheet, source: dict[str, Any], split: OldKey | None) -> list[dict[str, Any]]:
-    """Return a source of files with its split. A split that a file does not have gives no source."""
-    if split is None or not split.value or str(split.value) == "train":
+def _with_split(sheet: Sheet, source: dict[str, Any], split: OldKey | None) -> list[dict[str, Any]]:
+    """Return a source of files with its split; none if a single file does not have the split."""
+    name, is_cut, _ = _text(split).partition("[")
+    is_folder = source["kind"] == "saved" or kind_of_file(source["path"]) not in KINDS_OF_FILES
+    is_default = name in ("", "train")
+    if split is not None and (is_cut or not (is_default or is_folder)):
+        sheet.report_unsupported(split, ONE_SPLIT, FIX)
+    if is_default:
         return [source]
-    name, is_cut, _ = str(split.value).partition("[")
-    has_splits = source["kind"] == "saved" or kind_of_file(source["path"]) not in KINDS_OF_FILES
-    if has_splits and not is_cut:
+    if is_folder:
         return [{**source, "split": name}]
-    sheet.report_unsupported(
-        split,
-        "files are one split, and are read whole",
-        "name the files of each: data.train, data.eval, or set data.holdout",
-    )
-    if has_splits:
-        return [{**source, "split": name}]
-    return [source] if name == "train" else []
+    return []
 
 
-def _files(sheet: Sheet, dataset: Dataset, name: str, files: OldKey) -> list[dict[str, Any]]:
+def _files(sheet: Sheet, dataset: Dataset, files: OldKey) -> list[dict[str, Any]]:
     """Return a source for each file of data_files, which are the dataset's own or lie here."""
-    names = _names_of_split(sheet, dataset.split, files)
     sources: list[dict[str, Any]] = []
-    for each in names:
-        path = each
-        if "://" not in each:
-            path = _place(sheet, dataset, name, each)
+    for name in _names_of_split(sheet, dataset.split, files):
+        path = name
+        if "://" not in name:
+            path = _place(sheet, dataset, name)
         sources.append({"kind": "file", "path": path})
     return sources
 
@@ -112,39 +119,42 @@ def _names_of_split(sheet: Sheet, split: OldKey | None, files: OldKey) -> list[s
 
     Raises ConfigError if they are sorted by splits and have not this one.
     """
-    wanted = "train"
-    if split is not None and split.value:
-        wanted = str(split.value)
-    plain, is_cut, _ = wanted.partition("[")
-    has_splits = isinstance(files.value, dict)
-    is_missing = plain != "train" and not has_splits
+    name, is_cut, _ = _text(split).partition("[")
+    name = name or "train"
+    by_split = {name: files}
+    if isinstance(files.value, dict):
+        by_split = files.by_key()
+        is_missing = False
+    else:
+        is_missing = name != "train"
     if split is not None and (is_cut or is_missing):
-        sheet.report_unsupported(
-            split, "data_files are one split, and are read whole", "name the files of each split"
-        )
+        sheet.report_unsupported(split, ONE_SPLIT, FIX)
     if is_missing:
         return []
-    if not has_splits:
-        return read_names(files)
-    by_split = files.by_key()
-    if plain not in by_split:
+    if name not in by_split:
         raise translation_error(
-            files, f"has no files of the split {plain!r}", f"there are {', '.join(by_split)}"
+            files, f"has no files of the split {name!r}", f"there are {', '.join(by_split)}"
         )
-    return read_names(by_split[plain])
+    return read_names(by_split[name])
 
 
-def _place(sheet: Sheet, dataset: Dataset, name: str, file: str = "") -> str:
-    """Return the path or URL of a file of a dataset, or of its data_dir."""
-    folder = ""
-    if dataset.folder is not None and dataset.folder.value:
-        folder = str(dataset.folder.value)
+def _place(sheet: Sheet, dataset: Dataset, file: str) -> str:
+    """Return the path or URL of a file of a dataset; without a file, of its data_dir."""
+    name = dataset.name
+    folder = _text(dataset.folder)
     if name in LOADERS:
-        return new_path(sheet, locate_file(sheet.base, str(Path(folder, file))))
-    if is_local(sheet, name):
-        return new_path(sheet, locate_file(sheet.base, name) / folder / file)
-    place = name if "://" in name else f"hf://datasets/{name}"
-    if dataset.revision is not None and dataset.revision.value:
-        place += f"@{dataset.revision.value}"
-    parts = [place, *(part.strip("/") for part in (folder, file) if part)]
-    return "/".join(parts)
+        inner = str(Path(folder, file))
+        return new_path(sheet, locate_file(sheet.base, inner))
+    if "://" not in name and _is_local(sheet, name):
+        path = locate_file(sheet.base, name)
+        return new_path(sheet, path / folder / file)
+    place = name
+    if "://" not in name:
+        place = f"hf://datasets/{name}"
+    revision = _text(dataset.revision)
+    if revision:
+        place += f"@{revision}"
+    for part in (folder, file):
+        if part:
+            place += f"/{part.strip('/')}"
+    return place
