@@ -278,9 +278,7 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"), MEANINGS, ids=[f"{i} {next(iter(w))}" for i, (_, w) in enumerate(MEANINGS)]
-)
+@pytest.mark.parametrize(("text", "wanted"), MEANINGS, ids=range(len(MEANINGS)))
 def test_old_keys_in_new_words(text: str, wanted: dict[str, Any]) -> None:
     values = translated(text)
     for dotted, value in wanted.items():
@@ -430,14 +428,14 @@ MISTAKES: list[tuple[str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "says"), MISTAKES, ids=[f"{i} {s[0][:40]}" for i, (_, s) in enumerate(MISTAKES)]
-)
+@pytest.mark.parametrize(("text", "says"), MISTAKES, ids=range(len(MISTAKES)))
 def test_a_mistake_names_the_old_line(text: str, says: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_text(text, [], "old.yaml")
     line = error.value.line()
-    assert "\n" not in line and all(part in line for part in says), line
+    assert "\n" not in line
+    for part in says:
+        assert part in line
 
 
 @pytest.mark.slow
@@ -459,12 +457,12 @@ def test_every_key_without_a_meaning_gets_a_line() -> None:
         DATA
         + "dataloader_num_workers: 4\nlocal_rank: 0\nhub_token: hf_sEcReT12345\npush_to_hub: true\nlogging_dir: x\n"
     )
-    told = notes(text)
+    told = "\n" + "\n".join(notes(text))
     for line, key in enumerate(
         ("dataloader_num_workers", "local_rank", "hub_token", "push_to_hub", "logging_dir"), start=2
     ):
-        assert any(note.startswith(f"old.yaml:{line}: {key}: ") for note in told), key
-    assert "hf_sEcReT12345" not in " ".join(told)
+        assert f"\nold.yaml:{line}: {key}: " in told
+    assert "hf_sEcReT12345" not in told
 
 
 def test_what_the_trainer_would_have_taken_is_said() -> None:
@@ -511,7 +509,8 @@ def test_convert_leaves_a_place_for_data(tmp_path: Path) -> None:
     old = tmp_path / "acc.yaml"
     old.write_text(ACC + "distributed_type: MULTI_GPU\n")
     made, messages = convert(old)
-    assert "# data:" in made and any("data" in note for note in messages)
+    assert "# data:" in made
+    assert "says nothing of data" in "\n".join(messages)
     with pytest.raises(ConfigError, match="no config of accelerate"):
         (tmp_path / "own.yaml").write_text(OWN)
         convert(tmp_path / "own.yaml")
@@ -571,7 +570,7 @@ def test_the_newest_checkpoint_by_a_guides_names(said: Any) -> None:
     ],
 )
 def test_what_a_guides_key_became_is_said(text: str, note: str) -> None:
-    assert any(note in line for line in notes(DATA + text)), notes(DATA + text)
+    assert note in "\n".join(notes(DATA + text))
 
 
 FILE = {"kind": "file", "path": "rows.jsonl"}
@@ -623,13 +622,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("text", "wanted"), DATASETS, ids=[text for text, _ in DATASETS])
+@pytest.mark.parametrize(("text", "wanted"), DATASETS, ids=range(len(DATASETS)))
 def test_a_dataset_is_found_as_its_library_does(
     text: str, wanted: dict[str, Any], folder: Path
 ) -> None:
     draft = drafted("learning_rate: 1e-4\n" + text, "old.yaml", folder)
-    found = {part: draft.values["data"].get(part) for part in ("train", "eval")}
-    assert {part: sources for part, sources in found.items() if sources} == wanted
+    data = draft.values["data"]
+    for part in ("train", "eval"):
+        assert data.get(part) == wanted.get(part)
 
 
 def test_a_split_that_a_file_does_not_have_is_no_data(folder: Path) -> None:
@@ -638,10 +638,10 @@ def test_a_split_that_a_file_does_not_have_is_no_data(folder: Path) -> None:
         drafted(text, "old.yaml", folder)
     draft = drafted(text, "old.yaml", folder, lenient=True)
     assert "eval" not in draft.values["data"]
-    assert any("dataset_test_split: 'test': left out" in note for note in draft.notes)
+    assert "dataset_test_split: 'test': left out" in "\n".join(draft.notes)
 
 
 def test_what_an_entry_of_a_mixture_has_besides_is_said(folder: Path) -> None:
     text = "learning_rate: 1e-4\ndatasets: [{path: a/b, columns: [x]}]\n"
     draft = drafted(text, "old.yaml", folder)
-    assert any("datasets.0.columns: a list: unknown here" in note for note in draft.notes)
+    assert "datasets.0.columns: a list: unknown here" in "\n".join(draft.notes)
