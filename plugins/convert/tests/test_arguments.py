@@ -645,3 +645,6 @@ def test_what_an_entry_of_a_mixture_has_besides_is_said(folder: Path) -> None:
     text = "learning_rate: 1e-4\ndatasets: [{path: a/b, columns: [x]}]\n"
     draft = drafted(text, "old.yaml", folder)
     assert "datasets.0.columns: a list: unknown here" in "\n".join(draft.notes)
+    text = "learning_rate: 1e-4\ndataset_mixture: {datasets: [{path: a/b}], streaming: true}\n"
+    draft = drafted(text, "old.yaml", folder)
+    assert "dataset_mixture.streaming: true: unknown here" in "\n".join(draft.notes)

@@ -39,6 +39,7 @@ def read_mixture(sheet: Sheet, old: OldKey) -> None:
         sources += _entry(sheet, replace(datasets, value=entry, place=place))
     sheet.put("data.train", sources, datasets)
     hold_out(sheet, section.get("test_split_size"))
+    _note_unknown(sheet, section, {"datasets", "test_split_size"})
 
 
 def hold_out(sheet: Sheet, old: OldKey | None) -> None:
@@ -80,12 +81,15 @@ def _entry(sheet: Sheet, old: OldKey) -> list[dict[str, Any]]:
             "sources are not cut to shares of a mixture",
             "set weight of each source",
         )
-    for key in entry.keys() - KNOWN:
-        if entry[key].value:
-            sheet.note(
-                entry[key], "unknown here: rows are read by their format (docs/reference/data.md)"
-            )
+    _note_unknown(sheet, entry, KNOWN)
     return sources
+
+
+def _note_unknown(sheet: Sheet, section: dict[str, OldKey], known: set[str]) -> None:
+    """Add a note for each key of a section that is not translated and has a value."""
+    for key, old in section.items():
+        if key not in known and old.value:
+            sheet.note(old, "unknown here: rows are read by their format (docs/reference/data.md)")
 
 
 def _cut_split(sheet: Sheet, source: dict[str, Any], old: OldKey) -> None:
