@@ -1,4 +1,4 @@
-"""The commands on data and on files of other tools."""
+"""The commands on data."""
 
 from __future__ import annotations
 
@@ -53,40 +53,7 @@ def preview(
     run(config, overrides or [], Options(row, first, samples, html, everything))
 
 
-def convert(
-    old: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="OLD | -- COMMAND",
-            help="A config of another tool, a script that calls trl, or that call: -- trl sft --key value.",
-        ),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            parser=path_of,
-            metavar="NEW.yaml",
-            help="The file to write. Default: standard output.",
-        ),
-    ] = None,
-) -> None:
-    """Translate a config of another tool into a Drumline YAML.
-
-    OLD may be of accelerate, DeepSpeed, transformers, TRL, LLaMA-Factory or Axolotl. Each key that
-    has no effect gets a note.
-    """
-    from drumline.train.command import convert as run
-
-    if len(old) == 1:
-        run(path_of(old[0]), output)
-    else:
-        run(old, output)
-
-
 COMMANDS = {
     "prepare": prepare,
     "preview": preview,
-    "convert": convert,
 }

@@ -80,7 +80,8 @@ def train(
 ) -> None:
     """Plan, prepare the data, launch and train.
 
-    CONFIG may also be of accelerate, DeepSpeed or transformers: see `drumline convert`.
+    CONFIG may also be of accelerate or DeepSpeed; if drumline-convert is installed, also of
+    transformers, TRL, LLaMA-Factory or Axolotl.
     """
     from drumline.train.command import train as run
 

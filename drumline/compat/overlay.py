@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from drumline.compat import accelerate as acc
-from drumline.compat import recognise
 from drumline.compat.deepspeed import deepspeed_file, load_file, low_precision
+from drumline.compat.readers import recognise
 from drumline.compat.rules import apply_rules
 from drumline.compat.sheet import AUTO, OldKey, Sheet, Source, format_value
 from drumline.errors import ConfigError

@@ -308,33 +308,6 @@ def waits(run_dir: Path) -> Waits:
     return Waits(partial(stages, run_dir), cache_dir() / "stages.json")
 
 
-def convert(old: Path | list[str], output: Path | None) -> None:
-    """Run `drumline convert`: write the new YAML to stdout or into a file, and notes to stderr.
-
-    The notes stand in the YAML, too. A terminal that shows the YAML does not get them twice.
-    """
-    from drumline.compat.convert import convert as to_drumline
-
-    text, messages = to_drumline(old, output)
-    text_is_shown = output is None and sys.stdout.isatty()
-    if not text_is_shown:
-        notes(messages)
-    if output is None:
-        print(text, end="")
-        return
-    try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UserError(
-            "is there already", where=str(output), fix="choose another name, or remove it"
-        ) from None
-    except OSError as error:
-        raise UserError(
-            f"cannot be written: {error.strerror}", where=str(output), fix="choose another place"
-        ) from None
-
-
 def prepare(config_path: Path, overrides: list[str]) -> None:
     """Run `drumline prepare`: tokenise and pack the data, outside of any launch."""
     from drumline.data.cache import TokenCache

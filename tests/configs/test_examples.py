@@ -296,7 +296,9 @@ def test_pairs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
     assert finished.code == 0, finished.out + finished.err
     assert len(events(tmp_path / "run", "step")) == 2
     metric = {"reward_smollm2": "accuracy", "dpo_smollm2": "margin", "kto_smollm2": "margin"}[name]
-    samples = 8 if name == "kto_smollm2" else 4  # of each pair it judges both answers
+    samples = 4
+    if name == "kto_smollm2":
+        samples = 8  # of each pair it judges both answers
     assert [
         metric in event and event["samples"] == samples
         for event in events(tmp_path / "run", "eval")

@@ -12,7 +12,6 @@ import jsonschema
 import pytest
 
 from drumline import cli
-from drumline.compat.convert import convert
 from drumline.config.config import Config
 from drumline.config.load import changed_values, load, load_text, override, refused, schema, to_yaml
 from drumline.config.mistakes import SYNONYMS, field_at, kinds_at
@@ -342,12 +341,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path, [])
     for name in ("ds.json", "train.yaml", "rows.txt"):
         (tmp_path / name).touch()
-    for read in (lambda: load(tmp_path, []), lambda: convert(tmp_path)):
-        with pytest.raises(
-            ConfigError,
-            match=r"is a folder.* — name the file in it that is meant: ds\.json, train\.yaml$",
-        ):
-            read()
+    with pytest.raises(
+        ConfigError,
+        match=r"is a folder.* — name the file in it that is meant: ds\.json, train\.yaml$",
+    ):
+        load(tmp_path, [])
     (tmp_path / "latin.yaml").write_bytes(b"a: 1\nb: \xe9\n")
     with pytest.raises(ConfigError, match=r"latin\.yaml:2: not UTF-8"):
         load(tmp_path / "latin.yaml", [])

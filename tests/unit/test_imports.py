@@ -316,17 +316,32 @@ IMPORT = f"import sys, {', '.join(f'drumline.{name}' for name in ('config.load',
 HELP = "import sys; from drumline.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
 
 
+def modules_after(code: str) -> set[str]:
+    """Return the modules that another process has imported after some code."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return set(done.stdout.split())
+
+
 def test_keys_of_other_tools_are_imported_where_one_is_met() -> None:
     code = "from drumline.config.load import load_values; from drumline.train.command import requested\n"
-    code += "requested({'data': {'train': [{'kind': 'digits'}]}, 'model': 'gpt2'}, [], None, ())()\nimport sys; print(*sys.modules)"
-    loaded = set(
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-        ).stdout.split()
+    code += "requested({'data': {'train': [{'kind': 'digits'}]}, 'model': 'gpt2'}, [], None, ())()"
+    loaded = modules_after(code)
+    assert "drumline.train.command" in loaded
+    assert not {name for name in loaded if name.startswith("drumline.compat")}
+
+
+def test_a_short_config_of_drumline_s_own_needs_no_tables() -> None:
+    loaded = modules_after(
+        "from drumline.config.load import load_text; load_text('data: rows.jsonl', [])"
     )
-    assert "drumline.train.command" in loaded and not {
-        name for name in loaded if name.startswith("drumline.compat")
-    }
+    assert "drumline.compat.readers" in loaded
+    assert not {"drumline.compat.rules", "drumline_convert"} & loaded
 
 
 @pytest.mark.parametrize("code", [IMPORT, HELP], ids=["light rooms", "--help"])

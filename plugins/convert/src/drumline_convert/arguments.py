@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from drumline.compat import accelerate as acc
-from drumline.compat import groups
 from drumline.compat.deepspeed import (
     add_tracker,
     locate_file,
@@ -18,17 +17,12 @@ from drumline.compat.deepspeed import (
     read_clip,
     read_power_of_two,
 )
-from drumline.compat.groups import NO_SCHEDULES, SCHEDULES, step_count
-from drumline.compat.mixtures import hold_out, read_mixture
-from drumline.compat.preferences import PREFERENCES
 from drumline.compat.rules import (
-    Defaults,
     Rule,
     apply_if_on,
     apply_rules,
     choose_by_flag,
     drop,
-    fill_defaults,
     postpone,
     read_choice,
     read_flag,
@@ -42,6 +36,11 @@ from drumline.compat.rules import (
 from drumline.compat.sheet import AUTO, OldKey, Sheet, Unsupported, translation_error
 from drumline.config.mistakes import by_word
 from drumline.config.section import MOST_SECONDS
+from drumline_convert import groups
+from drumline_convert.defaults import Defaults, fill_defaults
+from drumline_convert.groups import NO_SCHEDULES, SCHEDULES, step_count
+from drumline_convert.mixtures import hold_out, read_mixture
+from drumline_convert.preferences import PREFERENCES
 
 
 def _note_backend(sheet: Sheet, old: OldKey) -> None:
@@ -347,6 +346,7 @@ TABLE: dict[str, Rule] = by_word(
         "do_train": reject(True, why="`train` always trains", fix="set it to true"),
         # data
         "dataset_name dataset_test_split dataset_streaming max_train_samples max_eval_samples dataset_text_field prompt_column": postpone(),
+        "data_files": postpone(),
         "dataset_config dataset_config_name": postpone("dataset_config"),
         "datasets dataset_mixture": read_mixture,
         "test_split_size": hold_out,

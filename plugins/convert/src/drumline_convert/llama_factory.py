@@ -10,20 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.compat.arguments import (
-    HUB,
-    LOGS,
-    NEUTRAL,
-    OUTSIDE,
-    SECRET,
-    set_tracker_name,
-    training_arguments,
-)
 from drumline.compat.deepspeed import add_tracker, load_file, new_path
-from drumline.compat.mixtures import hold_out
 from drumline.compat.rules import (
     Converter,
-    Defaults,
     Rule,
     apply_if_on,
     choose_by_flag,
@@ -39,10 +28,21 @@ from drumline.compat.rules import (
     set_key,
 )
 from drumline.compat.sheet import AUTO, OldKey, Sheet, format_value, take_waiting, translation_error
-from drumline.compat.trl import ROLLOUT, note_template, set_rollouts
 from drumline.config.mistakes import by_word
 from drumline.config.registry import nearest
 from drumline.foreign import expanded
+from drumline_convert.arguments import (
+    HUB,
+    LOGS,
+    NEUTRAL,
+    OUTSIDE,
+    SECRET,
+    set_tracker_name,
+    training_arguments,
+)
+from drumline_convert.defaults import Defaults
+from drumline_convert.mixtures import hold_out
+from drumline_convert.trl import ROLLOUT, note_template, set_rollouts
 
 STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward", "pt": "pretrain", "ppo": "ppo"}
 ATTENTION = {

@@ -6,22 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from drumline.compat.convert import convert
 from drumline.compat.overlay import from_file
 from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
+from drumline_convert.convert import convert
 from tests.distributed.ranks import run_plans
 from tests.harness import ROOT, drumline, events, losses, write_config
 from tests.tiny import tiny_model_dir
 
-EXAMPLES = sorted(path for path in (ROOT / "examples" / "compat").iterdir())
+EXAMPLES = sorted((ROOT / "examples" / "compat").iterdir())
 STRATEGIES = {
-    "accelerate_ddp": "ddp", "accelerate_fsdp": "fsdp2", "accelerate_fsdp2": "fsdp2", "accelerate_zero1": "zero1",
-    "accelerate_zero2": "zero2", "accelerate_zero3": "zero3", "ds_zero2": "zero2", "hf_deepspeed": "zero2", "hf_flat": "ddp",
-    "hf_fsdp": "fsdp2", "hf_nested": "ddp",
-}  # fmt: skip
+    "accelerate_ddp": "ddp",
+    "accelerate_fsdp": "fsdp2",
+    "accelerate_fsdp2": "fsdp2",
+    "accelerate_zero1": "zero1",
+    "accelerate_zero2": "zero2",
+    "accelerate_zero3": "zero3",
+    "ds_zero2": "zero2",
+    "hf_deepspeed": "zero2",
+    "hf_flat": "ddp",
+    "hf_fsdp": "fsdp2",
+    "hf_nested": "ddp",
+}
 # An accelerate file and a DeepSpeed JSON say nothing of data: they are laid over a config that does.
-OVER = [path for path in EXAMPLES if path.stem.startswith(("accelerate", "ds"))]
+OVER = sorted([*ROOT.glob("examples/compat/accelerate*"), *ROOT.glob("examples/compat/ds*")])
 ROWS = "data.train=[{kind: file, path: rows.jsonl}]"
 
 
@@ -55,8 +63,18 @@ def test_converted_it_is_the_same_config(path: Path, tmp_path: Path) -> None:
 def planned(path: Path, folder: Path, model: Path) -> Path:
     """A plan of two steps on the tiny model, everything else as the example says."""
     folder.mkdir()
-    tiny = [f"model.id={model}", "run.steps=2", f"run.dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}", "run.report_to=[]",
-            "data.workers=1", "data.max_length=96", "checkpoint.export=none", "checkpoint.every=null", "run.device=cpu"]  # fmt: skip
+    tiny = [
+        f"model.id={model}",
+        "run.steps=2",
+        f"run.dir={folder / 'run'}",
+        f"data.cache_dir={folder / 'cache'}",
+        "run.report_to=[]",
+        "data.workers=1",
+        "data.max_length=96",
+        "checkpoint.export=none",
+        "checkpoint.every=null",
+        "run.device=cpu",
+    ]
     if path in OVER:
         own = write_config(
             folder,

@@ -7,10 +7,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from drumline.compat.arguments import (
+from drumline.compat.deepspeed import add_tracker
+from drumline.compat.rules import (
+    Rule,
+    apply_if_on,
+    apply_rules,
+    choose_by_flag,
+    drop,
+    postpone,
+    read_choice,
+    read_flag,
+    read_integer,
+    read_number,
+    reject,
+    set_if_on,
+    set_key,
+)
+from drumline.compat.sheet import AUTO, OldKey, Sheet, take_waiting, translation_error
+from drumline.config.mistakes import by_word
+from drumline_convert.arguments import (
     CHECKPOINTING,
     LENGTHS,
     LOGS,
@@ -22,34 +39,17 @@ from drumline.compat.arguments import (
     set_tracker_name,
     training_arguments,
 )
-from drumline.compat.deepspeed import add_tracker, locate_file, new_path
-from drumline.compat.llama_factory import (
+from drumline_convert.defaults import Defaults
+from drumline_convert.llama_factory import (
     KERNELS,
     LORA_PLUS,
     guess_stage,
     set_patience,
     set_pure_bf16,
 )
-from drumline.compat.mixtures import hold_out
-from drumline.compat.rules import (
-    Defaults,
-    Rule,
-    apply_if_on,
-    apply_rules,
-    choose_by_flag,
-    drop,
-    postpone,
-    read_choice,
-    read_flag,
-    read_integer,
-    read_names,
-    read_number,
-    reject,
-    set_if_on,
-    set_key,
-)
-from drumline.compat.sheet import AUTO, OldKey, Sheet, take_waiting, translation_error
-from drumline.compat.trl import (
+from drumline_convert.mixtures import hold_out
+from drumline_convert.sources import Dataset, sources_of
+from drumline_convert.trl import (
     IDLE,
     ROLLOUT,
     defaults_of,
@@ -57,7 +57,6 @@ from drumline.compat.trl import (
     set_grpo_loss,
     set_rollouts,
 )
-from drumline.config.mistakes import by_word
 
 WHAT = "Axolotl's config"
 ALGORITHMS = {
@@ -511,31 +510,14 @@ def _note_unknown(sheet: Sheet, entry: dict[str, OldKey]) -> None:
 
 def _locations(sheet: Sheet, entry: dict[str, OldKey]) -> list[dict[str, Any]]:
     """Return the files or the hub's dataset of an entry, as sources of data."""
-    path = str(entry["path"].value)
-    files = entry.get("data_files")
-    if files is not None and files.value:
-        base = locate_file(sheet.base, path)
-        if base.is_dir():
-            return [_file_source(sheet, base / name) for name in read_names(files)]
-        if path in ("json", "csv", "parquet", "text"):
-            names = read_names(files)
-            return [_file_source(sheet, locate_file(sheet.base, name)) for name in names]
-        sheet.note(files, "all files of the dataset are read")
-    if "://" in path:
-        return [{"kind": "file", "path": path}]
-    local = locate_file(sheet.base, path)
-    if local.exists() or local.suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt"):
-        return [_file_source(sheet, local)]
-    source: dict[str, Any] = {"kind": "hub", "id": path}
-    for key in ("name", "split", "revision"):
-        if key in entry and entry[key].value:
-            source[key] = str(entry[key].value)
-    return [source]
-
-
-def _file_source(sheet: Sheet, path: Path) -> dict[str, Any]:
-    """Return the source of data for one file."""
-    return {"kind": "file", "path": new_path(sheet, path)}
+    dataset = Dataset(
+        entry["path"],
+        entry.get("name"),
+        entry.get("split"),
+        revision=entry.get("revision"),
+        files=entry.get("data_files"),
+    )
+    return sources_of(sheet, dataset)
 
 
 # Keys of a type that is a section → the keys of `columns` here.

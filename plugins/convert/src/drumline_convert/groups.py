@@ -15,11 +15,8 @@ from drumline.compat.deepspeed import (
     deepspeed_config,
     load_file,
     locate_file,
-    new_path,
     own_deepspeed_file,
 )
-from drumline.compat.mixtures import read_mixer
-from drumline.compat.preferences import combine_preferences
 from drumline.compat.rules import (
     Converter,
     apply_rules,
@@ -41,6 +38,9 @@ from drumline.compat.sheet import (
 )
 from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.registry import find
+from drumline_convert.mixtures import read_mixer
+from drumline_convert.preferences import combine_preferences
+from drumline_convert.sources import Dataset, local_source, sources_of
 
 SCHEDULES = {
     "linear": "linear",
@@ -383,6 +383,7 @@ def _set_data(sheet: Sheet) -> None:
     old = take_waiting(
         sheet,
         "dataset_name",
+        "data_files",
         "dataset_config",
         "dataset_train_split",
         "dataset_test_split",
@@ -404,6 +405,7 @@ def _set_data(sheet: Sheet) -> None:
     if columns.get("text") in ("text", "messages"):
         # TRL's default, which it ignores for rows of messages.
         del columns["text"]
+    _postpone_eval_files(old)
     for keys in (TRAIN_KEYS, EVAL_KEYS):
         _set_sources(sheet, old, keys, columns)
 
@@ -421,9 +423,13 @@ def _set_sources(
     if file is not None:
         sources = [{**_source(sheet, name), **options} for name in _file_names(file)]
         sheet.put(f"data.{keys.part}", sources, file)
-    elif "dataset_name" in old and (keys.part == "train" or keys.split in old):
-        source = _hub_source(sheet, old, keys, is_limited="limit" in options)
-        sheet.put(f"data.{keys.part}", [source | options], old["dataset_name"])
+        if keys.part == "train" and "data_files" in old:
+            sheet.note(old["data_files"], f"without effect: {file.key} names the rows")
+    elif _names_rows(old, keys):
+        sources = _dataset_sources(sheet, old, keys, is_limited="limit" in options)
+        decisive = old.get("dataset_name") or old["data_files"]
+        if sources:
+            sheet.put(f"data.{keys.part}", [source | options for source in sources], decisive)
 
 
 def _file_names(file: OldKey) -> list[str]:
@@ -439,21 +445,45 @@ def _file_names(file: OldKey) -> list[str]:
     return [str(name) for name in file.value]
 
 
-def _hub_source(
+def _dataset_sources(
     sheet: Sheet, old: dict[str, OldKey], keys: _DataKeys, is_limited: bool
-) -> dict[str, Any]:
-    """Return the source for a dataset of the hub. It can stream only if its rows are limited."""
-    source: dict[str, Any] = {"kind": "hub"}
-    for key, name in (("id", "dataset_name"), ("name", "dataset_config"), ("split", keys.split)):
-        if name in old:
-            source[key] = str(old[name].value)
+) -> list[dict[str, Any]]:
+    """Return the sources of dataset_name and data_files. A hub's can stream if its rows are limited."""
+    files = old.get("data_files")
+    path = old.get("dataset_name")
+    if path is None:
+        assert files is not None
+        path = replace(files, value="json")
+    dataset = Dataset(path, old.get("dataset_config"), old.get(keys.split), files=files)
+    sources = sources_of(sheet, dataset)
     streaming = old.get("dataset_streaming")
-    if streaming is not None and read_flag(streaming):
-        if is_limited:
-            source["streaming"] = True
-        else:
-            sheet.note(streaming, f"data.{keys.part} is read whole: a stream needs {keys.limit}")
-    return source
+    if not sources or streaming is None or not read_flag(streaming):
+        return sources
+    if sources[0]["kind"] != "hub":
+        sheet.note(streaming, f"data.{keys.part}: files are read whole")
+    elif is_limited:
+        sources[0]["streaming"] = True
+    else:
+        sheet.note(streaming, f"data.{keys.part} is read whole: a stream needs {keys.limit}")
+    return sources
+
+
+def _names_rows(old: dict[str, OldKey], keys: _DataKeys) -> bool:
+    """Return True if dataset_name or data_files name rows of training, or of evaluation."""
+    if "dataset_name" not in old and "data_files" not in old:
+        return False
+    return keys.part == "train" or keys.split in old
+
+
+def _postpone_eval_files(old: dict[str, OldKey]) -> None:
+    """Set the split of evaluation if data_files has files for it and no key sets one."""
+    files = old.get("data_files")
+    if files is None or not isinstance(files.value, dict) or EVAL_KEYS.split in old:
+        return
+    for split in ("validation", "test"):
+        if split in files.value:
+            old[EVAL_KEYS.split] = replace(files, value=split)
+            return
 
 
 def _source(sheet: Sheet, name: str) -> dict[str, Any]:
@@ -461,8 +491,7 @@ def _source(sheet: Sheet, name: str) -> dict[str, Any]:
     path = locate_file(sheet.base, name)
     if not path.exists() and "." not in path.name and "*" not in name:
         return {"kind": "hub", "id": name}
-    kind = "saved" if path.is_dir() else "file"
-    return {"kind": kind, "path": new_path(sheet, path)}
+    return local_source(sheet, path)
 
 
 def _strategy_names() -> dict[str, str]:

@@ -9,10 +9,8 @@ from dataclasses import replace
 from typing import get_args
 
 from drumline.compat.rules import (
-    Defaults,
     Rule,
     choose_by_flag,
-    fill_defaults,
     postpone,
     read_as_text,
     read_choice,
@@ -24,6 +22,7 @@ from drumline.compat.sheet import OldKey, Sheet, contradiction, take_waiting, tr
 from drumline.config.algorithm import AlgorithmSpec
 from drumline.config.mistakes import by_word
 from drumline.config.registry import find
+from drumline_convert.defaults import Defaults, fill_defaults
 
 _DPO, _KTO = find(AlgorithmSpec, "dpo"), find(AlgorithmSpec, "kto")
 assert _DPO is not None and _KTO is not None

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from drumline.compat.sheet import Sheet
-from drumline.compat.trl import command_in, trl_command
 from drumline.config.config import Config
 from drumline.config.load import Draft, drafted, has_data, read_text, validated
 from drumline.errors import ConfigError
 from drumline.system.yaml_lines import write_yaml
+from drumline_convert.trl import command_in, trl_command
 
 ROWS = {"train": [{"kind": "file", "path": "rows.jsonl"}]}
 TOOLS = "accelerate, DeepSpeed, transformers, TRL, LLaMA-Factory or Axolotl"

@@ -10,14 +10,10 @@ import shlex
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from drumline.compat.arguments import LOGS, NEUTRAL, training_arguments
 from drumline.compat.deepspeed import load_file, locate_file
-from drumline.compat.preferences import set_kto_loss
 from drumline.compat.rules import (
-    Defaults,
     Rule,
     drop,
-    fill_defaults,
     postpone,
     read_choice,
     read_flag,
@@ -34,6 +30,9 @@ from drumline.config.model import TEMPLATES
 from drumline.errors import ConfigError
 from drumline.system.redact import redact
 from drumline.system.yaml_lines import read_yaml
+from drumline_convert.arguments import LOGS, NEUTRAL, training_arguments
+from drumline_convert.defaults import Defaults, fill_defaults
+from drumline_convert.preferences import set_kto_loss
 
 # The trainers of TRL → the kinds of algorithm here.
 TRAINERS = {

@@ -10,9 +10,13 @@ from typing import Any
 
 from drumline.compat.rules import read_names, read_number
 from drumline.compat.sheet import AUTO, OldKey, Sheet, format_value, take_waiting, translation_error
+from drumline_convert.sources import Dataset, sources_of
 
-# The keys of an entry there → the keys of a source here.
-NAMES = {"id": "id", "path": "id", "name": "name", "config": "name", "split": "split"}
+# The keys of an entry that are translated here.
+KNOWN = {
+    *("id", "path", "name", "config", "split", "data_dir", "data_files"),
+    *("weight", "fraction"),
+}
 
 
 def read_mixture(sheet: Sheet, old: OldKey) -> None:
@@ -29,12 +33,13 @@ def read_mixture(sheet: Sheet, old: OldKey) -> None:
             f"{format_value(datasets.value)} given, a list of datasets is wanted",
             "begin each with `- id: …`",
         )
-    sources = []
+    sources: list[dict[str, Any]] = []
     for index, entry in enumerate(datasets.value):
         place = (*datasets.place, str(index))
-        sources.append(_entry(sheet, replace(datasets, value=entry, place=place)))
+        sources += _entry(sheet, replace(datasets, value=entry, place=place))
     sheet.put("data.train", sources, datasets)
     hold_out(sheet, section.get("test_split_size"))
+    _note_unknown(sheet, section, {"datasets", "test_split_size"})
 
 
 def hold_out(sheet: Sheet, old: OldKey | None) -> None:
@@ -50,29 +55,44 @@ def hold_out(sheet: Sheet, old: OldKey | None) -> None:
         sheet.put("data.holdout", int(size), old)
 
 
-def _entry(sheet: Sheet, old: OldKey) -> dict[str, Any]:
-    """Return the source for one dataset of a mixture. Raises ConfigError if it has no id."""
+def _entry(sheet: Sheet, old: OldKey) -> list[dict[str, Any]]:
+    """Return the sources for one dataset of a mixture. Raises ConfigError if it has no id."""
     entry = old.by_key()
-    source: dict[str, Any] = {"kind": "hub"}
-    for name, key in NAMES.items():
-        if name in entry and entry[name].value:
-            source[key] = str(entry[name].value)
-    if "id" not in source:
+    path = entry.get("id") or entry.get("path")
+    if path is None or not path.value:
         raise translation_error(old, "names no dataset", "write `id: org/name`")
-    if source.get("name") == "default":
-        del source["name"]
+    subset = entry.get("config") or entry.get("name")
+    if subset is not None and subset.value == "default":
+        subset = None
+    dataset = Dataset(
+        path,
+        subset,
+        entry.get("split"),
+        folder=entry.get("data_dir"),
+        files=entry.get("data_files"),
+    )
+    sources = sources_of(sheet, dataset)
     if "weight" in entry:
-        _cut_split(source, entry["weight"])
+        for source in sources:
+            _cut_split(sheet, source, entry["weight"])
     elif "fraction" in entry:
         sheet.report_unsupported(
             entry["fraction"],
             "sources are not cut to shares of a mixture",
             "set weight of each source",
         )
-    return source
+    _note_unknown(sheet, entry, KNOWN)
+    return sources
 
 
-def _cut_split(source: dict[str, Any], old: OldKey) -> None:
+def _note_unknown(sheet: Sheet, section: dict[str, OldKey], known: set[str]) -> None:
+    """Add a note for each key of a section that is not translated and has a value."""
+    for key, old in section.items():
+        if key not in known and old.value:
+            sheet.note(old, "unknown here: rows are read by their format (docs/reference/data.md)")
+
+
+def _cut_split(sheet: Sheet, source: dict[str, Any], old: OldKey) -> None:
     """Cut a source to the first rows of its split, in whole percents, as datasets does it.
 
     `old` has the fraction of the rows. Raises ConfigError if it is below half a percent.
@@ -87,7 +107,10 @@ def _cut_split(source: dict[str, Any], old: OldKey) -> None:
             f"{format_value(old.value)} given, a split is cut to whole percents",
             "set it to 0.01 or more, or leave the dataset out",
         )
-    source["split"] = f"{source.get('split', 'train')}[:{percent}%]"
+    if source["kind"] == "hub":
+        source["split"] = f"{source.get('split', 'train')}[:{percent}%]"
+    else:
+        sheet.report_unsupported(old, "files are not cut to a part", "set limit of the source")
 
 
 def read_mixer(sheet: Sheet) -> None:
@@ -126,7 +149,7 @@ def _put_splits(
                 source["name"] = configs[index]
             source["split"] = split
             if part == "train":
-                _cut_split(source, dataset)
+                _cut_split(sheet, source, dataset)
             sources.append(source)
     if sources:
         sheet.put(f"data.{part}", sources, mixer)

@@ -1,0 +1,160 @@
+"""A dataset as `datasets.load_dataset` takes it → sources of data.
+
+It is the name of a dataset of the hub, a folder, a file, or a loader such as `json`, perhaps with
+`data_files` or `data_dir`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.compat.deepspeed import locate_file, new_path
+from drumline.compat.rules import read_names
+from drumline.compat.sheet import OldKey, Sheet, translation_error
+from drumline.config.data import KINDS_OF_FILES, SAVED, kind_of_file
+
+# Names that load_dataset takes for kinds of files.
+LOADERS = ("json", "csv", "parquet", "text", "arrow")
+ONE_SPLIT = "files are one split, and are read whole"
+FIX = "name the files of each: data.train, data.eval, or set data.holdout"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset as an old file gives it.
+
+    Args:
+        path: the key with the name, folder, file or loader.
+        subset: the key with the configuration of a hub's dataset.
+        split: the key with the split.
+        revision: the key with the branch, tag or commit.
+        folder: the key data_dir.
+        files: the key data_files: a name, a list, or names by split.
+    """
+
+    path: OldKey
+    subset: OldKey | None = None
+    split: OldKey | None = None
+    revision: OldKey | None = None
+    folder: OldKey | None = None
+    files: OldKey | None = None
+
+    @property
+    def name(self) -> str:
+        """The name, folder, file or loader."""
+        return str(self.path.value)
+
+
+def _text(old: OldKey | None) -> str:
+    """Return the value of a key as text; an empty text without a key or value."""
+    if old is None or not old.value:
+        return ""
+    return str(old.value)
+
+
+def sources_of(sheet: Sheet, dataset: Dataset) -> list[dict[str, Any]]:
+    """Return the sources of a dataset; none for a split that its files do not have."""
+    name = dataset.name
+    if dataset.files is not None and dataset.files.value:
+        return _files(sheet, dataset, dataset.files)
+    if _text(dataset.folder):
+        place = _place(sheet, dataset, "")
+        return _with_split(sheet, {"kind": "file", "path": place}, dataset.split)
+    if "://" in name:
+        return _with_split(sheet, {"kind": "file", "path": name}, dataset.split)
+    if _is_local(sheet, name):
+        source = local_source(sheet, locate_file(sheet.base, name))
+        return _with_split(sheet, source, dataset.split)
+    source = {"kind": "hub", "id": name}
+    given = {"name": dataset.subset, "split": dataset.split, "revision": dataset.revision}
+    for key, old in given.items():
+        if _text(old):
+            source[key] = _text(old)
+    return [source]
+
+
+def _is_local(sheet: Sheet, name: str) -> bool:
+    """Return True if a name is that of a file or folder here, and not of a dataset of the hub."""
+    if locate_file(sheet.base, name).exists():
+        return True
+    return kind_of_file(name) in KINDS_OF_FILES or name.startswith((".", "/", "~"))
+
+
+def local_source(sheet: Sheet, path: Path) -> dict[str, Any]:
+    """Return the source for a file, a folder of files, or a folder of save_to_disk."""
+    is_saved = any((path / name).is_file() for name in SAVED)
+    kind = "saved" if is_saved else "file"
+    return {"kind": kind, "path": new_path(sheet, path)}
+
+
+def _with_split(sheet: Sheet, source: dict[str, Any], split: OldKey | None) -> list[dict[str, Any]]:
+    """Return a source of files with its split; none if a single file does not have the split."""
+    name, is_cut, _ = _text(split).partition("[")
+    is_folder = source["kind"] == "saved" or kind_of_file(source["path"]) not in KINDS_OF_FILES
+    is_default = name in ("", "train")
+    if split is not None and (is_cut or not (is_default or is_folder)):
+        sheet.report_unsupported(split, ONE_SPLIT, FIX)
+    if is_default:
+        return [source]
+    if is_folder:
+        return [{**source, "split": name}]
+    return []
+
+
+def _files(sheet: Sheet, dataset: Dataset, files: OldKey) -> list[dict[str, Any]]:
+    """Return a source for each file of data_files, which are the dataset's own or lie here."""
+    sources: list[dict[str, Any]] = []
+    for name in _names_of_split(sheet, dataset.split, files):
+        path = name
+        if "://" not in name:
+            path = _place(sheet, dataset, name)
+        sources.append({"kind": "file", "path": path})
+    return sources
+
+
+def _names_of_split(sheet: Sheet, split: OldKey | None, files: OldKey) -> list[str]:
+    """Return the names in data_files of a split, by default of `train`.
+
+    Raises ConfigError if they are sorted by splits and have not this one.
+    """
+    name, is_cut, _ = _text(split).partition("[")
+    name = name or "train"
+    by_split = {name: files}
+    if isinstance(files.value, dict):
+        by_split = files.by_key()
+        is_missing = False
+    else:
+        is_missing = name != "train"
+    if split is not None and (is_cut or is_missing):
+        sheet.report_unsupported(split, ONE_SPLIT, FIX)
+    if is_missing:
+        return []
+    if name not in by_split:
+        raise translation_error(
+            files, f"has no files of the split {name!r}", f"there are {', '.join(by_split)}"
+        )
+    return read_names(by_split[name])
+
+
+def _place(sheet: Sheet, dataset: Dataset, file: str) -> str:
+    """Return the path or URL of a file of a dataset; without a file, of its data_dir."""
+    name = dataset.name
+    folder = _text(dataset.folder)
+    if name in LOADERS:
+        inner = str(Path(folder, file))
+        return new_path(sheet, locate_file(sheet.base, inner))
+    if "://" not in name and _is_local(sheet, name):
+        path = locate_file(sheet.base, name)
+        return new_path(sheet, path / folder / file)
+    place = name
+    if "://" not in name:
+        place = f"hf://datasets/{name}"
+    revision = _text(dataset.revision)
+    if revision:
+        place += f"@{revision}"
+    for part in (folder, file):
+        if part:
+            place += f"/{part.strip('/')}"
+    return place
