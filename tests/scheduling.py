@@ -10,7 +10,7 @@ from tests.distributed.rows import LOW, ROWS, group_of
 
 # Folders of few and long tests. They come first: at the end one worker would wait for the other.
 LONG = (
-    "plugins/hosts/",
+    "plugins/",
     "tests/hosts/",
     "tests/slurm/",
     "tests/faults/",

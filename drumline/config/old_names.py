@@ -33,6 +33,12 @@ MOVED = {
     "strategies.diloco": "engine.strategies.diloco",
     "strategies.zero": "engine.strategies.zero",
 }
+# Old module → module of another distribution, by its full name.
+DISTRIBUTED = {
+    "strategies.diloco.links": "drumline_diloco.links",
+    "strategies.diloco.peers": "drumline_diloco.peers",
+    "strategies.diloco.streaming": "drumline_diloco.streaming",
+}
 STRATEGIES = (
     *("auto", "single", "dp", "ddp", "local_sgd", "diloco", "fsdp2", "zero", "tp", "cp", "pp"),
     "model_parallel",
@@ -57,19 +63,24 @@ def install() -> None:
 
 
 def new_name(old: str) -> str | None:
-    """Return the module that an old one has become; None if the old name is none. Both without `drumline.`."""
+    """Return the full name of the module that an old one has become; None if the old name is none.
+
+    `old`: a name without `drumline.`.
+    """
+    if old in DISTRIBUTED:
+        return DISTRIBUTED[old]
     room, _, name = old.partition(".")
     if room == "core":
         for new_room, names in CORE.items():
             if name in names.split():
-                return f"{new_room}.{name}"
+                return f"drumline.{new_room}.{name}"
     parts = old.split(".")
     is_spec = len(parts) == 3 and parts[0] == "strategies" and parts[2] == "spec"
     if is_spec and parts[1] in STRATEGIES:
-        return f"config.strategies.{parts[1]}"
+        return f"drumline.config.strategies.{parts[1]}"
     for before, now in MOVED.items():
         if old == before or old.startswith(f"{before}."):
-            return now + old[len(before) :]
+            return f"drumline.{now}{old[len(before) :]}"
     return None
 
 
@@ -95,7 +106,7 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         new = new_name(old)
         if new is None or old in PACKAGES:
             return
-        moved = importlib.import_module(f"drumline.{new}")
+        moved = importlib.import_module(new)
         has_strategies = old == "core.strategy" or old.endswith(".spec")
         if old not in ALSO and not has_strategies:
             sys.modules[name] = moved

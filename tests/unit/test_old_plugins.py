@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.config.old_names import CORE, MOVED, PACKAGES, STRATEGIES
+from drumline.config.old_names import CORE, DISTRIBUTED, MOVED, PACKAGES, STRATEGIES
 from drumline.config.registry import find
 from drumline.config.strategy import StrategyConfig
 from drumline.plan.strategy_engine import engine_of
@@ -20,7 +20,7 @@ BEFORE = ROOT / "tests" / "fixtures" / "plugin_before"
 
 def old_modules() -> list[str]:
     """Return the old names of all modules that have moved."""
-    found = []
+    found = list(DISTRIBUTED)
     for names in CORE.values():
         for name in names.split():
             found.append(f"core.{name}")

@@ -215,3 +215,34 @@ def test_what_adds_keys_is_derived_from_the_kind(
     base = "drumline.config.strategies.local_sgd.LocalSGDStrategy"
     assert f"local_sgd is no strategy: it is not derived from {base}" in error.value.line()
     assert find(StrategyConfig, "ddp") is not None
+
+
+ADDED = {
+    "fragments": "2",
+    "bits": "8",
+    "delay": "1",
+    "keep": "0.1",
+    "peers": "[a:1]",
+    "secret": "drum",
+}
+
+
+@pytest.mark.parametrize(("key", "value"), ADDED.items())
+def test_a_key_of_a_distribution_that_is_missing_names_it(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    monkeypatch.setattr("drumline.config.registry.entry_points", lambda group: {})
+    with pytest.raises(ConfigError) as error:
+        load_text(DATA + f"strategy: {{kind: diloco, {key}: {value}}}\n", [])
+    assert error.value.line() == f"strategy.{key}: {key} needs pip install drumline-diloco"
+    assert error.value.exit_code == 2
+
+
+def test_plans_with_the_defaults_of_a_missing_distribution_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As plans from before 0.6.0 have them."""
+    monkeypatch.setattr("drumline.config.registry.entry_points", lambda group: {})
+    defaults = "fragments: 1, bits: 32, delay: 0, keep: 0.5, peers: [], secret: null"
+    strategy = load_text(DATA + f"strategy: {{kind: diloco, period: 7, {defaults}}}\n", []).strategy
+    assert strategy == make(StrategyConfig, "diloco", period=7)

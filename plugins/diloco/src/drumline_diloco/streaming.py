@@ -30,6 +30,7 @@ from drumline.engine.strategies.diloco.engine import DiLoCoEngine
 from drumline.errors import ConfigError
 from drumline.plan.wire import BLOCK
 from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub
+from drumline_diloco.section import StreamingDiLoCoStrategy
 
 # Flat views of some weights, one after another.
 Parts = list[torch.Tensor]
@@ -44,6 +45,8 @@ class Exchange(NamedTuple):
 
 class StreamingEngine(DiLoCoEngine):
     """DiLoCo by fragments. `under_way`: fragment → its exchange."""
+
+    outer: StreamingDiLoCoStrategy
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import torch
 
 from drumline.engine.compress import decode, encode
-from drumline.engine.strategies.diloco.links import Message, Peers
-from drumline.engine.strategies.diloco.streaming import StreamingEngine, difference
 from drumline.plan.plan import Plan
 from drumline.system.heartbeat import alive
 from drumline.system.redact import reveal
 from drumline.vendor.torch import foreach_copy_
+from drumline_diloco.links import Message, Peers
+from drumline_diloco.streaming import StreamingEngine, difference
 
 log = logging.getLogger(__name__)
 
