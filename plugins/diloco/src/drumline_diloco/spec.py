@@ -13,6 +13,8 @@ from drumline_diloco.section import StreamingDiLoCoStrategy
 
 
 class StreamingDiLoCoSpec(DiLoCoSpec[StreamingDiLoCoStrategy]):
+    """DiLoCo's engines: of whole weights (Drumline's own), of fragments, and of hosts by themselves."""
+
     def refusals(self, case: Case) -> Iterator[Refusal]:
         """Yield what fragments, delays and peers cannot be combined with."""
         for name, most in (
