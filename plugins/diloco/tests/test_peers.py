@@ -31,18 +31,23 @@ class Hosts:
     def start(
         self, seed: int, seconds: float = 0.01, secret: str = "drum", peers: list[str] | None = None
     ) -> Forked:
-        arguments = [self.folder, seed, seconds, *(peers or self.peers)]
+        """Start a host whose steps take so many seconds. `peers`: its list, if it is another one."""
+        if peers is None:
+            peers = self.peers
+        arguments = [self.folder, seed, seconds, *peers]
         environment = {**ENV, "PEERS_SECRET": secret}
         process = Forked("plugins.diloco.tests.peers_worker", *arguments, env=environment)
         self.running[seed] = process
         return process
 
     def kill(self, seed: int) -> None:
+        """Kill a host, and wait for its end."""
         process = self.running.pop(seed)
         process.send_signal(signal.SIGKILL)
         process.wait(20)
 
     def rounds(self, seed: int) -> list[dict[str, Any]]:
+        """Return the outer steps that a host has written down."""
         path = self.folder / f"{seed}.jsonl"
         if not path.exists():
             return []
@@ -66,6 +71,7 @@ class Hosts:
 
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[Hosts]:
+    """Three hosts that a test starts. They are stopped at its end."""
     hosts = Hosts(tmp_path)
     try:
         yield hosts
@@ -75,8 +81,14 @@ def three(tmp_path: Path) -> Iterator[Hosts]:
             process.wait(20)
 
 
-def of(*numbers: int) -> Callable[[dict[str, Any]], bool]:
-    return lambda found: len(found["hosts"]) == len(numbers)
+def of(*seeds: int) -> Callable[[dict[str, Any]], bool]:
+    """Return whether an outer step has as many hosts as there are seeds."""
+
+    def has_as_many(found: dict[str, Any]) -> bool:
+        hosts = found["hosts"]
+        return len(hosts) == len(seeds)
+
+    return has_as_many
 
 
 @pytest.mark.full
@@ -86,21 +98,27 @@ def test_hosts_come_and_go_and_a_slow_one_holds_up_nobody(three: Hosts) -> None:
     three.start(2)
     three.start(3, seconds=0.2)
     three.wait(3, lambda found: True)
+
     # The slow one takes several outer steps at a time, and writes the last of them alone.
     found = three.wait(1, of(1, 2, 3))
     slow_host = three.peers[three.rounds(3)[0]["index"]]
     fast_host = three.peers[found["index"]]
     steps = found["hosts"]
     assert steps[slow_host] < steps[fast_host], "it is in with fewer inner steps"
+
     three.kill(2)
     three.wait(1, of(1, 3))
     # The leader.
     three.kill(1)
     three.wait(3, of(3))
+
+    # All that took an outer step have the same outer weights.
     sums = dict[int, int]()
-    for found in three.rounds(1) + three.rounds(2) + three.rounds(3):
-        same = sums.setdefault(found["round"], found["sums"])
-        assert found["sums"] == same, "all that took an outer step have the same outer weights"
+    for seed in (1, 2, 3):
+        for found in three.rounds(seed):
+            number = found["round"]
+            checksum = found["sums"]
+            assert checksum == sums.setdefault(number, checksum)
 
 
 def refused(number: int, hosts: Hosts, seed: int, peers: list[str]) -> str:
@@ -136,6 +154,7 @@ def test_a_host_without_the_secret_is_not_heard(three: Hosts) -> None:
     assert "it has another strategy.secret" in said
     assert "Traceback" not in said
     three.running.pop(2)
+
     three.wait(1, of(1))
     for found in three.rounds(1) + three.rounds(2):
         assert len(found["hosts"]) == 1
@@ -156,6 +175,7 @@ def test_the_command_trains_to_its_end_is_killed_and_comes_back(tmp_path: Path) 
     }
     model = tiny_model_dir(tmp_path / "model")
     run = {"steps": 150, "callbacks": [f"{ROOT}/tests/hosts/pace.py:Pace"]}
+
     path = write_config(
         tmp_path,
         model,
@@ -169,16 +189,19 @@ def test_the_command_trains_to_its_end_is_killed_and_comes_back(tmp_path: Path) 
         eval={"every": 40},
     )
 
+    environment = {**ENV, "PEERS_SECRET": "drum"}
+
     def start(seed: int, *more: str) -> Forked:
         folder = tmp_path / str(seed)
-        arguments = ["train", path, f"run.seed={seed}", f"run.dir={folder}", *more]
-        return Forked("drumline", *arguments, env={**ENV, "PEERS_SECRET": "drum"})
+        overrides = [f"run.seed={seed}", f"run.dir={folder}"]
+        return Forked("drumline", "train", path, *overrides, *more, env=environment)
 
     (tmp_path / "slow").touch()
     one = start(1)
     other = start(2)
     wait_for(tmp_path / "1", "step", 30, one)
     wait_for(tmp_path / "2", "step", 30, other)
+
     other.send_signal(signal.SIGKILL)
     other.wait(20)
     back = start(2, "--resume")
@@ -188,13 +211,19 @@ def test_the_command_trains_to_its_end_is_killed_and_comes_back(tmp_path: Path) 
         code, said = process.told(120)
         assert code == 0, said
         assert "Traceback" not in said
+
     message = "on the mean of " + ", ".join(peers)
     for seed in ("1", "2"):
         logs = [log.read_text() for log in (tmp_path / seed).rglob("*.log")]
         assert message in "".join(logs), seed
     assert max(losses(tmp_path / "2")) == 150
-    parts = {name.split(".")[0] for name in weights(tmp_path / "1")}
+    parts = set()
+    for name in weights(tmp_path / "1"):
+        part, _, _ = name.partition(".")
+        parts.add(part)
     assert parts == {"model", "optim", "outer"}
+
+    # The plan names the secret's variable, not the secret.
     assert "PEERS_SECRET" in path.read_text()
     plan = (tmp_path / "1" / "plan.json").read_text()
     assert "drum" not in plan.replace("drumline", "")

@@ -38,6 +38,7 @@ NEAR = [pytest.param("8 bits", marks=pytest.mark.full), "streamed"]
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of RUNS, and of one that is resumed from the second step."""
     root = tmp_path_factory.mktemp("streamed")
     tiny_model_dir(root / "model")
     plans = []
@@ -45,6 +46,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if name != AGAIN or request.config.getoption("--full"):
             plans.append(plan(root, name, 2, run))
     run_plans(plans, 2, counted=True)
+
     resumed = plan(root, "resumed", 2, RUNS["four"])
     stopped = of(root, "four") / "checkpoints" / "step-00000002"
     shutil.copytree(stopped, resumed.parent / "checkpoints" / stopped.name)
@@ -54,11 +56,14 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("name", NEAR)
 def test_ends_near_ddp(runs: Path, name: str) -> None:
+    """By the held-out loss, on another way."""
     mine = figures(runs, name, "loss", "eval")
     plain = figures(runs, "ddp", "loss", "eval")
     assert plain[-1] < plain[0] - 1.5, "the task is learned"
     assert mine[-1] - plain[-1] <= RUNS[name].distance
-    assert figures(runs, name, "loss")[5:] != figures(runs, "ddp", "loss")[5:]
+    losses = figures(runs, name, "loss")
+    losses_of_ddp = figures(runs, "ddp", "loss")
+    assert losses[5:] != losses_of_ddp[5:]
 
 
 @pytest.mark.parametrize("name", NEAR)
@@ -67,7 +72,9 @@ def test_sends_less_than_ddp(runs: Path, name: str) -> None:
     for bytes_ in figures(runs, name, "sent_bytes")[4:]:
         if bytes_ is not None:
             sent.append(bytes_)
-    assert 0 < sum(sent) / len(sent) < 4 * parameters(runs)
+    mean = sum(sent) / len(sent)
+    of_ddp = 4 * parameters(runs)
+    assert 0 < mean < of_ddp
 
 
 @pytest.mark.claim(
@@ -77,6 +84,7 @@ def test_goes_on_to_the_bit(runs: Path) -> None:
     """A fragment is under way when the first run stops."""
     assert figures(runs, "resumed", "step") == [3, 4]
     assert figures(runs, "resumed", "loss") == figures(runs, "four", "loss")[2:]
+
     mine = weights(of(runs, "resumed"))
     expected = weights(of(runs, "four"))
     assert mine.keys() == expected.keys()
@@ -101,12 +109,18 @@ def test_all_killed_with_a_fragment_under_way_then_resumed(tmp_path: Path) -> No
     whole = tmp_path / "whole"
     run = tmp_path / "killed"
     assert drumline("train", path, f"run.dir={whole}").code == 0
+
     process = start(path, run)
     wait_for(run, "step", 33, process)
     kill(process.pid)
     process.wait()
     assert gone(str(run), 1.0)
     resume(path, run)
-    (step,) = [event["step"] for event in events(run, "restore") if event["path"]]
+
+    restored = []
+    for event in events(run, "restore"):
+        if event["path"]:
+            restored.append(event["step"])
+    (step,) = restored
     assert 25 <= step <= 32
     same(run, whole)

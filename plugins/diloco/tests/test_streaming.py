@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -45,29 +45,57 @@ class Copy:
     batches: list[tuple[torch.Tensor, torch.Tensor]]
 
     def weights(self) -> torch.Tensor:
-        return parameters_to_vector(self.model.parameters()).detach().clone()
+        """Return a copy of the weights, end to end."""
+        vector = parameters_to_vector(self.model.parameters())
+        return vector.detach().clone()
 
     def train(self, step: int, samples: int) -> None:
         """Take an inner step. `samples`: of all ranks."""
         inputs, labels = self.batches[step - 1]
         self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(inputs), labels, reduction="sum")
-        (loss * RANKS / samples).backward()
+        outputs = self.model(inputs)
+        loss = nn.functional.cross_entropy(outputs, labels, reduction="sum")
+        scaled = loss * RANKS / samples
+        scaled.backward()
         clip_grad_norm_(self.model.parameters(), 0.1)
         self.optimizer.step()
 
+    def take(self, part: slice, outer: torch.Tensor, keep: float) -> None:
+        """Mix the outer weights of a part into it. `keep`: the share of its own weights."""
+        vector = self.weights()
+        vector[part] = keep * vector[part] + (1 - keep) * outer[part]
+        vector_to_parameters(vector, self.model.parameters())
+
+
+class Due(NamedTuple):
+    """An outer step that is due: the part of the weights, and the mean of its outer gradients."""
+
+    part: slice
+    delta: torch.Tensor
+
 
 def trained(folder: Path, name: str, rank: int) -> Trained:
-    return Trained(*torch.load(folder / f"{name}-{rank}.pt", weights_only=True))
+    path = folder / f"{name}-{rank}.pt"
+    return Trained(*torch.load(path, weights_only=True))
+
+
+def end_to_end(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return tensors as one vector."""
+    flat = []
+    for tensor in tensors:
+        flat.append(tensor.flatten())
+    return torch.cat(flat)
 
 
 def coded(flat: torch.Tensor) -> torch.Tensor:
     """Return a vector after 8 bits and back: each 256 entries have a scale of their own."""
     out = flat.clone()
     for block in out.split(BLOCK):
-        scale = float(block.abs().max()) / 127
+        largest = float(block.abs().max())
+        scale = largest / 127
         if scale:
-            block.copy_((block / scale).round() * torch.tensor(scale))
+            code = (block / scale).round()
+            block.copy_(code * torch.tensor(scale))
     return out
 
 
@@ -75,13 +103,19 @@ def mean(deltas: list[torch.Tensor], bits: int) -> torch.Tensor:
     """Return the mean. In 8 bits each rank has a part of whole blocks, and codes the mean of all ranks' codes again."""
     if bits == 32:
         return torch.stack(deltas).mean(0)
+
     size = deltas[0].numel()
-    part_size = math.ceil(size / (RANKS * BLOCK)) * BLOCK
+    blocks = math.ceil(size / (RANKS * BLOCK))
+    part_size = blocks * BLOCK
     padding = torch.zeros(RANKS * part_size - size)
-    by_rank = [torch.cat([delta, padding]).split(part_size) for delta in deltas]
+    by_rank = []
+    for delta in deltas:
+        padded = torch.cat([delta, padding])
+        by_rank.append(padded.split(part_size))
+
     parts = []
-    for codes in zip(*by_rank, strict=True):
-        received = torch.stack([coded(code) for code in codes])
+    for sent in zip(*by_rank, strict=True):
+        received = torch.stack([coded(part) for part in sent])
         parts.append(coded(received.mean(0)))
     return torch.cat(parts)[:size]
 
@@ -101,10 +135,9 @@ def copies_of(ranks: list[Trained]) -> list[Copy]:
     copies = []
     for rank in ranks:
         model = build()
-        vector_to_parameters(
-            torch.cat([weight.flatten() for weight in rank.first]), model.parameters()
-        )
-        copies.append(Copy(model, session_loop.make_optimizer(model), rank.batches))
+        vector_to_parameters(end_to_end(rank.first), model.parameters())
+        optimizer = session_loop.make_optimizer(model)
+        copies.append(Copy(model, optimizer, rank.batches))
     return copies
 
 
@@ -112,32 +145,41 @@ def reference(folder: Path, name: str) -> list[torch.Tensor]:
     """Return the weights of each rank after all steps, by one process."""
     strategy = StreamingDiLoCoStrategy(**OPTIONS[name])
     number = strategy.fragments
-    keep = strategy.keep if strategy.delay else 0.0
+    keep = 0.0
+    if strategy.delay:
+        keep = strategy.keep
     copies = copies_of([trained(folder, name, rank) for rank in range(RANKS)])
     outer = copies[0].weights()
     momentum = torch.zeros_like(outer)
-    due: dict[int, list[tuple[slice, torch.Tensor]]] = defaultdict(list)
+    size = outer.numel()
+    due: dict[int, list[Due]] = defaultdict(list)
+
     for step in range(1, STEPS + 1):
         samples = sum(len(copy.batches[step - 1][1]) for copy in copies)
         for copy in copies:
             copy.train(step, samples)
+
         for fragment in fragments_sent(step, strategy.period, number):
-            begin = outer.numel() * fragment // number
-            part = slice(begin, outer.numel() * (fragment + 1) // number)
-            deltas = [outer[part] - copy.weights()[part] for copy in copies]
-            due[step + strategy.delay].append((part, mean(deltas, strategy.bits)))
+            begin = size * fragment // number
+            end = size * (fragment + 1) // number
+            part = slice(begin, end)
+            deltas = []
+            for copy in copies:
+                deltas.append(outer[part] - copy.weights()[part])
+            used_at = step + strategy.delay
+            due[used_at].append(Due(part, mean(deltas, strategy.bits)))
+
         for part, delta in due[step]:
             momentum[part] = MOMENTUM * momentum[part] + delta
             outer[part] -= LR * (delta + MOMENTUM * momentum[part])
             for copy in copies:
-                vector = copy.weights()
-                vector[part] = keep * vector[part] + (1 - keep) * outer[part]
-                vector_to_parameters(vector, copy.model.parameters())
+                copy.take(part, outer, keep)
     return [copy.weights() for copy in copies]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder that the worker has written each of OPTIONS into."""
     folder = tmp_path_factory.mktemp("streaming")
     run_module(WORKER, [folder, *OPTIONS], RANKS)
     return folder
@@ -149,9 +191,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_follows_its_formulas(runs: Path, name: str) -> None:
     expected = reference(runs, name)
-    first = torch.cat([weight.flatten() for weight in trained(runs, name, 0).first])
+    first = end_to_end(trained(runs, name, 0).first)
     for rank in range(RANKS):
-        last = torch.cat([weight.flatten() for weight in trained(runs, name, rank).last])
+        last = end_to_end(trained(runs, name, rank).last)
         assert (first - last).norm() > 0.1
         torch.testing.assert_close(last, expected[rank], rtol=1e-4, atol=1e-5)
     ranks_differ = not torch.equal(expected[0], expected[1])
@@ -169,6 +211,7 @@ def test_a_host_that_is_left_out_keeps_its_outer_gradient() -> None:
     engine.fragments = [([weights], [anchors], [moments])]
     own = anchors - weights
     before = anchors.clone()
+
     engine._outer_step(0, mean_delta, is_in=False)
     assert not torch.equal(anchors, before)
     torch.testing.assert_close(anchors - weights, own)
@@ -187,12 +230,14 @@ def test_fragments_are_views_of_weights_in_any_layout() -> None:
     transposed = torch.zeros(3, 4).t()
     channels_last = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
     weights = [transposed, channels_last, torch.zeros(()), torch.zeros(1, 7)]
+
     fragments = cut(weights, 3)
     assert set(sizes(fragments)) == {46, 47}
+
     for number, parts in enumerate(fragments, 1):
         for part in parts:
             part.add_(number)
-    entries = torch.cat([weight.flatten() for weight in weights])
+    entries = end_to_end(weights)
     assert set(entries.tolist()) == {1.0, 2.0, 3.0}
 
 

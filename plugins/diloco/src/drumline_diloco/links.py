@@ -332,6 +332,7 @@ class Peers:
     def _dismiss_followers(self) -> None:
         """Close the links of all that follow this host, or are about to."""
         links = list(self.members.values())
+        # Those that are about to follow.
         for _ in range(self.newcomers.qsize()):
             links.append(self.newcomers.get_nowait().link)
         for link in links:
@@ -352,6 +353,7 @@ class Peers:
             answer = self.reply(message)
             if answer is not None:
                 link.send(answer.header, answer.payload)
+
         link.close()
         with self.lock:
             if self.leader is not link:
@@ -402,6 +404,7 @@ class Peers:
             link.send({"refused": reason})
         else:
             link.send({"welcome": False})
+
         # Until the other side has closed the connection.
         link.receive()
         link.close()

@@ -190,7 +190,8 @@ class PendingMean:
         if self.work is not None:
             self.work.wait()
         if self.bits == 8:
-            return decode(self.received).flatten()
+            of_each_rank = decode(self.received)
+            return of_each_rank.flatten()
         return self.sent
 
     def _begin(self, collective: Any, *tensors: torch.Tensor) -> Any:
