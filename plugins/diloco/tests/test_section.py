@@ -37,6 +37,7 @@ def test_when_fragments_are_sent(options: dict[str, Any], expected: dict[int, in
         fragment = strategy.sends(step)
         if fragment is not None:
             sent[step] = fragment
+
     assert sent == expected
 
 
@@ -75,6 +76,7 @@ def test_kinds_of_steps_add_up_to_a_period(
 def test_what_is_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError) as error:
         plan(world_size=4, batch={"global_samples": 8}, **sections)
+
     line = error.value.line()
     assert message in line
     assert "strategy." in line or "health." in line
