@@ -6,7 +6,10 @@ of an installed package.
 A kind is a spec: a `Section` whose fields are its part of the YAML, and whose methods answer the rest
 of the code. Specs of this package are found by the names of their modules (`Spec.modules`). Those of
 another package are entry points of `drumline.GROUP`. A user's own is written `kind: path.py:Name` (relative to the YAML) or
-`kind: package.module:Name`. No torch here.
+`kind: package.module:Name`.
+
+A package may also add keys to a kind of this package. Its entry point of `drumline.extended_GROUP` has
+the name of the kind and gives a subclass of the kind's spec, which takes its place. No torch here.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from functools import cache, partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -107,6 +110,22 @@ DISTRIBUTIONS: dict[str, dict[str, str]] = {
     },
     "commands": {"convert": "drumline-convert", "sweep": "drumline-sweep"},
 }
+
+
+class AddedKeys(NamedTuple):
+    """Keys that a distribution of Drumline's own adds to a kind of this package: key → default."""
+
+    distribution: str
+    defaults: dict[str, Any]
+
+
+# Group and kind → the keys that are added to it.
+ADDED_KEYS = {
+    ("strategies", "diloco"): AddedKeys(
+        "drumline-diloco",
+        {"fragments": 1, "bits": 32, "delay": 0, "keep": 0.5, "peers": [], "secret": None},
+    )
+}
 # Base class of a group → name (path.py:Name) → spec of the user's own, as configs have named them.
 _own: dict[type[Spec], dict[str, Any]] = {}
 
@@ -139,9 +158,11 @@ def kinds(base: type[S]) -> dict[str, type[S]]:
     Raises ConfigError for a plug-in that cannot be imported.
     """
     built_in = _built_in(base)
-    specs = dict(built_in)
+    specs = {}
     for name in known_names(base.group, built_in):
-        if name not in built_in:
+        if name in built_in:
+            specs[name] = _extended(base, name)
+        else:
             specs[name] = _of_package(base, name)
     specs |= _own.get(base, {})
     return dict(sorted(specs.items(), key=lambda item: item[1].position))
@@ -173,9 +194,8 @@ def find(
     Raises ConfigError for a plug-in that cannot be imported or is no spec of this group, and for the
     user's own code in a file that is not `trusted`.
     """
-    built_in = _built_in(base)
-    if kind in built_in:
-        return built_in[kind]
+    if kind in _built_in(base):
+        return _extended(base, kind)
     if ":" not in kind:
         if kind in entry_points(base.group):
             return _of_package(base, kind)
@@ -224,6 +244,25 @@ def _spec_modules(base: type[Spec]) -> list[str]:
         if importlib.util.find_spec(name):
             names.append(name)
     return names
+
+
+def _extended(base: type[S], kind: str) -> type[S]:
+    """Return the spec of a kind of this package, or the one of an installed package that adds keys to it."""
+    if kind in entry_points(f"extended_{base.group}"):
+        return _extension(base, kind)
+    return _built_in(base)[kind]
+
+
+@cache
+def _extension(base: type[S], kind: str) -> type[S]:
+    """Return the spec of an installed package that adds keys to a kind of this package.
+
+    Raises ConfigError if it cannot be imported, or is not derived from the kind's own spec.
+    """
+    point = entry_points(f"extended_{base.group}")[kind]
+    package = package_of(point)
+    spec = imported(point.load, f"the {base.thing} {kind!r} of {package}", package)
+    return _checked(_built_in(base)[kind], spec, kind)
 
 
 @cache
@@ -301,7 +340,7 @@ class Registered:
             if ":" in str(kind):
                 # A path is written in full, so the section names the kind as its spec does.
                 kind = literal_kinds(spec)[0]
-            value = {**value, "kind": kind}
+            value = _without_added_keys(self.base, spec, {**value, "kind": kind})
             specs = {str(kind): spec}
         validators = {
             name: _validator(candidate, info.context) for name, candidate in specs.items()
@@ -357,6 +396,26 @@ def _require_distribution(base: type[Spec], kind: Any) -> None:
     if isinstance(kind, str) and kind in distributions:
         distribution = distributions[kind]
         raise ConfigError(f"{kind} needs pip install {distribution}", where=f"{base.yaml_key}.kind")
+
+
+def _without_added_keys(
+    base: type[Spec], spec: type[Spec], section: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a section without the keys of a distribution that is not installed, if they have their defaults.
+
+    A plan that was made before 0.6.0 has all of them. Raises ConfigError for another value.
+    """
+    added = ADDED_KEYS.get((base.group, section["kind"]))
+    if added is None:
+        return section
+    kept = {}
+    for key, value in section.items():
+        if key in spec.model_fields or key not in added.defaults:
+            kept[key] = value
+        elif value is not None and value != added.defaults[key]:
+            what = f"{key} needs pip install {added.distribution}"
+            raise ConfigError(what, where=f"{base.yaml_key}.{key}")
+    return kept
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

@@ -119,32 +119,6 @@ def test_all_killed_then_resumed(config: Path, reference: Path, tmp_path: Path) 
     same(run, reference)
 
 
-@pytest.mark.full  # test_compression goes on from such a checkpoint
-def test_all_killed_with_a_fragment_under_way_then_resumed(tmp_path: Path) -> None:
-    """One is under way after each step. A kill between checkpoints loses it, and it is made again."""
-    path = write_config(
-        tmp_path,
-        tiny_model_dir(tmp_path / "model"),
-        rows=90,
-        data={"packing": False},
-        launch={"nproc": 2},
-        strategy={"kind": "diloco", "period": 8, "fragments": 4, "bits": 8, "delay": 3},
-        run={"steps": 60},
-        checkpoint={"every": EVERY, "keep": 3},
-        eval={"every": 25},
-    )
-    whole, run = tmp_path / "whole", tmp_path / "killed"
-    assert drumline("train", path, f"run.dir={whole}").code == 0
-    process = start(path, run)
-    wait_for(run, "step", 33, process)
-    kill(process.pid)
-    process.wait()
-    assert gone(str(run), 1.0)
-    resume(path, run)
-    assert [25 <= e["step"] <= 32 for e in events(run, "restore") if e["path"]] == [True]
-    same(run, whole)
-
-
 # What each signal does to a launcher and its ranks is shown without a model in test_launch_signals.
 @pytest.mark.claim("signals save first, exit code 75")
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 
 from drumline.engine.compress import BLOCK, KINDS, Compressor, decode, encode, orthonormal
-from drumline.engine.strategies.diloco.streaming import cut
-from drumline.errors import ConfigError
 from drumline.telemetry.traffic import CommunicatedBytes
 from tests.strategies import Compression
 
@@ -124,32 +122,3 @@ def test_sent_bytes_counts_what_is_called_by_the_ring(group: dist.ProcessGroup) 
         dist.all_reduce(torch.ones(10))
         dist.all_gather_into_tensor(torch.ones(10), torch.ones(10))
     assert mode.total == 0, "one rank sends nothing"
-
-
-def test_fragments_are_views_of_weights_in_any_layout() -> None:
-    """Transposed, of channels last, of one entry: what is written to a fragment stands in the weights, and each entry in one fragment."""
-    weights = [
-        torch.zeros(3, 4).t(),
-        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.zeros(()),
-        torch.zeros(1, 7),
-    ]
-    fragments = cut(weights, 3)
-    assert {sum(part.numel() for part in parts) for parts in fragments} <= {47, 46}
-    for number, parts in enumerate(fragments, 1):
-        for part in parts:
-            part.add_(number)
-    assert [sum(map(torch.Tensor.numel, parts)) for parts in cut([torch.zeros(10)], 7)] == [
-        1,
-        1,
-        2,
-        1,
-        2,
-        1,
-        2,
-    ], "none is empty"
-    with pytest.raises(
-        ConfigError, match=r"strategy\.fragments: 11 fragments of 10 trained weights"
-    ):
-        cut([torch.zeros(10)], 11)
-    assert {float(entry) for weight in weights for entry in weight.flatten()} == {1.0, 2.0, 3.0}

@@ -20,7 +20,7 @@ BEFORE = ROOT / "tests" / "fixtures" / "plugin_before"
 
 def old_modules() -> list[str]:
     """Return the old names of all modules that have moved."""
-    found = []
+    found = list(DISTRIBUTED)
     for names in CORE.values():
         for name in names.split():
             found.append(f"core.{name}")

@@ -124,23 +124,6 @@ def test_communication_hides_behind_enough_computing() -> None:
     assert taken("fsdp2", cluster(nodes=2), world=16).communication > taken("fsdp2").communication
 
 
-def test_fragments_hide_behind_the_steps_beside_them() -> None:
-    """Over 100 Mb/s: 8 bits are a quarter, and beside enough steps nothing is left but what the link cannot carry in a period."""
-    eight = cluster(nodes=2, inter="0.1Gb")
-    slow = Cluster(eight.device, 1, 2, eight.intra, eight.inter, eight.host_link)
-    whole, coded, beside, fewer = (
-        taken({"kind": "diloco", "period": period, **options}, slow, world=2).communication
-        for period, options in [
-            (50, {}),
-            (50, {"bits": 8}),
-            (50_000, {"bits": 8, "fragments": 10, "delay": 5_000}),
-            (50_000, {"bits": 8, "fragments": 10, "delay": 1}),
-        ]
-    )
-    assert 3.5 * coded < whole < 4.5 * coded
-    assert beside == 0 < fewer
-
-
 def test_tensor_parallel_messages_never_hide() -> None:
     how = layout("tp")
     sent = flows(how, model()).traffic().total

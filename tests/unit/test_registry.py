@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,16 @@ from typing import ClassVar
 import pytest
 
 from drumline.config.load import Loaded, load, load_text, schema
-from drumline.config.registry import _of_package, _own, entry_points, find, find_object, kinds, make
+from drumline.config.registry import (
+    _extension,
+    _of_package,
+    _own,
+    entry_points,
+    find,
+    find_object,
+    kinds,
+    make,
+)
 from drumline.config.strategy import StrategyConfig
 from drumline.errors import ConfigError
 from drumline.plan.plan import Plan
@@ -31,8 +42,9 @@ class Other: ...
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     yield
-    for known in (entry_points.cache_clear, _of_package.cache_clear, _own.clear):
-        known()
+    for cached in (entry_points, _of_package, _extension):
+        cached.cache_clear()
+    _own.clear()
 
 
 def config_in(folder: Path, strategy: str, code: str = OWN) -> Loaded:
@@ -119,13 +131,13 @@ def test_code_beside_a_strangers_config_does_not_run(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
-def package(folder: Path, name: str, code: str) -> None:
-    """An installed package with a strategy `name`."""
+def package(folder: Path, name: str, code: str, group: str = "strategies") -> None:
+    """Install a package with a strategy `name`."""
     (folder / f"made_{name}.py").write_text(code)
     info = folder / f"made_{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: made-{name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[drumline.strategies]\n{name} = made_{name}:Mine\n")
+    (info / "entry_points.txt").write_text(f"[drumline.{group}]\n{name} = made_{name}:Mine\n")
 
 
 def test_a_plug_in_is_a_kind_like_any_other(
@@ -183,3 +195,74 @@ def test_a_part_of_a_strategy_that_is_not_there_is_named() -> None:
     assert error.value.line().startswith(
         "strategy.kind: drumline.planner.strategies.ddp has no class 'DDPCots'"
     )
+
+
+EXTENSION = """
+from pydantic import Field
+from drumline.config.strategies.local_sgd import LocalSGDStrategy
+
+class Mine(LocalSGDStrategy):
+    warm: int = Field(3, gt=0, description="Steps.")
+"""
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
+    """Install a package that extends local_sgd."""
+    package(folder, "local_sgd", code, "extended_strategies")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "made_local_sgd", raising=False)
+    entry_points.cache_clear()
+
+
+def test_a_package_adds_keys_to_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = kinds(StrategyConfig)
+    install(monkeypatch, tmp_path, EXTENSION)
+    text = DATA + "strategy: {kind: local_sgd, period: 9, warm: 2}\n"
+    strategy = load_text(text, []).strategy
+    assert strategy.model_dump() == {"kind": "local_sgd", "period": 9, "start_step": 0, "warm": 2}
+    assert isinstance(strategy, plain["local_sgd"])
+    assert pickle.loads(pickle.dumps(strategy)) == strategy  # noqa: S301
+    assert list(kinds(StrategyConfig)) == list(plain)
+    assert "warm" in json.dumps(schema())
+
+
+def test_what_adds_keys_is_derived_from_the_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, tmp_path, OWN)
+    with pytest.raises(ConfigError) as error:
+        load_text(DATA + "strategy: local_sgd\n", [])
+    base = "drumline.config.strategies.local_sgd.LocalSGDStrategy"
+    assert f"local_sgd is no strategy: it is not derived from {base}" in error.value.line()
+    assert find(StrategyConfig, "ddp") is not None
+
+
+ADDED = {
+    "fragments": "2",
+    "bits": "8",
+    "delay": "1",
+    "keep": "0.1",
+    "peers": "[a:1]",
+    "secret": "drum",
+}
+
+
+@pytest.mark.parametrize(("key", "value"), ADDED.items())
+def test_a_key_of_a_distribution_that_is_missing_names_it(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    monkeypatch.setattr("drumline.config.registry.entry_points", lambda group: {})
+    with pytest.raises(ConfigError) as error:
+        load_text(DATA + f"strategy: {{kind: diloco, {key}: {value}}}\n", [])
+    assert error.value.line() == f"strategy.{key}: {key} needs pip install drumline-diloco"
+    assert error.value.exit_code == 2
+
+
+def test_plans_with_the_defaults_of_a_missing_distribution_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As plans from before 0.6.0 have them."""
+    monkeypatch.setattr("drumline.config.registry.entry_points", lambda group: {})
+    defaults = "fragments: 1, bits: 32, delay: 0, keep: 0.5, peers: [], secret: null"
+    strategy = load_text(DATA + f"strategy: {{kind: diloco, period: 7, {defaults}}}\n", []).strategy
+    assert strategy == make(StrategyConfig, "diloco", period=7)

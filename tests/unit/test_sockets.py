@@ -17,7 +17,7 @@ from drumline.dist import start
 from drumline.launch.agent import open_store
 from drumline.launch.environment import listen
 from drumline.system import sockets
-from tests.unit.test_links import free_ports
+from tests.loopback import free_ports
 
 # Hears lines, one a caller, with few descriptors, and says them back.
 HEARS = """

@@ -1,68 +1,17 @@
-"""What DiLoCo costs: the outer optimizer, and fragments that are under way."""
+"""What DiLoCo costs: besides local SGD, the outer optimizer."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from typing import TypeVar
 
 from drumline.config.strategies.diloco import DiLoCoStrategy
-from drumline.plan.facts import ModelFacts
-from drumline.plan.plan import Layout
-from drumline.plan.wire import BLOCK, SCALE
-from drumline.planner.cost.terms import FULL, NUMBER, Beside, Volume
+from drumline.planner.cost.terms import FULL
 from drumline.planner.strategies.local_sgd import ApartCost
 
+D = TypeVar("D", bound=DiLoCoStrategy)
 
-class DiLoCoCost(ApartCost[DiLoCoStrategy]):
+
+class DiLoCoCost(ApartCost[D]):
     def outer_bytes(self) -> int:
         # The weights before the period, and the momentum.
         return 2 * FULL
-
-    def overlap(self) -> float:
-        """Return the part of a long run's steps during which a fragment is under way."""
-        return min(1.0, self.strategy.delay * self.strategy.fragments / self.strategy.period)
-
-    def send(
-        self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None
-    ) -> None:
-        """Add the fragment that is sent in a step, and the norm.
-
-        In 8 bits each rank gets all ranks' codes of its part of the fragment, and sends on their sum
-        `halfway` steps later.
-        """
-        if not self.strategy.streams:
-            super().send(volume, layout, facts, has, step)
-            return
-        ranks = layout.mesh.data_ranks
-        fragment = math.ceil(facts.trainable / self.strategy.fragments)
-        if step is None:
-            sent = sent_on = self.strategy.fragments / self.strategy.period
-        else:
-            sent = float(self.strategy.sends(step) is not None)
-            sent_on = float(self.strategy.sends_on(step))
-        beside: Beside = "nothing"
-        if self.strategy.delay:
-            beside = "steps"
-        if self.strategy.bits == 8:
-            # Whole blocks, each with its scale.
-            code = math.ceil(fragment / (ranks * BLOCK)) * (BLOCK + SCALE)
-            volume.add("all_to_all", sent * code * ranks, ranks, "gradients", sent, beside)
-            volume.add("all_gather", sent_on * code, ranks, "gradients", sent_on, beside)
-        else:
-            volume.add("all_reduce", sent * FULL * fragment, ranks, "gradients", sent, beside)
-        if not self.strategy.delay:
-            # With a delay the norm is sent with the loop's sums.
-            volume.add("all_reduce", NUMBER, ranks, "gradients")
-
-    def kept_bytes(self, world: int) -> int:
-        """Return the bytes for each trainable parameter of fragments that are under way."""
-        if world == 1 or not self.strategy.delay:
-            return 0
-        fragments_under_way = math.ceil(
-            self.strategy.delay * self.strategy.fragments / self.strategy.period
-        )
-        bytes_of_entry = FULL
-        if self.strategy.bits == 8:
-            # What is sent, what is received, and the scales, rounded up.
-            bytes_of_entry = 3
-        return math.ceil(bytes_of_entry * fragments_under_way / self.strategy.fragments)

@@ -18,7 +18,7 @@ from drumline_hosts.agent import _reported
 from drumline_hosts.coordinator import Attempt, Hosts
 from drumline_hosts.elastic import ElasticHosts
 from drumline_hosts.link import Message, call
-from tests.unit.test_links import free_ports, until
+from tests.loopback import free_ports, until
 
 
 class Starter:

@@ -30,6 +30,7 @@ from drumline.engine.strategies.diloco.engine import DiLoCoEngine
 from drumline.errors import ConfigError
 from drumline.plan.wire import BLOCK
 from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub
+from drumline_diloco.section import StreamingDiLoCoStrategy
 
 # Flat views of some weights, one after another.
 Parts = list[torch.Tensor]
@@ -45,12 +46,15 @@ class Exchange(NamedTuple):
 class StreamingEngine(DiLoCoEngine):
     """DiLoCo by fragments. `under_way`: fragment → its exchange."""
 
+    outer: StreamingDiLoCoStrategy
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         number = self.outer.fragments
         weights = cut(self.weights, number)
         anchors = cut(self.anchors, number)
         moments = cut(self.moments, number)
+        # Of each fragment its parts of the weights, the outer weights and their momentum.
         self.fragments = list(zip(weights, anchors, moments, strict=True))
         # What is sent is padded to a multiple of so many entries: whole blocks for each rank.
         self.multiple = 1
@@ -84,20 +88,26 @@ class StreamingEngine(DiLoCoEngine):
                 exchange.mean.send_on()
             if age == self.outer.delay:
                 self._take(number)
+
         due = self.outer.sends(self.steps - 1)
         if due is not None:
-            weights, anchors, _ = self.fragments[due]
-            outer_gradient = difference(anchors, weights, self.multiple)
-            mean = PendingMean(outer_gradient, self.outer.bits, self.ranks)
-            self.under_way[due] = Exchange(self.steps, mean)
-            if not self.outer.delay:
-                self._take(due)
+            self._send(due)
         self.waited += time.perf_counter() - began
+
+    def _send(self, number: int) -> None:
+        """Begin the exchange of a fragment. Without a delay, also take its outer step."""
+        weights, anchors, _ = self.fragments[number]
+        outer_gradient = difference(anchors, weights, self.multiple)
+        mean = PendingMean(outer_gradient, self.outer.bits, self.ranks)
+        self.under_way[number] = Exchange(self.steps, mean)
+        if not self.outer.delay:
+            self._take(number)
 
     def _take(self, number: int) -> None:
         """Wait for the mean of a fragment, and take its outer step."""
         exchange = self.under_way.pop(number)
-        self._outer_step(number, exchange.mean.wait())
+        mean = exchange.mean.wait()
+        self._outer_step(number, mean)
 
     def _outer_step(self, number: int, flat: torch.Tensor, is_in: bool = True) -> None:
         """Take the outer step of a fragment.
@@ -108,12 +118,15 @@ class StreamingEngine(DiLoCoEngine):
         """
         weights, anchors, moments = self.fragments[number]
         sizes = [part.numel() for part in anchors]
-        deltas = list(flat[: sum(sizes)].split(sizes))
+        without_padding = flat[: sum(sizes)]
+        deltas = list(without_padding.split(sizes))
         if not is_in:
             before = [part.clone() for part in anchors]
             self.outer_step(anchors, moments, deltas)
-            foreach_add_(weights, foreach_sub(anchors, before))
+            moved = foreach_sub(anchors, before)
+            foreach_add_(weights, moved)
             return
+
         self.outer_step(anchors, moments, deltas)
         if self.outer.delay and self.outer.keep:
             foreach_mul_(weights, self.outer.keep)
@@ -149,6 +162,7 @@ class PendingMean:
         self.ranks = ranks
         self.is_sent_on = False
         if bits == 8:
+            # A row for each rank.
             self.sent = encode(flat.view(ranks, -1))
             self.received = self.sent
             if ranks > 1:
@@ -162,9 +176,11 @@ class PendingMean:
         """Begin the second collective, if there is one."""
         if self.bits != 8 or self.ranks == 1 or self.is_sent_on:
             return
+
         self.is_sent_on = True
         self.work.wait()
-        mean = decode(self.received).sum(0, keepdim=True).div_(self.ranks)
+        of_each_rank = decode(self.received)
+        mean = of_each_rank.sum(0, keepdim=True).div_(self.ranks)
         self.sent = encode(mean)
         self.work = self._begin(ALL_GATHER, self.received, self.sent)
 
@@ -174,7 +190,8 @@ class PendingMean:
         if self.work is not None:
             self.work.wait()
         if self.bits == 8:
-            return decode(self.received).flatten()
+            of_each_rank = decode(self.received)
+            return of_each_rank.flatten()
         return self.sent
 
     def _begin(self, collective: Any, *tensors: torch.Tensor) -> Any:
@@ -193,7 +210,8 @@ def difference(anchors: Parts, weights: Parts, multiple: int) -> torch.Tensor:
     padded = math.ceil(total / multiple) * multiple
     flat = anchors[0].new_empty(padded)
     flat[total:] = 0
-    for part, anchor, weight in zip(flat[:total].split(sizes), anchors, weights, strict=True):
+    parts = flat[:total].split(sizes)
+    for part, anchor, weight in zip(parts, anchors, weights, strict=True):
         torch.sub(anchor, weight, out=part)
     return flat
 
@@ -209,8 +227,13 @@ def cut(tensors: Parts, number: int) -> list[Parts]:
         raise ConfigError(
             what, where="strategy.fragments", fix="take as many as there are weights at most"
         )
-    stops = [total * (index + 1) // number for index in range(number)]
-    parts: list[Parts] = [[] for _ in range(number)]
+    stops = []
+    parts: list[Parts] = []
+    for fragment in range(1, number + 1):
+        stops.append(total * fragment // number)
+        parts.append([])
+
+    # Entries that are in a part, and the part that the next ones go to.
     position = 0
     index = 0
     for tensor in tensors:

@@ -186,6 +186,7 @@ def listen(peers: list[str]) -> tuple[int, socket.socket]:
                 return number, socket.create_server((address, port), family=family)
             except OSError:
                 are_taken = True
+
     what = "none of them is an address of this host"
     if are_taken:
         what = "the ports of this host are taken"
@@ -305,13 +306,20 @@ class Peers:
             place = [-1, 0]
             if self.inbox.empty():
                 place = list(self.place())
-        link.send({"settings": self.settings, "index": self.index, "place": place})
+        greeting = {
+            "settings": self.settings,
+            "index": self.index,
+            "place": place,
+        }
+        link.send(greeting)
+
         answer = link.receive()
         if answer is None or not answer.header.get("welcome"):
             if answer is not None and "refused" in answer.header:
                 self._note_refusal(str(answer.header["refused"]))
             link.close()
             return
+
         link.remove_limit()
         with self.lock:
             self.leader = link
@@ -324,6 +332,7 @@ class Peers:
     def _dismiss_followers(self) -> None:
         """Close the links of all that follow this host, or are about to."""
         links = list(self.members.values())
+        # Those that are about to follow.
         for _ in range(self.newcomers.qsize()):
             links.append(self.newcomers.get_nowait().link)
         for link in links:
@@ -344,6 +353,7 @@ class Peers:
             answer = self.reply(message)
             if answer is not None:
                 link.send(answer.header, answer.payload)
+
         link.close()
         with self.lock:
             if self.leader is not link:
@@ -378,8 +388,10 @@ class Peers:
         place = greeting.header["place"]
         with self.lock:
             # More outer steps lead; of as many, the earlier entry in the list.
-            own_rank = (self.place()[0], -self.index)
-            leads = self.leader is None and own_rank > (place[0], -number)
+            own_rounds, _ = self.place()
+            own_rank = (own_rounds, -self.index)
+            their_rank = (place[0], -number)
+            leads = self.leader is None and own_rank > their_rank
             reason = self._reason_to_refuse(settings, number)
             if leads and not reason:
                 link.remove_limit()
@@ -387,24 +399,29 @@ class Peers:
                 self.seeds[number] = settings.get("seed")
                 self.newcomers.put(Newcomer(number, place, link))
                 return
+
         if reason:
             link.send({"refused": reason})
         else:
             link.send({"welcome": False})
+
         # Until the other side has closed the connection.
         link.receive()
         link.close()
 
     def _reason_to_refuse(self, settings: dict[str, Any], number: int) -> str | None:
         """Return why the host `number` with these settings cannot follow; None if it can."""
+        their_seed = settings.get("seed")
         seeds = {**self.seeds, self.index: self.settings.get("seed")}
         for other, seed in seeds.items():
-            if other != number and seed is not None and settings.get("seed") == seed:
+            if other != number and seed is not None and seed == their_seed:
                 return f"{self.peers[other]} has run.seed={seed}, too: both would train on the same samples"
+
+        own_name = self.peers[self.index]
         for key, value in self.settings.items():
-            if key != "seed" and settings.get(key) != value:
-                own_name = self.peers[self.index]
-                return f"{key} is {value} on {own_name}, and {settings.get(key)} here"
+            theirs = settings.get(key)
+            if key != "seed" and theirs != value:
+                return f"{key} is {value} on {own_name}, and {theirs} here"
         return None
 
     def admit(self, state: Callable[[], torch.Tensor], rounds: int) -> None:
@@ -415,12 +432,17 @@ class Peers:
         while not self.newcomers.empty():
             newcomer = self.newcomers.get_nowait()
             number = newcomer.number
-            header = {"kind": "state", "round": rounds, "place": newcomer.place}
+            header = {
+                "kind": "state",
+                "round": rounds,
+                "place": newcomer.place,
+            }
             if newcomer.place == list(self.place()):
                 header["kind"] = "same"
                 newcomer.link.send(header)
             else:
                 newcomer.link.send(header, state())
+
             if number in self.members:
                 self.members[number].close()
             self.members[number] = newcomer.link
@@ -435,10 +457,12 @@ class Peers:
             message = link.receive()
             if message is None:
                 break
+            round_number = message.header["round"]
             with self.lock:
                 # Otherwise it came too late.
-                if message.header["round"] in self.gives:
-                    self.gives[message.header["round"]][number] = message
+                if round_number in self.gives:
+                    self.gives[round_number][number] = message
+
         link.close()
         with self.lock:
             if self.members.get(number) is link:

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import torch
 
 from drumline.engine.compress import decode, encode
-from drumline.engine.strategies.diloco.links import Message, Peers
-from drumline.engine.strategies.diloco.streaming import StreamingEngine, difference
 from drumline.plan.plan import Plan
 from drumline.system.heartbeat import alive
 from drumline.system.redact import reveal
 from drumline.vendor.torch import foreach_copy_
+from drumline_diloco.links import Message, Peers
+from drumline_diloco.streaming import StreamingEngine, difference
 
 log = logging.getLogger(__name__)
 
@@ -76,15 +76,26 @@ class PeersEngine(StreamingEngine):
         self.used = dict.fromkeys(range(self.outer.fragments), 0)
         self.began = False
         self.hosts: dict[str, int] = {}
-        # Hosts with other weights must not be averaged, so their names and shapes are compared.
+        secret = reveal(self.outer.secret, "strategy.secret")
+        settings = self._settings(plan)
+        self.peers = Peers(self.outer.peers, secret, settings, self._place, self._reply)
+
+    def _settings(self, plan: Plan) -> dict[str, Any]:
+        """Return what must be the same on all hosts, and the seed, which must not.
+
+        Hosts with other weights must not be averaged, so the names and shapes of weights are part of it.
+        """
+        settings: dict[str, Any] = {}
+        for option in SHARED_OPTIONS:
+            settings[option] = getattr(self.outer, option)
+
         shapes = []
         for name, weight in zip(self.names, self.weights, strict=True):
             shapes.append((name, *weight.shape))
-        settings = {option: getattr(self.outer, option) for option in SHARED_OPTIONS}
         settings["the model"] = zlib.crc32(repr(shapes).encode())
+
         settings["seed"] = plan.config.run.seed
-        secret = reveal(self.outer.secret, "strategy.secret")
-        self.peers = Peers(self.outer.peers, secret, settings, self._place, self._reply)
+        return settings
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -104,21 +115,30 @@ class PeersEngine(StreamingEngine):
     def after_step(self) -> None:
         """Take the outer steps that have arrived; on the leader, begin and end those that are due."""
         began = time.perf_counter()
-        peers = self.peers
-        while not peers.inbox.empty():
-            self._hear(peers.inbox.get_nowait())
-        if peers.leader is not None:
-            self.pending.clear()
+        inbox = self.peers.inbox
+        while not inbox.empty():
+            message = inbox.get_nowait()
+            self._hear(message)
+
+        if self.peers.leader is None:
+            self._lead()
         else:
-            peers.admit(self._state, self.rounds)
-            for number, round_ in list(self.pending.items()):
-                if self.steps - round_.asked_at >= self.outer.delay:
-                    self._close(number)
-            fragment = self.outer.sends(self.steps - 1)
-            # A host that has just been sent the state, by a leader that is gone, has no steps of its own.
-            if fragment is not None and self.steps > self.used[fragment]:
-                self._open(fragment)
+            self.pending.clear()
         self.waited += time.perf_counter() - began
+
+    def _lead(self) -> None:
+        """Admit the hosts that have come, end the outer steps that are due, and begin the next one."""
+        self.peers.admit(self._state, self.rounds)
+
+        for number, round_ in list(self.pending.items()):
+            steps_since = self.steps - round_.asked_at
+            if steps_since >= self.outer.delay:
+                self._close(number)
+
+        fragment = self.outer.sends(self.steps - 1)
+        # A host that has just been sent the state, by a leader that is gone, has no steps of its own.
+        if fragment is not None and self.steps > self.used[fragment]:
+            self._open(fragment)
 
     def _open(self, fragment: int) -> None:
         """Begin an outer step of a fragment, on the leader: ask all hosts for their outer gradients."""
@@ -127,7 +147,12 @@ class PeersEngine(StreamingEngine):
         own = self._own_gradient(number, fragment)
         self.pending[number] = Round(fragment, self.steps, own)
         self.peers.gives[number] = {}
-        self.peers.send_to_all({"kind": "ask", "round": number, "fragment": fragment})
+        question = {
+            "kind": "ask",
+            "round": number,
+            "fragment": fragment,
+        }
+        self.peers.send_to_all(question)
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"rounds": self.rounds}
@@ -157,22 +182,30 @@ class PeersEngine(StreamingEngine):
     def _place(self) -> tuple[int, int]:
         """Return the number of outer steps, and a checksum of the outer weights and their momentum."""
         checksum = 0
-        for tensor in (*self.anchors, *self.moments):
+        for tensor in self._outer_tensors():
             bits = tensor.contiguous().view(torch.int32)
-            checksum += int(bits.sum(dtype=torch.int64))
+            total = bits.sum(dtype=torch.int64)
+            checksum += int(total)
         return self.rounds, checksum
+
+    def _outer_tensors(self) -> list[torch.Tensor]:
+        """Return the outer weights and their momentum, in the order that hosts send them in."""
+        return [*self.anchors, *self.moments]
 
     def _state(self) -> torch.Tensor:
         """Return the outer weights and their momentum as bytes."""
-        flat = torch.cat([tensor.flatten() for tensor in (*self.anchors, *self.moments)])
-        return flat.view(torch.uint8)
+        flat_tensors = []
+        for tensor in self._outer_tensors():
+            flat_tensors.append(tensor.flatten())
+        return torch.cat(flat_tensors).view(torch.uint8)
 
     def _own_gradient(self, number: int, fragment: int) -> OuterGradient:
         """Return this host's outer gradient for round `number`, since the last one that was used."""
         self.came[number] = self.steps
         weights, anchors, _ = self.fragments[fragment]
         steps = self.steps - self.used[fragment]
-        return OuterGradient(steps, difference(anchors, weights, self.multiple))
+        flat = difference(anchors, weights, self.multiple)
+        return OuterGradient(steps, flat)
 
     def _reply(self, message: Message) -> Message | None:
         """Return the answer to the leader's question; None if there is none.
@@ -185,45 +218,67 @@ class PeersEngine(StreamingEngine):
             for waiting in list(self.peers.inbox.queue):
                 # The last outer step of this fragment is not taken yet. A message without a fragment is
                 # a new state.
-                if waiting.header.get("fragment", fragment) == fragment:
+                fragment_of_waiting = waiting.header.get("fragment", fragment)
+                if fragment_of_waiting == fragment:
                     return None
             own = self._own_gradient(number, fragment)
+
         if not own.steps:
             return None
-        header = {"kind": "give", "round": number, "steps": own.steps}
-        return Message(header, to_bytes(own.flat, self.outer.bits))
+        header = {
+            "kind": "give",
+            "round": number,
+            "steps": own.steps,
+        }
+        payload = to_bytes(own.flat, self.outer.bits)
+        return Message(header, payload)
 
     def _close(self, number: int) -> None:
         """End an outer step, on the leader: average what has arrived, and send the mean to all hosts."""
         round_ = self.pending.pop(number)
-        gives = self.peers.gives.pop(number)
-        bits = self.outer.bits
-        parts = {self.peers.index: round_.own}
-        for host, give in gives.items():
-            flat = from_bytes(give.payload, round_.own.flat.device, bits)
-            parts[host] = OuterGradient(give.header["steps"], flat)
+        gradients = self._arrived(number, round_)
+
         # A host that did more inner steps has a larger share in the mean.
-        total_steps = sum(part.steps for part in parts.values())
+        total_steps = sum(gradient.steps for gradient in gradients.values())
         mean = torch.zeros_like(round_.own.flat)
         hosts = {}
-        for host in sorted(parts):
-            part = parts[host]
-            mean.add_(part.flat, alpha=part.steps / total_steps)
-            hosts[str(host)] = part.steps
-        header = {"kind": "mean", "round": number, "fragment": round_.fragment, "hosts": hosts}
-        message = Message(header, to_bytes(mean, bits))
-        self.peers.send_to_all(message.header, message.payload)
+        for host in sorted(gradients):
+            gradient = gradients[host]
+            share = gradient.steps / total_steps
+            mean.add_(gradient.flat, alpha=share)
+            hosts[str(host)] = gradient.steps
+
+        header = {
+            "kind": "mean",
+            "round": number,
+            "fragment": round_.fragment,
+            "hosts": hosts,
+        }
+        payload = to_bytes(mean, self.outer.bits)
+        self.peers.send_to_all(header, payload)
         # The leader takes the step from the same bytes as the others.
-        self._hear(message)
+        self._hear(Message(header, payload))
+
+    def _arrived(self, number: int, round_: Round) -> dict[int, OuterGradient]:
+        """Return host → outer gradient of all that have answered, and of the leader itself."""
+        gradients = {self.peers.index: round_.own}
+        device = round_.own.flat.device
+        gives = self.peers.gives.pop(number)
+        for host, give in gives.items():
+            steps = give.header["steps"]
+            flat = from_bytes(give.payload, device, self.outer.bits)
+            gradients[host] = OuterGradient(steps, flat)
+        return gradients
 
     def _hear(self, message: Message) -> None:
         """Do what a message of the leader's says."""
         header = message.header
-        if header["kind"] == "mean" and header["round"] == self.rounds + 1:
+        kind = header["kind"]
+        if kind == "mean" and header["round"] == self.rounds + 1:
             self._take_mean(message)
-        elif header["kind"] == "state" and message.payload is not None:
+        elif kind == "state" and message.payload is not None:
             self._take_state(header["round"], message.payload)
-        elif header["kind"] != "same" or header["place"] != list(self._place()):
+        elif kind != "same" or header["place"] != list(self._place()):
             # This host has missed an outer step.
             self.peers.leave()
 
@@ -235,23 +290,36 @@ class PeersEngine(StreamingEngine):
         self.rounds += 1
         came = self.came.pop(self.rounds, None)
         is_in = str(self.peers.index) in steps_of_hosts
-        mean = from_bytes(message.payload, self.anchors[0].device, self.outer.bits)
+
+        device = self.anchors[0].device
+        mean = from_bytes(message.payload, device, self.outer.bits)
         self._outer_step(fragment, mean, is_in)
         if is_in and came is not None:
             self.used[fragment] = came
-        hosts = {self.outer.peers[int(host)]: steps for host, steps in steps_of_hosts.items()}
+        self._note_hosts(steps_of_hosts)
+
+    def _note_hosts(self, steps_of_hosts: dict[str, int]) -> None:
+        """Keep the hosts of the last outer step, and log them if they are others than before.
+
+        `steps_of_hosts`: number of a host → its inner steps.
+        """
+        hosts = {}
+        for number, steps in steps_of_hosts.items():
+            name = self.outer.peers[int(number)]
+            hosts[name] = steps
         if hosts.keys() != self.hosts.keys():
-            log.warning(
-                "diloco: from outer step %d on the mean of %s", self.rounds, ", ".join(hosts)
-            )
+            names = ", ".join(hosts)
+            log.warning("diloco: from outer step %d on the mean of %s", self.rounds, names)
         self.hosts = hosts
 
     def _take_state(self, rounds: int, payload: torch.Tensor) -> None:
         """Begin from the outer weights and momentum that another host has after `rounds` outer steps."""
-        kept = [*self.anchors, *self.moments]
+        kept = self._outer_tensors()
         flat = payload.view(torch.float32).to(kept[0].device)
-        parts = flat.split([tensor.numel() for tensor in kept])
-        shaped = [part.view_as(tensor) for part, tensor in zip(parts, kept, strict=True)]
+        sizes = [tensor.numel() for tensor in kept]
+        shaped = []
+        for part, tensor in zip(flat.split(sizes), kept, strict=True):
+            shaped.append(part.view_as(tensor))
         foreach_copy_(kept, shaped)
         foreach_copy_(self.weights, self.anchors)
         self.rounds = rounds
@@ -263,7 +331,8 @@ def to_bytes(flat: torch.Tensor, bits: int) -> torch.Tensor:
     """Return fp32[N] as it is sent: uint8[bytes]. In 8 bits N is of whole blocks."""
     if bits == 32:
         return flat.view(torch.uint8)
-    return encode(flat.view(1, -1)).flatten()
+    one_row = flat.view(1, -1)
+    return encode(one_row).flatten()
 
 
 def from_bytes(payload: torch.Tensor | None, device: torch.device, bits: int) -> torch.Tensor:
@@ -272,4 +341,5 @@ def from_bytes(payload: torch.Tensor | None, device: torch.device, bits: int) ->
     payload = payload.to(device)
     if bits == 32:
         return payload.view(torch.float32).clone()
-    return decode(payload.view(1, -1)).flatten()
+    one_row = payload.view(1, -1)
+    return decode(one_row).flatten()
