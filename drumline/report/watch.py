@@ -33,7 +33,6 @@ from drumline.report.facts import (
     named,
     speed_unit,
 )
-from drumline.report.markup import Html, join, tag
 from drumline.report.page import asset, document
 from drumline.report.progress import Progress
 from drumline.system.redact import plain
@@ -377,40 +376,12 @@ def watch(folders: list[Path], host: str, port: int | None, stages: Stages) -> N
 def page(folders: list[Path]) -> str:
     """Return the page before anything has come."""
     names = [folder.resolve().name for folder in folders]
-    runs = join(_run(place, name) for place, name in enumerate(names))
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
-    connection = tag("span", "connecting …", id="connection")
-    log = tag("button", "Log scale", id="log", type="button", aria_pressed="false")
-    theme = tag("button", "Dark", id="theme", type="button")
-    tools = tag("div", connection, log, theme, class_="tools")
-    head = tag("header", tag("h1", title), tools)
-    curves = tag("section", tag("h2", "Curves"), tag("div", id="curves", class_="grid"))
-    body = join((head, tag("main", runs, curves), tag("noscript", "This page needs JavaScript.")))
     return document(
-        f"{title} · Drumline",
-        body,
+        "watch.html.jinja",
+        title,
         {"charts": [], "names": names},
         asset("draw.js") + asset("watch.js"),
         connect="'self'",
+        names=names,
     )
-
-
-def _run(place: int, name: str) -> Html:
-    """Return the section of a run, which watch.js fills."""
-    parts = [
-        tag("h2", name, " ", tag("span", class_="status")),
-        tag("p", class_="plan"),
-        tag("progress", max=1, value=0),
-        tag("div", class_="tiles"),
-        tag("div", class_="ranks"),
-        _fold("What happened", "happened", is_open=True),
-        _fold("Samples", "samples"),
-        _fold("Rollouts", "completions"),
-    ]
-    return tag("section", *parts, class_="live", data_run=place)
-
-
-def _fold(title: str, kind: str, is_open: bool = False) -> Html:
-    """Return a part that a reader can fold; watch.js shows it when there is something in it."""
-    inner = tag("div", class_=kind)
-    return tag("details", tag("summary", title), inner, open=is_open, hidden=True)
