@@ -83,20 +83,24 @@ def times(run: RunFacts, drawings: Drawings) -> Times | None:
 def _draw_goodput(run: RunFacts, drawings: Drawings) -> list[Chart]:
     """Draw the seconds by purpose of each attempt that wrote them."""
     names = []
-    goodputs = []
+    seconds_of: dict[str, list[float]] = {purpose: [] for purpose in PURPOSES}
     for number, attempt in enumerate(run.attempts):
-        if attempt.goodput:
-            names.append(f"attempt {number}")
-            goodputs.append(attempt.goodput)
-    if not goodputs:
+        goodput = attempt.goodput
+        if not goodput:
+            continue
+        names.append(f"attempt {number}")
+        for purpose, seconds in seconds_of.items():
+            seconds.append(goodput.get(purpose, 0.0))
+    if not names:
         return []
     series = []
-    for purpose in PURPOSES:
-        series.append({"name": purpose, "x": [each.get(purpose, 0.0) for each in goodputs]})
+    for purpose, seconds in seconds_of.items():
+        series.append({"name": purpose, "x": seconds})
     note = ""
-    lost = len(run.attempts) - len(goodputs)
+    attempts = len(run.attempts)
+    lost = attempts - len(names)
     if lost:
-        note = f"{lost} of {len(run.attempts)} attempts ended before they could write theirs"
+        note = f"{lost} of {attempts} attempts ended before they could write theirs"
     title = "Seconds of rank 0 by purpose"
     return [drawings.add("bars", title, note, rows=names, series=series)]
 
@@ -178,11 +182,12 @@ def _draw_memory_by_category(
     names = [name for name in MEMORY_CATEGORIES if planned.get(name)]
     if not names:
         return []
-    measured = {row.category: row.measured for row in comparisons if row.unit == "bytes"}
-    series = [
-        {"name": "planned", "x": [planned[name] for name in names]},
-        {"name": "measured", "x": [measured.get(name) for name in names]},
-    ]
+    measured = {}
+    for row in comparisons:
+        if row.unit == "bytes":
+            measured[row.category] = row.measured
+    planned_bytes = [planned[name] for name in names]
+    measured_bytes = [measured.get(name) for name in names]
     chart = drawings.add(
         "bars",
         "Memory of the fullest rank",
@@ -190,7 +195,10 @@ def _draw_memory_by_category(
         grouped=True,
         unit="bytes",
         rows=names,
-        series=series,
+        series=[
+            {"name": "planned", "x": planned_bytes},
+            {"name": "measured", "x": measured_bytes},
+        ],
     )
     return [chart]
 
@@ -224,28 +232,32 @@ def _comparison_table(comparisons: list[Comparison]) -> Table:
 
 def _memory_by_rank(run: RunFacts) -> list[Series]:
     """Return the memory of each rank as lines; of many ranks only the least and the most."""
-    bytes_by_step: dict[int, list[float]] = {}
-    for event in run.of("step"):
-        ranks = event.get("memory_bytes")
-        if not isinstance(ranks, list) or not ranks:
-            continue
-        if all(as_number(bytes_) is not None for bytes_ in ranks):
-            bytes_by_step[event["step"]] = ranks
-    steps = sorted(bytes_by_step)
-    rank_count = max(map(len, bytes_by_step.values()), default=0)
-    points_by_name: dict[str, Points] = {}
-    if rank_count > MOST_RANKS:
-        points_by_name["least"] = [(step, min(bytes_by_step[step])) for step in steps]
-        points_by_name["most"] = [(step, max(bytes_by_step[step])) for step in steps]
-    else:
-        for rank in range(rank_count):
-            having = [step for step in steps if rank < len(bytes_by_step[step])]
-            points = [(step, bytes_by_step[step][rank]) for step in having]
-            points_by_name[f"rank {rank}"] = points
+    least: Points = []
+    most: Points = []
+    by_rank: dict[int, Points] = {}
+    for step, sizes in sorted(_memory_by_step(run).items()):
+        least.append((step, min(sizes)))
+        most.append((step, max(sizes)))
+        for rank, bytes_ in enumerate(sizes):
+            by_rank.setdefault(rank, []).append((step, bytes_))
+    if len(by_rank) > MOST_RANKS:
+        return [_line("least", 0, least), _line("most", 1, most)]
     lines = []
-    for color, (name, points) in enumerate(points_by_name.items()):
-        lines.append(_line(name, color, points))
+    for rank, points in by_rank.items():
+        lines.append(_line(f"rank {rank}", rank, points))
     return lines
+
+
+def _memory_by_step(run: RunFacts) -> dict[int, list[float]]:
+    """Return the bytes of each rank by step, without those of damaged events."""
+    sizes_by_step: dict[int, list[float]] = {}
+    for event in run.of("step"):
+        sizes = event.get("memory_bytes")
+        if not isinstance(sizes, list) or not sizes:
+            continue
+        if all(as_number(bytes_) is not None for bytes_ in sizes):
+            sizes_by_step[event["step"]] = sizes
+    return sizes_by_step
 
 
 def communication(run: RunFacts, drawings: Drawings) -> Pairs | None:
@@ -364,8 +376,12 @@ def _source_table(sources: list[dict[str, Any]]) -> Table:
     """Return a row for each source: how many rows were left out of it, and what an epoch has of it."""
     rows = []
     for source in sources:
-        counts = {key: int(value) for key, value in as_numbers(source).items()}
-        left_out = sum(counts.get(name, 0) for name in LEFT_OUT)
+        counts: dict[str, int] = {}
+        for key, value in as_numbers(source).items():
+            counts[key] = int(value)
+        left_out = 0
+        for name in LEFT_OUT:
+            left_out += counts.get(name, 0)
         rows.append(
             [
                 str(source.get("name")),
@@ -432,7 +448,8 @@ def samples(run: RunFacts, drawings: Drawings) -> list[Card] | None:
     # Matched by their texts, since a resumed run may show more of them.
     first_by_prompt: dict[tuple[str, str], dict[str, Any]] = {}
     if len(written) > 1:
-        first_by_prompt = {_prompt_key(sample): sample for sample in first_samples}
+        for sample in first_samples:
+            first_by_prompt[_prompt_key(sample)] = sample
     cards = []
     for sample in last_samples:
         texts: Pairs = [("prompt", sample.get("prompt"))]

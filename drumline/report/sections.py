@@ -6,6 +6,7 @@ templates/sections.html.jinja shows what is returned here.
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,11 @@ from drumline.telemetry.watched import ranks_named
 MOST_COLUMNS = 8  # of keys that differ, in the table of runs
 MOST_CELL = 300  # characters of a value in a table
 MOST_REMARKS = 3  # of a kind of event
+# Kinds of events that are remarks, with the line of one.
+REMARKS = {
+    "spike": "the loss jumped at step {step}",
+    "straggler": "rank {rank} held up the others from step {step}",
+}
 WHOLE_SPEED = 100  # speeds from here on are shown without decimals
 # Values of the plan that are shown under the configuration.
 RESOLVED = (
@@ -114,13 +120,12 @@ def summary(runs: list[RunFacts], names: list[str], detailed: int) -> Summary:
 
 def _table_of_runs(runs: list[RunFacts], names: list[str], keys: list[str]) -> Table:
     """Return a table with the key numbers of each run and its values of some keys of the config."""
+    headers = ["run", *_key_numbers(runs[0]), *keys]
     rows = []
     for run, name in zip(runs, names, strict=True):
-        row = [name, *_key_numbers(run).values()]
-        for key in keys:
-            row.append(short(run.config.get(key)))
-        rows.append(row)
-    headers = ["run", *_key_numbers(runs[0]), *keys]
+        numbers = _key_numbers(run).values()
+        values = [short(run.config.get(key)) for key in keys]
+        rows.append([name, *numbers, *values])
     return table(headers, rows, class_="sortable")
 
 
@@ -211,33 +216,59 @@ def _duration(run: RunFacts) -> str | None:
 def _remarks(run: RunFacts) -> list[str]:
     """Return the lines that a reader must not miss."""
     lines = list(run.problems)
-    nonfinite = run.of("nonfinite")
-    if nonfinite:
-        first = nonfinite[0]["step"]
-        lines.append(f"not finite at {len(nonfinite)} steps, first at step {first}")
+    lines += _not_finite(run)
     lines += _never_differed(run)
     lines += _without_reward(run)
     lines += _left_out(run)
-    for event in run.of("spike")[:MOST_REMARKS]:
-        lines.append(f"the loss jumped at step {event.get('step')}")
-    for event in run.of("straggler")[:MOST_REMARKS]:
-        rank, step = event.get("rank"), event.get("step")
-        lines.append(f"rank {rank} held up the others from step {step}")
+    for kind, remark in REMARKS.items():
+        for event in run.of(kind)[:MOST_REMARKS]:
+            lines.append(remark.format_map(defaultdict(lambda: None, event)))
+    lines += _weights_differ(run)
+    lines += _failed_saves(run)
+    for warning in _texts(run.last("measured"), "warnings"):
+        lines.append(f"the plan was off: {warning}")
+    start = run.last("run_start")
+    lines += _texts(start, "unadapted")
+    lines += _texts(start, "left_out")
+    return lines
+
+
+def _not_finite(run: RunFacts) -> list[str]:
+    """Return the line that counts the steps whose loss or gradient was not finite."""
+    steps = run.of("nonfinite")
+    if not steps:
+        return []
+    first = steps[0]["step"]
+    return [f"not finite at {len(steps)} steps, first at step {first}"]
+
+
+def _weights_differ(run: RunFacts) -> list[str]:
+    """Return a line for each of the first steps at which the weights of ranks differed."""
+    lines = []
     for event in run.of("weights_differ")[:MOST_REMARKS]:
         ranks = ranks_named(event.get("ranks") or [])
-        lines.append(f"the weights of {ranks} differed at step {event.get('step')}")
-    failed_saves = [event for event in run.of("save") if event.get("error")]
-    for event in failed_saves[:MOST_REMARKS]:
-        lines.append(f"a checkpoint of step {event.get('step')} failed: {event['error']}")
-    warnings = run.last("measured").get("warnings")
-    if isinstance(warnings, list):
-        lines += [f"the plan was off: {warning}" for warning in warnings]
-    start = run.last("run_start")
-    for name in ("unadapted", "left_out"):
-        notes = start.get(name)
-        if isinstance(notes, list):
-            lines += [str(note) for note in notes]
+        step = event.get("step")
+        lines.append(f"the weights of {ranks} differed at step {step}")
     return lines
+
+
+def _failed_saves(run: RunFacts) -> list[str]:
+    """Return a line for each of the first checkpoints that could not be saved."""
+    lines = []
+    for event in run.of("save"):
+        error = event.get("error")
+        if error and len(lines) < MOST_REMARKS:
+            step = event.get("step")
+            lines.append(f"a checkpoint of step {step} failed: {error}")
+    return lines
+
+
+def _texts(event: dict[str, Any], name: str) -> list[str]:
+    """Return the texts of a list of an event; empty for anything else."""
+    values = event.get(name)
+    if not isinstance(values, list):
+        return []
+    return [str(value) for value in values]
 
 
 def _never_differed(run: RunFacts) -> list[str]:
@@ -280,8 +311,10 @@ def _left_out(run: RunFacts) -> list[str]:
 
 def short(value: Any) -> str:
     """Return a value of the config on one line; keys inside of it that are not set are left out."""
-    shown = flow(_without_unset(value))
-    return shown if len(shown) <= MOST_CELL else f"{shown[:MOST_CELL]} …"
+    text = flow(_without_unset(value))
+    if len(text) <= MOST_CELL:
+        return text
+    return f"{text[:MOST_CELL]} …"
 
 
 def _without_unset(value: Any) -> Any:
@@ -391,11 +424,12 @@ def _given(run: RunFacts) -> set[str]:
         config = Config.model_validate(values, context={"trusted": False})
     except (ValueError, DrumlineError):
         return set()
-    changed = _changed(config)
     given = set()
-    for key in run.config:
-        if any(key == name or key.startswith(f"{name}.") for name in changed):
-            given.add(key)
+    for name in _changed(config):
+        inside = f"{name}."
+        for key in run.config:
+            if key == name or key.startswith(inside):
+                given.add(key)
     return given
 
 
