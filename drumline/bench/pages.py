@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,14 @@ from rich.text import Text
 
 from drumline.errors import EnvironmentFault
 from drumline.foreign import disk_errors
+from drumline.report import markup
 from drumline.report.bars import notes
-from drumline.report.markup import Html, table, tag, text
 from drumline.system.files import write_whole
 
 # Of a table; the first is its head.
 Rows = Sequence[Sequence[str]]
 # Characters between columns.
 COLUMN_GAP = 2
-STYLE = (
-    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.3em .8em;border-bottom:1px solid #8886;"
-    "text-align:right;white-space:nowrap}td:first-child,th:first-child,td:last-child{text-align:left}td:last-child{white-space:normal}"
-    "img{max-width:100%;background:#fff}"
-)
 
 
 def claim(folder: Path, mark: str, thing: str) -> bool:
@@ -111,6 +106,14 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+@dataclass(frozen=True)
+class Part:
+    """A table of a page below its heading, which may be empty."""
+
+    heading: str
+    table: markup.Table
+
+
 def write_pages(
     folder: Path,
     name: str,
@@ -125,31 +128,37 @@ def write_pages(
     matplotlib Figure. Without matplotlib there is no figure, and a note says so.
     """
     png = _png(draw)
-    parts = [f"# {title}"]
-    body = [tag("h1", title)]
-    for heading, rows in tables:
-        markdown_table = markdown(rows)
-        if heading:
-            parts.append(f"## {heading}\n\n{markdown_table}")
-            body.append(tag("h2", heading))
-        else:
-            parts.append(markdown_table)
-        body.append(table(rows[0], rows[1:]))
-    if lines:
-        parts.append("\n".join(f"- {_one_line(line)}" for line in lines))
-    body += [tag("p", line) for line in lines]
     names = [f"{name}.md", f"{name}.html"]
+    picture = None
     if png:
-        parts.append(f"![{title}]({name}.png)")
-        source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-        body.append(Html(f'<img alt="{text(title)}" src="{source}">'))
         names.append(f"{name}.png")
-    write_whole(folder / f"{name}.md", "\n\n".join(parts) + "\n")
+        picture = base64.b64encode(png).decode()
+    parts = []
+    for heading, rows in tables:
+        parts.append(Part(heading, markup.table(rows[0], rows[1:])))
+    page = markup.render(
+        "bench/pages.html.jinja", title=title, parts=parts, lines=lines, picture=picture
+    )
+    text = _markdown_page(title, tables, lines)
     if png:
+        text += f"\n![{title}]({name}.png)\n"
         (folder / f"{name}.png").write_bytes(png)
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8">{tag("title", title)}<style>{STYLE}</style>'
-    write_whole(folder / f"{name}.html", head + "\n".join(body) + "</html>\n")
+    write_whole(folder / f"{name}.md", text)
+    write_whole(folder / f"{name}.html", page)
     return ", ".join(names)
+
+
+def _markdown_page(title: str, tables: Sequence[tuple[str, Rows]], lines: Sequence[str]) -> str:
+    """Return the tables with their headings and the lines below them, as Markdown."""
+    parts = [f"# {title}"]
+    for heading, rows in tables:
+        if heading:
+            parts.append(f"## {heading}")
+        parts.append(markdown(rows))
+    if lines:
+        items = [f"- {_one_line(line)}" for line in lines]
+        parts.append("\n".join(items))
+    return "\n\n".join(parts) + "\n"
 
 
 def _png(draw: Callable[[Any], None]) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from drumline.models.export import PROVENANCE
 from drumline.plan.explain import count, explain, strategy_name
 from drumline.plan.plan import DataPlan, Plan
 from drumline.system.redact import redact
+from drumline.system.templates import render_text
 from drumline.system.yaml_lines import write_yaml
 from drumline.telemetry.events import Eval, Event, Step, read
 
@@ -29,8 +31,6 @@ LICENSE = ("license", "license_name", "license_link")
 MOST_LICENSE_CHARACTERS = 200
 # Packages whose versions an export notes.
 VERSIONS = ("drumline", "torch", "transformers")
-# The section of a model without a known license.
-UNKNOWN_LICENSE = "## License\nNot known: the base model's card names none, or could not be read."
 
 
 def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str:
@@ -39,12 +39,45 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
     `folder`: the export. `to`: its name on the hub. `adapter`: it has only the adapter.
     """
     config = plan.config
-    events = read(run_dir / "events.jsonl")
     base, license_keys = base_of(plan)
     origin = read_object(folder / PROVENANCE, ModelError, f"remove {folder}")
-    is_lora = config.adapter.kind == "lora"
+    start = "random weights"
+    if base:
+        start = f"`{_code(base)}`"
+    name = run_dir.resolve().name
+    plan_text = _without_paths(explain(plan), plan)
+    versions = [f"{package} {origin[package]}" for package in VERSIONS if origin.get(package)]
+    text = render_text(
+        "inference/card.md.jinja",
+        head=write_yaml(_head(plan, base, license_keys, adapter)),
+        name=_text(to.split("/")[-1]),
+        algorithm=config.algorithm.kind,
+        start=start,
+        form=_form(config, adapter),
+        dtype=origin.get("dtype"),
+        classes=_classes(plan),
+        sources=_sources(config),
+        counts=_counts(plan.data),
+        notes=_notes(plan),
+        measured=_measured(read(run_dir / "events.jsonl"), origin.get("step")),
+        file=f"{name}.yaml",
+        config=write_yaml(public(_changed_keys(config))),
+        strategy=strategy_name(plan),
+        devices=f"{plan.mesh.world_size} × {plan.device}",
+        plan=plan_text,
+        versions=", ".join(versions),
+        has_license="license" in license_keys,
+    )
+    return redact(text)
+
+
+def _head(
+    plan: Plan, base: str | None, license_keys: dict[str, Any], adapter: bool
+) -> dict[str, Any]:
+    """Return the keys for the hub. `base`: the model that training started from, if there is one."""
+    config = plan.config
     tags = ["drumline", config.algorithm.kind]
-    if is_lora:
+    if config.adapter.kind == "lora":
         tags.append("lora")
     head: dict[str, Any] = {
         **license_keys,
@@ -59,52 +92,41 @@ def card(run_dir: Path, plan: Plan, folder: Path, to: str, adapter: bool) -> str
     if base is not None and HUB_ID.fullmatch(base):
         head["base_model"] = base
         head["base_model_relation"] = "adapter" if adapter else "finetune"
+    return head
+
+
+def _form(config: Config, adapter: bool) -> str:
+    """Return what the export holds. `adapter`: it has only the adapter."""
     if adapter:
-        form = "the adapter alone, for PEFT"
-    elif is_lora:
-        form = "whole weights, the adapter merged"
-    else:
-        form = "whole weights"
-    start = f"`{_code(base)}`" if base else "random weights"
-    algorithm = config.algorithm.kind
-    parts = [
-        f"---\n{write_yaml(head)}---",
-        f"# {_text(to.split('/')[-1])}",
-        f"Trained by Drumline with `{algorithm}` from {start}. It holds {form}, in {origin.get('dtype')}.",
-    ]
-    if plan.labels:
-        rows = [("logit", "class")]
-        for index, label in enumerate(plan.labels):
-            rows.append((str(index), _text(label)))
-        parts.append("## Classes\n" + _table(rows))
-    parts += _sections(run_dir, plan, events, origin)
-    if "license" not in license_keys:
-        parts.append(UNKNOWN_LICENSE)
-    return redact("\n\n".join(parts) + "\n")
+        return "the adapter alone, for PEFT"
+    if config.adapter.kind == "lora":
+        return "whole weights, the adapter merged"
+    return "whole weights"
 
 
-def _sections(run_dir: Path, plan: Plan, events: list[Event], origin: dict[str, Any]) -> list[str]:
-    """Return the sections from the data to the versions, in Markdown. `origin`: what the export notes of itself."""
+def _classes(plan: Plan) -> str | None:
+    """Return the table of classes; None if the model has none."""
+    if not plan.labels:
+        return None
+    rows = [("logit", "class")]
+    for index, label in enumerate(plan.labels):
+        rows.append((str(index), _text(label)))
+    return _table(rows)
+
+
+def _sources(config: Config) -> str:
+    """Return the table of the sources of training rows."""
     rows = [("source", "kind")]
-    for source in plan.config.data.train:
+    for source in config.data.train:
         rows.append((_source(source), source.kind))
-    sections = ["## Data\n" + _table(rows)]
-    if plan.data is not None:
-        sections.append(_counts(plan.data))
-        for line in plan.data.notes:
-            sections.append(f"- {_text(_without_paths(line, plan))}")
-    sections += _measured(events, origin.get("step"))
-    name = run_dir.resolve().name
-    sections += [
-        f"## Command\n    drumline train {name}.yaml\n\nwith this as {name}.yaml (paths of the machine are shortened):",
-        f"```yaml\n{write_yaml(public(_changed_keys(plan.config)))}```",
-    ]
-    plan_text = _without_paths(explain(plan), plan)
-    devices = f"{plan.mesh.world_size} × {plan.device}"
-    sections.append(f"## Plan\n{strategy_name(plan)} on {devices}.\n\n```\n{plan_text}\n```")
-    versions = [f"{package} {origin[package]}" for package in VERSIONS if origin.get(package)]
-    sections.append(f"## Versions\nWritten with {', '.join(versions)}.")
-    return sections
+    return _table(rows)
+
+
+def _notes(plan: Plan) -> list[str]:
+    """Return the notes of the data, without paths of this machine."""
+    if plan.data is None:
+        return []
+    return [_text(_without_paths(line, plan)) for line in plan.data.notes]
 
 
 def _without_paths(text: str, plan: Plan) -> str:
@@ -120,36 +142,48 @@ def _without_paths(text: str, plan: Plan) -> str:
     return _short_paths(text)
 
 
-def _counts(data: DataPlan) -> str:
+def _counts(data: DataPlan | None) -> str | None:
     """Return how much data the run had; samples of a module of the user's own have no tokens."""
-    tokens = f", {data.train_tokens:,} tokens" if data.train_tokens else ""
+    if data is None:
+        return None
+    tokens = ""
+    if data.train_tokens:
+        tokens = f", {data.train_tokens:,} tokens"
     return f"{data.train_samples:,} training samples{tokens}; {data.eval_samples:,} held out."
 
 
-def _measured(events: list[Event], exported: Any) -> list[str]:
-    """Return the section of what was measured: held-out metrics before training and of the exported step, and the run's cost.
+@dataclass(frozen=True)
+class Measured:
+    """What was measured. `scores`: a table, or None; `samples`: how many it is of; `cost`: of the run, or None."""
+
+    scores: str | None
+    samples: str
+    cost: str | None
+
+
+def _measured(events: list[Event], exported: Any) -> Measured:
+    """Return held-out metrics before training and of the exported step, and the run's cost.
 
     `exported`: the step of the exported checkpoint.
     """
     evals = {event.step: event for event in events if isinstance(event, Eval)}
     steps = {event.step: event for event in events if isinstance(event, Step)}
-    sections = ["## Figures"]
     # The first evaluation, and the one of the exported step.
     shown_steps = dict.fromkeys([*sorted(evals)[:1], exported])
     shown = [evals[step] for step in shown_steps if step in evals]
+    scores = None
+    samples = ""
     if shown:
-        samples = f"On {shown[-1].samples:,} samples."
-        sections.append(f"{_table(_metric_rows(shown))}\n\n{samples}")
+        scores = _table(_metric_rows(shown))
+        samples = f"{shown[-1].samples:,}"
+    cost = None
     if steps:
         last = steps[max(steps)]
         seconds = sum(event.seconds or 0 for event in steps.values())
-        tokens = sum(event.tokens or 0 for event in steps.values())
-        sections.append(
-            f"{last.step:,} steps, {count(tokens)} tokens, {seconds:.3g} s of steps; last training loss {_number(last.loss)}."
-        )
-    if not shown and not steps:
-        sections.append("None was measured.")
-    return sections
+        tokens = count(sum(event.tokens or 0 for event in steps.values()))
+        loss = _number(last.loss)
+        cost = f"{last.step:,} steps, {tokens} tokens, {seconds:.3g} s of steps; last training loss {loss}."
+    return Measured(scores, samples, cost)
 
 
 def _metric_rows(evals: list[Eval]) -> list[tuple[str, ...]]:

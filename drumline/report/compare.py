@@ -141,12 +141,13 @@ def compare(folders: list[Path]) -> None:
 
 def _print_side(console: Console, side_name: str, runs: list[RunFacts]) -> None:
     """Print the letter of a side, the names of its first runs and how many it has."""
+    total = len(runs)
     names = ", ".join(short_names(runs)[:MOST_NAMES])
-    if len(runs) > MOST_NAMES:
-        names += f", … {len(runs)} in all"
-    number = "one run" if len(runs) == 1 else f"{len(runs)} runs"
-    line = f"{side_name}  {names}  ({number})"
-    console.print(Text(printable(redact(line))))
+    if total > MOST_NAMES:
+        names += f", … {total} in all"
+    number = "one run" if total == 1 else f"{total} runs"
+    line = redact(f"{side_name}  {names}  ({number})")
+    console.print(Text(printable(line)))
 
 
 def _names_without_common_steps(
@@ -218,7 +219,7 @@ def _differing_keys(a: list[RunFacts], b: list[RunFacts]) -> list[tuple[str, str
     keys: dict[str, None] = {}
     for run in (*a, *b):
         keys.update(dict.fromkeys(run.config))
-    rows: dict[str, tuple[str, str]] = {}
+    rows: dict[str, tuple[str, str, str]] = {}
     for key in keys:
         values_a = _values(key, a)
         values_b = _values(key, b)
@@ -226,10 +227,12 @@ def _differing_keys(a: list[RunFacts], b: list[RunFacts]) -> list[tuple[str, str
             continue
         section = _differing_section(key, a, b)
         if section is None:
-            rows[key] = ", ".join(values_a), ", ".join(values_b)
+            rows[key] = (key, ", ".join(values_a), ", ".join(values_b))
         else:
-            rows[section] = _section_text(section, a, b), _section_text(section, b, a)
-    return [(key, text_a, text_b) for key, (text_a, text_b) in rows.items()]
+            text_a = _section_text(section, a, b)
+            text_b = _section_text(section, b, a)
+            rows[section] = (section, text_a, text_b)
+    return list(rows.values())
 
 
 def _values(key: str, side: list[RunFacts]) -> list[str]:
@@ -278,19 +281,21 @@ def _section_text_of_run(section: str, run: RunFacts, keys_of_other: set[str]) -
     """Describe a section of one run. `keys_of_other`: keys of the other side, which are left out."""
     if section in run.config:
         return short(run.config[section])
-    kind = run.config.get(f"{section}.kind")
+    kind_key = f"{section}.kind"
+    kind = run.config.get(kind_key)
     defaults = _defaults(section, kind)
     parts = []
     if kind is not None:
         parts.append(str(kind))
+    inside = f"{section}."
     for key, value in run.config.items():
-        name = key.removeprefix(f"{section}.")
-        is_outside = name == key
-        if is_outside or name == "kind" or key in keys_of_other:
+        if not key.startswith(inside) or key == kind_key or key in keys_of_other:
             continue
+        name = key.removeprefix(inside)
         is_default = name in defaults and defaults[name] == value
         if not is_default:
-            parts.append(f"{name} {short(value)}")
+            shown = short(value)
+            parts.append(f"{name} {shown}")
     if parts:
         return ", ".join(parts)
     return "defaults" if _has_keys_below(run, section) else ABSENT
@@ -325,8 +330,10 @@ def judge(a: list[RunFacts], b: list[RunFacts]) -> tuple[list[Verdict], int]:
             continue
         of_a = finals[: len(a)]
         of_b = finals[len(a) :]
-        p = welch(_mean_by_seed(a, of_a), _mean_by_seed(b, of_b))
-        verdicts.append(Verdict(name, (of_a, of_b), _direction(name, runs[0]), p))
+        means_a = _mean_by_seed(a, of_a)
+        means_b = _mean_by_seed(b, of_b)
+        better = _direction(name, runs[0])
+        verdicts.append(Verdict(name, (of_a, of_b), better, welch(means_a, means_b)))
     return verdicts, last_step
 
 
@@ -337,10 +344,10 @@ def _common_names(runs: list[RunFacts]) -> list[str]:
         # Every run measures a loss, though it may never have been a number. Any other curve
         # without a number was not measured.
         if name == "loss":
-            is_common = all(name in run.traces for run in runs)
+            having = [run for run in runs if name in run.traces]
         else:
-            is_common = all(name in run.curves for run in runs)
-        if is_common:
+            having = [run for run in runs if name in run.curves]
+        if len(having) == len(runs):
             names.append(name)
     return names
 
@@ -434,12 +441,14 @@ def welch(one: list[float], other: list[float]) -> float | None:
 
     None if a side has fewer than two values, if a value is NaN, or if both sides have no spread.
     """
-    if min(len(one), len(other)) < 2:
+    size_one = len(one)
+    size_other = len(other)
+    if min(size_one, size_other) < 2:
         return None
-    if any(math.isnan(value) for value in (*one, *other)):
+    if any(map(math.isnan, (*one, *other))):
         return None
-    variance_one = statistics.variance(one) / len(one)
-    variance_other = statistics.variance(other) / len(other)
+    variance_one = statistics.variance(one) / size_one
+    variance_other = statistics.variance(other) / size_other
     variance = variance_one + variance_other
     if variance == 0:
         return None
@@ -448,9 +457,11 @@ def welch(one: list[float], other: list[float]) -> float | None:
     difference = statistics.fmean(one) - statistics.fmean(other)
     t_squared = difference**2 / variance
     # The Welch-Satterthwaite equation.
-    weighted = variance_one**2 / (len(one) - 1) + variance_other**2 / (len(other) - 1)
-    freedom = variance**2 / weighted
-    p = betainc(freedom / 2, 0.5, 0, freedom / (freedom + t_squared), regularized=True)
+    weighted_one = variance_one**2 / (size_one - 1)
+    weighted_other = variance_other**2 / (size_other - 1)
+    freedom = variance**2 / (weighted_one + weighted_other)
+    end = freedom / (freedom + t_squared)
+    p = betainc(freedom / 2, 0.5, 0, end, regularized=True)
     return float(p)
 
 
@@ -497,10 +508,10 @@ def _table(headers: list[str], rows: Sequence[tuple[str, ...]]) -> Table:
         cells.append([printable(redact(cell)) for cell in row])
     table = Table(box=box.SIMPLE_HEAD)
     for place, header in enumerate(headers):
-        column = header.split()  # its words
+        words = header.split()
         for row_cells in cells:
-            column += row_cells[place].split()
-        longest = max(map(len, column))
+            words += row_cells[place].split()
+        longest = max(map(len, words))
         limit = MOST_NAME if place == 0 else MOST_WORD
         table.add_column(header, overflow="fold", min_width=min(longest, limit))
     for row_cells in cells:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 from drumline.report.facts import HELD_OUT, RESTARTS, Points, RunFacts
@@ -27,20 +28,37 @@ def binned(points: Points, most: int) -> Series:
     If it has more, y is the mean of a bin and x the last step of it. Then there are also the bin's
     `low` and `high`, and `size`, the number of points of a bin.
     """
-    if len(points) <= most:
+    total = len(points)
+    if total <= most:
         steps = [step for step, _ in points]
         values = [_rounded(value) for _, value in points]
-        return {"x": steps, "y": values, "of": len(points)}
-    size = _ceil_div(len(points), most)
-    series: Series = {"x": [], "y": [], "low": [], "high": [], "of": len(points), "size": size}
-    for start in range(0, len(points), size):
+        return {"x": steps, "y": values, "of": total}
+    size = _ceil_div(total, most)
+    bins = _Bins()
+    for start in range(0, total, size):
         in_bin = points[start : start + size]
+        last_step, _ = in_bin[-1]
         values = [value for _, value in in_bin]
-        series["x"].append(in_bin[-1][0])
-        series["y"].append(_rounded(statistics.fmean(values)))
-        series["low"].append(_rounded(min(values)))
-        series["high"].append(_rounded(max(values)))
-    return series
+        mean = statistics.fmean(values)
+        bins.add(last_step, mean, min(values), max(values))
+    return {**vars(bins), "of": total, "size": size}
+
+
+class _Bins:
+    """The points of a thinned curve: x, y, and the band around it."""
+
+    def __init__(self) -> None:
+        self.x: list[int] = []
+        self.y: list[float] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def add(self, step: int, mean: float, low: float, high: float) -> None:
+        """Add a point with its band."""
+        self.x.append(step)
+        self.y.append(_rounded(mean))
+        self.low.append(_rounded(low))
+        self.high.append(_rounded(high))
 
 
 def band(repeated: list[Points], most: int) -> Series:
@@ -49,29 +67,22 @@ def band(repeated: list[Points], most: int) -> Series:
     `low` and `high` are one standard deviation (of a sample: n − 1) below and above the mean.
     """
     runs = [dict(points) for points in repeated]
-    common = sorted(set.intersection(*(set(run) for run in runs)))
-    size = max(1, _ceil_div(len(common), most))
-    series: Series = {
-        "x": [],
-        "y": [],
-        "low": [],
-        "high": [],
-        "of": len(common),
-        "size": size,
-        "seeds": len(repeated),
-    }
-    for start in range(0, len(common), size):
-        steps = common[start : start + size]
+    common = set(runs[0])
+    for run in runs[1:]:
+        common.intersection_update(run)
+    steps = sorted(common)
+    size = max(1, _ceil_div(len(steps), most))
+    bins = _Bins()
+    for start in range(0, len(steps), size):
+        in_bin = steps[start : start + size]
         means = []
         for run in runs:
-            means.append(statistics.fmean(run[step] for step in steps))
+            values = [run[step] for step in in_bin]
+            means.append(statistics.fmean(values))
         mean = statistics.fmean(means)
         deviation = statistics.stdev(means)
-        series["x"].append(steps[-1])
-        series["y"].append(_rounded(mean))
-        series["low"].append(_rounded(mean - deviation))
-        series["high"].append(_rounded(mean + deviation))
-    return series
+        bins.add(in_bin[-1], mean, mean - deviation, mean + deviation)
+    return {**vars(bins), "of": len(steps), "size": size, "seeds": len(repeated)}
 
 
 def groups(runs: list[RunFacts]) -> list[list[int]]:
@@ -82,10 +93,10 @@ def groups(runs: list[RunFacts]) -> list[list[int]]:
     places: dict[tuple[str, int], list[int]] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for place, run in enumerate(runs):
-        seed = run.group, str(run.config.get("run.seed"))
-        repeat = seen[seed]
+        seed = str(run.config.get("run.seed"))
+        repeat = seen[run.group, seed]
+        seen[run.group, seed] += 1
         places.setdefault((run.group, repeat), []).append(place)
-        seen[seed] += 1
     return list(places.values())
 
 
@@ -166,10 +177,11 @@ def _chart_of_sets(name: str, run: RunFacts, sets: list[str]) -> Chart:
     """Return the chart of a curve of one run, with the curves of the evaluation sets beside it."""
     label = "all sets" if sets else run.name
     chart = _chart(name, [run], [label], [[0]])
+    lines = chart["series"]
     for color, curve in enumerate(sets, 1):
-        set_name = curve.removeprefix(HELD_OUT).rpartition("/")[0]
-        line = {"name": set_name, "color": color, "member": False}
-        chart["series"].append({**line, **binned(run.curves[curve], MOST_POINTS)})
+        set_name, _, _ = curve.removeprefix(HELD_OUT).rpartition("/")
+        points = binned(run.curves[curve], MOST_POINTS)
+        lines.append({"name": set_name, "color": color, "member": False, **points})
     return chart
 
 
@@ -184,21 +196,31 @@ def _marks(run: RunFacts) -> list[dict[str, Any]]:
 
 def _note(series: list[Series]) -> str:
     """Return what cannot be seen in a chart: how many seeds or points its lines stand for."""
-    parts = []
     means = [line for line in series if "seeds" in line]
+    others = [line for line in series if "seeds" not in line]
+    parts = []
     if means:
-        seeds = sorted({line["seeds"] for line in means})
-        has_band = any("low" in line for line in means)
-        spread = " ± one standard deviation" if has_band else ""
-        parts.append(f"mean{spread} of {' or '.join(map(str, seeds))} seeds")
-    thinned = [line for line in series if line.get("size", 1) > 1 and "seeds" not in line]
+        parts.append(_note_of_means(means))
+    thinned = [line for line in others if line.get("size", 1) > 1]
     if thinned:
-        longest = max(thinned, key=lambda line: line["of"])
-        limits = ", the band from the least to the most of each" if len(series) == 1 else ""
-        parts.append(
-            f"{longest['of']:,} points drawn as {len(longest['x']):,} means of {longest['size']}{limits}"
-        )
+        longest = max(thinned, key=itemgetter("of"))
+        points = longest["of"]
+        drawn = len(longest["x"])
+        size = longest["size"]
+        note = f"{points:,} points drawn as {drawn:,} means of {size}"
+        if len(series) == 1:
+            note += ", the band from the least to the most of each"
+        parts.append(note)
     return "; ".join(parts)
+
+
+def _note_of_means(means: list[Series]) -> str:
+    """Return how many seeds the means of a chart have, and what their bands are."""
+    seeds = sorted({line["seeds"] for line in means})
+    numbers = " or ".join(map(str, seeds))
+    has_band = any("low" in line for line in means)
+    spread = " ± one standard deviation" if has_band else ""
+    return f"mean{spread} of {numbers} seeds"
 
 
 def _ceil_div(number: int, divisor: int) -> int:

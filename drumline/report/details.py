@@ -1,27 +1,31 @@
-"""The sections of a report that are of one run each: HTML, or None where nothing of it was recorded."""
+"""The sections of a report that are of one run each: what they show, or None if nothing of it was recorded.
+
+templates/details.html.jinja shows what is returned here.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from drumline.config.load import override
 from drumline.plan.explain import count
 from drumline.plan.plan import LEFT_OUT
 from drumline.report.curves import MOST_POINTS, Series, binned
-from drumline.report.facts import Points, RunFacts, as_mapping, as_number, as_numbers
+from drumline.report.facts import Attempt, Points, RunFacts, as_mapping, as_number, as_numbers
 from drumline.report.markup import (
-    Html,
+    ABSENT,
+    Pairs,
+    Table,
     facts,
     format_bytes,
     format_seconds,
     format_time,
-    join,
     table,
-    tag,
 )
-from drumline.report.sections import Drawings
+from drumline.report.sections import Chart, Drawings
 from drumline.telemetry.truth import OFF, Comparison
 
 # Purposes of the seconds in a run_end's goodput.
@@ -50,44 +54,58 @@ MOST_EPISODES = 400
 MOST_RANKS = 8  # whose memory is drawn apart; of more only the least and the most
 
 
-def times(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Show goodput of each attempt, seconds of a step, and the heat map of ranks and phases."""
+@dataclass(frozen=True)
+class Times:
+    """What the seconds of a run were spent on. `first_step`: when it came; None if not known."""
+
+    charts: list[Chart]
+    first_step: str | None
+
+
+def times(run: RunFacts, drawings: Drawings) -> Times | None:
+    """Return goodput of each attempt, seconds of a step, and the heat map of ranks and phases."""
     charts = [
         *_draw_goodput(run, drawings),
         *_draw_phases(run, drawings),
         *_draw_step_seconds(run, drawings),
     ]
-    below = []
+    first_step = None
     started = as_numbers(run.last("started").get("seconds"))
     if started:
-        total = format_seconds(sum(started.values()))
-        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in started.items())
-        below.append(tag("p", "First step after ", total, ": ", parts))
-    return _grid(charts, below)
+        total = format_seconds(sum(started.values())) or ABSENT
+        parts = [f"{name} {seconds:.1f} s" for name, seconds in started.items()]
+        first_step = f"{total}: {', '.join(parts)}"
+    if not charts and first_step is None:
+        return None
+    return Times(charts, first_step)
 
 
-def _draw_goodput(run: RunFacts, drawings: Drawings) -> list[Html]:
+def _draw_goodput(run: RunFacts, drawings: Drawings) -> list[Chart]:
     """Draw the seconds by purpose of each attempt that wrote them."""
     names = []
-    goodputs = []
+    seconds_of: dict[str, list[float]] = {purpose: [] for purpose in PURPOSES}
     for number, attempt in enumerate(run.attempts):
-        if attempt.goodput:
-            names.append(f"attempt {number}")
-            goodputs.append(attempt.goodput)
-    if not goodputs:
+        goodput = attempt.goodput
+        if not goodput:
+            continue
+        names.append(f"attempt {number}")
+        for purpose, seconds in seconds_of.items():
+            seconds.append(goodput.get(purpose, 0.0))
+    if not names:
         return []
     series = []
-    for purpose in PURPOSES:
-        series.append({"name": purpose, "x": [each.get(purpose, 0.0) for each in goodputs]})
+    for purpose, seconds in seconds_of.items():
+        series.append({"name": purpose, "x": seconds})
     note = ""
-    lost = len(run.attempts) - len(goodputs)
+    attempts = len(run.attempts)
+    lost = attempts - len(names)
     if lost:
-        note = f"{lost} of {len(run.attempts)} attempts ended before they could write theirs"
+        note = f"{lost} of {attempts} attempts ended before they could write theirs"
     title = "Seconds of rank 0 by purpose"
     return [drawings.add("bars", title, note, rows=names, series=series)]
 
 
-def _draw_phases(run: RunFacts, drawings: Drawings) -> list[Html]:
+def _draw_phases(run: RunFacts, drawings: Drawings) -> list[Chart]:
     """Draw the heat map of seconds by phase and rank, without phases that took no time."""
     names = []
     seconds_of_phases = []
@@ -106,7 +124,7 @@ def _draw_phases(run: RunFacts, drawings: Drawings) -> list[Html]:
     return [drawings.add("heat", "Seconds by phase and rank", note, rows=names, values=values)]
 
 
-def _draw_step_seconds(run: RunFacts, drawings: Drawings) -> list[Html]:
+def _draw_step_seconds(run: RunFacts, drawings: Drawings) -> list[Chart]:
     """Draw what the seconds of a step were spent on."""
     lines = []
     for color, (field, name) in enumerate(STEP_SECONDS.items()):
@@ -126,49 +144,50 @@ def _line(name: str, color: int, points: Points) -> Series:
     return {"name": name, "color": color, **binned(points, MOST_POINTS)}
 
 
-def _grid(charts: list[Html], below: list[Html]) -> Html | None:
-    """Return charts beside each other and what stands below them; None if there is nothing."""
-    if not charts and not below:
-        return None
-    grid = tag("div", *charts, class_="grid") if charts else ""
-    return join((grid, *below))
+@dataclass(frozen=True)
+class Memory:
+    """Planned against measured memory. `verdict`: what a device has and what was planned; may be None."""
+
+    charts: list[Chart]
+    comparison: Table | None
+    verdict: str | None
 
 
-def memory(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Show predicted against measured memory by category, and that of each rank over the steps."""
-    planned = as_numbers(run.last("planned").get("memory"))
+def memory(run: RunFacts, drawings: Drawings) -> Memory | None:
+    """Return predicted against measured memory by category, and that of each rank over the steps."""
+    event = run.last("planned")
+    planned = as_numbers(event.get("memory"))
     comparisons = run.comparisons
     charts = [
         *_draw_memory_by_category(planned, comparisons, drawings),
         *_draw_memory_of_ranks(run, drawings),
     ]
-    below = []
+    comparison = None
     if comparisons:
-        below.append(_comparison_table(comparisons))
-    limit = as_number(run.last("planned").get("limit"))
-    if limit and planned.get("reserved"):
-        verdict = run.last("planned").get("verdict")
-        below.append(
-            tag(
-                "p",
-                f"A device has {format_bytes(limit)}; {format_bytes(planned['reserved'])} of it were planned for. Verdict: {verdict}.",
-            )
-        )
-    return _grid(charts, below)
+        comparison = _comparison_table(comparisons)
+    verdict = None
+    limit = as_number(event.get("limit"))
+    reserved = planned.get("reserved")
+    if limit and reserved:
+        verdict = f"A device has {format_bytes(limit)}; {format_bytes(reserved)} of it were planned for. Verdict: {event.get('verdict')}."
+    if not charts and comparison is None and verdict is None:
+        return None
+    return Memory(charts, comparison, verdict)
 
 
 def _draw_memory_by_category(
     planned: dict[str, float], comparisons: list[Comparison], drawings: Drawings
-) -> list[Html]:
+) -> list[Chart]:
     """Draw planned and measured bytes of each category that was planned."""
     names = [name for name in MEMORY_CATEGORIES if planned.get(name)]
     if not names:
         return []
-    measured = {row.category: row.measured for row in comparisons if row.unit == "bytes"}
-    series = [
-        {"name": "planned", "x": [planned[name] for name in names]},
-        {"name": "measured", "x": [measured.get(name) for name in names]},
-    ]
+    measured = {}
+    for row in comparisons:
+        if row.unit == "bytes":
+            measured[row.category] = row.measured
+    planned_bytes = [planned[name] for name in names]
+    measured_bytes = [measured.get(name) for name in names]
     chart = drawings.add(
         "bars",
         "Memory of the fullest rank",
@@ -176,12 +195,15 @@ def _draw_memory_by_category(
         grouped=True,
         unit="bytes",
         rows=names,
-        series=series,
+        series=[
+            {"name": "planned", "x": planned_bytes},
+            {"name": "measured", "x": measured_bytes},
+        ],
     )
     return [chart]
 
 
-def _draw_memory_of_ranks(run: RunFacts, drawings: Drawings) -> list[Html]:
+def _draw_memory_of_ranks(run: RunFacts, drawings: Drawings) -> list[Chart]:
     """Draw the memory of ranks over the steps."""
     lines = _memory_by_rank(run)
     if not lines:
@@ -194,57 +216,66 @@ def _draw_memory_of_ranks(run: RunFacts, drawings: Drawings) -> list[Html]:
     return [chart]
 
 
-def _comparison_table(comparisons: list[Comparison]) -> Html:
+def _comparison_table(comparisons: list[Comparison]) -> Table:
     """Return the table of predicted against measured values."""
     rows = []
     for row in comparisons:
-        why = row.note or ("off" if row.warns else "")
+        why = row.note
+        if not why and row.warns:
+            why = "off"
         planned = row.show(row.predicted)
         measured = row.show(row.measured)
-        rows.append([row.category, planned, measured, row.by_how_much(), why])
+        rows.append([row.category, planned, measured, row.by_how_much(), why or ""])
     headers = ["", "planned", "measured", "difference", f"why (“off” is more than {OFF:.0%})"]
     return table(headers, rows)
 
 
 def _memory_by_rank(run: RunFacts) -> list[Series]:
     """Return the memory of each rank as lines; of many ranks only the least and the most."""
-    bytes_by_step: dict[int, list[float]] = {}
-    for event in run.of("step"):
-        ranks = event.get("memory_bytes")
-        if not isinstance(ranks, list) or not ranks:
-            continue
-        if all(as_number(bytes_) is not None for bytes_ in ranks):
-            bytes_by_step[event["step"]] = ranks
-    steps = sorted(bytes_by_step)
-    rank_count = max(map(len, bytes_by_step.values()), default=0)
-    points_by_name: dict[str, Points] = {}
-    if rank_count > MOST_RANKS:
-        points_by_name["least"] = [(step, min(bytes_by_step[step])) for step in steps]
-        points_by_name["most"] = [(step, max(bytes_by_step[step])) for step in steps]
-    else:
-        for rank in range(rank_count):
-            having = [step for step in steps if rank < len(bytes_by_step[step])]
-            points = [(step, bytes_by_step[step][rank]) for step in having]
-            points_by_name[f"rank {rank}"] = points
+    least: Points = []
+    most: Points = []
+    by_rank: dict[int, Points] = {}
+    for step, sizes in sorted(_memory_by_step(run).items()):
+        least.append((step, min(sizes)))
+        most.append((step, max(sizes)))
+        for rank, bytes_ in enumerate(sizes):
+            by_rank.setdefault(rank, []).append((step, bytes_))
+    if len(by_rank) > MOST_RANKS:
+        return [_line("least", 0, least), _line("most", 1, most)]
     lines = []
-    for color, (name, points) in enumerate(points_by_name.items()):
-        lines.append(_line(name, color, points))
+    for rank, points in by_rank.items():
+        lines.append(_line(f"rank {rank}", rank, points))
     return lines
 
 
-def communication(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Show bytes by kind of collective, and the seconds of communication that computing did not hide."""
+def _memory_by_step(run: RunFacts) -> dict[int, list[float]]:
+    """Return the bytes of each rank by step, without those of damaged events."""
+    sizes_by_step: dict[int, list[float]] = {}
+    for event in run.of("step"):
+        sizes = event.get("memory_bytes")
+        if not isinstance(sizes, list) or not sizes:
+            continue
+        if all(as_number(bytes_) is not None for bytes_ in sizes):
+            sizes_by_step[event["step"]] = sizes
+    return sizes_by_step
+
+
+def communication(run: RunFacts, drawings: Drawings) -> Pairs | None:
+    """Return bytes by kind of collective, and the seconds of communication that computing did not hide."""
     planned = as_numbers(run.last("planned").get("traffic"))
     sent = run.points("step", "sent_bytes")
     if not sent and not planned.get("total"):
         return None
-    pairs: list[tuple[str, Any]] = []
+    pairs: Pairs = []
     for name, bytes_ in planned.items():
         if bytes_:
-            pairs.append((f"planned: {name.replace('_', '-')}", format_bytes(bytes_)))
+            collective = name.replace("_", "-")
+            pairs.append((f"planned: {collective}", format_bytes(bytes_)))
     if sent:
-        pairs.append(("counted, a step", format_bytes(sent[-1][1])))
-        pairs.append(("sent by a rank in all", format_bytes(sum(value for _, value in sent))))
+        _, newest = sent[-1]
+        total = sum(value for _, value in sent)
+        pairs.append(("counted, a step", format_bytes(newest)))
+        pairs.append(("sent by a rank in all", format_bytes(total)))
     pairs.append(("waiting for other ranks", _share_of_waiting(run)))
     return facts(pairs)
 
@@ -259,70 +290,98 @@ def _share_of_waiting(run: RunFacts) -> str:
     return f"{waited / total:.1%} of the steps' seconds"
 
 
-def faults(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Show each attempt and how it ended, and what else went wrong."""
+@dataclass(frozen=True)
+class Attempts:
+    """The starts of a run and how each ended. `troubles`: what else went wrong."""
+
+    attempts: Table
+    troubles: list[Pairs]
+
+
+def faults(run: RunFacts, drawings: Drawings) -> Attempts | None:
+    """Return each attempt and how it ended, and what else went wrong."""
     if not run.attempts:
         return None
     rows = []
     for number, attempt in enumerate(run.attempts):
-        steps = attempt.steps
-        reach = f"{steps[0]:,} – {steps[-1]:,}" if steps else "none"
-        recompute = attempt.goodput.get("recompute")
-        done_again = format_seconds(recompute) if recompute else None
-        log = None if attempt.fault is None else attempt.fault.get("log")
-        rows.append(
-            [
-                number,
-                format_time(attempt.start["t"]),
-                format_seconds(attempt.seconds),
-                reach,
-                done_again,
-                attempt.outcome,
-                log,
-            ]
-        )
+        rows.append([number, *_attempt_row(attempt)])
     headers = ["attempt", "began", "took", "steps", "steps done again", "end and cause", "log"]
-    parts = [table(headers, rows)]
+    troubles = []
     for kind, label in TROUBLES.items():
         for event in run.of(kind):
-            parts.append(facts([(label, event.get("why")), ("after step", event.get("step"))]))
-    return join(parts)
+            pairs = [(label, event.get("why")), ("after step", event.get("step"))]
+            troubles.append(facts(pairs))
+    return Attempts(table(headers, rows), troubles)
 
 
-def data(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Show the samples, the tokens in the loss, and the sources of the training rows."""
-    counts = as_numbers(run.plan.get("data"))
-    if not counts.get("train_samples"):
+def _attempt_row(attempt: Attempt) -> list[Any]:
+    """Return when an attempt began, how long it took, its steps, and how it ended."""
+    reach = "none"
+    steps = attempt.steps
+    if steps:
+        reach = f"{steps[0]:,} – {steps[-1]:,}"
+    done_again = None
+    recompute = attempt.goodput.get("recompute")
+    if recompute:
+        done_again = format_seconds(recompute)
+    log = None
+    if attempt.fault is not None:
+        log = attempt.fault.get("log")
+    began = format_time(attempt.start["t"])
+    took = format_seconds(attempt.seconds)
+    return [began, took, reach, done_again, attempt.outcome, log]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run was trained on. `sources`: a row for each source; None if there is one alone."""
+
+    facts: Pairs
+    sources: Table | None
+
+
+def data(run: RunFacts, drawings: Drawings) -> Data | None:
+    """Return the samples, the tokens in the loss, and the sources of the training rows."""
+    planned = as_mapping(run.plan.get("data"))
+    counts = as_numbers(planned)
+    train_samples = counts.get("train_samples")
+    if not train_samples:
         return None
-    pairs: list[tuple[str, Any]] = [("training samples", f"{counts['train_samples']:,.0f}")]
+    pairs: Pairs = [("training samples", f"{train_samples:,.0f}")]
     # Samples of a module of the user's own have no tokens.
     tokens = counts.get("train_tokens")
     learned = counts.get("train_learned")
     if tokens:
         pairs.append(("tokens", f"{tokens:,.0f}"))
         if learned:
-            in_loss = f"{learned:,.0f} ({learned / tokens:.1%})"
-            pairs.append(("tokens in the loss", in_loss))
-    pairs.append(("held-out samples", f"{counts.get('eval_samples', 0):,.0f}"))
-    passes = run.last("step").get("epoch")
-    if as_number(passes) is not None:
+            share = learned / tokens
+            pairs.append(("tokens in the loss", f"{learned:,.0f} ({share:.1%})"))
+    held_out = counts.get("eval_samples", 0)
+    pairs.append(("held-out samples", f"{held_out:,.0f}"))
+    passes = as_number(run.last("step").get("epoch"))
+    if passes is not None:
         pairs.append(("passes over the data", f"{passes:.3g}"))
     if tokens:
         trained = sum(value for _, value in run.points("step", "tokens"))
         if trained:
             pairs.append(("tokens trained on", f"{trained:,.0f}"))
-    sources = _dictionaries(as_mapping(run.plan.get("data")).get("sources"))
+    sources = _dictionaries(planned.get("sources"))
+    table_of_sources = None
     if len(sources) > 1:
-        return tag("div", facts(pairs), _source_table(sources))
-    return facts(pairs)
+        table_of_sources = _source_table(sources)
+    return Data(facts(pairs), table_of_sources)
 
 
-def _source_table(sources: list[dict[str, Any]]) -> Html:
+def _source_table(sources: list[dict[str, Any]]) -> Table:
     """Return a row for each source: how many rows were left out of it, and what an epoch has of it."""
     rows = []
     for source in sources:
-        counts = {key: int(value) for key, value in as_numbers(source).items()}
-        left_out = sum(counts.get(name, 0) for name in LEFT_OUT)
+        counts: dict[str, int] = {}
+        for key, value in as_numbers(source).items():
+            counts[key] = int(value)
+        left_out = 0
+        for name in LEFT_OUT:
+            left_out += counts.get(name, 0)
         rows.append(
             [
                 str(source.get("name")),
@@ -337,14 +396,13 @@ def _source_table(sources: list[dict[str, Any]]) -> Html:
     return table(headers, rows)
 
 
-def evaluations(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Show a row for each evaluation, and the change from the first to the last."""
+def evaluations(run: RunFacts, drawings: Drawings) -> Table | None:
+    """Return a row for each evaluation, and the change from the first to the last."""
     found = run.of("eval")
-    scores: dict[str, None] = {}
+    names: dict[str, None] = {}
     for event in found:
-        scores.update(dict.fromkeys(as_numbers(event)))
-    for name in NOT_SCORES:
-        scores.pop(name, None)
+        names.update(dict.fromkeys(as_numbers(event)))
+    scores = [name for name in names if name not in NOT_SCORES]
     if not scores:
         return None
     rows = []
@@ -352,25 +410,37 @@ def evaluations(run: RunFacts, drawings: Drawings) -> Html | None:
         values = [as_number(event.get(score)) for score in scores]
         took = format_seconds(event.get("seconds"))
         rows.append([event["step"], *values, event.get("samples"), took])
-    changes: list[str | None] = []
-    for score in scores:
-        first = as_number(found[0].get(score))
-        last = as_number(found[-1].get(score))
-        if len(found) < 2 or first is None or last is None:
-            changes.append(None)
-        else:
-            changes.append(f"{last - first:+.4g}")
+    changes = [_change(found, score) for score in scores]
     rows.append(["change", *changes, None, None])
     return table(["after step", *scores, "samples", "took"], rows)
 
 
-def samples(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Show what the weights wrote on the same held-out prompts, first and last."""
+def _change(evaluations: list[dict[str, Any]], score: str) -> str | None:
+    """Return the change of a score from the first to the last evaluation; None if there is none."""
+    if len(evaluations) < 2:
+        return None
+    first = as_number(evaluations[0].get(score))
+    last = as_number(evaluations[-1].get(score))
+    if first is None or last is None:
+        return None
+    return f"{last - first:+.4g}"
+
+
+@dataclass(frozen=True)
+class Card:
+    """Titles, each with the text below it; None: none. `reward`: page.js filters by it; may be empty."""
+
+    texts: list[tuple[str, str | None]]
+    reward: str = ""
+
+
+def samples(run: RunFacts, drawings: Drawings) -> list[Card] | None:
+    """Return what the weights wrote on the same held-out prompts, first and last."""
     written = []  # (step, samples)
     for event in run.of("samples"):
-        shown = _dictionaries(event.get("samples"))
-        if shown:
-            written.append((event["step"], shown))
+        found = _dictionaries(event.get("samples"))
+        if found:
+            written.append((event["step"], found))
     if not written:
         return None
     first_step, first_samples = written[0]
@@ -378,10 +448,11 @@ def samples(run: RunFacts, drawings: Drawings) -> Html | None:
     # Matched by their texts, since a resumed run may show more of them.
     first_by_prompt: dict[tuple[str, str], dict[str, Any]] = {}
     if len(written) > 1:
-        first_by_prompt = {_prompt_key(sample): sample for sample in first_samples}
+        for sample in first_samples:
+            first_by_prompt[_prompt_key(sample)] = sample
     cards = []
     for sample in last_samples:
-        texts: list[tuple[str, Any]] = [("prompt", sample.get("prompt"))]
+        texts: Pairs = [("prompt", sample.get("prompt"))]
         first = first_by_prompt.get(_prompt_key(sample))
         if first:
             texts.append((f"after step {first_step:,}", first.get("text")))
@@ -389,8 +460,8 @@ def samples(run: RunFacts, drawings: Drawings) -> Html | None:
         answer = sample.get("answer")
         if answer is not None:
             texts.append(("the row's answer", answer))
-        cards.append(_card(texts))
-    return tag("div", *cards, class_="cards")
+        cards.append(Card(_message_texts(texts)))
+    return cards
 
 
 def _prompt_key(sample: dict[str, Any]) -> tuple[str, str]:
@@ -405,44 +476,40 @@ class Episode(NamedTuple):
     values: dict[str, Any]
 
 
-def rollouts(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Show episodes with their rewards, the newest first; page.js filters them."""
+@dataclass(frozen=True)
+class Rollouts:
+    """Episodes of a run, the newest first. `left_out`: which of them are not there."""
+
+    episodes: list[Card]
+    left_out: str
+
+
+def rollouts(run: RunFacts, drawings: Drawings) -> Rollouts | None:
+    """Return episodes with their rewards, the newest first; page.js filters them."""
     episodes = []
     for event in run.of("completions"):
         for values in _dictionaries(event.get("completions")):
             episodes.append(Episode(event, values))
     if not episodes:
         return None
-    shown = episodes
     left_out = "The first episodes of each rollout."
     if len(episodes) > MOST_EPISODES:
         half = MOST_EPISODES // 2
-        shown = [*episodes[:half], *episodes[-half:]]
         left_out = f"The first and last {half} of {len(episodes):,} recorded episodes."
-    cards = [_episode_card(episode) for episode in reversed(shown)]
-    tools = tag(
-        "p",
-        _reward_limit("least", "from"),
-        _reward_limit("most", "to"),
-        tag("input", type="search", placeholder="search texts", aria_label="search texts"),
-        tag("span", class_="count"),
-        tag("span", left_out),
-        class_="tools",
-    )
-    return tag("div", tools, tag("div", *cards, class_="cards"), class_="episodes")
+        episodes = [*episodes[:half], *episodes[-half:]]
+    cards = [_episode_card(episode) for episode in reversed(episodes)]
+    return Rollouts(cards, left_out)
 
 
-def _reward_limit(kind: str, label: str) -> Html:
-    """Return the field for a limit of rewards. `kind`: least or most."""
-    label = f"reward, {label}"
-    return tag("input", type="number", step="any", class_=kind, placeholder=label, aria_label=label)
-
-
-def _episode_card(episode: Episode) -> Html:
+def _episode_card(episode: Episode) -> Card:
     """Return the card of an episode: its reward, step, domain and length, and its texts."""
     values = episode.values
     reward = as_number(values.get("reward"))
-    worth = "no reward" if reward is None else f"reward {reward:.4g}"
+    worth = "no reward"
+    sort_key = ""
+    if reward is not None:
+        worth = f"reward {reward:.4g}"
+        sort_key = repr(reward)
     step = f"to step {episode.event['step']:,}"
     if episode.event.get("trained") is False:
         step += " (not reached)"
@@ -450,12 +517,9 @@ def _episode_card(episode: Episode) -> Html:
     if not values.get("ended"):
         length += ", cut at the most tokens"
     head = f"{worth} · {step} · {values.get('domain')} · {length}"
-    texts = [
-        (head, None),
-        ("prompt", values.get("prompt")),
-        ("completion", values.get("text")),
-    ]
-    return _card(texts, reward)
+    prompt = ("prompt", values.get("prompt"))
+    completion = ("completion", values.get("text"))
+    return Card([(head, None), *_message_texts([prompt, completion])], sort_key)
 
 
 def _dictionaries(value: Any) -> list[dict[str, Any]]:
@@ -465,15 +529,15 @@ def _dictionaries(value: Any) -> list[dict[str, Any]]:
     return [each for each in value if isinstance(each, dict)]
 
 
-def _card(texts: Iterable[tuple[str, Any]], reward: float | None = None) -> Html:
-    """Return titles, each with the text below it. `reward`: the number by which page.js filters."""
-    parts = []
-    for title, value in texts:
-        parts.append(tag("b", title))
+def _message_texts(pairs: Pairs) -> list[tuple[str, str | None]]:
+    """Return titles with their texts, each a text as it is, or messages as a line each."""
+    texts: list[tuple[str, str | None]] = []
+    for title, value in pairs:
+        text = None
         if value is not None:
-            parts.append(tag("pre", _message_text(value)))
-    data_reward = "" if reward is None else repr(reward)
-    return tag("div", *parts, class_="card", data_reward=data_reward)
+            text = _message_text(value)
+        texts.append((title, text))
+    return texts
 
 
 def _message_text(value: Any) -> str:
@@ -484,12 +548,20 @@ def _message_text(value: Any) -> str:
     return "\n".join(lines)
 
 
-def devices(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Show utilisation, temperature and power of each rank's GPU, and the energy of all devices."""
+@dataclass(frozen=True)
+class Devices:
+    """What the devices did. `kwh`: what they took, as text; None if it is not known."""
+
+    charts: list[Chart]
+    kwh: str | None
+
+
+def devices(run: RunFacts, drawings: Drawings) -> Devices | None:
+    """Return utilisation, temperature and power of each rank's GPU, and the energy of all devices."""
     charts = []
-    for field, label in DEVICE_CURVES.items():
+    for name, label in DEVICE_CURVES.items():
         lines = []
-        for rank, points in sorted(_device_points(run, field).items()):
+        for rank, points in sorted(_device_points(run, name).items()):
             lines.append(_line(f"rank {rank}", rank, points))
         if lines:
             charts.append(drawings.add("lines", f"GPU: {label}", series=lines))
@@ -498,10 +570,12 @@ def devices(run: RunFacts, drawings: Drawings) -> Html | None:
         energy = as_number(event.get("kwh"))
         if energy is not None:
             energies.append(energy)
-    below = []
+    kwh = None
     if energies:
-        below.append(tag("p", f"Energy that the devices took: {sum(energies):.4g} kWh."))
-    return _grid(charts, below)
+        kwh = f"{sum(energies):.4g}"
+    if not charts and kwh is None:
+        return None
+    return Devices(charts, kwh)
 
 
 def _device_points(run: RunFacts, field: str) -> dict[int, Points]:
@@ -518,31 +592,45 @@ def _device_points(run: RunFacts, field: str) -> dict[int, Points]:
     return points
 
 
-def checkpoints(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Show a row for each checkpoint that was saved, and what was exported."""
-    export = run.last("export")
-    if not run.checkpoints and not export:
+@dataclass(frozen=True)
+class Exported:
+    """The export of a run. `error`: why there is none; empty or None if there is one."""
+
+    path: Any
+    difference: str
+    error: Any
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints that were saved, and what was exported; None: nothing was."""
+
+    checkpoints: Table
+    export: Exported | None
+
+
+def checkpoints(run: RunFacts, drawings: Drawings) -> Checkpoints | None:
+    """Return a row for each checkpoint that was saved, and what was exported."""
+    event = run.last("export")
+    if not run.checkpoints and not event:
         return None
+    export = None
+    if event:
+        difference = str(event.get("max_logit_difference"))
+        export = Exported(event.get("path"), difference, event.get("error"))
     rows = []
     for row in run.checkpoints:
-        saved_at = format_time(row["t"]) if "t" in row else None
-        rows.append(
-            [
-                row["step"],
-                _checkpoint_state(row),
-                row["metric"],
-                format_bytes(row.get("bytes")),
-                format_seconds(row.get("seconds")),
-                format_seconds(row.get("blocked_seconds")),
-                saved_at,
-            ]
-        )
+        saved_at = None
+        if "t" in row:
+            saved_at = format_time(row["t"])
+        size = format_bytes(row.get("bytes"))
+        took = format_seconds(row.get("seconds"))
+        waited = format_seconds(row.get("blocked_seconds"))
+        state = _checkpoint_state(row)
+        rows.append([row["step"], state, row["metric"], size, took, waited, saved_at])
     metric = f"eval.metric ({run.config.get('eval.metric')})"
     headers = ["after step", "state", metric, "size", "written in", "training waited", "at"]
-    parts = [table(headers, rows)]
-    if export:
-        parts.append(_export_line(export))
-    return join(parts)
+    return Checkpoints(table(headers, rows), export)
 
 
 def _checkpoint_state(row: dict[str, Any]) -> str:
@@ -554,35 +642,23 @@ def _checkpoint_state(row: dict[str, Any]) -> str:
     return row.get("error") or "removed"
 
 
-def _export_line(export: dict[str, Any]) -> Html:
-    """Return where the model was exported to, or why it was not."""
-    if export.get("error"):
-        return tag("p", export["error"])
-    difference = export.get("max_logit_difference")
-    return tag(
-        "p",
-        "Exported to ",
-        tag("code", export.get("path")),
-        f"; largest difference of logits {difference}",
-    )
+@dataclass(frozen=True)
+class Environment:
+    """Where a run was trained. `command`: what repeats it; None if it has no config.yaml."""
+
+    facts: Pairs
+    command: str | None
 
 
-def environment(run: RunFacts, drawings: Drawings) -> Html | None:
-    """Show where the run was trained, and the command that repeats it."""
+def environment(run: RunFacts, drawings: Drawings) -> Environment:
+    """Return where the run was trained, and the command that repeats it."""
     start = run.last("run_start")
-    parameters = start.get("parameters")
-    pairs: list[tuple[str, Any]] = list(as_mapping(start.get("environment")).items())
+    pairs: Pairs = list(as_mapping(start.get("environment")).items())
     pairs.append(("processes", start.get("world_size")))
+    parameters = start.get("parameters")
     if parameters:
         pairs.append(("parameters", count(as_number(parameters) or 0)))
-    parts = [facts(pairs)]
-    command = repeat(run)
-    if command:
-        code = tag("pre", tag("code", command))
-        button = tag("button", "Copy", type="button", class_="copy")
-        parts.append(tag("h3", "The command that repeats it"))
-        parts.append(tag("div", code, button, class_="command"))
-    return join(parts)
+    return Environment(facts(pairs), repeat(run))
 
 
 def repeat(run: RunFacts) -> str | None:
@@ -605,7 +681,8 @@ def repeat(run: RunFacts) -> str | None:
     return command
 
 
-OF_A_RUN: dict[str, Callable[[RunFacts, Drawings], Html | None]] = {
+# The title of each section, and the function that returns what it shows.
+OF_A_RUN: dict[str, Callable[[RunFacts, Drawings], Any]] = {
     "Time": times,
     "Memory": memory,
     "Devices": devices,

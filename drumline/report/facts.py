@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from operator import add
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -66,6 +67,16 @@ ORDER = (
     SAMPLES_PER_S,
 )
 APART = ("run.seed", "run.dir", "data.cache_dir")  # runs that differ in these alone are repetitions
+# What a page shows of a fault that ended a run: label and field of the event.
+FAILURE = {
+    "reason": "error",
+    "rank": "rank",
+    "host": "host",
+    "after step": "step",
+    "likely cause and fix": "cause",
+    "then": "action",
+    "log": "log",
+}
 RESTARTS = ("restart", "replan")  # actions of a fault after which the launcher starts the run again
 Points = list[tuple[int, float]]  # (step, value)
 Trace = list[tuple[int, float | None]]  # (step, value); None: no finite number
@@ -149,12 +160,15 @@ def _rollout_curves(values: dict[str, float | None]) -> dict[str, float | None]:
     """Return a rollout's numbers by the names of their curves."""
     curves = {}
     for key, value in values.items():
-        if key in ROLLOUT or key.startswith("reward/"):
-            curves[ROLLOUT.get(key, key.replace("/", ": "))] = value
-    differ = values.get("groups_differ")
+        if key in ROLLOUT:
+            curves[ROLLOUT[key]] = value
+        elif key.startswith("reward/"):
+            name = key.replace("/", ": ")
+            curves[name] = value
     has_reward = values.get("reward") is not None
     has_groups = events.has_groups(values.get("prompts"), values.get("episodes"))
-    if differ is not None and has_reward and has_groups:
+    differ = values.get("groups_differ")
+    if has_reward and has_groups and differ is not None:
         curves[GROUPS_ALIKE] = 1 - differ
     return curves
 
@@ -196,8 +210,7 @@ class Attempt:
     def outcome(self) -> str:
         """Return in words how the attempt ended."""
         if self.fault is not None:
-            where = f" on {self.fault['host']}" if self.fault.get("host") else ""
-            return f"rank {self.fault.get('rank')}{where}: {self.fault.get('error')} → {self.fault.get('action')}"
+            return _fault_text(self.fault)
         if self.end is not None:
             return str(self.end.get("status"))
         return "no end was written: still running, or killed"
@@ -269,8 +282,15 @@ class RunFacts:
 
         The last event of a step counts; values that are no finite numbers are left out.
         """
-        values = {event["step"]: as_number(event.get(name)) for event in self.of(kind)}
-        return [(step, value) for step, value in sorted(values.items()) if value is not None]
+        values: dict[int, float | None] = {}
+        for event in self.of(kind):
+            step = event["step"]
+            values[step] = as_number(event.get(name))
+        points: Points = []
+        for step, value in sorted(values.items()):
+            if value is not None:
+                points.append((step, value))
+        return points
 
     @cached_property
     def traces(self) -> dict[str, Trace]:
@@ -278,10 +298,12 @@ class RunFacts:
         values_by_name: dict[str, dict[int, float | None]] = {}
         for event in self.events:
             for name, value in named(event).items():
-                values_by_name.setdefault(name, {})[event["step"]] = value
+                values = values_by_name.setdefault(name, {})
+                values[event["step"]] = value
         traces = {}
         for name in sorted(values_by_name, key=curve_order):
-            traces[name] = sorted(values_by_name[name].items())
+            values = values_by_name[name]
+            traces[name] = sorted(values.items())
         return traces
 
     @cached_property
@@ -356,14 +378,16 @@ class RunFacts:
 
         The mean time of a step times the number of steps done here, over `seconds`.
         """
-        step_seconds = self.points("step", "seconds")
-        if self.seconds <= 0:
+        seconds = self.seconds
+        if seconds <= 0:
             return None
-        productive = 0.0
-        if step_seconds:
-            last_step = step_seconds[-1][0]
-            productive = fmean(value for _, value in step_seconds) * (last_step - self.before)
-        return min(1.0, productive / self.seconds)
+        step_seconds = self.points("step", "seconds")
+        if not step_seconds:
+            return 0.0
+        last_step, _ = step_seconds[-1]
+        mean = fmean(value for _, value in step_seconds)
+        productive = mean * (last_step - self.before)
+        return min(1.0, productive / seconds)
 
     @property
     def phases(self) -> dict[str, list[float]]:
@@ -380,7 +404,7 @@ class RunFacts:
                     seconds = [as_number(value) or 0.0 for value in ranks]
                 total = totals.get(phase, [])
                 if len(total) == len(seconds):
-                    seconds = [a + b for a, b in zip(total, seconds, strict=True)]
+                    seconds = list(map(add, total, seconds))
                 totals[phase] = seconds
         return totals
 
@@ -414,14 +438,9 @@ class RunFacts:
         It has the fields of its save event, `step`, `metric` (of its manifest; None if it has
         none), `there` (its folder exists) and `whole` (its manifest can be read).
         """
-        manifests: dict[int, dict[str, Any]] = {}
+        manifests = {}
         for step, folder in numbered(self.folder / "checkpoints", "step-").items():
-            try:
-                content = read_object(folder / "manifest.json", UserError, numbers=False)
-            except DrumlineError:
-                manifests[step] = {}
-            else:
-                manifests[step] = as_mapping(content.get("manifest"))
+            manifests[step] = _manifest(folder)
         saves = {event["step"]: event for event in self.of("save")}
         rows = []
         for step in sorted(saves.keys() | manifests.keys()):
@@ -458,22 +477,36 @@ class RunFacts:
             return {}
         last = self.attempts[-1]
         if last.fault is None:
-            why = (last.end or {}).get("why")
+            why = last.end.get("why") if last.end else None
             return {"reason": str(why)} if why else {}
-        fault = last.fault
-        values = {
-            "reason": fault.get("error"),
-            "rank": fault.get("rank"),
-            "host": fault.get("host"),
-            "after step": fault.get("step"),
-            "likely cause and fix": fault.get("cause"),
-            "then": fault.get("action"),
-            "log": fault.get("log"),
-        }
-        texts = {label: str(value) for label, value in values.items() if value is not None}
+        texts = {}
+        for label, name in FAILURE.items():
+            value = last.fault.get(name)
+            if value is not None:
+                texts[label] = str(value)
         if "then" in texts:
             texts["then"] = texts["then"].removeprefix("stop: ")
         return texts
+
+
+def _fault_text(fault: dict[str, Any]) -> str:
+    """Return which rank failed, why, and what the launcher did then."""
+    rank = f"rank {fault.get('rank')}"
+    host = fault.get("host")
+    if host:
+        rank += f" on {host}"
+    error = fault.get("error")
+    action = fault.get("action")
+    return f"{rank}: {error} → {action}"
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint; empty if it cannot be read."""
+    try:
+        content = read_object(folder / "manifest.json", UserError, numbers=False)
+    except DrumlineError:
+        return {}
+    return as_mapping(content.get("manifest"))
 
 
 def _newest_phases(attempt: Attempt) -> dict[str, Any]:

@@ -1,27 +1,33 @@
-"""HTML from plain values. All text goes through `text`: it is redacted and escaped there, and nowhere else."""
+"""Values as the templates of HTML show them: texts, tables, and names with their values.
+
+All that a template shows goes through `shown`: it is formatted and redacted there, and escaped by
+Jinja2.
+"""
 
 from __future__ import annotations
 
-import html
 import json
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from drumline.plan.explain import size
 from drumline.report.progress import duration
 from drumline.system.redact import plain, redact
+from drumline.system.templates import environment
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 LONG_WORD = 24  # characters; a column with a longer word may break it
 SHORT_TEXT = 24  # characters; a column without longer texts breaks none
 MOST_TEXT = 20_000  # characters of one value
 MOST_SECONDS = 1e9  # some 30 years; a longer time is a damaged value
+ABSENT = "–"  # shown for a value that is missing
 
-
-class Html(str):
-    """A text that is HTML already."""
-
-    __slots__ = ()
+Pairs = list[tuple[str, Any]]  # names with their values
 
 
 class Keyed(str):
@@ -35,95 +41,104 @@ class Keyed(str):
     key: float
 
 
-def text(value: Any) -> Html:
-    """Return any value as HTML text, redacted and escaped; HTML is returned as it is."""
-    if isinstance(value, Html):
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table."""
+
+    value: Any
+    # The CSS class of its column; None: it has none.
+    class_: str | None
+    # The number that its row is sorted by, as text; None: it is sorted by what is shown.
+    key: str | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, which scrolls by itself if it is wider than the page."""
+
+    head: list[Cell]
+    rows: list[list[Cell]]
+    # Its CSS class; None: it has none.
+    class_: str | None = None
+
+
+@cache
+def html_environment() -> Environment:
+    """Return the environment of the package's templates of HTML."""
+    return environment(autoescape=True, finalize=shown)
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the HTML of a template. Every value in it is formatted, redacted and escaped."""
+    return html_environment().get_template(template).render(values)
+
+
+def shown(value: Any) -> Any:
+    """Return any value as the text that a page shows, redacted. HTML is returned as it is."""
+    from markupsafe import Markup
+
+    if isinstance(value, Markup):
         return value
     if value is None:
-        return Html('<span class="none">–</span>')
+        return Markup('<span class="none">{}</span>').format(ABSENT)
     if isinstance(value, float):
-        shown = f"{value:,.5g}"
+        text = f"{value:,.5g}"
     elif type(value) is int:
-        shown = f"{value:,}"
+        text = f"{value:,}"
     else:
-        shown = str(value)
-    if len(shown) > MOST_TEXT:
-        shown = f"{shown[:MOST_TEXT]} … ({len(shown) - MOST_TEXT:,} more characters)"
-    return Html(html.escape(redact(shown)))
+        text = str(value)
+    if len(text) > MOST_TEXT:
+        more = len(text) - MOST_TEXT
+        text = f"{text[:MOST_TEXT]} … ({more:,} more characters)"
+    return redact(text)
 
 
-def tag(name: str, *inner: Any, **attributes: Any) -> Html:
-    """Return an element.
-
-    `class_` is its class, and `data_x` its data-x. True is an attribute without a value; None and
-    False are no attribute.
-    """
-    opening = name
-    for key, value in attributes.items():
-        if value is None or value is False:
-            continue
-        attribute = key.rstrip("_").replace("_", "-")
-        opening += f" {attribute}"
-        if value is not True:
-            opening += f'="{text(str(value))}"'
-    element = name.split()[0]
-    return Html(f"<{opening}>{join(inner)}</{element}>")
-
-
-def join(parts: Iterable[Any]) -> Html:
-    """Return values as HTML, one after another."""
-    return Html("".join(map(text, parts)))
-
-
-def table(headers: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: Any) -> Html:
-    """Return a table with numbers to the right; a column of long words such as paths may break them.
-
-    It scrolls by itself if it is wider than the page.
-    """
+def table(
+    headers: Sequence[str], rows: Iterable[Sequence[Any]], class_: str | None = None
+) -> Table:
+    """Return a table with numbers to the right; a column of long words such as paths may break them."""
     lines = [list(row) for row in rows]
+    classes: list[str | None] = [None] * len(headers)
     if lines:
         classes = [_class_of_column(column) for column in zip(*lines, strict=True)]
-    else:
-        classes = [None] * len(headers)
-    head_cells = []
-    for header, class_ in zip(headers, classes, strict=True):
-        side = class_ if class_ == "number" else None
-        head_cells.append(tag("th", header, scope="col", class_=side))
-    body_rows = []
+    head = []
+    for header, column_class in zip(headers, classes, strict=True):
+        side = column_class if column_class == "number" else None
+        head.append(Cell(header, side))
+    body = []
     for line in lines:
         cells = []
-        for cell, class_ in zip(line, classes, strict=True):
-            cells.append(tag("td", cell, class_=class_, data_key=getattr(cell, "key", None)))
-        body_rows.append(tag("tr", *cells))
-    head = tag("thead", tag("tr", *head_cells))
-    body = tag("tbody", *body_rows)
-    return tag("div", tag("table", head, body, **attributes), class_="wide")
+        for value, column_class in zip(line, classes, strict=True):
+            key = str(value.key) if isinstance(value, Keyed) else None
+            cells.append(Cell(value, column_class, key))
+        body.append(cells)
+    return Table(head, body, class_)
 
 
-def _class_of_column(cells: Iterable[Any]) -> str | None:
-    """Return the CSS class of a column: `number`; `long`, with words that may be broken; `short`,
-    which stays on a line; None."""
-    longest_text, longest_word = 0, 0
-    for cell in cells:
-        if isinstance(cell, int | float):
+def _class_of_column(values: Iterable[Any]) -> str | None:
+    """Return the CSS class of a column.
+
+    `number`; `long`, with words that may be broken; `short`, which stays on a line; or None.
+    """
+    longest_text = 0
+    longest_word = 0
+    for value in values:
+        if isinstance(value, int | float):
             return "number"
-        if isinstance(cell, Html):
-            return None
-        shown = "" if cell is None else str(cell)
-        longest_text = max(longest_text, len(shown))
-        longest_word = max([longest_word, *map(len, shown.split())])
+        text = "" if value is None else str(value)
+        longest_text = max(longest_text, len(text))
+        for word in text.split():
+            longest_word = max(longest_word, len(word))
     if longest_word > LONG_WORD:
         return "long"
-    return "short" if longest_text <= SHORT_TEXT else None
+    if longest_text <= SHORT_TEXT:
+        return "short"
+    return None
 
 
-def facts(pairs: Iterable[tuple[str, Any]]) -> Html:
-    """Return names and values below each other; those without a value are left out."""
-    items = []
-    for name, value in pairs:
-        if value not in (None, "", [], {}):
-            items += [tag("dt", name), tag("dd", value)]
-    return tag("dl", *items, class_="facts")
+def facts(pairs: Iterable[tuple[str, Any]]) -> Pairs:
+    """Return the names that have a value, with it."""
+    return [(name, value) for name, value in pairs if value not in (None, "", [], {})]
 
 
 def format_bytes(value: Any) -> str | None:
@@ -139,7 +154,9 @@ def format_seconds(value: Any) -> str | None:
         return None
     if not 0 <= value < MOST_SECONDS:
         return None
-    return f"{value:.3g} s" if value < 60 else duration(value)
+    if value < 60:
+        return f"{value:.3g} s"
+    return duration(value)
 
 
 def format_time(value: Any) -> str:
@@ -147,10 +164,12 @@ def format_time(value: Any) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
     except (TypeError, ValueError, OverflowError, OSError):
-        return "–"
+        return ABSENT
 
 
-def as_json(value: Any) -> Html:
+def as_json(value: Any) -> str:
     """Return a value for a script element of type application/json: nothing in it can end the element."""
     dumped = json.dumps(plain(value), allow_nan=False, separators=(",", ":"))
-    return Html(dumped.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+    for character, escaped in (("&", "\\u0026"), ("<", "\\u003c"), (">", "\\u003e")):
+        dumped = dumped.replace(character, escaped)
+    return dumped

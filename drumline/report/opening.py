@@ -9,19 +9,26 @@ from drumline.plan.plan import Plan
 def opening(plan: Plan) -> list[str]:
     """Return the lines of the block: model, data, strategy, steps, memory, and the run folder."""
     config = plan.config
+    algorithm = config.algorithm.kind
+    strategy = strategy_name(plan)
     devices = plan.mesh.world_size * plan.devices_per_rank
-    strategy = f"{strategy_name(plan)} on {devices} × {plan.device}, {plan.precision}"
-    steps = "until the data end" if plan.steps is None else f"{plan.steps}"
-    rows = [
-        ("model", named_model(plan)),
-        ("data", describe_data(plan)),
-        ("strategy", f"{config.algorithm.kind} with {strategy}"),
-        ("batch", plan.batch.rule(plan.mesh.data_ranks)),
-        ("steps", f"{steps}, learning rate {plan.lr:g} ({config.schedule.kind})"),
-    ]
+    steps = "until the data end"
+    if plan.steps is not None:
+        steps = str(plan.steps)
+    rows = {
+        "model": named_model(plan),
+        "data": describe_data(plan),
+        "strategy": f"{algorithm} with {strategy} on {devices} × {plan.device}, {plan.precision}",
+        "batch": plan.batch.rule(plan.mesh.data_ranks),
+        "steps": f"{steps}, learning rate {plan.lr:g} ({config.schedule.kind})",
+    }
     estimate = plan.predicted.estimate
     if estimate:
         peak = size(estimate.memory.reserved)
-        rows.append(("memory", f"{peak} of {size(estimate.limit)} planned for each rank"))
-    rows.append(("writes to", plan.run_dir))
-    return [f"  {name:<10} {value}" for name, value in rows]
+        limit = size(estimate.limit)
+        rows["memory"] = f"{peak} of {limit} planned for each rank"
+    rows["writes to"] = plan.run_dir
+    lines = []
+    for name, value in rows.items():
+        lines.append(f"  {name:<10} {value}")
+    return lines

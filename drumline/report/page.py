@@ -6,9 +6,10 @@ import base64
 import hashlib
 import time
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from drumline.errors import EnvironmentFault, UserError
 from drumline.foreign import disk_errors, first_line
@@ -18,7 +19,7 @@ from drumline.report.bars import notes
 from drumline.report.curves import charts
 from drumline.report.details import OF_A_RUN
 from drumline.report.facts import RunFacts, short_names
-from drumline.report.markup import Html, as_json, join, tag
+from drumline.report.markup import as_json, render
 from drumline.report.picture import draw
 from drumline.system.files import whole_file
 from drumline.version import __version__
@@ -104,127 +105,95 @@ def asset(name: str) -> str:
     return (folder / name).read_text(encoding="utf-8")
 
 
-class PageSection(NamedTuple):
-    """A section of a page. `inner`: None or empty if there is nothing to show."""
+@dataclass(frozen=True)
+class PageSection:
+    """A section of a page, which templates/page.html.jinja shows by its title.
+
+    `view`: what it shows. A section of details has a view for each run, which is None if nothing
+    of it was recorded.
+    """
 
     title: str
-    inner: Html | None
+    view: Any
+
+    @property
+    def id(self) -> str:
+        """Return the id of its element."""
+        return "to-" + self.title.lower().replace(" ", "-")
 
 
 def page(runs: list[RunFacts]) -> str:
     """Return the whole HTML of one or more runs."""
     names = short_names(runs)
     drawings = sections.Drawings()
-    shown = [section for section in _page_sections(runs, names, drawings) if section.inner]
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
-    links = []
-    blocks = []
-    for section in shown:
-        id_ = _id(section.title)
-        links.append(tag("a", section.title, href=f"#{id_}"))
-        blocks.append(tag("section", tag("h2", section.title), section.inner, id=id_))
-    made_at = time.strftime("%Y-%m-%d %H:%M")
-    foot = tag(
-        "footer", f"Drumline {__version__} · made {made_at} · this file holds all that it shows"
+    shown = _page_sections(runs, names, drawings)
+    return document(
+        "page.html.jinja",
+        title,
+        {"charts": drawings.made},
+        asset("draw.js") + asset("page.js"),
+        detailed=names[:MOST_DETAILED],
+        sections=shown,
+        version=__version__,
+        made_at=time.strftime("%Y-%m-%d %H:%M"),
     )
-    without_script = tag(
-        "p", "Curves and filters need JavaScript; tables do without.", class_="note"
-    )
-    body = join(
-        (
-            _top(title, names[:MOST_DETAILED]),
-            tag("nav", *links, aria_label="Sections"),
-            tag("main", *blocks, foot),
-            tag("noscript", without_script),
-        )
-    )
-    script = asset("draw.js") + asset("page.js")
-    return document(f"{title} · Drumline", body, {"charts": drawings.made}, script)
 
 
 def _page_sections(
     runs: list[RunFacts], names: list[str], drawings: sections.Drawings
 ) -> list[PageSection]:
-    """Return the sections of a page in their order. The first runs alone have details."""
+    """Return the sections of a page that have something to show, in their order.
+
+    The first runs alone have details.
+    """
     detailed = runs[:MOST_DETAILED]
-    curves = join(drawings.add(**chart) for chart in charts(runs, names))
-    grid = tag("div", curves, class_="grid") if curves else None
+    curves = [drawings.add(**chart) for chart in charts(runs, names)]
     details = []
     last = []
-    for title, make_section in OF_A_RUN.items():
-        of_runs = [make_section(run, drawings) for run in detailed]
-        if not any(of_runs):
+    for title, make_view in OF_A_RUN.items():
+        views = [make_view(run, drawings) for run in detailed]
+        if not any(views):
             continue
-        blocks = [_of_run(place, inner) for place, inner in enumerate(of_runs)]
-        section = PageSection(title, join(blocks))
+        section = PageSection(title, views)
         if title in AFTER_CONFIGURATION:
             last.append(section)
         else:
             details.append(section)
-    overview = sections.summary(runs, names)
-    if len(runs) > len(detailed):
-        note = f"Details and configuration are of the first {MOST_DETAILED} of {len(runs)} runs; drumline report RUN has another's."
-        overview = join((overview, tag("p", note, class_="note")))
-    return [
-        PageSection("Summary", overview),
-        PageSection("Curves", grid),
-        *details,
-        PageSection("Configuration", sections.configuration(detailed, names)),
-        *last,
-    ]
+    made = [PageSection("Summary", sections.summary(runs, names, len(detailed)))]
+    if curves:
+        made.append(PageSection("Curves", curves))
+    made += details
+    configuration = sections.configuration(detailed, names)
+    if configuration is not None:
+        made.append(PageSection("Configuration", configuration))
+    return [*made, *last]
 
 
-def document(title: str, body: Html, data: object, script: str, connect: str = "'none'") -> str:
+def document(
+    template: str, title: str, data: object, script: str, connect: str = "'none'", **values: Any
+) -> str:
     """Return a page that runs its own two scripts alone: Plotly's and `script`.
 
-    `data`: what the scripts read, as JSON. `connect`: the only address that they may reach, as a
-    source of a Content-Security-Policy.
+    `template`: a file of the folder templates, which extends document.html.jinja and shows
+    `values`. `data`: what the scripts read, as JSON. `connect`: the only address that they may
+    reach, as a source of a Content-Security-Policy.
     """
     plotly = asset("plotly.min.js")
-    hashes = f"{_csp_hash(plotly)} {_csp_hash(script)}"
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; connect-src {connect}"
-    head = join(
-        (
-            Html(
-                '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-            ),
-            Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
-            Html('<meta name="color-scheme" content="light dark">'),
-            tag("title", title),
-            Html(f"<style>{asset('page.css')}</style>"),
-        )
+    return render(
+        f"report/templates/{template}",
+        title=title,
+        style=asset("page.css"),
+        plotly=plotly,
+        script=script,
+        script_sources=f"{_csp_hash(plotly)} {_csp_hash(script)}",
+        connect=connect,
+        data=as_json(data),
+        **values,
     )
-    values = f'<script type="application/json" id="values">{as_json(data)}</script>'
-    # As plain text Plotly's script does not delay the page: draw.js starts it for the first chart.
-    scripts = f'<script type="text/plain" id="plotly">{plotly}</script><script>{script}</script>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}{values}{scripts}</body></html>\n'
 
 
 def _csp_hash(script: str) -> str:
     """Return the source of a Content-Security-Policy that admits exactly this script."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-def _top(title: str, names: list[str]) -> Html:
-    """Return the header with the title and the buttons. `names`: of the runs that have details."""
-    pick: Html | str = ""
-    if len(names) > 1:
-        options = [tag("option", name, value=place) for place, name in enumerate(names)]
-        pick = tag("label", "Details of ", tag("select", *options, id="pick"))
-    log = tag("button", "Log scale", id="log", type="button", aria_pressed="false")
-    printing = tag("button", "Print", id="print", type="button")
-    theme = tag("button", "Dark", id="theme", type="button")
-    tools = tag("div", pick, log, printing, theme, class_="tools")
-    return tag("header", tag("h1", title), tools)
-
-
-def _of_run(place: int, inner: Html | None) -> Html:
-    """Return the block of one run in a section; page.js shows that of the run that is picked."""
-    shown = inner or tag("p", "Nothing of this was recorded.", class_="note")
-    return tag("div", shown, class_="run", data_run=place, hidden=place > 0)
-
-
-def _id(title: str) -> str:
-    """Return the id of a section."""
-    return "to-" + title.lower().replace(" ", "-")

@@ -33,6 +33,7 @@ SAME = 0.01  # relative change of a mean below which it counts as flat
 WIDEST = 100  # characters of the live display
 SAMPLES_SHOWN = 2
 SAMPLE_IDS_SHOWN = 8
+NAME_WIDTH = 15  # characters of a score's name in the summary, at least
 MOST_RANKS = 4  # whose memory is shown apart
 GIB = 2**30
 MIB = 2**20
@@ -42,15 +43,16 @@ def spark(values: list[float]) -> str:
     """Return the last 24 values as a line of blocks, the lowest at the bottom."""
     shown = values[-SPARK_VALUES:]
     low = min(shown)
-    high = max(shown)
-    has_range = high > low
+    spread = max(shown) - low
+    has_range = spread > 0
     if not has_range:
         return SPARKS[0] * len(shown)
-    blocks = []
+    highest = len(SPARKS) - 1
+    blocks = ""
     for value in shown:
-        height = (value - low) / (high - low)
-        blocks.append(SPARKS[int(height * (len(SPARKS) - 1))])
-    return "".join(blocks)
+        height = (value - low) / spread
+        blocks += SPARKS[int(height * highest)]
+    return blocks
 
 
 def trend(values: list[float]) -> str:
@@ -76,7 +78,10 @@ def size(bytes_: float) -> str:
 def failed(failures: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """Give a line for each reward that failed. `failures`: reward → reason → episodes, as in events."""
     for name, reasons in failures.items():
-        lost = ", ".join(f"{count} × {reason}" for reason, count in reasons.items())
+        counted = []
+        for reason, episodes in reasons.items():
+            counted.append(f"{episodes} × {reason}")
+        lost = ", ".join(counted)
         yield f"reward {name} failed, and its episodes are left out: {lost}"
 
 
@@ -154,13 +159,20 @@ class Progress:
             self.live.__exit__(*arguments)
         self.waits.keep()
         if self.end and self.end.status == "finished":
-            if self.is_quiet:
-                line = f"{self._finished_line(self.end)} It is in {self._run_dir()}."
-                self.console.print(_text(line), soft_wrap=True)
-            for line in self.summary():
-                self._print(line)
+            self._print_finished(self.end)
         elif self.page is not None:
             self._print(f"The page about the run is {self.page}.")
+
+    def _print_finished(self, end: events.RunEnd) -> None:
+        """Print the summary of a finished run; one line if the display is quiet."""
+        if not self.is_quiet:
+            for line in self.summary():
+                self._print(line)
+            return
+        finished = self._finished_line(end)
+        run_dir = self._run_dir()
+        line = f"{finished} It is in {run_dir}."
+        self.console.print(_text(line), soft_wrap=True)
 
     def on_event(self, event: events.Event) -> None:
         """Show an event; those without a handler are not for the display."""
@@ -206,53 +218,68 @@ class Progress:
         self.start = event
 
     def _on_step(self, event: events.Step) -> None:
-        loss = event.loss
-        if isinstance(loss, float | int):
-            self.losses[event.step] = loss
-        self.recent.append(event.seconds)
-        if event.sent_bytes:
-            self.sent.append(event.sent_bytes)
         self.step = event
         self.fault = None
+        self.recent.append(event.seconds)
+        if isinstance(event.loss, float | int):
+            self.losses[event.step] = event.loss
+        if event.sent_bytes:
+            self.sent.append(event.sent_bytes)
+        if self.live is None and self._is_shown(event.step):
+            line = self._step_line(event)
+            self._print(line)
+
+    def _is_shown(self, step: int) -> bool:
+        """Return whether files and pipes get a line of this step."""
         steps = self._steps() or 0
+        if step in (1, steps):
+            return True
         every = max(1, steps // PLAIN_STEP_LINES)
-        is_shown = event.step % every == 0 or event.step in (1, steps)
-        if self.live is None and is_shown:
-            self._print(self._step_line(event))
+        return step % every == 0
 
     def _step_line(self, event: events.Step) -> str:
         """Return the line of a step for files and pipes."""
         if not self.is_verbose:
             return self._short_step_line(event)
-        mean = ""
-        losses = list(self.losses.values())[-MEAN_STEPS:]
-        if losses:
-            mean = f" (mean {_mean(losses):.3f})"
+        steps = self._steps() or "?"
+        loss = _number(event.loss, ".4f")
+        norm = _number(event.grad_norm)
+        newest = self._newest_losses()
+        if newest:
+            loss += f" (mean {_mean(newest):.3f})"
         columns = [
-            f"step {event.step}/{self._steps() or '?'}",
-            f"loss {_number(event.loss, '.4f')}{mean}",
+            f"step {event.step}/{steps}",
+            f"loss {loss}",
             f"lr {event.lr:.3g}",
-            f"|g| {_number(event.grad_norm)}",
+            f"|g| {norm}",
             _speed(event),
             f"ETA {self._eta()}",
             f"memory {self._memory()}",
         ]
         if event.sent_bytes:
-            columns.append(f"sent {size(event.sent_bytes)}")
+            sent = size(event.sent_bytes)
+            columns.append(f"sent {sent}")
         return "  ".join(columns)
+
+    def _newest_losses(self) -> list[float]:
+        """Return the losses of the last steps, as many as a mean has."""
+        losses = list(self.losses.values())
+        return losses[-MEAN_STEPS:]
 
     def _short_step_line(self, event: events.Step) -> str:
         """Return the line of a step in 80 columns, which align from step to step."""
         steps = self._steps() or "?"
         position = f"{event.step}/{steps}"
         width = 2 * len(str(steps)) + 1
+        loss = _number(event.loss, ".4f")
+        norm = _number(event.grad_norm, ".3g")
         speed = f"{event.samples_per_s:.4g} samples/s"
         if events.has_tokens(event.tokens, event.samples):
             speed = f"{event.tokens_per_s:,.0f} tok/s"
         columns = [
             f"step {position:<{width}}",
-            f"loss {_number(event.loss, '.4f'):>8}",
-            f"norm {_number(event.grad_norm, '.3g'):>5}",
+            f"loss {loss:>8}",
+            f"norm {norm:>5}",
             f"lr {event.lr:<8.3g}",
             f"{speed:>13}",
             f"{self._eta()} left",
@@ -261,16 +288,15 @@ class Progress:
 
     def _on_eval(self, event: events.Eval) -> None:
         self.evals.append(event)
-        self._print(
-            f"Held out at step {event.step}: {_metrics(event)} ({event.samples} samples)", "cyan"
-        )
+        metrics = _metrics(event)
+        self._print(f"Held out at step {event.step}: {metrics} ({event.samples} samples)", "cyan")
         self._print_all(failed(event.reward_failures or {}))
 
     def _on_samples(self, event: watched.Samples) -> None:
         for sample in event.samples[:SAMPLES_SHOWN]:
-            prompt = _one_line(sample["prompt"])
-            text = _one_line(sample["text"])
-            self._print(f"sample, step {event.step}: …{prompt[-40:]} → {text[:100]}", "dim")
+            prompt_end = _one_line(sample["prompt"])[-40:]
+            text_start = _one_line(sample["text"])[:100]
+            self._print(f"sample, step {event.step}: …{prompt_end} → {text_start}", "dim")
 
     def _on_rollout(self, event: events.Rollout) -> None:
         if event.reward is not None:
@@ -301,19 +327,21 @@ class Progress:
         self.is_measured = True
         if not event.warned and not self.is_verbose:
             return
-        step = ""
+        peak = size(memory["peak"])
+        parts = [f"peak {peak} a rank"]
         if "total" in seconds:
-            step = f" · step {seconds['total']:.3g} s"
+            total = seconds["total"]
+            parts[0] += f" · step {total:.3g} s"
+        accuracy = "as planned"
+        style = ""
         if event.warned:
-            accuracy = f"off by more than 15%: {', '.join(event.warned)}"
+            categories = ", ".join(event.warned)
+            accuracy = f"off by more than 15%: {categories}"
             style = "yellow"
-        else:
-            accuracy = "as planned"
-            style = ""
-        check = f"drumline plan --check {shlex.quote(self._run_dir())}"
-        self._print(
-            f"measured: peak {size(memory['peak'])} a rank{step} · {accuracy} ({check})", style
-        )
+        parts.append(accuracy)
+        measured = " · ".join(parts)
+        run_dir = shlex.quote(self._run_dir())
+        self._print(f"measured: {measured} (drumline plan --check {run_dir})", style)
 
     def _on_profile(self, event: events.Profiled) -> None:
         self.profile = event
@@ -323,32 +351,38 @@ class Progress:
             self._print(line)
 
     def _on_save(self, event: events.Save) -> None:
+        if event.path:
+            self.save = event
         if event.error:
             rest = "" if event.path else " — the run goes on"
             self._print(f"checkpoint of step {event.step}: {event.error}{rest}", "yellow")
         elif self.live is None and self.is_verbose:
-            self._print(
-                f"checkpoint of step {event.step}: {size(event.bytes)} in {event.seconds:.1f} s"
-            )
-        if event.path:
-            self.save = event
+            written = size(event.bytes)
+            self._print(f"checkpoint of step {event.step}: {written} in {event.seconds:.1f} s")
 
     def _on_started(self, event: events.Started) -> None:
         if not self.is_verbose:
             return
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in event.seconds.items())
-        self._print(f"first step after {sum(event.seconds.values()):.1f} s: {parts}", "dim")
+        parts = []
+        for name, seconds in event.seconds.items():
+            parts.append(f"{name} {seconds:.1f}")
+        total = sum(event.seconds.values())
+        listed = ", ".join(parts)
+        self._print(f"first step after {total:.1f} s: {listed}", "dim")
 
     def _on_restore(self, event: events.Restore) -> None:
         for skipped in event.skipped:
-            self._print(f"Passed over a damaged checkpoint: {skipped['reason']}", "yellow")
+            reason = skipped["reason"]
+            self._print(f"Passed over a damaged checkpoint: {reason}", "yellow")
         if event.path:
             self._print(f"Resuming after step {event.step} from {event.path}")
         else:
             self._print("There is no checkpoint yet: starting at the first step")
         self.restored = event.step
-        self.losses = {step: loss for step, loss in self.losses.items() if step <= event.step}
         self.recent.clear()
+        for step in list(self.losses):
+            if step > event.step:
+                del self.losses[step]
 
     def _on_nonfinite(self, event: events.Nonfinite) -> None:
         loss = _number(event.loss)
@@ -361,25 +395,27 @@ class Progress:
 
     def _on_spike(self, event: watched.Spike) -> None:
         loss = _number(event.loss)
+        limit = f"{event.limit:.4g}"
+        mean = f"{event.mean:.4g}"
         samples = _sample_ids(event.sample_ids)
         self._print(
-            f"step {event.step}: loss {loss} jumps above {event.limit:.4g} (mean before {event.mean:.4g}) — {event.policy} ({samples})",
+            f"step {event.step}: loss {loss} jumps above {limit} (mean before {mean}) — {event.policy} ({samples})",
             "yellow",
         )
 
     def _on_weights_differ(self, event: watched.WeightsDiffer) -> None:
-        since = "" if event.agreed is None else f"; they agreed after step {event.agreed}"
-        self._print(
-            f"step {event.step}: the weights of {watched.ranks_named(event.ranks)} differ{since}",
-            "bold red",
-        )
+        ranks = watched.ranks_named(event.ranks)
+        line = f"step {event.step}: the weights of {ranks} differ"
+        if event.agreed is not None:
+            line += f"; they agreed after step {event.agreed}"
+        self._print(line, "bold red")
 
     def _on_straggler(self, event: watched.Straggler) -> None:
-        self._print(
-            f"rank {event.rank} ({event.device} of {event.host}) holds up the others: {event.seconds:.3g} s a step of its own, the median"
-            f" rank {event.median:.3g} s; that costs {event.lost_tokens_per_s:,.0f} tokens/s",
-            "yellow",
-        )
+        line = f"rank {event.rank} ({event.device} of {event.host}) holds up the others:"
+        line += f" {event.seconds:.3g} s a step of its own,"
+        line += f" the median rank {event.median:.3g} s;"
+        line += f" that costs {event.lost_tokens_per_s:,.0f} tokens/s"
+        self._print(line, "yellow")
 
     def _on_fault(self, event: events.Fault) -> None:
         # The launcher has reported it at length; the display shows that the run waits for new ranks.
@@ -401,64 +437,82 @@ class Progress:
     def summary(self) -> list[str]:
         """Return the lines of a finished run: before and after, where the result lies, and what to try next."""
         assert self.end is not None
-        lines = ["", self._finished_line(self.end)]
-        lines += self._lines_of_learning()
-        if self.end.why:
-            lines.append(f"  ended early: {self.end.why}")
-        if isinstance(self.end.kwh, float):
-            of_what = "this start" if self.restarts else "the run"
-            lines.append(f"  energy  {self.end.kwh:.3g} kWh of {of_what}")
+        return [
+            "",
+            self._finished_line(self.end),
+            *self._lines_of_learning(),
+            *self._lines_of_cost(self.end),
+            *self._lines_of_results(),
+            "Next:",
+            *self._next_commands(),
+        ]
+
+    def _lines_of_cost(self, end: events.RunEnd) -> list[str]:
+        """Return why a run ended early, and what it took: energy, bytes sent, and operators."""
+        lines = []
+        if end.why:
+            lines.append(f"  ended early: {end.why}")
+        if isinstance(end.kwh, float):
+            of_what = "the run"
+            if self.restarts:
+                of_what = "this start"
+            lines.append(f"  energy  {end.kwh:.3g} kWh of {of_what}")
         if self.sent:
             mean = size(_mean(self.sent))
-            lines.append(f"  sent    {mean} a rank and step, mean of {len(self.sent)} steps")
+            steps = len(self.sent)
+            lines.append(f"  sent    {mean} a rank and step, mean of {steps} steps")
         if self.profile:
             lines += _operators(self.profile)
+        return lines
+
+    def _lines_of_results(self) -> list[str]:
+        """Return where the model, the page and the events are."""
+        lines = []
         if self.export and self.export.error:
             lines.append("  model   not exported: the note says why, and how to get it")
         elif self.export:
-            how = "  (load it with transformers' from_pretrained)" if self.is_verbose else ""
-            lines.append(f"  model   {self.export.path}{how}")
+            line = f"  model   {self.export.path}"
+            if self.is_verbose:
+                line += "  (load it with transformers' from_pretrained)"
+            lines.append(line)
         if self.step:
-            lines.append(f"  memory  {self._memory()} at the peak")
+            memory = self._memory()
+            lines.append(f"  memory  {memory} at the peak")
         if self.page is not None:
             lines.append(f"  page    {self.page}")
-        lines.append(f"  events  {self._run_dir()}/events.jsonl")
-        lines.append("Next:")
-        lines += self._next_commands()
+        run_dir = self._run_dir()
+        lines.append(f"  events  {run_dir}/events.jsonl")
         return lines
 
     def _finished_line(self, end: events.RunEnd) -> str:
         """Return how many steps were finished, in what time."""
+        since = "in"
         if self.restarts:
             # A rank knows the seconds of its own start alone.
             starts = "restart" if self.restarts == 1 else "restarts"
-            since = f"after {self.restarts} {starts}; since the last one "
-        else:
-            since = "in "
+            since = f"after {self.restarts} {starts}; since the last one"
         spent = end.goodput
-        productive = ""
-        if spent.get("productive"):
-            share = spent["productive"] / spent["elapsed"]
-            productive = f", {share:.0%} of it in training steps"
-        took = duration(spent.get("elapsed", 0))
-        return f"Finished {end.step} steps {since}{took}{productive}."
+        elapsed = spent.get("elapsed", 0)
+        line = f"Finished {end.step} steps {since} {duration(elapsed)}"
+        productive = spent.get("productive")
+        if productive:
+            share = productive / spent["elapsed"]
+            line += f", {share:.0%} of it in training steps"
+        return f"{line}."
 
     def _lines_of_learning(self) -> list[str]:
         """Return training loss, reward and scores of evaluations, each before and after."""
         lines = []
         losses = list(self.losses.values())
         if len(losses) >= 2 * MEAN_STEPS:
-            first = _mean(losses[:MEAN_STEPS])
-            last = _mean(losses[-MEAN_STEPS:])
-            lines.append(
-                f"  training {'loss':<15} {first:.4f} → {last:.4f}  (means of {MEAN_STEPS} steps)"
-            )
+            first = f"{_mean(losses[:MEAN_STEPS]):.4f}"
+            last = f"{_mean(losses[-MEAN_STEPS:]):.4f}"
+            name = f"{'loss':<{NAME_WIDTH}}"
+            lines.append(f"  training {name} {first} → {last}  (means of {MEAN_STEPS} steps)")
         if len(self.rewards) > 1:
-            first_reward = _number(self.rewards[0], ".4f")
-            last_reward = _number(self.rewards[-1], ".4f")
-            lines.append(
-                f"  reward  {first_reward} → {last_reward}  (the first and the last rollout)"
-            )
+            first = _number(self.rewards[0], ".4f")
+            last = _number(self.rewards[-1], ".4f")
+            lines.append(f"  reward  {first} → {last}  (the first and the last rollout)")
         if len(self.evals) > 1:
             lines += self._lines_of_evaluations()
         return lines
@@ -468,7 +522,7 @@ class Progress:
         before = self.evals[0].metrics
         after = self.evals[-1].metrics
         names = [name for name in after if name in before]
-        width = max([15, *map(len, names)])
+        width = max([NAME_WIDTH, *map(len, names)])
         lines = []
         for name in names:
             first = _score(name, before[name], ".4f")
@@ -535,61 +589,62 @@ class Progress:
             table.add_row("loss", Text(self._loss_line(), style="green"))
         if self.evals:
             newest = self.evals[-1]
-            table.add_row("held out", _text(f"{_metrics(newest)} (step {newest.step})"))
+            metrics = _metrics(newest)
+            table.add_row("held out", _text(f"{metrics} (step {newest.step})"))
         table.add_row("speed", _speed_line(now))
         table.add_row("time", _time_line(now))
         if self.sent:
-            table.add_row("sent", f"{size(_mean(self.sent))} a rank and step")
-        table.add_row("rate", _text(f"lr {now.lr:.3g} · gradient norm {_number(now.grad_norm)}"))
+            mean = size(_mean(self.sent))
+            table.add_row("sent", f"{mean} a rank and step")
+        norm = _number(now.grad_norm)
+        table.add_row("rate", _text(f"lr {now.lr:.3g} · gradient norm {norm}"))
         table.add_row("memory", self._memory())
         if self.save:
-            ago = duration(time.time() - self.save.t)
-            table.add_row(
-                "saved",
-                f"step {self.save.step}, {ago} ago, {size(self.save.bytes)}, training waited {self.save.blocked_seconds:.2f} s",
-            )
+            table.add_row("saved", _saved_line(self.save))
         return table
 
     def _loss_line(self) -> str:
         """Return the newest loss, its trend, the mean of the last steps and their spark line."""
         losses = list(self.losses.values())
-        parts = [f"{losses[-1]:.4f} {trend(losses)}"]
+        arrow = trend(losses)
+        parts = [f"{losses[-1]:.4f} {arrow}"]
         if len(losses) >= MEAN_STEPS:
-            parts.append(f"mean of {MEAN_STEPS} {_mean(losses[-MEAN_STEPS:]):.4f}")
+            mean = _mean(losses[-MEAN_STEPS:])
+            parts.append(f"mean of {MEAN_STEPS} {mean:.4f}")
         parts.append(spark(losses))
         return "  ".join(parts)
 
     def _waiting(self, step: int, steps: int) -> Text | None:
         """Return a line on what the run does between steps; None while steps go on."""
         if self.fault:
-            then = "starting again …" if self.fault.action == "restart" else self.fault.action
-            return _text(
-                f"rank {self.fault.rank}: {self.fault.error} after step {self.fault.step} — {then}",
-                style="bold red",
-            )
-        may_wait = not self.step or step == steps or self._is_late(self.step)
+            return _text(_fault_line(self.fault), style="bold red")
+        is_last = step == steps
+        may_wait = not self.step or is_last or self._is_late(self.step)
         if may_wait and not self.end:
             line = self.waits.line()
             if line is not None:
                 return Text(line, style="dim")
         if not self.step:
             return Text("Loading the model; the first step comes next", style="dim")
-        if step == steps and not self.end:
+        if is_last and not self.end:
             return Text("Last evaluation, checkpoint and export …", style="dim")
         return None
 
     def _is_late(self, step: events.Step) -> bool:
         """Return whether the last step is longer ago than three usual ones and a second."""
-        usual = _mean(list(self.recent)) if self.recent else 0.0
+        usual = 0.0
+        if self.recent:
+            usual = _mean(list(self.recent))
         return time.time() - step.t > 1 + 3 * usual
 
     def _eta(self) -> str:
         """Return the time until the last step, or – if it is not known."""
         steps = self._steps()
-        times = list(self.recent)
-        if not steps or not times or not self.step:
+        if not steps or not self.recent or not self.step:
             return "–"
-        return duration((steps - self.step.step) * _mean(times))
+        steps_left = steps - self.step.step
+        usual = _mean(list(self.recent))
+        return duration(steps_left * usual)
 
     def _steps(self) -> int | None:
         """Return the steps of the whole run; None if they are not known."""
@@ -605,9 +660,13 @@ class Progress:
         if self.step and self.step.memory_bytes:
             ranks = self.step.memory_bytes
         if len(ranks) > MOST_RANKS:
-            return f"{size(min(ranks))} to {size(max(ranks))} on {len(ranks)} ranks"
-        sizes = " · ".join(size(bytes_) for bytes_ in ranks)
-        return f"{sizes} a rank" if len(ranks) > 1 else sizes
+            least = size(min(ranks))
+            most = size(max(ranks))
+            return f"{least} to {most} on {len(ranks)} ranks"
+        sizes = " · ".join(map(size, ranks))
+        if len(ranks) > 1:
+            return f"{sizes} a rank"
+        return sizes
 
 
 def _mean(values: list[float]) -> float:
@@ -627,57 +686,88 @@ def _one_line(value: Any) -> str:
 
 def _metrics(event: events.Eval) -> str:
     """Return all metrics of an evaluation with their names."""
-    return " · ".join(f"{name} {_score(name, value)}" for name, value in event.metrics.items())
+    parts = []
+    for name, value in event.metrics.items():
+        score = _score(name, value)
+        parts.append(f"{name} {score}")
+    return " · ".join(parts)
 
 
 def _rollout_line(event: events.Rollout) -> str:
     """Return the line of a rollout: rewards, lengths, and what its seconds were spent on."""
-    unreached = " (not reached)" if event.trained is False else ""
-    domains = []
-    for key, value in event.metrics.items():
-        if key.startswith("reward/"):
-            domains.append(f"{key.removeprefix('reward/')} {_score(key, value)}")
     rewarded = _rewarded(event)
+    domains = _rewards_of_domains(event)
     if len(domains) > 1:
-        rewarded += f" ({' · '.join(domains)})"
+        listed = " · ".join(domains)
+        rewarded += f" ({listed})"
     parts = [rewarded]
     has_groups = event.reward is not None and events.has_groups(event.prompts, event.episodes)
     if has_groups and isinstance(event.groups_differ, float | int):
-        parts.append(f"groups without a difference {1 - event.groups_differ:.0%}")
+        alike = 1 - event.groups_differ
+        parts.append(f"groups without a difference {alike:.0%}")
     parts.append(f"length {event.length:.1f}")
     parts.append(f"ended {event.ended:.0%}")
     if event.sampler_gap is not None:
         parts.append(f"sampler off by {event.sampler_gap:.2g}")
-    parts.append(
-        f"seconds generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
-    )
-    return f"rollout, to step {event.step}{unreached}: {' · '.join(parts)}"
+    parts.append(_rollout_seconds(event))
+    numbers = " · ".join(parts)
+    unreached = " (not reached)" if event.trained is False else ""
+    return f"rollout, to step {event.step}{unreached}: {numbers}"
+
+
+def _rewards_of_domains(event: events.Rollout) -> list[str]:
+    """Return the mean reward of each domain with its name."""
+    domains = []
+    for key, value in event.metrics.items():
+        if key.startswith("reward/"):
+            domain = key.removeprefix("reward/")
+            score = _score(key, value)
+            domains.append(f"{domain} {score}")
+    return domains
+
+
+def _rollout_seconds(event: events.Rollout) -> str:
+    """Return what the seconds of a rollout were spent on."""
+    parts = [
+        f"generate {event.generate_s:.1f}",
+        f"reward {event.reward_s:.1f}",
+        f"infer {event.infer_s:.1f}",
+        f"train {event.train_s:.1f}",
+    ]
+    return "seconds " + ", ".join(parts)
 
 
 def _rewarded(event: events.Rollout) -> str:
-    """The mean reward of a rollout and its spread, or why it has none."""
+    """Return the mean reward of a rollout and its spread, or why it has none."""
     if event.reward is not None:
-        return f"reward {_number(event.reward)} ± {_number(event.reward_std, '.3g')}"
-    failed_episodes = event.episodes - event.left_out
+        mean = _number(event.reward)
+        deviation = _number(event.reward_std, ".3g")
+        return f"reward {mean} ± {deviation}"
+    episodes = event.episodes
+    failed_episodes = episodes - event.left_out
     if failed_episodes == 0:
-        return f"no reward (none applies to the {event.episodes} episodes)"
+        return f"no reward (none applies to the {episodes} episodes)"
     if event.left_out == 0:
-        return f"no reward (all {event.episodes} episodes failed)"
-    return f"no reward ({failed_episodes} of {event.episodes} episodes failed, and none applies to the others)"
+        return f"no reward (all {episodes} episodes failed)"
+    return f"no reward ({failed_episodes} of {episodes} episodes failed, and none applies to the others)"
 
 
 def _operators(event: events.Profiled) -> list[str]:
     """Return where a profile was written, and a table of the operators that took longest."""
     steps = f"step {event.step}"
     if event.steps != 1:
-        steps = f"steps {event.step} to {event.step + event.steps - 1}"
+        last = event.step + event.steps - 1
+        steps = f"steps {event.step} to {last}"
+    head = f"profile of rank {event.rank}, {steps}: {event.trace}"
     lines = [
-        f"profile of rank {event.rank}, {steps}: {event.trace} · snapshot of memory: {event.snapshot}",
+        f"{head} · snapshot of memory: {event.snapshot}",
         f"  {'operator':<44} {'calls':>7} {'seconds':>9} {'share':>6}",
     ]
     for operator in event.operators:
         name = operator["name"][:44]
-        calls, seconds, share = operator["calls"], operator["seconds"], operator["share"]
+        calls = operator["calls"]
+        seconds = operator["seconds"]
+        share = operator["share"]
         lines.append(f"  {name:<44} {calls:>7,} {seconds:>9.3g} {share:>6.1%}")
     return lines
 
@@ -685,8 +775,9 @@ def _operators(event: events.Profiled) -> list[str]:
 def _sample_ids(ids: list[int]) -> str:
     """Return the first samples of a batch as text."""
     shown = ", ".join(map(str, ids[:SAMPLE_IDS_SHOWN]))
-    rest = "…" if len(ids) > SAMPLE_IDS_SHOWN else ""
-    return f"samples {shown}{rest}"
+    if len(ids) > SAMPLE_IDS_SHOWN:
+        shown += "…"
+    return f"samples {shown}"
 
 
 def _score(name: str, value: Any, form: str = ".4g") -> str:
@@ -725,6 +816,23 @@ def _speed_line(step: events.Step) -> str:
 def _time_line(step: events.Step) -> str:
     """Return what the seconds of a step were spent on."""
     data = f"data {step.data_s:.2f} s"
+    compute = f"{step.compute_s:.2f} s"
     if step.comm_s is None:
-        return f"{data} · compute and waiting for others {step.compute_s:.2f} s"
-    return f"{data} · compute {step.compute_s:.2f} s · waiting for others {step.comm_s:.2f} s"
+        return f"{data} · compute and waiting for others {compute}"
+    return f"{data} · compute {compute} · waiting for others {step.comm_s:.2f} s"
+
+
+def _saved_line(save: events.Save) -> str:
+    """Return which checkpoint is the newest, and what it took."""
+    ago = duration(time.time() - save.t)
+    bytes_ = size(save.bytes)
+    waited = f"{save.blocked_seconds:.2f} s"
+    return f"step {save.step}, {ago} ago, {bytes_}, training waited {waited}"
+
+
+def _fault_line(fault: events.Fault) -> str:
+    """Return which rank failed, and what happens then."""
+    then = fault.action
+    if then == "restart":
+        then = "starting again …"
+    return f"rank {fault.rank}: {fault.error} after step {fault.step} — {then}"

@@ -1,8 +1,13 @@
-"""The sections of a report that are about all of its runs: what one looks at first, and their configuration."""
+"""The sections of a report that are about all of its runs: what one looks at first, and their configuration.
+
+templates/sections.html.jinja shows what is returned here.
+"""
 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -23,7 +28,7 @@ from drumline.report.facts import (
     as_numbers,
     differences,
 )
-from drumline.report.markup import Html, Keyed, facts, format_seconds, join, table, tag, text
+from drumline.report.markup import Keyed, Pairs, Table, facts, format_seconds, shown, table
 from drumline.telemetry.events import has_groups
 from drumline.telemetry.truth import Comparison
 from drumline.telemetry.watched import ranks_named
@@ -31,6 +36,11 @@ from drumline.telemetry.watched import ranks_named
 MOST_COLUMNS = 8  # of keys that differ, in the table of runs
 MOST_CELL = 300  # characters of a value in a table
 MOST_REMARKS = 3  # of a kind of event
+# Kinds of events that are remarks, with the line of one.
+REMARKS = {
+    "spike": "the loss jumped at step {step}",
+    "straggler": "rank {rank} held up the others from step {step}",
+}
 WHOLE_SPEED = 100  # speeds from here on are shown without decimals
 # Values of the plan that are shown under the configuration.
 RESOLVED = (
@@ -47,87 +57,92 @@ RESOLVED = (
 )
 
 
+@dataclass(frozen=True)
+class Chart:
+    """A chart, which draw.js finds by its number. `note`: stands beside the title; may be empty."""
+
+    number: int
+    title: str
+    note: str
+
+
 class Drawings:
     """The charts of a page. draw.js finds each by its place in `made`."""
 
     def __init__(self) -> None:
         self.made: list[dict[str, Any]] = []
 
-    def add(self, kind: str, title: str, note: str = "", **drawing: Any) -> Html:
+    def add(self, kind: str, title: str, note: str = "", **drawing: Any) -> Chart:
         """Add a chart and return the element that draw.js draws it in.
 
         `kind`: lines (with `series` and `marks`), bars (with `rows` and `series`) or heat (with
         `rows` and `values`).
         """
+        number = len(self.made)
         self.made.append({"kind": kind, "title": title, **drawing})
-        number = len(self.made) - 1
-        chart = tag("div", class_="chart", data_chart=number, role="img", aria_label=title)
-        small = tag("small", note) if note else ""
-        return tag("figure", tag("figcaption", title, small), chart)
+        return Chart(number, title, note)
 
 
-def summary(runs: list[RunFacts], names: list[str]) -> Html:
-    """Return tiles for one run, or a table of several runs; and the remarks a reader must not miss."""
+@dataclass(frozen=True)
+class Summary:
+    """What one looks at first: the plan, tiles and failure of one run, or a table of several runs."""
+
+    # The lines that a reader must not miss.
+    remarks: list[str]
+    # Lines about the keys and the details that are left out; None: all are there.
+    left_out_keys: str | None = None
+    left_out_details: str | None = None
+    plan: str | None = None
+    tiles: dict[str, Any] | None = None
+    failure: Pairs | None = None
+    runs: Table | None = None
+
+
+def summary(runs: list[RunFacts], names: list[str], detailed: int) -> Summary:
+    """Return the summary of a page. `detailed`: how many of the runs have details on it."""
+    remarks = _remarks_of_all(runs, names)
     if len(runs) == 1:
-        overview = _overview_of_one(runs[0])
-    else:
-        overview = _overview_of_many(runs, names)
-    return join((overview, _remarks_of_all(runs, names)))
-
-
-def _overview_of_one(run: RunFacts) -> Html:
-    """Return the plan, the key numbers and the failure of a run."""
-    parts = []
-    plan = run.last("run_start").get("plan_line")
-    if plan:
-        parts.append(tag("p", plan, class_="plan"))
-    tiles = [_tile(name, value) for name, value in _key_numbers(run).items()]
-    parts.append(tag("div", *tiles, class_="tiles"))
-    failure = run.failure
-    if failure:
-        parts.append(tag("div", facts(failure.items()), class_="failure"))
-    return join(parts)
-
-
-def _overview_of_many(runs: list[RunFacts], names: list[str]) -> Html:
-    """Return a table with the key numbers of each run and the first keys of the config that differ."""
+        run = runs[0]
+        plan = run.last("run_start").get("plan_line")
+        failure = facts(run.failure.items())
+        return Summary(remarks, plan=plan, tiles=_key_numbers(run), failure=failure)
     keys = differences(runs)
-    shown_keys = keys[:MOST_COLUMNS]
+    left_out_keys = None
+    if len(keys) > MOST_COLUMNS:
+        more = len(keys) - MOST_COLUMNS
+        left_out_keys = f"{more} more keys differ: see “Configuration”."
+    left_out_details = None
+    if len(runs) > detailed:
+        left_out_details = f"Details and configuration are of the first {detailed} of {len(runs)} runs; drumline report RUN has another's."
+    table_of_runs = _table_of_runs(runs, names, keys[:MOST_COLUMNS])
+    return Summary(remarks, left_out_keys, left_out_details, runs=table_of_runs)
+
+
+def _table_of_runs(runs: list[RunFacts], names: list[str], keys: list[str]) -> Table:
+    """Return a table with the key numbers of each run and its values of some keys of the config."""
+    headers = ["run", *_key_numbers(runs[0]), *keys]
     rows = []
     for run, name in zip(runs, names, strict=True):
-        row = [name, *_key_numbers(run).values()]
-        for key in shown_keys:
-            row.append(short(run.config.get(key)))
-        rows.append(row)
-    headers = ["run", *_key_numbers(runs[0]), *shown_keys]
-    parts = [table(headers, rows, class_="sortable")]
-    if len(keys) > MOST_COLUMNS:
-        left_out = f"{len(keys) - MOST_COLUMNS} more keys differ: see “Configuration”."
-        parts.append(tag("p", left_out, class_="note"))
-    return join(parts)
+        numbers = _key_numbers(run).values()
+        values = [short(run.config.get(key)) for key in keys]
+        rows.append([name, *numbers, *values])
+    return table(headers, rows, class_="sortable")
 
 
-def _remarks_of_all(runs: list[RunFacts], names: list[str]) -> Html:
-    """Return the list of remarks; one that does not apply to all runs begins with their names."""
+def _remarks_of_all(runs: list[RunFacts], names: list[str]) -> list[str]:
+    """Return the remarks; one that does not apply to all runs begins with their names."""
     names_by_remark: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
         for remark in _remarks(run):
             names_by_remark.setdefault(remark, []).append(name)
-    if not names_by_remark:
-        return Html("")
-    items = []
+    lines = []
     for remark, of_runs in names_by_remark.items():
         if len(of_runs) == len(runs):
-            items.append(tag("li", remark))
+            lines.append(remark)
         else:
-            items.append(tag("li", f"{', '.join(of_runs)}: {remark}"))
-    return tag("ul", *items, class_="remarks")
-
-
-def _tile(name: str, value: Any) -> Html:
-    """Return a tile with a key number and its name."""
-    class_ = f"status {value}" if name == "status" else None
-    return tag("div", tag("span", name), tag("strong", value, class_=class_), class_="tile")
+            listed = ", ".join(of_runs)
+            lines.append(f"{listed}: {remark}")
+    return lines
 
 
 def _key_numbers(run: RunFacts) -> dict[str, Any]:
@@ -136,7 +151,7 @@ def _key_numbers(run: RunFacts) -> dict[str, Any]:
     if "reward" in run.curves:
         learned = "reward"
     metric = run.config.get("eval.metric")
-    planned_steps = text(run.last("run_start").get("steps") or "?")
+    planned_steps = shown(run.last("run_start").get("steps") or "?")
     return {
         "status": run.status,
         "steps": Keyed(f"{run.reached:,} of {planned_steps}", run.reached),
@@ -201,33 +216,59 @@ def _duration(run: RunFacts) -> str | None:
 def _remarks(run: RunFacts) -> list[str]:
     """Return the lines that a reader must not miss."""
     lines = list(run.problems)
-    nonfinite = run.of("nonfinite")
-    if nonfinite:
-        first = nonfinite[0]["step"]
-        lines.append(f"not finite at {len(nonfinite)} steps, first at step {first}")
+    lines += _not_finite(run)
     lines += _never_differed(run)
     lines += _without_reward(run)
     lines += _left_out(run)
-    for event in run.of("spike")[:MOST_REMARKS]:
-        lines.append(f"the loss jumped at step {event.get('step')}")
-    for event in run.of("straggler")[:MOST_REMARKS]:
-        rank, step = event.get("rank"), event.get("step")
-        lines.append(f"rank {rank} held up the others from step {step}")
+    for kind, remark in REMARKS.items():
+        for event in run.of(kind)[:MOST_REMARKS]:
+            lines.append(remark.format_map(defaultdict(lambda: None, event)))
+    lines += _weights_differ(run)
+    lines += _failed_saves(run)
+    for warning in _texts(run.last("measured"), "warnings"):
+        lines.append(f"the plan was off: {warning}")
+    start = run.last("run_start")
+    lines += _texts(start, "unadapted")
+    lines += _texts(start, "left_out")
+    return lines
+
+
+def _not_finite(run: RunFacts) -> list[str]:
+    """Return the line that counts the steps whose loss or gradient was not finite."""
+    steps = run.of("nonfinite")
+    if not steps:
+        return []
+    first = steps[0]["step"]
+    return [f"not finite at {len(steps)} steps, first at step {first}"]
+
+
+def _weights_differ(run: RunFacts) -> list[str]:
+    """Return a line for each of the first steps at which the weights of ranks differed."""
+    lines = []
     for event in run.of("weights_differ")[:MOST_REMARKS]:
         ranks = ranks_named(event.get("ranks") or [])
-        lines.append(f"the weights of {ranks} differed at step {event.get('step')}")
-    failed_saves = [event for event in run.of("save") if event.get("error")]
-    for event in failed_saves[:MOST_REMARKS]:
-        lines.append(f"a checkpoint of step {event.get('step')} failed: {event['error']}")
-    warnings = run.last("measured").get("warnings")
-    if isinstance(warnings, list):
-        lines += [f"the plan was off: {warning}" for warning in warnings]
-    start = run.last("run_start")
-    for name in ("unadapted", "left_out"):
-        notes = start.get(name)
-        if isinstance(notes, list):
-            lines += [str(note) for note in notes]
+        step = event.get("step")
+        lines.append(f"the weights of {ranks} differed at step {step}")
     return lines
+
+
+def _failed_saves(run: RunFacts) -> list[str]:
+    """Return a line for each of the first checkpoints that could not be saved."""
+    lines = []
+    for event in run.of("save"):
+        error = event.get("error")
+        if error and len(lines) < MOST_REMARKS:
+            step = event.get("step")
+            lines.append(f"a checkpoint of step {step} failed: {error}")
+    return lines
+
+
+def _texts(event: dict[str, Any], name: str) -> list[str]:
+    """Return the texts of a list of an event; empty for anything else."""
+    values = event.get(name)
+    if not isinstance(values, list):
+        return []
+    return [str(value) for value in values]
 
 
 def _never_differed(run: RunFacts) -> list[str]:
@@ -270,8 +311,10 @@ def _left_out(run: RunFacts) -> list[str]:
 
 def short(value: Any) -> str:
     """Return a value of the config on one line; keys inside of it that are not set are left out."""
-    shown = flow(_without_unset(value))
-    return shown if len(shown) <= MOST_CELL else f"{shown[:MOST_CELL]} …"
+    text = flow(_without_unset(value))
+    if len(text) <= MOST_CELL:
+        return text
+    return f"{text[:MOST_CELL]} …"
 
 
 def _without_unset(value: Any) -> Any:
@@ -288,14 +331,44 @@ def _without_unset(value: Any) -> Any:
     return kept
 
 
-def configuration(runs: list[RunFacts], names: list[str]) -> Html | None:
-    """Return the table of keys with their values in each run, or None if no run has a config.
+@dataclass(frozen=True)
+class Choice:
+    """A button that chooses keys. `kind`: the class of the rows that it shows; empty: all rows."""
 
-    Buttons above it choose the keys that differ between runs, those that the user set, or all.
+    kind: str
+    label: str
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """A key of the config with its value in each run; None: a run does not have it."""
+
+    name: str
+    values: list[str | None]
+    # Of CSS; None: it has none.
+    class_: str | None
+    is_differing: bool
+    # What a reader sees who points at it; None: nothing.
+    title: str | None
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The keys of the config of some runs, and what the plan of the first made of them."""
+
+    names: list[str]
+    choices: list[Choice]
+    rows: list[KeyRow]
+    resolved: Pairs
+    why: list[Any]
+
+
+def configuration(runs: list[RunFacts], names: list[str]) -> Configuration | None:
+    """Return the keys with their values in each run, or None if no run has a config.
+
+    Buttons above them choose the keys that differ between runs, those that the user set, or all.
     """
-    keys: dict[str, None] = {}
-    for run in runs:
-        keys.update(dict.fromkeys(run.config))
+    keys = _keys_of(runs)
     if not keys:
         return None
     differing = set(differences(runs))
@@ -304,51 +377,44 @@ def configuration(runs: list[RunFacts], names: list[str]) -> Html | None:
         given |= _given(run)
     choices = []
     if len(runs) > 1:
-        choices.append(("differs", f"differences ({len(differing)})"))
-    choices.append(("set", f"not default ({len(given)})"))
-    choices.append(("", f"all ({len(keys)})"))
+        choices.append(Choice("differs", f"differences ({len(differing)})"))
+    choices.append(Choice("set", f"not default ({len(given)})"))
+    choices.append(Choice("", f"all ({len(keys)})"))
     rows = [_key_row(key, runs, key in given, key in differing) for key in keys]
-    headers = [tag("th", "key")]
-    for name in names[: len(runs)]:
-        headers.append(tag("th", name))
-    head = tag("thead", tag("tr", *headers))
-    body = tag("tbody", *rows)
-    keys_table = tag("div", tag("table", head, body, id="config"), class_="wide")
-    return join((_tools(choices), keys_table, _resolved(runs[0])))
+    first = runs[0]
+    why = first.plan.get("why")
+    if not isinstance(why, list):
+        why = []
+    return Configuration(names[: len(runs)], choices, rows, _resolved(first), why)
 
 
-def _key_row(key: str, runs: list[RunFacts], is_given: bool, is_differing: bool) -> Html:
+def _keys_of(runs: list[RunFacts]) -> list[str]:
+    """Return the keys that any of the runs has in its config, in their order."""
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys.update(dict.fromkeys(run.config))
+    return list(keys)
+
+
+def _key_row(key: str, runs: list[RunFacts], is_given: bool, is_differing: bool) -> KeyRow:
     """Return a key of the config with its value in each run."""
     classes = []
-    name: list[Html] = [tag("code", key)]
     if is_given:
         classes.append("set")
     if is_differing:
         classes.append("differs")
-        name.append(tag("mark", "differs"))
-    cells = [tag("td", *name)]
+    values = []
     for run in runs:
-        value = short(run.config[key]) if key in run.config else None
-        cells.append(tag("td", value))
+        value = None
+        if key in run.config:
+            value = short(run.config[key])
+        values.append(value)
     title = None
     if not is_given:
-        title = f"default: {short(runs[0].config.get(key))}"
-    return tag("tr", *cells, class_=" ".join(classes) or None, title=title)
-
-
-def _tools(choices: list[tuple[str, str]]) -> Html:
-    """Return the buttons (mark of the rows that are shown, label) and the search field of the table of keys."""
-    buttons = []
-    for kind, label in choices:
-        buttons.append(tag("button", label, type="button", data_only=kind, class_="only"))
-    search = tag(
-        "input",
-        type="search",
-        placeholder="search keys and values",
-        aria_label="search keys and values",
-        data_search="config",
-    )
-    return tag("p", *buttons, search, class_="tools")
+        default = short(runs[0].config.get(key))
+        title = f"default: {default}"
+    class_ = " ".join(classes) or None
+    return KeyRow(key, values, class_, is_differing, title)
 
 
 def _given(run: RunFacts) -> set[str]:
@@ -358,11 +424,12 @@ def _given(run: RunFacts) -> set[str]:
         config = Config.model_validate(values, context={"trusted": False})
     except (ValueError, DrumlineError):
         return set()
-    changed = _changed(config)
     given = set()
-    for key in run.config:
-        if any(key == name or key.startswith(f"{name}.") for name in changed):
-            given.add(key)
+    for name in _changed(config):
+        inside = f"{name}."
+        for key in run.config:
+            if key == name or key.startswith(inside):
+                given.add(key)
     return given
 
 
@@ -391,26 +458,24 @@ def _default(field: FieldInfo, section: BaseModel) -> Any:
     return field.get_default(call_default_factory=True, validated_data=vars(section))
 
 
-def _resolved(run: RunFacts) -> Html:
-    """Return what the plan made of the config, and why."""
+def _resolved(run: RunFacts) -> Pairs:
+    """Return what the plan made of the config."""
     plan = run.plan
-    mesh = as_mapping(plan.get("mesh"))
-    pairs: list[tuple[str, Any]] = [
+    axes = [f"{name} {size}" for name, size in as_mapping(plan.get("mesh")).items()]
+    pairs: Pairs = [
         ("strategy", run.last("run_start").get("strategy")),
-        ("mesh", " × ".join(f"{name} {size}" for name, size in mesh.items())),
+        ("mesh", " × ".join(axes)),
     ]
     for name in RESOLVED:
         pairs.append((_spaced(name), plan.get(name)))
     batch = as_mapping(plan.get("batch"))
-    pairs.append(("batch", ", ".join(f"{_spaced(name)} {value}" for name, value in batch.items())))
+    sizes = [f"{_spaced(name)} {value}" for name, value in batch.items()]
+    pairs.append(("batch", ", ".join(sizes)))
     for name, value in as_numbers(plan.get("data")).items():
         if value:
-            pairs.append((f"data: {_spaced(name)}", value))
-    parts = [tag("summary", "What was resolved, and why"), facts(pairs)]
-    why = plan.get("why")
-    if isinstance(why, list) and why:
-        parts.append(tag("ul", *(tag("li", reason) for reason in why)))
-    return tag("details", *parts, open=True)
+            label = _spaced(name)
+            pairs.append((f"data: {label}", value))
+    return facts(pairs)
 
 
 def _spaced(name: str) -> str:

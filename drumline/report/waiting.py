@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def duration(seconds: float) -> str:
     """Return seconds as 1:02:03 or 2:03."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
 
 
 class Waits:
@@ -55,13 +58,11 @@ class Waits:
             earlier = self._read().get(self.kind, {})
             self.last = {**earlier, **self.last}
         elif isinstance(event, events.Started):
-            loading = [
-                seconds for part, seconds in event.seconds.items() if part not in NOT_STARTUP
-            ]
-            self.last["startup"] = sum(loading)
+            self.last["startup"] = _seconds_of_loading(event)
             self.last["compile"] = event.seconds.get("first step", 0.0)
         elif isinstance(event, events.Eval | events.Save | events.Export):
-            self.last[PHASE_OF_EVENT[event.kind]] = event.seconds
+            phase = PHASE_OF_EVENT[event.kind]
+            self.last[phase] = event.seconds
 
     def keep(self) -> None:
         """Keep the durations for the next run of this kind, if the disk can be written."""
@@ -95,13 +96,26 @@ class Waits:
         waits = [rank for rank in self.ranks() if rank["phase"] in LABELS]
         if not waits:
             return None
-        longest = max(waits, key=lambda rank: rank["seconds"])
-        phase, seconds = longest["phase"], longest["seconds"]
+        longest = max(waits, key=itemgetter("seconds"))
+        phase = longest["phase"]
+        seconds = longest["seconds"]
         before = self.last.get(phase)
         if before is None:
             left = "no ETA: it is the first of its kind"
         elif seconds > before:
             left = f"the last one took {duration(before)}"
         else:
-            left = f"ETA {duration(before - seconds)}, as last time"
-        return f"{LABELS[phase]} · {duration(seconds)} · {left}"
+            remaining = duration(before - seconds)
+            left = f"ETA {remaining}, as last time"
+        label = LABELS[phase]
+        so_far = duration(seconds)
+        return f"{label} · {so_far} · {left}"
+
+
+def _seconds_of_loading(event: events.Started) -> float:
+    """Return the seconds of a start that went into loading the model."""
+    total = 0.0
+    for part, seconds in event.seconds.items():
+        if part not in NOT_STARTUP:
+            total += seconds
+    return total

@@ -33,7 +33,6 @@ from drumline.report.facts import (
     named,
     speed_unit,
 )
-from drumline.report.markup import Html, join, tag
 from drumline.report.page import asset, document
 from drumline.report.progress import Progress
 from drumline.system.redact import plain
@@ -78,26 +77,33 @@ class Live:
         with self.lock:
             for name, value in named(values).items():
                 if value is not None:
-                    self.points.setdefault(name, []).append((values["step"], value))
+                    points = self.points.setdefault(name, [])
+                    points.append((values["step"], value))
             self._note(values)
             self.progress.on_event(event)
-            clock = time.strftime("%H:%M:%S", time.localtime(self.last))
-            for line in self.text.getvalue().splitlines():
-                self.lines.append(f"{clock}  {line}")
-            self.text.seek(0)
-            self.text.truncate()
+            self._keep_lines()
+
+    def _keep_lines(self) -> None:
+        """Move what the display has written to the lines for the browser, with the time."""
+        clock = time.strftime("%H:%M:%S", time.localtime(self.last))
+        for line in self.text.getvalue().splitlines():
+            self.lines.append(f"{clock}  {line}")
+        self.text.seek(0)
+        self.text.truncate()
 
     def _note(self, event: dict[str, Any]) -> None:
         """Update the state by an event's values."""
         before = self.last
-        self.last = min(max(as_number(event["t"]) or 0.0, 0.0), LATEST_TIME)
+        seconds = as_number(event["t"]) or 0.0
+        self.last = min(max(seconds, 0.0), LATEST_TIME)
         self.began = self.began or self.last
         kind = event["kind"]
         if kind == "run_start":
             self._note_start(event, before)
         elif kind == "planned":
+            memory = as_mapping(event.get("memory"))
             self.state["limit"] = as_number(event.get("limit"))
-            self.state["planned"] = as_number(as_mapping(event.get("memory")).get("reserved"))
+            self.state["planned"] = as_number(memory.get("reserved"))
         elif kind == "restore":
             if self.before is None:
                 self.before = event["step"]
@@ -112,32 +118,37 @@ class Live:
 
     def _note_start(self, event: dict[str, Any], before: float) -> None:
         """Update the state by a run_start. `before`: unix seconds of the event before it, or 0."""
+        state = self.state
         # The time until somebody resumes a run is no loss; the time until a restart is.
-        if before and self.state["status"] != "starting again":
+        if before and state["status"] != "starting again":
             self.idle += max(0.0, self.last - before)
-        self.state["status"] = "starting"
-        self.state["steps"] = event.get("steps")
-        self.state["plan"] = event.get("plan_line")
+        state["status"] = "starting"
+        state["steps"] = event.get("steps")
+        state["plan"] = event.get("plan_line")
 
     def _note_step(self, event: dict[str, Any]) -> None:
         """Update the state by a step."""
+        state = self.state
+        step = event["step"]
         self.before = self.before or 0
-        self.seconds[event["step"]] = as_number(event.get("seconds")) or 0.0
-        self.state["status"] = "running"
-        self.state["step"] = event["step"]
-        self.state["memory"] = event.get("memory_bytes")
+        self.seconds[step] = as_number(event.get("seconds")) or 0.0
+        state["status"] = "running"
+        state["step"] = step
+        state["memory"] = event.get("memory_bytes")
         for key in ("loss", "lr", "tokens_per_s"):
-            self.state[key] = as_number(event.get(key))
-        self.state["speed_unit"] = speed_unit(event)
+            state[key] = as_number(event.get(key))
+        state["speed_unit"] = speed_unit(event)
 
     def _note_fault(self, event: dict[str, Any]) -> None:
         """Update the state by a fault, and write a line of it."""
+        rank = event.get("rank")
+        error = event.get("error")
         action = event.get("action")
         is_stopped = str(action).startswith("stop")
         self.state["status"] = "failed" if is_stopped else "starting again"
         if action in RESTARTS:
             self.state["restarts"] += 1
-        self.text.write(f"rank {event.get('rank')}: {event.get('error')} → {action}\n")
+        self.text.write(f"rank {rank}: {error} → {action}\n")
 
     def _goodput(self) -> float | None:
         """Return the goodput so far, as `RunFacts.goodput` defines it."""
@@ -163,7 +174,10 @@ class Live:
             points = {}
             for name in sorted(self.points, key=curve_order):
                 points[name] = binned(self.points[name], MOST_POINTS)
-            state = {**self.state, "goodput": self._goodput(), "eta": self._eta(), "ranks": ranks}
+            state = dict(self.state)
+            state["goodput"] = self._goodput()
+            state["eta"] = self._eta()
+            state["ranks"] = ranks
             message = {"state": state, "points": points, "lines": list(self.lines), **self.fresh}
             self.points = {}
             self.fresh = {}
@@ -288,15 +302,15 @@ class Server(ThreadingHTTPServer):
         A name that somebody else has pointed to this machine is refused (DNS rebinding).
         """
         name = urlsplit(f"//{host}").hostname or ""
-        if name in ("localhost", "127.0.0.1", "::1", self.host.lower()):
+        if name in ("localhost", LOOPBACK, "::1", self.host.lower()):
             return True
+        if not self.token:
+            return False
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            if not self.token:
-                return False
             return name in (socket.gethostname().lower(), socket.getfqdn().lower())
-        return bool(self.token)
+        return True
 
     def is_token(self, given: str) -> bool:
         """Return whether a browser has sent the right token."""
@@ -377,40 +391,12 @@ def watch(folders: list[Path], host: str, port: int | None, stages: Stages) -> N
 def page(folders: list[Path]) -> str:
     """Return the page before anything has come."""
     names = [folder.resolve().name for folder in folders]
-    runs = join(_run(place, name) for place, name in enumerate(names))
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
-    connection = tag("span", "connecting …", id="connection")
-    log = tag("button", "Log scale", id="log", type="button", aria_pressed="false")
-    theme = tag("button", "Dark", id="theme", type="button")
-    tools = tag("div", connection, log, theme, class_="tools")
-    head = tag("header", tag("h1", title), tools)
-    curves = tag("section", tag("h2", "Curves"), tag("div", id="curves", class_="grid"))
-    body = join((head, tag("main", runs, curves), tag("noscript", "This page needs JavaScript.")))
     return document(
-        f"{title} · Drumline",
-        body,
+        "watch.html.jinja",
+        title,
         {"charts": [], "names": names},
         asset("draw.js") + asset("watch.js"),
         connect="'self'",
+        names=names,
     )
-
-
-def _run(place: int, name: str) -> Html:
-    """Return the section of a run, which watch.js fills."""
-    parts = [
-        tag("h2", name, " ", tag("span", class_="status")),
-        tag("p", class_="plan"),
-        tag("progress", max=1, value=0),
-        tag("div", class_="tiles"),
-        tag("div", class_="ranks"),
-        _fold("What happened", "happened", is_open=True),
-        _fold("Samples", "samples"),
-        _fold("Rollouts", "completions"),
-    ]
-    return tag("section", *parts, class_="live", data_run=place)
-
-
-def _fold(title: str, kind: str, is_open: bool = False) -> Html:
-    """Return a part that a reader can fold; watch.js shows it when there is something in it."""
-    inner = tag("div", class_=kind)
-    return tag("details", tag("summary", title), inner, open=is_open, hidden=True)

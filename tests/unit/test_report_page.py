@@ -20,7 +20,7 @@ from drumline.report import page
 from drumline.report.curves import MOST_POINTS, binned, charts
 from drumline.report.details import samples
 from drumline.report.facts import RunFacts, differences, short_names
-from drumline.report.markup import Keyed, table
+from drumline.report.markup import Keyed, html_environment, table
 from drumline.report.picture import draw
 from drumline.report.sections import Drawings
 from drumline.telemetry import watched
@@ -365,7 +365,10 @@ def test_sets_of_evaluation_share_a_chart(tmp_path: Path) -> None:
     ],
 )
 def test_a_table_is_sorted_by_numbers(column: list[object]) -> None:
-    found = re.findall(r"<td(.*?)>(.*?)</td>", table(["x"], [[each] for each in column]))
+    source = '{% from "report/templates/macros.html.jinja" import table %}{{ table(made) }}'
+    made = table(["x"], [[each] for each in column])
+    html = html_environment().from_string(source).render(made=made)
+    found = re.findall(r"<td(.*?)>(.*?)</td>", html)
     keys = [re.search(r'data-key="(.*?)"', attributes) for attributes, _ in found]
     texts = [re.sub("<.*?>", "", shown) for _, shown in found]
     given = [

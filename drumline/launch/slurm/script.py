@@ -9,6 +9,7 @@ from pathlib import Path
 
 from drumline.errors import ConfigError
 from drumline.launch.slurm.options import SlurmOptions
+from drumline.system.templates import render_text
 
 SCRIPT = "job.sh"  # in the run folder
 # Slurm may send a signal a minute late, or early, so it is asked to send it earlier by this much.
@@ -30,49 +31,22 @@ def script(options: SlurmOptions, plan_path: Path, resume: str | None) -> str:
     """
     require_one_line(plan_path)
     run_dir = plan_path.absolute().parent
-    ranks = options.nodes * options.ranks_of_node
-    lines = [
-        "#!/bin/bash",
-        f"# {ranks} ranks of Drumline; `drumline follow`, `logs` and `stop` take {run_dir}",
-    ]
-    for name, value in _directives(options, run_dir).items():
-        if value is not None:
-            lines.append(f"#SBATCH --{name}={value}")
-    if options.requeue:
-        lines.append("#SBATCH --requeue")
-    else:
-        lines.append("#SBATCH --no-requeue")
-    for option in options.extra:
-        lines.append(f"#SBATCH {option}")
-    command = [sys.executable, "-m", "drumline.train.slurm_job", str(plan_path)]
-    if resume:
-        command += ["--resume", resume]
-    lines += ["", f"cd {shlex.quote(str(Path.cwd()))}", f"exec {shlex.join(command)}", ""]
-    return "\n".join(lines)
-
-
-def _directives(options: SlurmOptions, run_dir: Path) -> dict[str, object]:
-    """Return the value of each directive of sbatch; None for one that is not set."""
     job_name = "".join(_plain_character(character) for character in run_dir.name)
     # In the name of a file sbatch reads backslashes, quotes and percent signs.
     quoted_dir = str(run_dir).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
-    warn_seconds = math.ceil(options.grace_seconds) + WARN_SECONDS
-    return {
-        "job-name": f"drumline-{job_name}",
-        "nodes": options.nodes,
-        "ntasks-per-node": options.ranks_of_node,
-        "partition": options.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "time": options.time,
-        "gpus-per-node": options.gpus,
-        "gres": options.gres,
-        "cpus-per-task": options.cpus,
-        "constraint": options.constraint,
-        "output": f'"{quoted_dir}/logs/job-%j.log"',
-        "open-mode": "append",
-        "signal": f"B:USR1@{warn_seconds}",
-    }
+    command = [sys.executable, "-m", "drumline.train.slurm_job", str(plan_path)]
+    if resume:
+        command += ["--resume", resume]
+    return render_text(
+        "launch/slurm/job.sh.jinja",
+        options=options,
+        run_dir=run_dir,
+        job_name=job_name,
+        quoted_dir=quoted_dir,
+        warn_seconds=math.ceil(options.grace_seconds) + WARN_SECONDS,
+        working_dir=shlex.quote(str(Path.cwd())),
+        command=shlex.join(command),
+    )
 
 
 def _plain_character(character: str) -> str:

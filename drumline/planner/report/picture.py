@@ -12,7 +12,7 @@ from drumline.errors import EnvironmentFault, UserError
 from drumline.foreign import disk_errors
 from drumline.planner.report.table import CATEGORIES, gradients_at_peak, headline, main_cells
 from drumline.planner.search.answer import GB, Answer, Candidate, number
-from drumline.report.markup import table, text
+from drumline.report.markup import render, table
 
 KINDS = (".png", ".svg", ".html")
 # The colours of Okabe and Ito, which colour-blind readers can distinguish; what the allocator cannot use is grey.
@@ -48,11 +48,6 @@ NAME_LINE = {
     "shrinkA": 2,
     "shrinkB": 4,
 }
-STYLE = (
-    "body{font:14px system-ui;margin:2em;max-width:1300px}"
-    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}"
-    "td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.out td{text-align:left}"
-)
 
 
 @dataclass(frozen=True)
@@ -360,7 +355,6 @@ def _draw_names(axes: Any, candidates: Sequence[Candidate]) -> None:
 
 def page(answer: Answer, svg: str) -> str:
     """Return an HTML page that loads nothing else: the picture as SVG, and its numbers as tables."""
-    title = text(" · ".join(headline(answer.question)))
     memory_heads = [f"{part} GB" for part in CATEGORIES]
     heads = (
         "strategy",
@@ -372,23 +366,21 @@ def page(answer: Answer, svg: str) -> str:
         *memory_heads,
         "sent GB",
     )
-    rows = [_page_row(candidate) for candidate in answer.ranked]
-    ranked = "<p>Nothing fits.</p>"
-    if rows:
-        ranked = table(heads, rows)
-    refused = ""
+    ranked = None
+    if answer.ranked:
+        ranked = table(heads, [_page_row(candidate) for candidate in answer.ranked])
+    refused = None
     if answer.refused:
         reasons = [(family.name, family.reason) for family in answer.refused]
-        reason_table = table(("family", "reason"), reasons, class_="out")
-        refused = "<h2 style='font-size:16px'>Out</h2>" + reason_table
-    parts = [
-        f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>",
-        f"<h1 style='font-size:18px'>{title}</h1>",
-        svg[svg.index("<svg") :],
-        ranked,
-        refused,
-    ]
-    return "\n".join(parts) + "\n"
+        refused = table(("family", "reason"), reasons, class_="out")
+    return render(
+        "planner/report/picture.html.jinja",
+        title=" · ".join(headline(answer.question)),
+        # Without the declaration of XML.
+        picture=svg[svg.index("<svg") :],
+        ranked=ranked,
+        refused=refused,
+    )
 
 
 def _page_row(candidate: Candidate) -> tuple[str, ...]:
