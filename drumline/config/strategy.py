@@ -99,6 +99,7 @@ class StrategyConfig(Spec):
     cost_class: ClassVar[str | type] = "drumline.planner.strategies.base:StrategyCost"
     engine_class: ClassVar[str | type] = "drumline.plan.strategy_engine:StrategyEngine"
     thing: ClassVar[str] = "strategy"
+    yaml_key: ClassVar[str] = "strategy"
     # Of two strategies as fast as each other the planner takes the one with the smaller number.
     simplicity: ClassVar[int] = MIXED
     # Whether the planner chooses another strategy in its place.

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from drumline.errors import printable
 from drumline.report.waiting import Waits, duration
-from drumline.system.output import Verbosity
+from drumline.system.output import Verbosity, plural
 from drumline.system.redact import redact
 from drumline.telemetry import events, watched
 
@@ -262,7 +262,8 @@ class Progress:
     def _on_eval(self, event: events.Eval) -> None:
         self.evals.append(event)
         self._print(
-            f"Held out at step {event.step}: {_metrics(event)} ({event.samples} samples)", "cyan"
+            f"Held out at step {event.step}: {_metrics(event)} ({plural(event.samples, 'sample')})",
+            "cyan",
         )
         self._print_all(failed(event.reward_failures or {}))
 
@@ -410,7 +411,9 @@ class Progress:
             lines.append(f"  energy  {self.end.kwh:.3g} kWh of {of_what}")
         if self.sent:
             mean = size(_mean(self.sent))
-            lines.append(f"  sent    {mean} a rank and step, mean of {len(self.sent)} steps")
+            lines.append(
+                f"  sent    {mean} a rank and step, mean of {plural(len(self.sent), 'step')}"
+            )
         if self.profile:
             lines += _operators(self.profile)
         if self.export and self.export.error:
@@ -431,8 +434,7 @@ class Progress:
         """Return how many steps were finished, in what time."""
         if self.restarts:
             # A rank knows the seconds of its own start alone.
-            starts = "restart" if self.restarts == 1 else "restarts"
-            since = f"after {self.restarts} {starts}; since the last one "
+            since = f"after {plural(self.restarts, 'restart')}; since the last one "
         else:
             since = "in "
         spent = end.goodput
@@ -441,7 +443,7 @@ class Progress:
             share = spent["productive"] / spent["elapsed"]
             productive = f", {share:.0%} of it in training steps"
         took = duration(spent.get("elapsed", 0))
-        return f"Finished {end.step} steps {since}{took}{productive}."
+        return f"Finished {plural(end.step, 'step')} {since}{took}{productive}."
 
     def _lines_of_learning(self) -> list[str]:
         """Return training loss, reward and scores of evaluations, each before and after."""

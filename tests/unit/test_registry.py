@@ -163,3 +163,30 @@ def test_a_kind_of_a_distribution_that_is_missing_names_it(
         load_text(DATA + f"launch: {launch}\n", [])
     assert error.value.line() == f"launch.kind: {kind} needs pip install drumline-hosts"
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("strategy: {}", "strategy.kind"),
+        ("algorithm: {}", "algorithm.kind"),
+        ("launch: {}", "launch.kind"),
+        ("data: {{train: [{}]}}", "data.train.kind"),
+        ("data: {{train: [rows.jsonl], eval: [{}]}}", "data.eval.kind"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("no_such.py:Name", "there is no file"), ("mine.py:Other", "it is not derived from")],
+)
+def test_an_error_names_the_key_of_the_yaml(
+    tmp_path: Path, section: str, key: str, kind: str, message: str
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    text = section.format(f"{{kind: '{kind}'}}")
+    if not text.startswith("data"):
+        text = DATA + text
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        load(tmp_path / "run.yaml", [])
+    assert error.value.where == key
