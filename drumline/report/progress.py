@@ -510,7 +510,9 @@ class Progress:
         title = _text(
             f"drumline · {self.start.run_dir}", style="bold", overflow="ellipsis", no_wrap=True
         )
-        width = min(self.console.width, WIDEST)
+        # The terminal echoes Ctrl-C as ^C behind the last line. It must not reach the next one, or
+        # the display would not find its first line again.
+        width = min(self.console.width - len("^C"), WIDEST)
         return Panel(
             Group(*parts), title=title, title_align="left", border_style="dim", width=width
         )
@@ -574,7 +576,7 @@ class Progress:
             line = self.waits.line()
             if line is not None:
                 return Text(line, style="dim")
-        if not self.step:
+        if not self.step and not self.end:
             return Text("Loading the model; the first step comes next", style="dim")
         if step == steps and not self.end:
             return Text("Last evaluation, checkpoint and export …", style="dim")
