@@ -120,7 +120,10 @@ class TrainingStopped(DrumlineError):
 
 
 class Preempted(DrumlineError):
-    """The run was stopped by SIGTERM, SIGUSR1 or Ctrl-C; its state is saved, and `--resume` continues."""
+    """The run was stopped by SIGTERM, SIGUSR1 or Ctrl-C; its state is saved, and `--resume` continues.
+
+    Before the first step there is nothing to save, and the code is the same.
+    """
 
     # sysexits' EX_TEMPFAIL, "try again later": a batch system may requeue on it.
     exit_code = 75

@@ -207,7 +207,7 @@ def parse_json(
         place = where
         if lines:
             place = f"{where}:{error.lineno}"
-            fix = fix or "mend that line"
+            fix = fix or "fix that line"
         what = f"not JSON: {error.msg} at column {error.colno}"
         raise error_type(what, where=place, fix=fix) from None
     except RecursionError:

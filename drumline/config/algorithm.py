@@ -77,6 +77,7 @@ class AlgorithmSpec(Spec):
     group: ClassVar[str] = "algorithms"
     modules: ClassVar[str] = "drumline.algorithms.{}.spec"
     thing: ClassVar[str] = "algorithm"
+    yaml_key: ClassVar[str] = "algorithm"
 
     # ---- what `init` and the YAML need to know
     columns: ClassVar[str] = (

@@ -85,9 +85,17 @@ class SourceSpec(Spec, Mixed):
 
     group: ClassVar[str] = "sources"
     thing: ClassVar[str] = "data source"
+    yaml_key: ClassVar[str] = "data.train"
     module: ClassVar[str] = "drumline.config.data"
     short: ClassVar[bool] = False
     texts: ClassVar[bool] = True
+
+    @classmethod
+    def kind_key(cls, field: str | None = None) -> str:
+        """Return the key of the YAML that holds the kind: `data.eval` has sources, too."""
+        if field is None:
+            return super().kind_key()
+        return f"data.{field}.kind"
 
     @classmethod
     def long(cls, value: Any, base_dir: Path | None) -> Any:

@@ -44,7 +44,7 @@ from drumline.foreign import class_and_line, expanded
 
 
 class Spec(Section):
-    """The base of the specs of all groups. The base class of a group sets `group` and `thing`."""
+    """The base of the specs of all groups. The base class of a group sets `group`, `thing` and `yaml_key`."""
 
     # For example "strategies": the entry points drumline.strategies.
     group: ClassVar[str]
@@ -52,8 +52,8 @@ class Spec(Section):
     modules: ClassVar[str] = ""
     # What an error calls one of them.
     thing: ClassVar[str]
-    # The key of the YAML that a missing distribution's error names.
-    yaml_key: ClassVar[str] = ""
+    # The key of the YAML whose `kind` errors name, which need not be the `thing`: launch, not launcher.
+    yaml_key: ClassVar[str]
     # Module of this package's specs that have no folder of their own.
     module: ClassVar[str] = ""
     # The kind of a section that names none; empty: it must name one.
@@ -65,6 +65,11 @@ class Spec(Section):
     # Order in tables and lists: the smallest comes first.
     position: ClassVar[int] = 1000
     kind: str = ""
+
+    @classmethod
+    def kind_key(cls, field: str | None = None) -> str:
+        """Return the key of the YAML that holds the kind. `field`: the field of its section, if known."""
+        return f"{cls.yaml_key}.kind"
 
     @classmethod
     def long(cls, value: Any, base_dir: Path | None) -> Any:
@@ -186,11 +191,16 @@ def kinds_alone(base: type[S]) -> list[str]:
 
 
 def find(
-    base: type[S], kind: str, base_dir: Path | None = None, trusted: bool = True
+    base: type[S],
+    kind: str,
+    base_dir: Path | None = None,
+    trusted: bool = True,
+    field: str | None = None,
 ) -> type[S] | None:
     """Return the spec of a kind; None if there is none.
 
-    `base_dir`: the folder that a file's path is relative to.
+    `base_dir`: the folder that a file's path is relative to. `field`: the field of the config that
+    errors name, for a group that several fields take.
     Raises ConfigError for a plug-in that cannot be imported or is no spec of this group, and for the
     user's own code in a file that is not `trusted`.
     """
@@ -200,7 +210,7 @@ def find(
         if kind in entry_points(base.group):
             return _of_package(base, kind)
         return None
-    where = f"{base.thing}.kind"
+    where = base.kind_key(field)
     place, _, name = kind.rpartition(":")
     base_dir = (base_dir or Path()).absolute()
     if place.endswith(".py"):
@@ -212,7 +222,7 @@ def find(
             raise ConfigError(
                 what, where=where, fix="read that code, then add model.trust_remote_code=true"
             )
-        own[kind] = _checked(base, find_object(kind, base_dir, where), kind)
+        own[kind] = _checked(base, find_object(kind, base_dir, where), kind, where)
     return cast("type[S]", own[kind])
 
 
@@ -271,19 +281,19 @@ def _of_package(base: type[S], name: str) -> type[S]:
     point = entry_points(base.group)[name]
     package = package_of(point)
     spec = imported(point.load, f"the {base.thing} {name!r} of {package}", package)
-    return _checked(base, spec, name)
+    return _checked(base, spec, name, base.kind_key())
 
 
-def _checked(base: type[S], spec: Any, kind: str) -> type[S]:
+def _checked(base: type[S], spec: Any, kind: str, where: str) -> type[S]:
     """Return the spec, with `kind` as its kind.
 
-    Raises ConfigError if it is no spec of this group.
+    Raises ConfigError, which names the key `where`, if it is no spec of this group.
     """
     if not isinstance(spec, type) or not issubclass(spec, base):
         what = (
             f"{kind} is no {base.thing}: it is not derived from {base.__module__}.{base.__name__}"
         )
-        raise ConfigError(what, where=f"{base.thing}.kind", fix="name a class that is")
+        raise ConfigError(what, where=where, fix="name a class that is")
     if literal_kinds(spec) == [kind]:
         return spec
     fields: dict[str, Any] = {"kind": (Literal[kind], kind)}
@@ -332,7 +342,9 @@ class Registered:
         context = info.context or {}
         value = self.base.long(value, context.get("base_dir"))
         kind = value.get("kind") if isinstance(value, Mapping) else None
-        spec = find(self.base, kind, **context) if isinstance(kind, str) else None
+        spec = None
+        if isinstance(kind, str):
+            spec = find(self.base, kind, **context, field=info.field_name)
         if spec is None:
             _require_distribution(self.base, kind)
             specs = kinds(self.base)
@@ -395,7 +407,7 @@ def _require_distribution(base: type[Spec], kind: Any) -> None:
     distributions = DISTRIBUTIONS.get(base.group, {})
     if isinstance(kind, str) and kind in distributions:
         distribution = distributions[kind]
-        raise ConfigError(f"{kind} needs pip install {distribution}", where=f"{base.yaml_key}.kind")
+        raise ConfigError(f"{kind} needs pip install {distribution}", where=base.kind_key())
 
 
 def _without_added_keys(

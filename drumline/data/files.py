@@ -460,7 +460,7 @@ def _path_or_bytes(image: Any, origin: str) -> Any:
         from drumline.models.vision import in_colour  # with torch
 
         buffer = io.BytesIO()
-        with judged("an image cannot be read", origin, DataError, "mend it or take the row out"):
+        with judged("an image cannot be read", origin, DataError, "fix it or take the row out"):
             in_colour(image).save(buffer, format="png")
         return buffer.getvalue()
     return image

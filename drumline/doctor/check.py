@@ -1,4 +1,4 @@
-"""The result of a check: its name, what was found, a verdict, and how to mend it. Nothing here imports torch."""
+"""The result of a check: its name, what was found, a verdict, and how to fix it. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, Literal
 from rich import box
 from rich.table import Table
 
+from drumline.system.output import plural
+
 Verdict = Literal["ok", "warn", "fail"]
 MARKS: dict[str, str] = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
 MAY_DIFFER = ("GPUs", "driver")  # between hosts; it costs speed at most
@@ -16,12 +18,12 @@ MAY_DIFFER = ("GPUs", "driver")  # between hosts; it costs speed at most
 
 @dataclass(frozen=True)
 class Check:
-    """What was found in one line, and how to mend it if the verdict is not ok."""
+    """What was found in one line, and how to fix it if the verdict is not ok."""
 
     name: str
     found: str
     verdict: Verdict = "ok"
-    mend: str = ""
+    fix: str = ""
 
 
 def warn_if(is_doubtful: bool) -> Verdict:
@@ -60,7 +62,7 @@ class Host:
 
 
 def table(hosts: Sequence[Host]) -> Table:
-    """Return a table with a row for each check; below what is not ok stands how to mend it."""
+    """Return a table with a row for each check; below what is not ok stands how to fix it."""
     from rich.markup import escape
 
     has_many_hosts = len({host.name for host in hosts}) > 1
@@ -71,8 +73,8 @@ def table(hosts: Sequence[Host]) -> Table:
     for host in hosts:
         for check in host.checks:
             found = escape(check.found)
-            if check.mend and check.verdict != "ok":
-                found += f"\n[dim]mend:[/] {escape(check.mend)}"
+            if check.fix and check.verdict != "ok":
+                found += f"\n[dim]fix:[/] {escape(check.fix)}"
             cells = [MARKS[check.verdict], check.name, found]
             if has_many_hosts:
                 cells.insert(0, host.name)
@@ -81,7 +83,12 @@ def table(hosts: Sequence[Host]) -> Table:
 
 
 def differences(hosts: Sequence[Host]) -> tuple[Check, ...]:
-    """Return a check for each fact that differs between hosts, or one that all are the same."""
+    """Return a check for each fact that differs between hosts, or one that all are the same.
+
+    One host alone has nothing to be compared with.
+    """
+    if len(hosts) < 2:
+        return ()
     names: dict[str, None] = {}
     for host in hosts:
         names.update(dict.fromkeys(host.facts))
@@ -94,5 +101,6 @@ def differences(hosts: Sequence[Host]) -> tuple[Check, ...]:
         verdict: Verdict = "warn" if name in MAY_DIFFER else "fail"
         checks.append(Check(name, f"differs: {where}", verdict, f"the same {name} on all hosts"))
     if not checks:
-        checks.append(Check("hosts", f"versions and digests are the same on {len(hosts)} hosts"))
+        found = f"versions and digests are the same on {plural(len(hosts), 'host')}"
+        checks.append(Check("hosts", found))
     return tuple(checks)

@@ -17,6 +17,7 @@ from drumline.errors import UserError, printable
 from drumline.foreign import expanded
 from drumline.hardware.catalog import OTHER_NETWORK
 from drumline.hardware.detect import detect
+from drumline.system.output import plural
 
 CPU_RANKS = 2  # of the all-reduce on a machine without a GPU
 
@@ -100,12 +101,12 @@ def _finding_lines(finding: Finding) -> list[str]:
     mark = "!" if signature.warn else "✗"
     more = ""
     if finding.lines > 1:
-        more = f" (and {finding.lines - 1} more lines)"
+        more = f" (and {plural(finding.lines - 1, 'more line')})"
     return [
         f"{mark} {ranks}{finding.cause}  [{signature.name}]",
         f"    evidence  {evidence.place}{more}",
         f"              {evidence.text}",
-        f"    mend      {signature.mend}",
+        f"    fix       {signature.fix}",
     ]
 
 

@@ -96,7 +96,7 @@ class Finding:
             "kind": self.signature.kind,
             "warning": self.signature.warn,
             "cause": self.cause,
-            "mend": self.signature.mend,
+            "fix": self.signature.fix,
             "place": self.evidence.place,
             "text": self.evidence.text,
             "lines": self.lines,

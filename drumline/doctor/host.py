@@ -132,8 +132,8 @@ def versions(question: Question, machine: Machine, facts: dict[str, str]) -> Ite
             facts["driver"] = version
     found = ", ".join(f"{name} {value}" for name, value in facts.items())
     is_unused = likely_gpus() > 0 and not machine.devices
-    mend = "a GPU is here and torch cannot use it: install a CUDA build of torch, and a driver that is new enough"
-    yield Check("versions", found, fail_if(is_unused), mend)
+    fix = "a GPU is here and torch cannot use it: install a CUDA build of torch, and a driver that is new enough"
+    yield Check("versions", found, fail_if(is_unused), fix)
 
 
 def _smi(field: str) -> list[str]:
@@ -170,8 +170,8 @@ def _memory_errors() -> Check:
     errors = [int(count) for count in counts if count.isdecimal()]
     bad = [str(number) for number, count in enumerate(errors) if count]
     found = f"{sum(errors)} uncorrected" if errors else "not reported by the driver"
-    mend = f"reset GPU {', '.join(bad)} or reboot; see `nvidia-smi -q -d ECC`"
-    return Check("ECC errors", found, fail_if(bool(bad)), mend)
+    fix = f"reset GPU {', '.join(bad)} or reboot; see `nvidia-smi -q -d ECC`"
+    return Check("ECC errors", found, fail_if(bool(bad)), fix)
 
 
 def _peer_access(number: int) -> Check:
@@ -181,8 +181,8 @@ def _peer_access(number: int) -> Check:
     pairs = list(permutations(range(number), 2))
     connected = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
     found = f"{len(connected)} of {len(pairs)} pairs"
-    mend = "slower, and NCCL may hang: turn off ACS and the IOMMU, or set NCCL_P2P_DISABLE=1"
-    return Check("peer access", found, warn_if(len(connected) < len(pairs)), mend)
+    fix = "slower, and NCCL may hang: turn off ACS and the IOMMU, or set NCCL_P2P_DISABLE=1"
+    return Check("peer access", found, warn_if(len(connected) < len(pairs)), fix)
 
 
 def infiniband(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
@@ -198,8 +198,8 @@ def infiniband(question: Question, machine: Machine, facts: dict[str, str]) -> I
         if "ACTIVE" not in state:
             down.append(name)
     found = ", ".join(ports) or NONE
-    mend = f"{', '.join(down)}: cable, switch and subnet manager (`ibstat`); NCCL_IB_HCA leaves ports out"
-    yield Check("InfiniBand", found, warn_if(bool(down)), mend)
+    fix = f"{', '.join(down)}: cable, switch and subnet manager (`ibstat`); NCCL_IB_HCA leaves ports out"
+    yield Check("InfiniBand", found, warn_if(bool(down)), fix)
 
 
 def names(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
@@ -215,15 +215,15 @@ def names(question: Question, machine: Machine, facts: dict[str, str]) -> Iterat
         known = sorted({str(entry[4][0]) for entry in entries})
         is_loopback_alone = all(map(is_loopback, known))
         is_unreachable = is_loopback_alone and not all(map(is_loopback, question.peers))
-        mend = "other hosts would get a loopback address: give the host its address in /etc/hosts or DNS"
-        yield Check("host name", f"{own} is {', '.join(known)}", fail_if(is_unreachable), mend)
+        fix = "other hosts would get a loopback address: give the host its address in /etc/hosts or DNS"
+        yield Check("host name", f"{own} is {', '.join(known)}", fail_if(is_unreachable), fix)
     for peer in question.peers:
         resolved = addresses(peer)
         if resolved:
             yield Check("peer name", f"{peer} is {resolved[0]}")
         else:
-            mend = "give an IP address, or add it to /etc/hosts"
-            yield Check("peer name", f"{peer} does not resolve", "fail", mend)
+            fix = "give an IP address, or add it to /etc/hosts"
+            yield Check("peer name", f"{peer} does not resolve", "fail", fix)
 
 
 def ports(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
@@ -231,8 +231,8 @@ def ports(question: Question, machine: Machine, facts: dict[str, str]) -> Iterat
     try:
         socket.create_server(("", question.port or 0)).close()
     except OSError as error:
-        mend = f"`ss -ltnp` says who has it; end that, or choose another launch.port than {question.port}"
-        yield Check("port", f"{question.port}: {error.strerror}", "fail", mend)
+        fix = f"`ss -ltnp` says who has it; end that, or choose another launch.port than {question.port}"
+        yield Check("port", f"{question.port}: {error.strerror}", "fail", fix)
         return
     found = f"{question.port} is free" if question.port else "any free one: there are"
     yield Check("port", found)
@@ -264,8 +264,8 @@ def interfaces(question: Question, machine: Machine, facts: dict[str, str]) -> I
     listed = ", ".join(f"{name} {address}" for address, name in interface_of.items())
     if set_here and not _is_up(set_here, interface_of.values()):
         found = f"{listed}; {set_here} is set"
-        mend = f"no interface {set_here} is up here: name one of these"
-        yield Check("interfaces", found, "fail", mend)
+        fix = f"no interface {set_here} is up here: name one of these"
+        yield Check("interfaces", found, "fail", fix)
     else:
         yield Check("interfaces", f"{listed}; used: {set_here or used}")
 
@@ -301,8 +301,8 @@ def shared_memory(question: Question, machine: Machine, facts: dict[str, str]) -
         return
     size = shutil.disk_usage(SHM)
     found = f"{size.total / GIB:.1f} GiB, {size.free / GIB:.1f} free"
-    mend = "docker run --ipc=host or --shm-size=16g; on Kubernetes an emptyDir with medium Memory at /dev/shm"
-    yield Check("/dev/shm", found, warn_if(size.free < SHM_BYTES), mend)
+    fix = "docker run --ipc=host or --shm-size=16g; on Kubernetes an emptyDir with medium Memory at /dev/shm"
+    yield Check("/dev/shm", found, warn_if(size.free < SHM_BYTES), fix)
 
 
 def limits(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
@@ -310,11 +310,11 @@ def limits(question: Question, machine: Machine, facts: dict[str, str]) -> Itera
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     is_few = 0 <= files < OPEN_FILES  # -1: unlimited
-    mend = "`ulimit -n 65536` before the start"
-    yield Check("open files", _limit(files, 1, ""), warn_if(is_few), mend)
+    fix = "`ulimit -n 65536` before the start"
+    yield Check("open files", _limit(files, 1, ""), warn_if(is_few), fix)
     is_too_little = any(INFINIBAND.glob("*")) and locked != resource.RLIM_INFINITY
-    mend = "`ulimit -l unlimited`: InfiniBand locks what it sends"
-    yield Check("locked memory", _limit(locked, MIB, " MiB"), warn_if(is_too_little), mend)
+    fix = "`ulimit -l unlimited`: InfiniBand locks what it sends"
+    yield Check("locked memory", _limit(locked, MIB, " MiB"), warn_if(is_too_little), fix)
 
 
 def _limit(value: int, unit: int, name: str) -> str:
@@ -355,14 +355,14 @@ def _disk(what: str, path: Path, needs_sharing: bool) -> Check:
     found = f"{where}: {free / GIB:,.0f} GiB free, written at {speed / 1e6:,.0f} MB/s"
     if free < FEW_BYTES:
         return Check(what, found, "fail", "free some space, or choose another folder")
-    mend = ""
+    fix = ""
     if free < SCARCE_BYTES:
-        mend = "little for checkpoints: free some space, or keep fewer (checkpoint.keep)"
+        fix = "little for checkpoints: free some space, or keep fewer (checkpoint.keep)"
     elif speed < SLOW:
-        mend = "saves will be slow: another disk, or checkpoint.asynchronous"
+        fix = "saves will be slow: another disk, or checkpoint.asynchronous"
     elif needs_sharing and not is_shared:
-        mend = "several hosts need a folder that all of them see, or checkpoint.replicas"
-    return Check(what, found, warn_if(bool(mend)), mend)
+        fix = "several hosts need a folder that all of them see, or checkpoint.replicas"
+    return Check(what, found, warn_if(bool(fix)), fix)
 
 
 def _file_system(place: Path) -> str:
@@ -400,8 +400,8 @@ def memory(question: Question, machine: Machine, facts: dict[str, str]) -> Itera
     on_devices = sum(device.memory_bytes for device in machine.devices)
     needed = max(FEW_MEMORY_BYTES, on_devices / 2)
     is_little = min(limit, seen.available) < needed
-    mend = "loading and saving need about as much as the model: fewer ranks on this host, or a larger limit"
-    yield Check("host memory", found, warn_if(is_little), mend)
+    fix = "loading and saving need about as much as the model: fewer ranks on this host, or a larger limit"
+    yield Check("host memory", found, warn_if(is_little), fix)
 
 
 def digests(question: Question, machine: Machine, facts: dict[str, str]) -> Iterator[Check]:
@@ -416,8 +416,8 @@ def _digest(what: str, paths: Sequence[str], facts: dict[str, str]) -> Check:
     """Check that paths are here; the digest of what is in them is added to the facts."""
     missing = [path for path in paths if not Path(path).exists()]
     if missing:
-        mend = "copy it to this host under the same path, or use a shared folder"
-        return Check(what, f"{missing[0]} is not here", "fail", mend)
+        fix = "copy it to this host under the same path, or use a shared folder"
+        return Check(what, f"{missing[0]} is not here", "fail", fix)
     whole = "".join(digest(Path(path)) or "" for path in paths)
     facts[what] = hashlib.sha256(whole.encode()).hexdigest()[:12]
     return Check(what, f"{facts[what]} ({', '.join(paths)})")

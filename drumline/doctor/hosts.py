@@ -16,6 +16,7 @@ from drumline.errors import EnvironmentFault
 from drumline.hardware.catalog import LINKS, by_driver, link
 from drumline.hardware.cluster import Link
 from drumline.hardware.detect import Machine
+from drumline.system.output import plural
 
 ALL = "all"
 CLOCKS = 1.0  # seconds that hosts may differ: logs of several are read side by side
@@ -42,8 +43,8 @@ def examined(reached: Mapping[str, Reached], question: Question) -> list[Host]:
             host = Host.of(json.loads(output.splitlines()[-1]))
             return replace(host, name=name)
         why = _last_line(error) or f"no answer within {LIMIT:.0f} s"
-        mend = "the same folders and the same Drumline there, reached without a password"
-        return Host(name, (Check("host", why, "fail", mend),), {})
+        fix = "the same folders and the same Drumline there, reached without a password"
+        return Host(name, (Check("host", why, "fail", fix),), {})
 
     with ThreadPoolExecutor(len(reached)) as pool:
         return list(pool.map(examine_host, reached))
@@ -117,7 +118,7 @@ def preflight(
     """Check versions, names, ports, clocks, disks and one all-reduce before a run of several hosts.
 
     Returns a line for each warning. Raises EnvironmentFault with the first check that failed, and
-    how to mend it.
+    how to fix it.
     """
     hosts = examined(reached, replace(question, only=BEFORE_RUN))
     hosts.append(compared(reached, hosts, machine, inter, question.interface))
@@ -126,9 +127,9 @@ def preflight(
         for check in host.checks:
             if check.verdict == "fail":
                 where = "preflight" if host.name == ALL else f"host {host.name}"
-                raise EnvironmentFault(f"{check.name}: {check.found}", where=where, fix=check.mend)
+                raise EnvironmentFault(f"{check.name}: {check.found}", where=where, fix=check.fix)
             if check.verdict == "warn":
-                warnings.append(f"{host.name}: {check.name}: {check.found} — {check.mend}")
+                warnings.append(f"{host.name}: {check.name}: {check.found} — {check.fix}")
     return warnings
 
 
@@ -149,12 +150,12 @@ def judged(
     if any(code != 0 for code, _, _ in ends):
         return (_failed(ends, len(hosts)),)
     result = json.loads(ends[0][1].splitlines()[-1])  # a reduce.Result
-    found = f"{len(hosts)} ranks: {result['latency'] * 1e6:,.0f} µs, {result['bandwidth'] / 1e9:,.2f} GB/s of 16 MiB"
+    found = f"{plural(len(hosts), 'rank')}: {result['latency'] * 1e6:,.0f} µs, {result['bandwidth'] / 1e9:,.2f} GB/s of 16 MiB"
     checks = [Check("all-reduce", found)]
     if len(set(hosts)) > 1:
         apart = result["clocks"]
-        mend = "have all hosts' clocks set by NTP (chrony)"
-        checks.append(Check("clocks", f"{apart:.3f} s apart", warn_if(apart > CLOCKS), mend))
+        fix = "have all hosts' clocks set by NTP (chrony)"
+        checks.append(Check("clocks", f"{apart:.3f} s apart", warn_if(apart > CLOCKS), fix))
     for a, b, rate in result["pairs"]:
         checks.append(_pair(a, b, rate, hosts, machine, inter))
     return tuple(checks)
@@ -169,16 +170,16 @@ def _failed(ends: Sequence[End], number: int) -> Check:
         if code is None:
             late.append(str(rank))
     text = "\n".join(errors)
-    mend = "NCCL_DEBUG=INFO says more"
+    fix = "NCCL_DEBUG=INFO says more"
     cause = advice(text)
     if cause:
         found = cause.cause
-        mend = cause.signature.mend
+        fix = cause.signature.fix
     elif late:
         found = f"rank {', '.join(late)} did not end within {LIMIT:.0f} s"
     else:
         found = _last_line(text) or "nothing"
-    return Check("all-reduce", f"{number} ranks: {found}", "fail", mend)
+    return Check("all-reduce", f"{plural(number, 'rank')}: {found}", "fail", fix)
 
 
 def _pair(a: int, b: int, rate: float, hosts: Sequence[str], machine: Machine, inter: str) -> Check:
@@ -188,8 +189,8 @@ def _pair(a: int, b: int, rate: float, hosts: Sequence[str], machine: Machine, i
     usual_rate = usual.reached(2)
     where = f"rank {a} ↔ {b}" if is_same_host else f"{hosts[a]} ↔ {hosts[b]}"
     found = f"{rate / 1e9:,.2f} GB/s; {usual.name} usually reaches {usual_rate / 1e9:,.2f}"
-    mend = "another link is used, or it is shared: see `nvidia-smi topo -m` and NCCL_DEBUG=INFO"
-    return Check(where, found, warn_if(rate < SLOW * usual_rate), mend)
+    fix = "another link is used, or it is shared: see `nvidia-smi topo -m` and NCCL_DEBUG=INFO"
+    return Check(where, found, warn_if(rate < SLOW * usual_rate), fix)
 
 
 def expected(machine: Machine, same_host: bool, inter: str) -> Link:

@@ -1,4 +1,4 @@
-"""The table of signatures in `signatures.yaml`: what logs say when a distributed run fails, why, and how to mend it."""
+"""The table of signatures in `signatures.yaml`: what logs say when a distributed run fails, why, and how to fix it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Signature:
     kind: str
     match: tuple[re.Pattern[str], ...]
     cause: str
-    mend: str
+    fix: str
     after: frozenset[str] = frozenset()
     least: int = 1
     warn: bool = False
@@ -78,7 +78,7 @@ def _signature(
     kind: str,
     match: list[str],
     cause: str,
-    mend: str,
+    fix: str,
     after: tuple[str, ...] = (),
     **rest: Any,
 ) -> Signature:
@@ -87,4 +87,4 @@ def _signature(
     for pattern in match:
         whole = _bounded(pattern).replace("<launcher>", LAUNCHER)
         patterns.append(re.compile(whole, re.MULTILINE))
-    return Signature(name, kind, tuple(patterns), cause, mend, frozenset(after), **rest)
+    return Signature(name, kind, tuple(patterns), cause, fix, frozenset(after), **rest)

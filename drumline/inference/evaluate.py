@@ -287,7 +287,7 @@ def show(title: str, metrics: dict[str, Any]) -> None:
 def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
     """Write a section of RUN/eval.json; the others stay. Raises EnvironmentFault."""
     path = run_dir / EVAL_RESULTS
-    fix = "move it away, or mend the folder"
+    fix = "move it away, or fix the folder"
     with disk_errors("cannot be written", str(path), EnvironmentFault, fix):
         sections = {}
         if path.exists():

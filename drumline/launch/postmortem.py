@@ -180,7 +180,7 @@ def likely_cause(lines: list[str]) -> tuple[str, str] | None:
     known = advice("\n".join(line.strip() for line in lines))
     if known is None:
         return None
-    return known.cause, known.signature.mend
+    return known.cause, known.signature.fix
 
 
 def _begun(end: RankEnd) -> str:

@@ -231,7 +231,7 @@ def _inject_layers(
             task_type="CAUSAL_LM",
         )
     with drawing(None), warnings.catch_warnings(), _targets_as_named():
-        # Blocks with layers of both kinds: PEFT mends it by layer.
+        # Blocks with layers of both kinds: PEFT resolves it by layer.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
         # Of the adapter before.
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")

@@ -89,7 +89,7 @@ def resolve(model: ModelConfig, on_progress: OnProgress, named: str = "model.id 
         raise ModelError("this is a file, a folder is wanted", where=where, fix=fix)
     looks_like_path = model.id.startswith((".", "~")) or model.id.count("/") > 1
     if folder.is_absolute() or looks_like_path:
-        fix = "mend the path; a hub id looks like owner/name"
+        fix = "fix the path; a hub id looks like owner/name"
         raise ModelError("no such folder", where=where, fix=fix)
     return _on_hub(model.id, model.revision, where)
 
@@ -471,7 +471,7 @@ def _loading_error(
         what = "cannot be loaded"
         fix = "a model folder has config.json, weights and a tokenizer"
         if files:
-            fix = f"mend {files}"
+            fix = f"fix {files}"
     else:
         what = "cannot be had"
         fix = "check the id and the network, or give a local folder"

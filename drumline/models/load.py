@@ -146,7 +146,7 @@ def _config_of_values(model: ModelConfig) -> Any:
 def _refused_values() -> AbstractContextManager[None]:
     """Within the context an error is one of the values under `model.config`."""
     what = "transformers does not take this"
-    return judged(what, "model.config", ModelError, "mend the values under model.config")
+    return judged(what, "model.config", ModelError, "fix the values under model.config")
 
 
 def _set_values(config: Any, values: dict[str, Any]) -> Any:
@@ -277,7 +277,7 @@ def _judged(config: Any) -> AbstractContextManager[None]:
     """Within the context an error is one of the config."""
     what = "its config describes no model that can be built"
     where = getattr(config, "name_or_path", None) or "model.config"
-    return judged(what, f"{where}", ModelError, "mend its config.json")
+    return judged(what, f"{where}", ModelError, "fix its config.json")
 
 
 class _Experts(NamedTuple):

@@ -314,7 +314,7 @@ def torn(one: str, other: str, where: str) -> ModelError:
     Only the user knows which of the two models is meant.
     """
     what = f"its config makes {one} and {other} one weight, and its files hold two that differ"
-    fix = "set model.config.tie_word_embeddings: false to train both, or mend the files"
+    fix = "set model.config.tie_word_embeddings: false to train both, or fix the files"
     return ModelError(what, where=where, fix=fix)
 
 

@@ -93,7 +93,7 @@ def try_small(
     ids_BT = torch.arange(8, device=device)[None] % small.config.get_text_config().vocab_size
     what = f"a small copy of {type(model).__name__} does not run"
     where = getattr(model.config, "name_or_path", None) or "model.config"
-    fix = "mend its config: heads, heads of keys and values, and experts have to fit each other"
+    fix = "fix its config: heads, heads of keys and values, and experts have to fit each other"
     products = torch.backends.cuda.matmul
     convolutions = torch.backends.cudnn
     before = products.allow_tf32, convolutions.allow_tf32

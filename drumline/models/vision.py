@@ -164,7 +164,7 @@ def read_image(path: str, origin: str) -> Any:
     except Exception as error:
         reason = str(error) or type(error).__name__
         what = f"image {path}: cannot be read: {reason}"
-        raise DataError(what, where=origin, fix="mend it or take the row out") from error
+        raise DataError(what, where=origin, fix="fix it or take the row out") from error
 
 
 def in_colour(image: Any) -> Any:

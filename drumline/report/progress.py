@@ -19,7 +19,7 @@ from rich.text import Text
 
 from drumline.errors import printable
 from drumline.report.waiting import Waits, duration
-from drumline.system.output import Verbosity
+from drumline.system.output import Verbosity, plural
 from drumline.system.redact import redact
 from drumline.telemetry import events, watched
 
@@ -289,7 +289,8 @@ class Progress:
     def _on_eval(self, event: events.Eval) -> None:
         self.evals.append(event)
         metrics = _metrics(event)
-        self._print(f"Held out at step {event.step}: {metrics} ({event.samples} samples)", "cyan")
+        samples = plural(event.samples, "sample")
+        self._print(f"Held out at step {event.step}: {metrics} ({samples})", "cyan")
         self._print_all(failed(event.reward_failures or {}))
 
     def _on_samples(self, event: watched.Samples) -> None:
@@ -459,8 +460,8 @@ class Progress:
             lines.append(f"  energy  {end.kwh:.3g} kWh of {of_what}")
         if self.sent:
             mean = size(_mean(self.sent))
-            steps = len(self.sent)
-            lines.append(f"  sent    {mean} a rank and step, mean of {steps} steps")
+            steps = plural(len(self.sent), "step")
+            lines.append(f"  sent    {mean} a rank and step, mean of {steps}")
         if self.profile:
             lines += _operators(self.profile)
         return lines
@@ -489,11 +490,10 @@ class Progress:
         since = "in"
         if self.restarts:
             # A rank knows the seconds of its own start alone.
-            starts = "restart" if self.restarts == 1 else "restarts"
-            since = f"after {self.restarts} {starts}; since the last one"
+            since = f"after {plural(self.restarts, 'restart')}; since the last one"
         spent = end.goodput
         elapsed = spent.get("elapsed", 0)
-        line = f"Finished {end.step} steps {since} {duration(elapsed)}"
+        line = f"Finished {plural(end.step, 'step')} {since} {duration(elapsed)}"
         productive = spent.get("productive")
         if productive:
             share = productive / spent["elapsed"]
@@ -562,7 +562,9 @@ class Progress:
         title = _text(
             f"drumline · {self.start.run_dir}", style="bold", overflow="ellipsis", no_wrap=True
         )
-        width = min(self.console.width, WIDEST)
+        # The terminal echoes Ctrl-C as ^C behind the last line. It must not reach the next one, or
+        # the display would not find its first line again.
+        width = min(self.console.width - len("^C"), WIDEST)
         return Panel(
             Group(*parts), title=title, title_align="left", border_style="dim", width=width
         )
@@ -624,7 +626,7 @@ class Progress:
             line = self.waits.line()
             if line is not None:
                 return Text(line, style="dim")
-        if not self.step:
+        if not self.step and not self.end:
             return Text("Loading the model; the first step comes next", style="dim")
         if is_last and not self.end:
             return Text("Last evaluation, checkpoint and export …", style="dim")

@@ -443,7 +443,7 @@ class Isolated:
             raise EnvironmentFault(
                 f"importing {paths} takes more than {seconds:g} s",
                 where=WHERE,
-                fix="mend what hangs there",
+                fix="fix what hangs there",
             ) from None
         except Garbled:
             raise _failed_start(NOT_ITS_OWN) from None

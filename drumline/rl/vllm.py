@@ -60,7 +60,7 @@ FINISHED = ("stop", "length")
 # Characters of a server's message that an error shows.
 MOST_MESSAGE = 300
 MOST_ANSWER = 200
-# How to mend errors.
+# How to fix errors.
 DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1, or set weights: none"
 IS_IT_VLLM = "is it vLLM that listens there?"
 NEEDED_VERSION = "it takes vLLM 0.22 or later"
@@ -95,7 +95,7 @@ class Server:
     ) -> Any:
         """Return the JSON that the server answers; None if the answer is empty.
 
-        It is a POST if there is a `body`, else a GET. `fixes`: HTTP status → how to mend it.
+        It is a POST if there is a `body`, else a GET. `fixes`: HTTP status → how to fix it.
         """
         request = self._prepare(path, body)
         what = f"{request.get_method()} {request.full_url}"
@@ -140,7 +140,7 @@ class Server:
             )
         return self.fault(
             f"{what}: {cause or type(cause).__name__}",
-            "start it with `vllm serve MODEL`, or mend the url",
+            "start it with `vllm serve MODEL`, or fix the url",
         )
 
     def fault(self, what: str, fix: str | None = None) -> DrumlineError:

@@ -43,6 +43,11 @@ def use_verbosity(level: Verbosity) -> Iterator[None]:
             os.environ[VERBOSITY] = before
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 host, 2 hosts."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def say_note(text: str) -> None:
     """Print a note to standard error, unless this process is quiet."""
     if verbosity() is not Verbosity.QUIET:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -231,6 +232,8 @@ class Early(ForkProcess):
         sys.argv = message["arguments"]
         try:
             _go_on()
+        except KeyboardInterrupt:
+            _die_of_interrupt()
         finally:
             atexit._run_exitfuncs()
             _flush()
@@ -245,6 +248,17 @@ class Early(ForkProcess):
     def send_signal(self, number: int) -> None:
         if self.poll() is None and self.pid is not None:
             os.kill(self.pid, number)
+
+
+def _die_of_interrupt() -> None:
+    """End this process as an interpreter does that Ctrl-C ends: with the traceback, and by the signal.
+
+    The launcher sees by that signal that the rank had not begun. multiprocessing would exit with 1.
+    """
+    traceback.print_exc()
+    _flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _flush() -> None:

@@ -124,7 +124,7 @@ def _syntax_mistake(error: yaml.YAMLError, name: str) -> ConfigError:
     problem = getattr(error, "problem", None) or str(error)
     if "'\\t'" in problem:
         return _unreadable("a tab where spaces are wanted", where, "indent with spaces")
-    return _unreadable(problem, where, "mend that line or the one before")
+    return _unreadable(problem, where, "fix that line or the one before")
 
 
 def _unreadable(problem: str, where: str, fix: str) -> ConfigError:

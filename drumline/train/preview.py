@@ -32,6 +32,7 @@ from drumline.models.files import resolve
 from drumline.models.load import load_config
 from drumline.models.vision import vision_of
 from drumline.report.bars import OnProgress, bars
+from drumline.system.output import plural
 
 
 class Style(NamedTuple):
@@ -291,7 +292,7 @@ class View:
         for number, pack in enumerate(packs.samples, start=1):
             size = sum(len(segment.tokens) for segment in pack.segments)
             learned = sum(segment.learned for segment in pack.segments)
-            count = _plural(len(pack.segments), "row")
+            count = plural(len(pack.segments), "row")
             self.line()
             self.line(
                 f"━━ pack {number}: {count}, {size:,} tokens, {learned:,} in the loss", "bold cyan"
@@ -330,7 +331,7 @@ class View:
         """Draw how many rows were read, and in which formats."""
         # An entry without values says why a source cannot be read on, and is no row.
         count = sum(bool(seen.row.values) for seen in rows)
-        line = f"{count:,} row" if count == 1 else f"{count:,} rows"
+        line = plural(count, "row")
         if count >= self.options.first:
             line += f", of each source the first {self.options.first:,}"
         formats = Counter(seen.row.format for seen in usable if seen.row.format)
@@ -492,10 +493,6 @@ def _coloured(pieces: list[Piece]) -> Text:
 def _shown(piece: Piece) -> str:
     """Return a token's text, with a sign at each line break."""
     return visible(piece.text, RESERVED).replace("\n", f"{BREAK}\n")
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}s" if count > 1 else f"{count} {noun}"
 
 
 def _title_of_row(reader: Reader, seen: Seen) -> str:

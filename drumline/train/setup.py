@@ -61,6 +61,7 @@ from drumline.rl import rewards
 from drumline.rl.curriculum import require_domains
 from drumline.system import network
 from drumline.system.files import temporary_folder, write_whole
+from drumline.system.output import plural
 from drumline.telemetry.trackers import check_installed, find_callbacks
 from drumline.train.state import fallback_folder
 
@@ -452,9 +453,8 @@ def _require_profiled(plan: Plan) -> None:
             fix=fix,
         )
     if plan.steps is not None and profile.at > plan.steps:
-        steps = f"{plan.steps} steps" if plan.steps > 1 else f"{plan.steps} step"
         raise PlanError(
-            f"the trace begins at step {profile.at}, and the run has {steps}",
+            f"the trace begins at step {profile.at}, and the run has {plural(plan.steps, 'step')}",
             where="run.profile.at",
             fix="choose an earlier step",
         )

@@ -70,7 +70,9 @@ def exit_codes_page() -> str:
         if has_own_code or error.__base__ is errors.DrumlineError:
             meaning = inspect.cleandoc(error.__doc__ or "")
             rows.append([str(error.exit_code), code(error.__name__), cell(meaning)])
-    rows.append(["130", "", "Ctrl-C ended a command that had nothing to save."])
+    rows.append(
+        ["130", "", "Ctrl-C left a display, such as that of `drumline follow`; the run goes on."]
+    )
     rows.sort(key=lambda row: int(row[0]))
     return EXIT_CODES_HEAD + table(["exit code", "exception in Python", "meaning"], rows)
 

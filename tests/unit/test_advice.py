@@ -281,6 +281,6 @@ def test_auto_writes_what_it_chose(batch: dict[str, int]) -> None:
 
 
 def test_where_nothing_can_run_the_config_stays() -> None:
-    """Resolving it then says which rule or number it is, where it is in the YAML, and how to mend it."""
+    """Resolving it then says which rule or number it is, where it is in the YAML, and how to fix it."""
     config, why = choose(question("1b", "8xh100-80g", checkpoint={"export_adapter": True}))
     assert (config.strategy.kind, why) == ("auto", None)

@@ -94,7 +94,7 @@ def step(number: int, seconds: float, data_s: float) -> Step:
 # ------------------------------------------------------------------------------------------------------------------ after a run
 
 
-@pytest.mark.claim("a fault's cause, evidence and mend are named")
+@pytest.mark.claim("a fault's cause, evidence and fix are named")
 def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     run = run_folder(tmp_path, rank_0=PEER, rank_1=f"step 3\nTraceback\n{FULL_DISK}", rank_2=PEER)
     ended(run / "logs/attempt-0/rank-0.log", 10.0)
@@ -360,7 +360,7 @@ def test_other_programs_logs(
     assert (
         printed["name"] == "cuda-oom"
         and printed["place"] == "<stdin>:2"
-        and printed["mend"]
+        and printed["fix"]
         and printed["consequence_of"] == []
     )
 
@@ -390,7 +390,7 @@ def test_nothing_found_and_nothing_there(
         doctor(str(tmp_path), True, False)
 
 
-def test_the_report_of_a_failed_run_ends_with_the_mend(tmp_path: Path) -> None:
+def test_the_report_of_a_failed_run_ends_with_the_fix(tmp_path: Path) -> None:
     log = tmp_path / "rank-1.log"
     log.write_text("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n")
     end = RankEnd(
@@ -440,7 +440,7 @@ def test_this_host(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists() and [path.name for path in tmp_path.iterdir()] == [
         "x.jsonl"
     ]
-    assert all(check.found and (check.mend or check.verdict == "ok") for check in seen.checks)
+    assert all(check.found and (check.fix or check.verdict == "ok") for check in seen.checks)
     assert Host.of(json.loads(json.dumps(seen.values()))) == seen
 
 
@@ -461,7 +461,7 @@ def test_what_a_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {
         name: verdict for name, verdict in verdicts(seen).items() if verdict == "fail"
     }.keys() >= {*("run folder", "model", "port", "peer name", "interfaces")}
-    assert all(check.mend for check in seen.checks if check.verdict != "ok")
+    assert all(check.fix for check in seen.checks if check.verdict != "ok")
     monkeypatch.setattr(host, "LOOKS", (host.limits, lambda *_: 1 / 0))
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 256))
     limits = verdicts(examine(Question()))
@@ -478,7 +478,7 @@ def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (check,) = host.infiniband(Question(), CPU, {})
     assert (
         check.verdict == "warn"
-        and check.mend.startswith("mlx5_0:2")
+        and check.fix.startswith("mlx5_0:2")
         and "ACTIVE 400 Gb/sec" in check.found
     )
 
@@ -520,7 +520,8 @@ def test_hosts_are_compared() -> None:
         "torch", "differs: 2.13 on a, 2.11 on b", "fail", "the same torch on all hosts"
     )
     (same,) = differences([one, one])
-    assert same.verdict == "ok"
+    assert same.verdict == "ok" and same.found.endswith("on 2 hosts")
+    assert differences([one]) == differences([]) == ()
 
 
 def test_pairs_are_measured_in_rounds() -> None:
@@ -555,7 +556,7 @@ def test_what_ranks_report_is_judged() -> None:
         CPU,
         "100Gb",
     )
-    assert failed.verdict == "fail" and "GLOO_SOCKET_IFNAME" in failed.mend
+    assert failed.verdict == "fail" and "GLOO_SOCKET_IFNAME" in failed.fix
     (hung,) = judged([(None, "", ""), (None, "", "")], ["a", "a"], CPU, "100Gb")
     assert "rank 0, 1 did not end" in hung.found
     assert (
@@ -595,4 +596,4 @@ def test_a_config_says_what_is_needed(
     }
     (tmp_path / "train.jsonl").unlink()
     assert doctor(str(config), False, False) == 1
-    assert "mend: copy it to this host" in " ".join(capsys.readouterr().out.split())
+    assert "fix: copy it to this host" in " ".join(capsys.readouterr().out.split())

@@ -29,7 +29,7 @@ def answering(
     def run(module: str, question: str, seconds: float) -> tuple[int | None, str, str]:
         values = json.loads(question)
         if module == "drumline.doctor.host":
-            checks = [{"name": "port", "found": found, "verdict": verdict, "mend": "end it"}]
+            checks = [{"name": "port", "found": found, "verdict": verdict, "fix": "end it"}]
             return (
                 0,
                 json.dumps(

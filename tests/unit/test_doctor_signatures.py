@@ -55,7 +55,7 @@ def test_the_table_is_whole() -> None:
     assert len(TABLE) == len(signatures()) >= 40
     kinds = {signature.kind for signature in TABLE.values()}
     for signature in TABLE.values():
-        assert signature.match and signature.cause and signature.mend
+        assert signature.match and signature.cause and signature.fix
         assert signature.after <= {*TABLE, *kinds, ANY}, signature.name
         groups = {name for pattern in signature.match for name in pattern.groupindex}
         assert set(re.findall(r"\{(\w+)\}", signature.cause)) <= groups, signature.name
@@ -74,7 +74,7 @@ def test_each_signature_has_a_test() -> None:
     assert covered == set(TABLE)
 
 
-@pytest.mark.claim("a fault's cause, evidence and mend are named")
+@pytest.mark.claim("a fault's cause, evidence and fix are named")
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded(name: str) -> None:
     record = RECORDED[name]
@@ -90,7 +90,7 @@ def test_recorded(name: str) -> None:
     assert first.evidence.text.rstrip("…") == shown[:300]
 
 
-@pytest.mark.claim("a fault's cause, evidence and mend are named")
+@pytest.mark.claim("a fault's cause, evidence and fix are named")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in PROVOKED],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def take(threads):
         env = {"RANK": "7", "OMP_NUM_THREADS": threads, "PATH": os.environ["PATH"]}
         return ranks.take(lambda **options: "usual", command, env=env, stdout=out, stderr=err, start_new_session=True)
 
-if case == "begun":
+if case in ("begun", "interrupted"):
     early = take(ranks.threads)
     print(json.dumps([early.pid == children[0], early.wait(30), early.poll()]))
 elif case == "other threads":
@@ -77,9 +78,9 @@ if case == "killed":
 """
 
 
-def launcher(folder: Path, case: str) -> list[Any]:
+def launcher(folder: Path, case: str, rank: str = RANK) -> list[Any]:
     """What LAUNCHER prints, a value a line."""
-    (folder / "rank.py").write_text(RANK)
+    (folder / "rank.py").write_text(rank)
     env = {name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"} | {
         "BEFORE": "1"
     }
@@ -100,6 +101,14 @@ def test_goes_on_as_a_new_process_would(tmp_path: Path) -> None:
         True,
     ]
     assert (tmp_path / "err").read_text() == "an error\n"
+
+
+def test_ctrl_c_ends_it_as_it_ends_a_new_process(tmp_path: Path) -> None:
+    """By the signal, so the launcher knows that nothing failed."""
+    rank = "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(30)\n"
+    died = -signal.SIGINT
+    assert launcher(tmp_path, "interrupted", rank) == [[True, died, died], [False, False]]
+    assert (tmp_path / "err").read_text().endswith("KeyboardInterrupt\n")
 
 
 @pytest.mark.parametrize(("case", "waiting"), [("other threads", 2), ("dead", 0)])

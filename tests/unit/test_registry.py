@@ -266,3 +266,30 @@ def test_plans_with_the_defaults_of_a_missing_distribution_are_read(
     defaults = "fragments: 1, bits: 32, delay: 0, keep: 0.5, peers: [], secret: null"
     strategy = load_text(DATA + f"strategy: {{kind: diloco, period: 7, {defaults}}}\n", []).strategy
     assert strategy == make(StrategyConfig, "diloco", period=7)
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("strategy: {}", "strategy.kind"),
+        ("algorithm: {}", "algorithm.kind"),
+        ("launch: {}", "launch.kind"),
+        ("data: {{train: [{}]}}", "data.train.kind"),
+        ("data: {{train: [rows.jsonl], eval: [{}]}}", "data.eval.kind"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("no_such.py:Name", "there is no file"), ("mine.py:Other", "it is not derived from")],
+)
+def test_an_error_names_the_key_of_the_yaml(
+    tmp_path: Path, section: str, key: str, kind: str, message: str
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    text = section.format(f"{{kind: '{kind}'}}")
+    if not text.startswith("data"):
+        text = DATA + text
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        load(tmp_path / "run.yaml", [])
+    assert error.value.where == key

@@ -82,7 +82,7 @@ def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
             raise EnvironmentFault(
                 f"DeepSpeed's helper for NVMe cannot be compiled: {reason}",
                 where=str(root / HELPER),
-                fix="mend that, or offload to cpu",
+                fix="fix that, or offload to cpu",
             )
         (root / MARKER).write_text(_origins())
         on_progress(COMPILING, 1, 1)

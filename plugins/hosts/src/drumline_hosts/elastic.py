@@ -21,7 +21,7 @@ from typing import Any
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.launch import lease
 from drumline.launch.postmortem import RankEnd
-from drumline.system.output import say
+from drumline.system.output import plural, say
 from drumline.system.signals import Interrupted, LauncherSignals
 from drumline.telemetry.events import Event, Save, read
 from drumline_hosts.coordinator import Attempt, Hosts, Remote
@@ -94,7 +94,9 @@ class ElasticHosts(Hosts):
         number = len(self.there())
         if number < self.least:
             name, why = next(iter(missing.items()))
-            what = f"host {name}: {why}; {number} of at least {self.least} hosts are there"
+            what = (
+                f"host {name}: {why}; {number} of at least {plural(self.least, 'host')} are there"
+            )
             fix = "set launch.nodes.min lower to go on with fewer"
             raise EnvironmentFault(what, where="launch.hosts", fix=fix)
         for name, why in missing.items():
@@ -247,7 +249,7 @@ class ElasticHosts(Hosts):
                 raise Interrupted(signals.number)
             if time.monotonic() > until:
                 self._step_down()
-                what = f"{len(there)} of at least {self.least} hosts are there"
+                what = f"{len(there)} of at least {plural(self.least, 'host')} are there"
                 raise EnvironmentFault(what, where="launch.nodes")
             time.sleep(LOOK_SECONDS)
 

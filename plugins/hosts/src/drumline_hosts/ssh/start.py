@@ -329,7 +329,7 @@ def _ssh_settings(spec: SSHLauncher, name: str) -> dict[str, str]:
         ) from None
     if code:
         lines = err.strip().splitlines() or ["ssh -G failed"]
-        raise EnvironmentFault(lines[-1], where="launch.options", fix="mend the arguments of ssh")
+        raise EnvironmentFault(lines[-1], where="launch.options", fix="fix the arguments of ssh")
     settings = {}
     for line in out.splitlines():
         key, space, value = line.partition(" ")
