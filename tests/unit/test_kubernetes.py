@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from drumline.config.load import Request, load
+from drumline.config.resume import Resume
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from tests.kubernetes_api import RUNNING, Api, Look, ended, pod, serving
 
@@ -218,7 +219,7 @@ def test_paths_beside_the_yaml_stay_relative(tmp_path: Path) -> None:
     loaded = load(path, ["model.chat_template=chat.jinja", "run.dir=/runs/x"])
     assert Path(str(loaded.config.model.chat_template)).is_absolute()  # type: ignore[union-attr]
     submission = submission_of(
-        loaded.config.launch, Request(loaded, resume="newest", allow=("optimizer.lr",))
+        loaded.config.launch, Request(loaded, resume=Resume(), allow=("optimizer.lr",))
     )  # type: ignore[arg-type]
     sent = yaml.safe_load(submission.config)
     assert sent["model"]["chat_template"] == "chat.jinja" and sent["run"]["dir"] == "/runs/x"
@@ -226,7 +227,7 @@ def test_paths_beside_the_yaml_stay_relative(tmp_path: Path) -> None:
     model = loaded.config.model.model_copy(update={"trust_remote_code": True})
     trusting = replace(loaded, config=loaded.config.model_copy(update={"model": model}))
     assert (
-        submission_of(loaded.config.launch, Request(trusting, resume="newest")).command[-1]
+        submission_of(loaded.config.launch, Request(trusting, resume=Resume())).command[-1]
         == "--trust-remote-code"
     )  # type: ignore[arg-type]
 

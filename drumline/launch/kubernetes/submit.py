@@ -93,7 +93,7 @@ def submission_of(launch: KubernetesLauncher, request: Request) -> Submission:
     path = PurePosixPath(launch.workdir) / f"{stem}.yaml"
     command = ["python", "-m", "torch.distributed.run", "-m", "drumline", "train", str(path)]
     if request.resume:
-        command += ["--resume", request.resume]
+        command += ["--resume", str(request.resume)]
     if request.allow:
         command += ["--allow", ",".join(request.allow)]
     if loaded.config.model.trust_remote_code:
