@@ -40,6 +40,7 @@ from drumline.checkpoint.ranks import Ranks, describe_error
 from drumline.checkpoint.remote import CHECKPOINTS, choose_or_none, state_at
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.config.mesh import share
+from drumline.config.resume import is_run_folder
 from drumline.config.urls import is_url
 from drumline.errors import CheckpointError
 from drumline.foreign import disk_errors
@@ -109,11 +110,6 @@ def _newest_here(root: Path) -> Path | None:
     return max(candidates, key=lambda path: read_part(path)[0].serial, default=None)
 
 
-def of_run(place: str) -> bool:
-    """Return whether a place is the folder of a run, whose newest checkpoint is meant."""
-    return not is_url(place) and (Path(place) / CHECKPOINTS).is_dir()
-
-
 def named(place: str) -> tuple[str, dict[str, Any]]:
     """Return the folder or URL of a checkpoint, or of the newest one of a run, and its state.
 
@@ -124,7 +120,7 @@ def named(place: str) -> tuple[str, dict[str, Any]]:
     with disk_errors("cannot be read", place, CheckpointError):
         path = Path(place)
         checkpoint: Path | None = None
-        if of_run(place):
+        if is_run_folder(place):
             root = path / CHECKPOINTS
             checkpoint = newest(root, verify=False, alone=True, to_train=True).path
         if checkpoint is None:

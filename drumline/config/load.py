@@ -30,6 +30,7 @@ from drumline.config.mistakes import (
     short_at,
 )
 from drumline.config.model import TEMPLATES
+from drumline.config.resume import Resume
 from drumline.config.run import EvalConfig, direction
 from drumline.errors import CheckpointError, ConfigError, DrumlineError, shortened
 from drumline.foreign import MIB, expanded, first_line, read_object
@@ -75,13 +76,13 @@ class Request:
     """What one `drumline train` is to run.
 
     `world_size`: the number of processes; None: the config and the machine decide.
-    `resume`: the checkpoint or run to go on from. `allow`: the keys that may change then.
+    `resume`: what it resumes from; None: it starts afresh. `allow`: the keys that may change then.
     `machine`: a host that the processes run on; None: this one.
     """
 
     loaded: Loaded
     world_size: int | None = None
-    resume: str | None = None
+    resume: Resume | None = None
     allow: tuple[str, ...] = ()
     machine: Machine | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from drumline.config.resume import Resume
 from drumline.dist.start import start, stop
 from drumline.plan.plan import Plan
 from drumline.system.signals import StopFlag
@@ -12,7 +13,7 @@ from drumline.train.entry import MainReporter, Reporter, main
 from drumline.train.state import Goodput
 
 
-def evaluate(plan: Plan, checkpoint: str | None) -> None:
+def evaluate(plan: Plan, checkpoint: Resume | None) -> None:
     """Evaluate once, as the training loop does, and write the metrics to the events."""
     ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
     reporter = MainReporter(plan) if ranks.rank == 0 else Reporter()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from drumline.config.urls import FETCHED, is_url
+from drumline.config.resume import Resume
 from drumline.errors import NotSaved, Preempted, TrainingStopped, UserError
 from drumline.hardware.detect import free_bytes
 from drumline.launch.environment import listen
@@ -126,8 +126,13 @@ def launch(
             code = launched.finish(ends, attempt, signals)
             if code is not None:
                 return code
-            resume = newest_or(
-                resume, launched.run_dir, plan.config.checkpoint.apart, launched.before
+            resume = str(
+                resume_of_restart(
+                    Resume.parse(resume),
+                    launched.run_dir,
+                    plan.config.checkpoint.apart,
+                    launched.before,
+                )
             )
 
 
@@ -213,40 +218,34 @@ def launch_trial(
     return launch(plan, plan_path, None, follow, trial=True)
 
 
-def _is_of(path: str, resume: str) -> bool:
-    """Return whether a checkpoint is the one that `resume` names: by its folder, its run's folder, or a URL.
+def resume_of_restart(resume: Resume | None, run_dir: Path, apart: bool, since: int = 0) -> Resume:
+    """Return what a run resumes from when it is started again.
 
-    Of a URL a copy in a folder of this host may have been read.
+    Until it has saved a checkpoint after `resume`, that is `resume` once more; then its own newest checkpoint.
+    A checkpoint of its own at which it was to begin has become its newest.
+
+    Args:
+        resume: What the first start resumed from.
+        apart: Each host has the files of its own checkpoints only, so "its newest" may be another one.
+        since: Number of events of earlier starts, which do not count.
     """
-    if is_url(resume):
-        return path.startswith(resume) or Path(path).parent.name == FETCHED
-    return path != "newest" and Path(path).is_relative_to(resume)
-
-
-def newest_or(resume: str | None, run_dir: Path, apart: bool, since: int = 0) -> str:
-    """Return where to start a run again: "newest", or the checkpoint at which it was to begin.
-
-    It begins there again until it has saved after that; then it goes on at its newest checkpoint. A checkpoint of its own at which it was
-    to begin has become its newest, unless the files of checkpoints lie `apart`. The first `since` events, and saves before it began
-    there, are of other starts.
-    """
-    if resume in (None, "newest"):
-        return "newest"
+    if resume is None or resume.place is None:
+        return Resume()
     has_begun = False
     has_saved = False
     for event in read(run_dir / "events.jsonl")[since:]:
         if isinstance(event, RunStart):
-            if event.resumed_from is not None and _is_of(event.resumed_from, resume):
+            if event.resumed_from is not None and resume.includes(event.resumed_from):
                 has_begun = True
                 has_saved = False
         elif isinstance(event, Restore):
-            if event.path is not None and _is_of(event.path, resume):
+            if event.path is not None and resume.includes(event.path):
                 has_begun = True
                 has_saved = not apart and is_own_checkpoint(Path(event.path), run_dir)
         elif isinstance(event, Save) and has_begun and event.path is not None:
             has_saved = True
     if has_saved:
-        return "newest"
+        return Resume()
     return resume
 
 

@@ -14,6 +14,7 @@ import torch
 
 from drumline.algorithms.base import Algorithm
 from drumline.checkpoint.ranks import Ranks as RankGroup
+from drumline.config.resume import Resume
 from drumline.data.cache import TokenCache, verify_in_background
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
@@ -43,7 +44,7 @@ from drumline.train.timeouts import CollectiveTimeout
 def build(
     plan: Plan,
     ranks: Ranks,
-    resume: str | None,
+    resume: Resume | None,
     emit: Emit,
     stop_flag: StopFlag,
     past: list[Event],
@@ -51,7 +52,7 @@ def build(
 ) -> Loop:
     """Return the loop of one rank, with everything that it needs. Collective.
 
-    `resume`: as `Start.find` takes it, None for a run that begins. `past`: the events of the run so far.
+    `resume`: None for a run that starts afresh. `past`: the events of the run so far.
     """
     config = plan.config
     timeout = CollectiveTimeout(plan)
@@ -63,7 +64,7 @@ def build(
 
     # The model, and what the run goes on from.
     began = time.time()
-    memory = memory_of(plan, resume == "newest") if plan.saves else None
+    memory = memory_of(plan, resume == Resume()) if plan.saves else None
     start: Start | None = None
     if resume is not None:
         with goodput.spend("restore"):
@@ -218,7 +219,7 @@ class DataSource:
 
     def rewind(self) -> Iterable[GlobalBatch]:
         """Restore the newest checkpoint, and return the training batches from there on. Collective."""
-        start = Start.find(self.plan, "newest")
+        start = Start.find(self.plan, Resume())
         if start.path is None:
             # The save that was on its way has failed.
             raise CheckpointError(

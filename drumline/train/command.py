@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 
 from drumline.config.load import Request, changed_values, load, reader, to_yaml
+from drumline.config.resume import Resume
 from drumline.errors import UserError
 from drumline.hardware.detect import cache_dir, likely_gpus
 from drumline.launch.environment import die_with_launchers, first_rank, launched_by
 from drumline.launch.lease import Lease
-from drumline.launch.local import newest_or
+from drumline.launch.local import resume_of_restart
 from drumline.launch.stages import stages
 from drumline.launch.tasks import (
     become,
@@ -157,13 +158,13 @@ def requested(
         strategy = _laid_over(accelerate_config)
         read_config = reader(config)
         loaded = read_config(overrides, strategy)
-        start = resume or loaded.resume
+        start = Resume.parse(resume or loaded.resume)
         if start is not None:
             # The run may be a stranger's.
             loaded = read_config(overrides, strategy, trusted=False)
         if requeued():
             run_dir = Path(loaded.config.run.dir or default_run_dir(loaded.path))
-            start = newest_or(start, run_dir, loaded.config.checkpoint.apart)
+            start = resume_of_restart(start, run_dir, loaded.config.checkpoint.apart)
         notes(loaded.notes)
         return Request(loaded, world_size or loaded.config.launch.processes(), start, allow)
 
@@ -218,7 +219,7 @@ def _dry_run(request: Request, everything: bool) -> int:
         print(write_yaml(changed_values(plan.config)), end="")
     if launched_by() is None:
         plan_path = Path(plan.run_dir) / "plan.json"
-        submission = plan.config.launch.submission(plan, plan_path, start)
+        submission = plan.config.launch.submission(plan, plan_path, str(start) if start else None)
         if submission:
             print(f"\n{submission}", end="")
     return 0
@@ -291,7 +292,8 @@ def launch_ranks(
                 )
             )
             on_event = progress.on_event
-        code = launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
+        resume = str(start) if start else None
+        code = launcher.start(plan, plan_path, resume, on_event, Replanner(plan, plan_path), early)
         if not launcher.elsewhere:
             page = at_end(plan)
             if progress is not None:

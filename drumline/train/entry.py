@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from drumline.checkpoint.remote import Store, copy_run_files
+from drumline.config.resume import Resume
 from drumline.dist.start import Ranks, drawn, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
 from drumline.foreign import class_and_line, first_line
@@ -54,12 +55,12 @@ STATUS_OF_ERRORS: dict[type[BaseException], str] = {
 
 
 def main(
-    arguments: list[str] | None = None, work: Callable[[Plan, str | None], None] | None = None
+    arguments: list[str] | None = None, work: Callable[[Plan, Resume | None], None] | None = None
 ) -> None:
     """Run the worker process of our own launcher. `work`: is called in place of `run`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("plan", type=Path)
-    parser.add_argument("--resume")
+    parser.add_argument("--resume", type=Resume.parse)
     options = parser.parse_args(arguments)
     with recording():
         plan = Plan.load(options.plan)
@@ -74,7 +75,7 @@ def main(
             work(plan, options.resume)
 
 
-def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
+def run(plan: Plan, resume: Resume | None, listener: Emit | None = None) -> None:
     """Join the process group, train, leave it, and export on rank 0. `listener` also gets each event of rank 0."""
     started = time.time()
     events_path = Path(plan.run_dir) / "events.jsonl"
@@ -117,7 +118,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
 def train_on(
     plan: Plan,
     ranks: Ranks,
-    resume: str | None,
+    resume: Resume | None,
     *,
     emit: Emit,
     stop_flag: StopFlag,
@@ -161,8 +162,8 @@ def watch(plan: Plan) -> None:
         on_compile_end(lambda *_: heartbeat.compiling(False))
 
 
-def run_start(plan: Plan, resume: str | None) -> RunStart:
-    """Return the first event of each start. `resume`: as `Start.find` takes it."""
+def run_start(plan: Plan, resume: Resume | None) -> RunStart:
+    """Return the first event of each start."""
     return RunStart(
         world_size=plan.mesh.world_size,
         steps=plan.steps,
@@ -170,7 +171,7 @@ def run_start(plan: Plan, resume: str | None) -> RunStart:
         strategy=strategy_name(plan),
         device=plan.device,
         run_dir=plan.run_dir,
-        resumed_from=resume,
+        resumed_from=str(resume) if resume else None,
         plan_line=plan_line(plan),
         left_out=list(plan.data.left_out) if plan.data else [],
         writes=plan.config.algorithm.writes and not plan.config.plain,

@@ -16,12 +16,13 @@ from typing import Any
 from rich.console import Console
 
 from drumline.config.load import to_yaml
+from drumline.config.resume import Resume
 from drumline.dist.start import Ranks, publish, receive, rendezvous
 from drumline.errors import DrumlineError, EnvironmentFault, TrainingStopped
 from drumline.hardware.detect import hide_gpus
 from drumline.launch.environment import launched_by
 from drumline.launch.lease import Lease, has_lease
-from drumline.launch.local import newest_or
+from drumline.launch.local import resume_of_restart
 from drumline.plan.plan import Plan
 from drumline.report.bars import aside, notes
 from drumline.report.opening import opening
@@ -62,7 +63,7 @@ def train(make_request: Callable[[int], Request]) -> int:
 
 def join(
     make_request: Callable[[int], Request], stack: ExitStack, display: bool
-) -> tuple[Plan, str | None]:
+) -> tuple[Plan, Resume | None]:
     """Return the plan and the checkpoint to go on from, the same on all ranks.
 
     `stack` gets the lease of the run folder.
@@ -96,7 +97,7 @@ def train_rank(plan: Plan, start: str | None, display: bool) -> None:
 
 def _plan(
     make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack, display: bool
-) -> tuple[Plan, str | None]:
+) -> tuple[Plan, Resume | None]:
     """Do rank 0's part: plan, and publish the plan. If that fails, all ranks end with its exit code.
 
     It is outside any collective, so it may take as long as the data need.
@@ -112,7 +113,7 @@ def _plan(
 
 def _plan_and_publish(
     make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack, display: bool
-) -> tuple[Plan, str | None]:
+) -> tuple[Plan, Resume | None]:
     """Make the plan, claim the run folder, and hand the plan to the other ranks."""
     request = make_request(ranks.world_size)
     _require_as_launched(request, ranks)
@@ -125,14 +126,14 @@ def _plan_and_publish(
     if ranks.attempt:
         _require_no_stop(plan)
     if ranks.attempt or _is_same(run_dir / LAUNCH, mark):
-        resume = newest_or(request.resume, run_dir, plan.config.checkpoint.apart)
+        resume = resume_of_restart(request.resume, run_dir, plan.config.checkpoint.apart)
         request = replace(request, resume=resume)
     plan = as_before(plan, request)
     _, start = claim_run_dir(plan, request)
     write_whole(run_dir / LAUNCH, json.dumps(mark))
     answer = {
         "plan": plan.model_dump(mode="json"),
-        "resume": start,
+        "resume": str(start) if start else None,
         "lease": lease.token,
         # The other ranks have read neither the YAML nor its secrets.
         "secrets": withheld(),
@@ -162,11 +163,12 @@ def _publish_failure(error: BaseException, ranks: Ranks) -> None:
             receive(f"received-{rank}", RECEIVED_SECONDS)
 
 
-def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, str | None]:
+def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, Resume | None]:
     """Do the other ranks' part: wait for rank 0's plan, and see whether this host has its run folder, too."""
     answer = _received("plan", ranks)
     os.environ.update(answer["secrets"])
     plan = Plan.of(answer["plan"])
+    resume = Resume.parse(answer["resume"])
     run_dir = Path(plan.run_dir)
     reply = ""
     if not has_lease(answer["lease"], run_dir, SHARED_SECONDS):
@@ -175,17 +177,18 @@ def _plan_from_rank_0(ranks: Ranks, stack: ExitStack) -> tuple[Plan, str | None]
             try:
                 # This host has a run folder of its own.
                 stack.enter_context(Lease(run_dir))
-                _require_fresh(run_dir, answer["resume"])
+                if resume is None:
+                    _require_fresh(run_dir)
             except EnvironmentFault as error:
                 reply = error.line()
     publish(reply, f"shared-{ranks.rank}")
     _received("go", ranks)
-    return plan, answer["resume"]
+    return plan, resume
 
 
-def _require_fresh(run_dir: Path, resume: str | None) -> None:
+def _require_fresh(run_dir: Path) -> None:
     """Raise EnvironmentFault if a run that begins would find checkpoints of another run on this host."""
-    if resume is None and any((run_dir / "checkpoints").glob("step-*")):
+    if any((run_dir / "checkpoints").glob("step-*")):
         raise EnvironmentFault(
             f"the run folder is not empty on host {socket.gethostname()}",
             where=str(run_dir.absolute()),

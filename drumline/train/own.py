@@ -19,6 +19,7 @@ from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import require_unused
 from drumline.checkpoint.retention import recover
 from drumline.config.load import Draft, refused, saved_config, strategy_change, validated
+from drumline.config.resume import Resume
 from drumline.data.samples import indexed
 from drumline.dist.seeds import derive
 from drumline.dist.start import Ranks
@@ -28,7 +29,7 @@ from drumline.errors import CheckpointError, EnvironmentFault, UserError
 from drumline.foreign import disk_errors
 from drumline.hardware.detect import detect
 from drumline.launch.lease import Lease
-from drumline.launch.local import ATTEMPT, newest_or
+from drumline.launch.local import ATTEMPT, resume_of_restart
 from drumline.launch.script import link_logs
 from drumline.models.freeze import learning
 from drumline.models.tape import Build
@@ -118,21 +119,24 @@ def make_plan(
 
 
 def claim_run_folder(
-    plan: Plan, resume: bool | str | Path, allow: tuple[str, ...], stack: ExitStack
-) -> bool | str:
+    plan: Plan, resume: Resume | None, allow: tuple[str, ...], stack: ExitStack
+) -> Resume | None:
     """On rank 0: take the lease of the run folder, and write the plan into it. `stack` releases the lease.
 
-    Returns what to go on from: a checkpoint, True for the newest one, or False.
+    Returns what the ranks resume from; None for a run that starts afresh.
 
     Raises EnvironmentFault if the folder is another run's, and CheckpointError if the config differs in what the run
     depends on.
     """
     run_dir = Path(plan.run_dir)
     stack.enter_context(Lease(run_dir))
-    resume = _checkpoint_to_resume(plan, resume)
+    # torchrun, or `drumline launch`, has started the script once more.
+    is_restart = Ranks.from_environment().attempt > 0 or os.environ.get(ATTEMPT, "0") != "0"
+    if is_restart:
+        resume = resume_of_restart(resume, run_dir, plan.config.checkpoint.apart)
     checkpoints = run_dir / "checkpoints"
     recover(checkpoints)
-    if not resume and run_dir.is_dir() and any(run_dir.glob("*.jsonl")):
+    if resume is None and run_dir.is_dir() and any(run_dir.glob("*.jsonl")):
         raise EnvironmentFault(
             "the run folder is not empty",
             where=str(run_dir),
@@ -141,13 +145,14 @@ def claim_run_folder(
     url = plan.config.checkpoint.url
     if plan.config.checkpoint.memory_copies:
         require_room(plan.checkpoint_bytes)
-    if url and not resume:
+    if url and resume is None:
         require_unused(url)
     saved_state: tuple[str, dict[str, Any]] | None = None
-    if resume is True:
-        saved_state = newest_state(checkpoints, url)
-    elif resume:
-        saved_state = at_place(str(resume))
+    if resume is not None:
+        if resume.place is None:
+            saved_state = newest_state(checkpoints, url)
+        else:
+            saved_state = at_place(resume.place)
     if saved_state is not None:
         path, state = saved_state
         _require_same_run(plan, allow, path, state)
@@ -158,20 +163,6 @@ def claim_run_folder(
         plan.save(run_dir / "plan.json")
         link_logs(run_dir)
     return resume
-
-
-def _checkpoint_to_resume(plan: Plan, resume: bool | str | Path) -> bool | str:
-    """Return the checkpoint to go on from, True for the newest one, or False."""
-    # torchrun, or `drumline launch`, has started the script once more.
-    is_restart = Ranks.from_environment().attempt > 0 or os.environ.get(ATTEMPT, "0") != "0"
-    if is_restart:
-        requested = None if isinstance(resume, bool) else str(resume)
-        resume = newest_or(requested, Path(plan.run_dir), plan.config.checkpoint.apart)
-    if resume == "newest":
-        return True
-    if isinstance(resume, bool):
-        return resume
-    return str(resume)
 
 
 def _require_same_run(plan: Plan, allow: tuple[str, ...], path: str, state: dict[str, Any]) -> None:

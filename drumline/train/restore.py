@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from drumline.checkpoint.disks import Disks, Gatherer, fetch
-from drumline.checkpoint.load import Found, check, compensations, load, newest, of_run, read_state
+from drumline.checkpoint.load import Found, check, compensations, load, newest, read_state
 from drumline.checkpoint.manifest import make_newest, read_manifest, step_of
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
@@ -21,6 +21,7 @@ from drumline.checkpoint.remote import Store
 from drumline.checkpoint.retention import best_of, recover
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.load import refused, saved_config
+from drumline.config.resume import CHECKPOINTS, Resume
 from drumline.config.run import EvalConfig
 from drumline.config.urls import FETCHED, is_url
 from drumline.engine.engine import OPTIONAL, Engine
@@ -32,7 +33,6 @@ from drumline.train.state import TrainState, rate_evaluation
 
 # Matches the section of weights in a tensor's name, of the policy (model.…) or of another role (ROLE/model.…).
 MODEL = re.compile(r"(^|(?<=/))model\.")
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,26 @@ class Start:
     evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     @classmethod
-    def find(cls, plan: Plan, resume: str, memory: Memory | None = None) -> Start:
-        """Find the checkpoint that `resume` names. Collective.
-
-        Args:
-            resume: `newest` for the run's newest whole checkpoint, on disk or in memory; the folder of
-                a run, for its newest; or a checkpoint's folder or URL.
+    def find(cls, plan: Plan, resume: Resume, memory: Memory | None = None) -> Start:
+        """Find the whole checkpoint that a run resumes from. Collective.
 
         Raises CheckpointError if none is whole.
         """
         ranks = RankGroup.all(error_type=CheckpointError)
         ranks.each(partial(recover, Path(plan.run_dir) / CHECKPOINTS))
-        if resume == "newest":
+        if resume.place is None:
             found = _newest_of_run(plan, memory)
             if found.path is None and found.skipped:
                 raise _none_is_whole(found, plan.run_dir)
-        elif ranks.first(lambda: of_run(resume)):
+        elif ranks.first(lambda: resume.is_run_folder):
             verify = plan.config.checkpoint.verify
-            found = newest(Path(resume) / CHECKPOINTS, verify, to_train=True)
+            found = newest(Path(resume.place) / CHECKPOINTS, verify, to_train=True)
             if found.path is None:
-                raise _none_is_whole(found, resume)
-        elif is_url(resume):
-            found = Found(fetch(resume, Path(plan.run_dir) / FETCHED), [])
+                raise _none_is_whole(found, resume.place)
+        elif is_url(resume.place):
+            found = Found(fetch(resume.place, Path(plan.run_dir) / FETCHED), [])
         else:
-            found = Found(_check_named(plan, Path(resume)), [])
+            found = Found(_check_named(plan, Path(resume.place)), [])
         skipped = [{"path": str(path), "reason": reason} for path, reason in found.skipped]
         return cls(found.path, skipped, _weights_in(found.path), plan.config.eval)
 

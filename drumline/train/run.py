@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config.load import Overrides, Request, overrides_of
+from drumline.config.resume import Resume
 from drumline.errors import ConfigError, Preempted, TrainingStopped, UserError, WorkerFailed
 from drumline.launch.environment import die_with_launchers, expandable_segments, launched_by
 from drumline.launch.tasks import join_tasks
@@ -112,7 +112,8 @@ def train(
         changes += overrides_of({"run.callbacks": list(callbacks)})
     if trust_remote_code:
         changes.append("model.trust_remote_code=true")
-    make_request = requested(config, changes, _resume_option(resume), tuple(allow))
+    start = Resume.from_argument(resume)
+    make_request = requested(config, changes, str(start) if start else None, tuple(allow))
     if launched_by() is not None:
         return _join(make_request, display)
     stderr = ErrorLine(display)
@@ -124,15 +125,6 @@ def train(
     if code == UserError.exit_code:
         raise UserError(message)
     raise WorkerFailed(message)
-
-
-def _resume_option(resume: bool | str | Path) -> str | None:
-    """Return `resume` as --resume takes it."""
-    if resume is False:
-        return None
-    if resume is True:
-        return "newest"
-    return os.fspath(resume)
 
 
 def _join(make_request: Callable[..., Request], display: bool) -> Run:

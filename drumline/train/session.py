@@ -29,6 +29,7 @@ from torch.utils.data import default_collate
 
 from drumline.checkpoint.memory import Memory
 from drumline.checkpoint.ranks import Ranks as RankGroup
+from drumline.config.resume import Resume
 from drumline.data.samples import global_batches, held_out
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import Draws, derive, deterministic, seed_step
@@ -121,7 +122,7 @@ class Session:
             ranks.world_size,
             options,
         )
-        self.resume = resume
+        self.resume = Resume.from_argument(resume)
         self.allow = allow
         self.units = units
         self.tp_plan = tp_plan
@@ -170,7 +171,7 @@ class Session:
         self.reporter = MainReporter(plan) if self.is_first else Reporter()
         self.emit: Emit = self.reporter.emit
         self.goodput = Goodput(self.started)
-        self.emit(run_start(plan, str(self.resume) if self.resume else None))
+        self.emit(run_start(plan, self.resume))
         return self
 
     def __exit__(
@@ -207,7 +208,7 @@ class Session:
         pairs = session_checks.require_pairs(build, make_optimizer, bool(self._models))
         pairs = own.check_optimizers(pairs)
         session_checks.require_one_model(self.plan, len(pairs))
-        memory = memory_of(self.plan, self.resume is True)
+        memory = memory_of(self.plan, self.resume == Resume())
         start = self._find_start(memory)
         unfrozen = own.unfrozen_weights(start.path if start is not None else None, pairs)
         overlaps = len(pairs) == 1
@@ -250,10 +251,9 @@ class Session:
 
     def _find_start(self, memory: Memory | None) -> Start | None:
         """Return what the run goes on from; None for a run that begins. Collective."""
-        if not self.resume:
+        if self.resume is None:
             return None
-        checkpoint = "newest" if self.resume is True else str(self.resume)
-        return Start.find(self.plan, checkpoint, memory)
+        return Start.find(self.plan, self.resume, memory)
 
     def _build_model(
         self, name: str, pair: Pair, start: Start | None, unfrozen: frozenset[str], overlaps: bool

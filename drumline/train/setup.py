@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from drumline.checkpoint.load import named, newest_state, of_run
+from drumline.checkpoint.load import named, newest_state
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import Store, require_unused
 from drumline.checkpoint.retention import recover
@@ -19,6 +19,7 @@ from drumline.config.algorithm import RolloutSpec
 from drumline.config.config import Config, ScheduleConfig
 from drumline.config.load import Request, allowed, refused, saved_config, strategy_change, to_yaml
 from drumline.config.model import Head, ModelConfig
+from drumline.config.resume import CHECKPOINTS, Resume
 from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
@@ -65,7 +66,6 @@ from drumline.system.output import plural
 from drumline.telemetry.trackers import check_installed, find_callbacks
 from drumline.train.state import fallback_folder
 
-CHECKPOINTS = "checkpoints"
 # What `drumline eval` knows of the base model before there is a run.
 EVAL_RESULTS = "eval.json"
 
@@ -129,8 +129,8 @@ def _check_request(request: Request) -> None:
     """Raise the errors that need no work: of the checkpoint, URL, trackers, callbacks and optimizer of a request."""
     config = request.loaded.config
     base_dir = request.loaded.base_dir.absolute()
-    if request.resume not in (None, "newest"):
-        named(request.resume or "")
+    if request.resume is not None and request.resume.place is not None:
+        named(request.resume.place)
     if config.checkpoint.url:
         Store(config.checkpoint.url)
     check_installed(config.run.report_to, base_dir)
@@ -467,10 +467,10 @@ def predict(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
     return plan.model_copy(update={"predicted": predicted})
 
 
-def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
+def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, Resume | None]:
     """Write config.yaml and plan.json into the run folder, whose lease the caller holds.
 
-    Returns the path of plan.json, and the checkpoint to go on from, as `resume_from` does.
+    Returns the path of plan.json, and what the ranks resume from.
 
     Raises EnvironmentFault if another run is in the folder, it cannot be written, or it has too little space; and
     CheckpointError if there is nothing to resume from, or the config differs in what matters.
@@ -532,23 +532,22 @@ def _make_fallback(plan: Plan) -> None:
             folder.rmdir()
 
 
-def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:
-    """Return what `--resume` means to the ranks.
+def resume_from(run_dir: Path, request: Request, plan: Plan) -> Resume | None:
+    """Return what the ranks resume from; None for a run that starts afresh.
 
-    That is `newest` (a start at step 0 if there is no checkpoint yet), a checkpoint's folder or URL, the
-    folder of a run, or None. Only the saved config and data are looked at: the ranks verify the
-    checkpoint itself, each a part of it. Raises CheckpointError.
+    Only the saved config and data are looked at: the ranks verify the checkpoint itself, each a part of
+    it. Raises CheckpointError.
     """
     if request.resume is None:
         return None
     saved_state = _state_to_resume(request.resume, plan)
     if saved_state is None:
-        return "newest"
+        return Resume()
     path, state = saved_state
     _check_same_run(path, state, plan, request.allow)
-    if request.resume == "newest" or of_run(request.resume):
+    if request.resume.place is None or request.resume.is_run_folder:
         return request.resume
-    return path
+    return Resume(path)
 
 
 def as_before(plan: Plan, request: Request) -> Plan:
@@ -634,11 +633,11 @@ def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
     )
 
 
-def _state_to_resume(resume: str, plan: Plan) -> tuple[str, dict[str, Any]] | None:
-    """Return the checkpoint that `--resume` names, and its state; None if it names the newest one, and there is none yet."""
-    if resume == "newest":
+def _state_to_resume(resume: Resume, plan: Plan) -> tuple[str, dict[str, Any]] | None:
+    """Return the checkpoint that a run resumes from, and its state; None if the run has saved none yet."""
+    if resume.place is None:
         return newest_state(Path(plan.run_dir) / CHECKPOINTS, plan.config.checkpoint.url)
-    return named(resume)
+    return named(resume.place)
 
 
 def _changed_keys(

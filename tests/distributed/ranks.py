@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from drumline.config.resume import Resume
 from tests.forks import Forked
 from tests.harness import ENV
 
@@ -118,7 +119,7 @@ def main(arguments: list[str]) -> None:
                 if ranks.rank == 0
                 else Reporter().emit
             )
-            resume = "newest" if any((Path(plan.run_dir) / "checkpoints").glob("step-*")) else None
+            resume = Resume() if any((Path(plan.run_dir) / "checkpoints").glob("step-*")) else None
             train_on(
                 plan,
                 ranks,

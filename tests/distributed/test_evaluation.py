@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from drumline.config.load import load
+from drumline.config.resume import Resume
 from drumline.plan.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
@@ -67,7 +68,7 @@ def plan_of(
     request = Request(
         load(path, [sets]),
         world_size=world_size,
-        resume="newest" if goes_on else None,
+        resume=Resume() if goes_on else None,
         allow=("run.steps",),
     )
     plan = make_plan(request, on_progress=lambda *_: None)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from drumline.config.load import load
+from drumline.config.resume import Resume
 from drumline.errors import CheckpointError
 from drumline.models import load as models
 from drumline.plan.plan import Plan
@@ -228,7 +229,7 @@ def test_other_new_tokens_are_refused_on_resume(runs: Path, tmp_path: Path) -> N
     request = Request(
         loaded,
         world_size=1,
-        resume=str(runs / slug("all", "single") / "run" / "checkpoints" / "step-00000002"),
+        resume=Resume(str(runs / slug("all", "single") / "run" / "checkpoints" / "step-00000002")),
     )
     with pytest.raises(
         CheckpointError, match=r"the config differs in what the run depends on: model\.new_tokens"

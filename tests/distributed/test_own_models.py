@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import drumline
 from drumline.config.load import load_values
+from drumline.config.resume import Resume
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.errors import DrumlineError
@@ -325,13 +326,13 @@ def test_a_run_does_not_go_on_with_other_rows(runs: Path) -> None:
     )
     changed = plan.model_copy(update={"data": other})
     run_dir = runs / "vit" / "alone"
-    assert resume_from(run_dir, Request(load_values(again, []), 1, "newest"), plan) == "newest"
+    assert resume_from(run_dir, Request(load_values(again, []), 1, Resume()), plan) == Resume()
     with pytest.raises(
         DrumlineError, match=r"the training data changed since this checkpoint.*--allow data"
     ):
-        resume_from(run_dir, Request(load_values(again, []), 1, "newest"), changed)
+        resume_from(run_dir, Request(load_values(again, []), 1, Resume()), changed)
     assert (
-        resume_from(run_dir, Request(load_values(again, []), 1, "newest", ("data",)), changed)
+        resume_from(run_dir, Request(load_values(again, []), 1, Resume(), ("data",)), changed)
         == "newest"
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from drumline.config.load import load
+from drumline.config.resume import Resume
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.harness import events, losses, write_config
@@ -24,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
-def plan_of(folder: Path, model: Path, resume: str | None = None, **sections: Any) -> Path:
+def plan_of(folder: Path, model: Path, resume: Resume | None = None, **sections: Any) -> Path:
     """A run of two ranks, checkpoints of steps 2 and 4; 22 pairs, so that the last table places are fillers."""
     folder.mkdir(exist_ok=True)
     base: dict[str, Any] = {
@@ -91,7 +92,7 @@ def test_a_resumed_run_reads_the_table_or_makes_it_anew_from_the_same_model(
         path.write_bytes(path.read_bytes()[:100])
         if damage == "all gone":
             shutil.rmtree(path.parent)
-        run_plans([plan_of(tmp_path / "a", model, resume="newest")], 2)
+        run_plans([plan_of(tmp_path / "a", model, resume=Resume())], 2)
         assert found(tmp_path / "a") == read
         again = tables(tmp_path / "a")
         assert again.keys() == first.keys() and all(

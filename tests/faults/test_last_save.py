@@ -20,6 +20,7 @@ import torch
 
 from drumline.checkpoint.load import check, newest, read_state
 from drumline.checkpoint.save import Checkpointer
+from drumline.config.resume import Resume
 from drumline.errors import EnvironmentFault, NotSaved, Preempted
 from drumline.telemetry.events import read
 from drumline.train.loop import Loop
@@ -214,7 +215,7 @@ def test_a_full_disk_does_not_cost_the_files_of_the_run(disk: Path) -> None:
     assert set(before) == {"config.yaml", "plan.json"}
     fill(disk)
     with pytest.raises(EnvironmentFault, match="cannot write the run folder: No space left"):
-        claim_run_dir(made, Request(loaded=None, resume="newest"))  # type: ignore[arg-type]
+        claim_run_dir(made, Request(loaded=None, resume=Resume()))  # type: ignore[arg-type]
     assert all((disk / name).read_bytes() == content for name, content in before.items())
 
 

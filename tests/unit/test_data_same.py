@@ -11,6 +11,7 @@ import torch
 
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.load import load
+from drumline.config.resume import Resume
 from drumline.data.cache import TokenCache, verify
 from drumline.data.fingerprint import identify, what_changed
 from drumline.data.prepare import prepare
@@ -142,7 +143,7 @@ def test_what_changed_is_said_in_rows(tmp_path: Path, model: Path) -> None:
 def planned(
     config: Path, resume: str | None = None, allow: tuple[str, ...] = (), *over: str
 ) -> tuple[Plan, Request]:
-    request = Request(load(config, list(over)), resume=resume, allow=allow)
+    request = Request(load(config, list(over)), resume=Resume.parse(resume), allow=allow)
     return make_plan(request, on_progress=lambda *_: None), request
 
 
@@ -169,7 +170,7 @@ def test_a_run_goes_on_with_its_own_data_alone(
     assert plan.data is not None and plan.data.identity is not None
     checkpointed(plan, plan.data.identity)
     write_rows(tmp_path / "eval.jsonl", chat_rows(3, seed=5))
-    assert claim_run_dir(*planned(config, "newest"))[1] == "newest", "the held-out set may change"
+    assert claim_run_dir(*planned(config, "newest"))[1] == Resume(), "the held-out set may change"
     assert not capsys.readouterr().err
     write_rows(tmp_path / "train.jsonl", ROWS[::-1])
     newest = str(Path(plan.run_dir) / "checkpoints" / "step-00000001")
@@ -186,7 +187,7 @@ def test_a_run_goes_on_with_its_own_data_alone(
     with pytest.raises(CheckpointError, match="the training data changed"):
         claim_run_dir(*planned(config, "newest"))
     for allowed in ("data", "all"):
-        assert claim_run_dir(*planned(config, "newest", (allowed,)))[1] == "newest"
+        assert claim_run_dir(*planned(config, "newest", (allowed,)))[1] == Resume()
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("note: the training data changed since") and "another order" in line
 
@@ -196,7 +197,7 @@ def test_resume_from_no_checkpoint_is_refused_before_any_work(tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
     for dry_run in (True, False):
         for named in ("empty", "nowhere", "a.yaml/x"):
-            request = Request(load(config, []), resume=str(tmp_path / named))
+            request = Request(load(config, []), resume=Resume(str(tmp_path / named)))
             with pytest.raises(
                 CheckpointError, match=r"not a committed checkpoint|there is no such file or folder"
             ):
@@ -214,7 +215,7 @@ def test_an_old_checkpoint_says_that_it_does_not_know(
     plan, request = planned(config)
     claim_run_dir(plan, request)
     checkpointed(plan, None)
-    assert claim_run_dir(*planned(config, "newest"))[1] == "newest"
+    assert claim_run_dir(*planned(config, "newest"))[1] == Resume()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: ") and "does not say what data it was trained on" in line
 

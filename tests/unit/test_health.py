@@ -15,6 +15,7 @@ from rich.console import Console
 from drumline.config.config import Config
 from drumline.config.mesh import Mesh
 from drumline.config.registry import make
+from drumline.config.resume import Resume
 from drumline.config.run import HealthConfig
 from drumline.config.strategy import StrategyConfig
 from drumline.data.batches import TokenBatch
@@ -62,7 +63,7 @@ def run(
 
     def rewind() -> Any:
         vars(built.state).update(
-            vars(Start.find(built.plan, "newest").restore(engine, built.emit, 0.0))
+            vars(Start.find(built.plan, Resume()).restore(engine, built.emit, 0.0))
         )
         return (poisoned(step) for step in range(built.state.position // 2, steps))
 
@@ -137,7 +138,7 @@ def test_a_resumed_run_knows_what_is_a_spike_and_what_was_passed_over(
     engine = FakeEngine()
     state = Start.find(
         first.plan,
-        "newest" if policy == "skip" else str(tmp_path / "checkpoints" / "step-00000032"),
+        Resume() if policy == "skip" else Resume(str(tmp_path / "checkpoints" / "step-00000032")),
     ).restore(engine, first.emit, 0.0)
     again, said = loop(
         tmp_path, engine, range(0), held_out=False, schedule="constant", health=health, state=state

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from drumline.launch.local import exit_code, launch, newest_or, next_attempt, progress_since
+from drumline.config.resume import Resume
+from drumline.launch.local import exit_code, launch, next_attempt, progress_since, resume_of_restart
 from drumline.launch.postmortem import (
     RankEnd,
     Restarts,
@@ -281,6 +282,11 @@ def test_a_rank_that_waited_and_said_nothing_is_not_blamed() -> None:
     assert "memory" not in report(silent[0], silent) and "hung" in report(silent[0], silent)
 
 
+def again(named: str | None, run_dir: Path, apart: bool, since: int = 0) -> str:
+    """Return the value of --resume with which a run is started again, after one with `named`."""
+    return str(resume_of_restart(Resume.parse(named), run_dir, apart, since))
+
+
 @pytest.mark.parametrize(
     ("named", "read"),
     [
@@ -297,27 +303,27 @@ def test_a_run_goes_on_where_it_was_to_begin_until_it_has_saved(
     log.emit(Save(step=9, path="checkpoints/step-00000009", error=None, **saved))
     log.emit(Restore(step=4, path=read, seconds=1.0, skipped=[]))
     assert (
-        newest_or(None, tmp_path, False) == newest_or("newest", tmp_path, False) == "newest"
-        and newest_or(named, tmp_path, False) == named
+        again(None, tmp_path, False) == again("newest", tmp_path, False) == "newest"
+        and again(named, tmp_path, False) == named
     )
     log.emit(Save(step=5, path=None, error="no space", **saved))
-    assert newest_or(named, tmp_path, False) == named
+    assert again(named, tmp_path, False) == named
     log.emit(Save(step=6, path="checkpoints/step-00000006", error=None, **saved))
     log.emit(Restore(step=6, path="checkpoints/step-00000006", seconds=1.0, skipped=[]))
-    assert newest_or(named, tmp_path, False) == "newest"
+    assert again(named, tmp_path, False) == "newest"
 
 
 def test_one_of_its_own_is_the_newest_once_it_was_read(tmp_path: Path) -> None:
     own = str(tmp_path / "checkpoints" / "step-00000002")
-    assert newest_or(own, tmp_path, False) == own
+    assert again(own, tmp_path, False) == own
     EventLog(tmp_path / "events.jsonl").emit(Restore(step=2, path=own, seconds=1.0, skipped=[]))
-    assert newest_or(own, tmp_path, False) == "newest" and newest_or(own, tmp_path, True) == own
+    assert again(own, tmp_path, False) == "newest" and again(own, tmp_path, True) == own
 
 
 def test_a_copy_beside_its_own_is_not_the_newest_once_it_was_read(tmp_path: Path) -> None:
     kept = str(tmp_path / "checkpoints" / "step-00000002-good")
     EventLog(tmp_path / "events.jsonl").emit(Restore(step=2, path=kept, seconds=1.0, skipped=[]))
-    assert newest_or(kept, tmp_path, False) == kept
+    assert again(kept, tmp_path, False) == kept
 
 
 @pytest.mark.parametrize(
@@ -340,17 +346,17 @@ def test_saves_of_other_starts_are_not_its_own(tmp_path: Path, named: str, at: s
         blocked_seconds=0.0,
     )
     log.emit(save)
-    assert newest_or(named, tmp_path, False) == named, "dead before its first event"
+    assert again(named, tmp_path, False) == named, "dead before its first event"
     log.emit(replace(start(), resumed_from=at))
-    assert newest_or(named, tmp_path, False) == named
+    assert again(named, tmp_path, False) == named
     log.emit(save)
     log.emit(replace(start(), resumed_from="newest"))
-    assert newest_or(named, tmp_path, False) == "newest"
-    assert newest_or(named, tmp_path, False, since=len(read(events))) == named, (
+    assert again(named, tmp_path, False) == "newest"
+    assert again(named, tmp_path, False, since=len(read(events))) == named, (
         "a launcher that begins there anew"
     )
     log.emit(replace(start(), resumed_from=at))
-    assert newest_or(named, tmp_path, False) == named
+    assert again(named, tmp_path, False) == named
 
 
 class DiesOnce:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from drumline.config.load import load
+from drumline.config.resume import Resume
 from drumline.dist.start import Ranks
 from drumline.errors import CheckpointError, ModelError
 from drumline.models.export import export
@@ -66,7 +67,7 @@ def train(path: Path, resume: str | None, *overrides: str) -> tuple[Loop, list[S
     """A run on one rank, to its end."""
     said: list[Event] = []
     plan = make_plan(Request(load(path, list(overrides)), 1), on_progress=lambda *_: None)
-    built = build(plan, Ranks(), resume, said.append, StopFlag(), [], Goodput(0.0))
+    built = build(plan, Ranks(), Resume.parse(resume), said.append, StopFlag(), [], Goodput(0.0))
     built.run()
     return built, [event for event in said if isinstance(event, Step)]
 
@@ -122,13 +123,13 @@ def test_the_learning_rate_stays_on_more_devices(
 
     assert rate() == pytest.approx(0.02) and not capsys.readouterr().err
     for named in ("newest", str(tmp_path / "run")):
-        assert rate(resume=named) == pytest.approx(0.01)
+        assert rate(resume=Resume.parse(named)) == pytest.approx(0.01)
         assert (
             "learning rate 0.01, as in" in (said := capsys.readouterr().err)
             and "on 2 data ranks it would be 0.02" in said
         )
-    assert rate(resume="newest", allow=("optimizer.lr",)) == pytest.approx(0.02)
-    assert rate("batch.global_samples=8", resume="newest", allow=("batch",)) == pytest.approx(0.02)
+    assert rate(resume=Resume(), allow=("optimizer.lr",)) == pytest.approx(0.02)
+    assert rate("batch.global_samples=8", resume=Resume(), allow=("batch",)) == pytest.approx(0.02)
     assert not capsys.readouterr().err
 
 
@@ -150,7 +151,7 @@ def test_what_stays_frozen_is_what_it_was_trained_on_top_of(
         **sections,
     )
 
-    def going_on(*allow: str, resume: str | None = "newest") -> Plan:
+    def going_on(*allow: str, resume: Resume | None = Resume()) -> Plan:
         request = Request(load(path, []), 1, resume, allow)
         return Plan.load(claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0])
 

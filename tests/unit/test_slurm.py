@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from drumline.config.load import load, load_values
+from drumline.config.resume import Resume
 from drumline.errors import ConfigError, EnvironmentFault, UserError
 from drumline.hardware.catalog import DEVICES
 from drumline.hardware.detect import Device, Machine
@@ -401,7 +402,7 @@ def test_a_new_start_forgets_the_job_of_the_one_before(
     for name in ("job.json", "job-end.json"):
         assert (run / name).is_file()
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), run={"dir": str(run)})
-    request = Request(load(config, []), 1, resume="newest")
+    request = Request(load(config, []), 1, resume=Resume())
     claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
     assert (
         queue.job_of(run) is None

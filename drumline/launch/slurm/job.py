@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from drumline.config.resume import Resume
 from drumline.errors import DrumlineError, EnvironmentFault, NotSaved
 from drumline.launch.lease import Lease
-from drumline.launch.local import furthest_step, launch, newest_or
+from drumline.launch.local import furthest_step, launch, resume_of_restart
 from drumline.launch.postmortem import RankEnd, read_error
 from drumline.launch.slurm.queue import END, ask, note_end
 from drumline.launch.slurm.spec import SlurmLauncher
@@ -220,7 +221,8 @@ def run(plan: Plan, plan_path: Path, resume: str | None, on_oom: OnOutOfMemory, 
     ranks = StepRanks(options)
     step_before = furthest_step(run_dir)
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-        resume = newest_or(resume, run_dir, plan.config.checkpoint.apart)
+        again = resume_of_restart(Resume.parse(resume), run_dir, plan.config.checkpoint.apart)
+        resume = str(again)
     try:
         with Lease(run_dir):
             _preflight(plan)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from drumline.config.load import Request, load
+from drumline.config.resume import Resume
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault
 from drumline.train.command import launch_ranks
 from drumline_kubernetes.manifest import checked
@@ -223,12 +224,12 @@ def test_paths_beside_the_yaml_stay_relative(tmp_path: Path) -> None:
 
 def test_options_of_the_command_go_along(tmp_path: Path) -> None:
     loaded = load(write_config(tmp_path), [])
-    resumed = submission(loaded, resume="newest", allow=("optimizer.lr",))
+    resumed = submission(loaded, resume=Resume(), allow=("optimizer.lr",))
     assert resumed.command[-4:] == ("--resume", "newest", "--allow", "optimizer.lr")
     model = loaded.config.model.model_copy(update={"trust_remote_code": True})
     config = loaded.config.model_copy(update={"model": model})
     trusting = replace(loaded, config=config)
-    assert submission(trusting, resume="newest").command[-1] == "--trust-remote-code"
+    assert submission(trusting, resume=Resume()).command[-1] == "--trust-remote-code"
 
 
 def strategy_with(key: str) -> str:

@@ -13,9 +13,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from drumline.config.resume import Resume
 from drumline.errors import DrumlineError
 from drumline.launch.lease import Lease
-from drumline.launch.local import furthest_step, newest_or
+from drumline.launch.local import furthest_step, resume_of_restart
 from drumline.plan.plan import Plan
 from drumline.report.page import at_end
 from drumline.system.redact import redacted_streams
@@ -59,8 +60,11 @@ def take_over(known: dict[str, Any]) -> int:
 
         plan = Plan.load(path)
         hosts.await_agents()
-        resume = newest_or(known["resume"], run_dir, plan.config.checkpoint.apart)
-        code = launcher.start(plan, path, resume, lambda event: None, Replanner(plan, path), hosts)
+        first = Resume.parse(known["resume"])
+        resume = resume_of_restart(first, run_dir, plan.config.checkpoint.apart)
+        code = launcher.start(
+            plan, path, str(resume), lambda event: None, Replanner(plan, path), hosts
+        )
     at_end(plan)
     return code
 

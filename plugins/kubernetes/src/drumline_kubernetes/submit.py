@@ -89,7 +89,7 @@ def submission_of(launch: KubernetesOptions, request: Request) -> Submission:
     path = PurePosixPath(launch.workdir) / f"{stem}.yaml"
     command = ["python", "-m", "torch.distributed.run", "-m", "drumline", "train", str(path)]
     if request.resume:
-        command += ["--resume", request.resume]
+        command += ["--resume", str(request.resume)]
     if request.allow:
         command += ["--allow", ",".join(request.allow)]
     if loaded.config.model.trust_remote_code:
