@@ -272,7 +272,7 @@ def _extension(base: type[S], kind: str) -> type[S]:
     point = entry_points(f"extended_{base.group}")[kind]
     package = package_of(point)
     spec = imported(point.load, f"the {base.thing} {kind!r} of {package}", package)
-    return _checked(_built_in(base)[kind], spec, kind)
+    return _checked(_built_in(base)[kind], spec, kind, base.kind_key())
 
 
 @cache
