@@ -493,9 +493,11 @@ def _callable(found: Any, name: str, where: str) -> Any:
 
 @cache
 def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    """Return name → what installed packages offer in the group drumline.GROUP."""
+    """Return name → what installed packages offer in the group drumline.GROUP, in the order of names."""
     points = importlib.metadata.entry_points(group=f"drumline.{group}")
-    return {point.name: point for point in points}
+    # Packages are found in the order of their folders on the disk, which differs by machine.
+    in_order = sorted(points, key=lambda point: point.name)
+    return {point.name: point for point in in_order}
 
 
 def known_names(group: str, own: Iterable[str]) -> list[str]:
