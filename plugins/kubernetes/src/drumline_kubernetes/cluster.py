@@ -88,7 +88,7 @@ class Cluster:
 
     def create(self, objects: list[dict[str, Any]]) -> str:
         """Make the workload, and the other objects as its property, so that its removal removes them. Return its uid."""
-        workload, *others = objects
+        workload, *owned = objects
         api = workload["apiVersion"]
         name = workload["metadata"]["name"]
         make = self.custom.create_namespaced_custom_object
@@ -96,7 +96,7 @@ class Cluster:
         uid = str(made["metadata"]["uid"])
         owner = {"apiVersion": api, "kind": workload["kind"], "name": name, "uid": uid}
         try:
-            for each in others:
+            for each in owned:
                 self._create_owned(each, owner)
         except EnvironmentFault:
             self.delete(api, name)
