@@ -39,6 +39,7 @@ from drumline.system.process import tied
 from drumline.launch import early
 from drumline.launch.early import EarlyRanks
 signal.signal(signal.SIGTERM, lambda *more: None)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 folder, case = sys.argv[1:]
 device = "auto" if case.startswith("GPU") else "cpu"
 config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "launch": {"nproc": 2}, "run": {"device": device}})
