@@ -197,11 +197,10 @@ def _marks(run: RunFacts) -> list[dict[str, Any]]:
 def _note(series: list[Series]) -> str:
     """Return what cannot be seen in a chart: how many seeds or points its lines stand for."""
     means = [line for line in series if "seeds" in line]
-    others = [line for line in series if "seeds" not in line]
     parts = []
     if means:
         parts.append(_note_of_means(means))
-    thinned = [line for line in others if line.get("size", 1) > 1]
+    thinned = [line for line in series if "seeds" not in line and line.get("size", 1) > 1]
     if thinned:
         longest = max(thinned, key=itemgetter("of"))
         points = longest["of"]
