@@ -116,7 +116,10 @@ def test_a_note_is_for_its_owner_alone(installed: None, tmp_path: Path) -> None:
     [
         ({}, "is no note of a run: KeyError: 'launch'"),
         ({"launch": {"kind": "batch_of_tests"}}, "is no note of a run: KeyError: 'run'"),
-        ({"launch": {"kind": "batch_of_tests"}, "run": {}}, "is no note of a run: KeyError: 'number'"),
+        (
+            {"launch": {"kind": "batch_of_tests"}, "run": {}},
+            "is no note of a run: KeyError: 'number'",
+        ),
         ({"launch": {"kind": "batch_of_tests", "x": 1}, "run": {}}, "is no note of a run: "),
         ({"launch": {"kind": "local"}, "run": {}}, "launcher local notes no runs"),
         ({"launch": {"kind": "mine.py:Name"}, "run": {}}, "names code, mine.py:Name"),
