@@ -22,6 +22,7 @@ SEAMS = {
     "drumline.plan.out_of_memory",
     "drumline.plan.plan",
     "drumline.config.section",
+    "drumline.config.resume",
     # Processes, files, signals and the network of a host.
     "drumline.system.files",
     "drumline.system.network",

@@ -16,17 +16,15 @@ from drumline.plan.plan import Plan
 from drumline.system.files import digest
 from drumline_hosts.elastic import ElasticHosts
 from drumline_hosts.facts import facts, require_same_versions
-from drumline_hosts.link import Message
 
 if TYPE_CHECKING:
     from drumline_hosts.coordinator import Hosts
-    from drumline_hosts.spec import HostsLauncher
-    from drumline_hosts.ssh.spec import SSHLauncher
+    from drumline_hosts.options import HostsOptions
 
 _gathered: dict[str, Hosts] = {}  # by the spec, as JSON
 
 
-def gathered(spec: HostsLauncher) -> Hosts:
+def gathered(spec: HostsOptions) -> Hosts:
     """Return the hosts of a spec with their agents; the first call starts the agents.
 
     Raises EnvironmentFault that names a host that cannot be reached, or whose versions differ.
@@ -47,21 +45,16 @@ def gathered(spec: HostsLauncher) -> Hosts:
 
 
 @contextmanager
-def succeeding(spec: SSHLauncher, known: Message) -> Iterator[ElasticHosts]:
-    """Yield the hosts of a launcher that follows another; their agents connect by themselves.
-
-    `known` is what the agent of its host knows.
-    """
-    hosts = spec.make_hosts(known)
+def succeeding(spec: HostsOptions, hosts: ElasticHosts) -> Iterator[ElasticHosts]:
+    """Yield the hosts of a launcher that follows another; their agents connect by themselves."""
     _gathered[spec.model_dump_json()] = hosts
-    assert isinstance(hosts, ElasticHosts)
     try:
         yield hosts
     finally:
         leave(spec)
 
 
-def leave(spec: HostsLauncher) -> None:
+def leave(spec: HostsOptions) -> None:
     """Send the agents of a spec away."""
     hosts = _gathered.pop(spec.model_dump_json(), None)
     if hosts is not None:

@@ -21,6 +21,7 @@ from drumline.plan.plan import Plan
 from drumline.report.page import at_end
 from drumline.system.redact import redacted_streams
 from drumline.telemetry.events import EventLog, Takeover
+from drumline_hosts.elastic import ElasticHosts
 from drumline_hosts.gathered import succeeding
 from drumline_hosts.ssh.spec import SSHLauncher
 
@@ -45,7 +46,9 @@ def take_over(known: dict[str, Any]) -> int:
         token = None
         why = f"votes of a majority, term {known['term']}"
     with ExitStack() as stack:
-        hosts = stack.enter_context(succeeding(launcher, known))
+        made = launcher.make_hosts(known)
+        assert isinstance(made, ElasticHosts)
+        hosts = stack.enter_context(succeeding(launcher, made))
         stack.enter_context(Lease(run_dir, hosts.place, token, tuple(known["frozen"])))
         _redirect_output(run_dir / "logs" / f"launcher-{known['name']}.log")
         print(

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drumline.errors import EnvironmentFault
 from drumline.foreign import first_line, require_package
@@ -23,14 +23,12 @@ from drumline.system.process import Helper, exit_code, tied
 from drumline.system.redact import redact
 from drumline_hosts.coordinator import AGENT, Hosts
 from drumline_hosts.link import Message
+from drumline_hosts.ray.options import RayOptions
 from drumline_hosts.timing import (
     ANSWER_SECONDS,
     LEAVE_SECONDS,
     PLACE_SECONDS,
 )
-
-if TYPE_CHECKING:
-    from drumline_hosts.ray.spec import RayLauncher
 
 
 class Node:
@@ -77,9 +75,9 @@ def _print_line(line: str) -> None:
 
 
 class Actors:
-    """The agents of a RayLauncher, by the names of their nodes."""
+    """The agents of a RayOptions, by the names of their nodes."""
 
-    def __init__(self, spec: RayLauncher, group: Any) -> None:
+    def __init__(self, spec: RayOptions, group: Any) -> None:
         self.spec = spec
         self.group = group
         actors = [self._actor(index) for index in range(spec.nodes)]
@@ -181,7 +179,7 @@ def reason(error: Exception) -> str:
     return f"its actor{on} died"
 
 
-def make_hosts(spec: RayLauncher) -> Hosts:
+def make_hosts(spec: RayOptions) -> Hosts:
     """Return the nodes of a spec, without agents. Raises EnvironmentFault if the cluster cannot give them."""
     actors = Actors(spec, _placed(spec))
     if spec.interface:
@@ -209,7 +207,7 @@ def require_head(address: str) -> None:
         ) from None
 
 
-def _placed(spec: RayLauncher) -> Any:
+def _placed(spec: RayOptions) -> Any:
     """Return the placement group, in the cluster of `spec.address`.
 
     Raises EnvironmentFault if there is no cluster, or no room in it.

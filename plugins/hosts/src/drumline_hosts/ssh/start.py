@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from drumline.config.launcher import Reached
 from drumline.errors import EnvironmentFault
@@ -41,13 +41,11 @@ from drumline_hosts.elastic import ElasticHosts
 from drumline_hosts.facts import facts, machine_of, require_same_versions
 from drumline_hosts.gathered import compare, gathered
 from drumline_hosts.link import Message
+from drumline_hosts.ssh.options import SSHOptions
 from drumline_hosts.takeover import RUN_ID
 from drumline_hosts.timing import (
     LEAVE_SECONDS,
 )
-
-if TYPE_CHECKING:
-    from drumline_hosts.ssh.spec import SSHLauncher
 
 # Ssh takes the first value of a setting and the last of a flag. The user's launch.options stand between FIRST and LAST, so they overrule
 # everything but BatchMode. With these options ssh asks no question on a terminal, and ends when its host does not answer any more, as the
@@ -59,9 +57,9 @@ SSH_PORT = "22"
 
 
 class SSH:
-    """Start and end the agents of an SSHLauncher. The agent of this host is a child process, without ssh."""
+    """Start and end the agents of an SSHOptions. The agent of this host is a child process, without ssh."""
 
-    def __init__(self, spec: SSHLauncher, here: set[str]) -> None:
+    def __init__(self, spec: SSHOptions, here: set[str]) -> None:
         self.spec = spec
         self.here = here
         # Tells whether a host's agent is connected: only then its output is shown, because before that it is the reason of an error.
@@ -115,12 +113,12 @@ class SSH:
             agent.end()
 
 
-def local_command(spec: SSHLauncher) -> list[str]:
+def local_command(spec: SSHOptions) -> list[str]:
     """Return the command of this host's agent, which dies with the launcher."""
     return [spec.python or sys.executable, *tied(AGENT)]
 
 
-def ssh_command(spec: SSHLauncher, name: str, module: str = AGENT) -> list[str]:
+def ssh_command(spec: SSHOptions, name: str, module: str = AGENT) -> list[str]:
     """Return the ssh command that runs a module on a host. Its last argument is a line for the shell of that host."""
     folder = spec.workdir or str(Path.cwd())
     python = spec.python or sys.executable
@@ -133,7 +131,7 @@ def _bare_name(name: str) -> str:
     return name.replace("[", "").replace("]", "")
 
 
-def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
+def make_hosts(spec: SSHOptions, known: Message | None = None) -> Hosts:
     """Return the hosts of a spec, without agents.
 
     `known` is what the agent of this host knows, if the launcher follows another one.
@@ -169,7 +167,7 @@ def make_hosts(spec: SSHLauncher, known: Message | None = None) -> Hosts:
     return hosts
 
 
-def reach(spec: SSHLauncher) -> dict[str, Reached]:
+def reach(spec: SSHOptions) -> dict[str, Reached]:
     """Return for `drumline doctor` how to run a module on each host; no agent is needed.
 
     Raises EnvironmentFault for a name without an address.
@@ -190,7 +188,7 @@ def reach(spec: SSHLauncher) -> dict[str, Reached]:
 
 
 def _run(
-    spec: SSHLauncher, name: str, here: bool, module: str, question: str, seconds: float
+    spec: SSHOptions, name: str, here: bool, module: str, question: str, seconds: float
 ) -> tuple[int | None, str, str]:
     """Run a module on a host with a question on its standard input; return exit code, output and errors."""
     if here:
@@ -205,13 +203,13 @@ def _run(
         return 1, "", f"{error.filename or command[0]}: {error.strerror}"
 
 
-def machines(spec: SSHLauncher) -> Mapping[str, Machine]:
+def machines(spec: SSHOptions) -> Mapping[str, Machine]:
     """Return the machine of each connected host."""
     hosts = gathered(spec)
     return {name: machine_of(hosts.remotes[name].facts) for name in hosts.there()}
 
 
-def counts(spec: SSHLauncher) -> dict[str, int]:
+def counts(spec: SSHOptions) -> dict[str, int]:
     """Return the number of ranks of each host that takes part, the launcher's own host first."""
     hosts = gathered(spec)
     there = machines(spec)
@@ -230,7 +228,7 @@ def counts(spec: SSHLauncher) -> dict[str, int]:
 
 
 def make_elastic(
-    spec: SSHLauncher,
+    spec: SSHOptions,
     plan: Plan,
     plan_path: Path,
     hosts: ElasticHosts,
@@ -274,7 +272,7 @@ class Target(NamedTuple):
     port: str = SSH_PORT
 
 
-def _targets(spec: SSHLauncher) -> dict[str, Target]:
+def _targets(spec: SSHOptions) -> dict[str, Target]:
     """Return what ssh means by each place.
 
     Raises EnvironmentFault for a name without an address, and for two names of one machine, whose devices would count twice.
@@ -297,7 +295,7 @@ def _targets(spec: SSHLauncher) -> dict[str, Target]:
     return targets
 
 
-def _target(spec: SSHLauncher, place: str) -> Target:
+def _target(spec: SSHOptions, place: str) -> Target:
     """Return what ssh means by one place. Raises EnvironmentFault for a name without an address."""
     name = _bare_name(place)
     settings = _ssh_settings(spec, name)
@@ -319,7 +317,7 @@ def _target(spec: SSHLauncher, place: str) -> Target:
     return Target(found, here, port)
 
 
-def _ssh_settings(spec: SSHLauncher, name: str) -> dict[str, str]:
+def _ssh_settings(spec: SSHOptions, name: str) -> dict[str, str]:
     """Return the settings that ssh would use for a name, by its own words. Raises EnvironmentFault if it refuses."""
     try:
         code, out, err = run_command(["ssh", "-G", *spec.options, name])
@@ -338,7 +336,7 @@ def _ssh_settings(spec: SSHLauncher, name: str) -> dict[str, str]:
     return settings
 
 
-def _own_address(spec: SSHLauncher, peers: list[str], direct: bool) -> str:
+def _own_address(spec: SSHOptions, peers: list[str], direct: bool) -> str:
     """Return the address at which this launcher listens: that of `launch.interface`, or the one that the hosts see.
 
     `peers` are addresses of the hosts. `direct` is False if some hosts are reached by a proxy; they are not among `peers`.
@@ -365,7 +363,7 @@ def _own_address(spec: SSHLauncher, peers: list[str], direct: bool) -> str:
     return own
 
 
-def submission(spec: SSHLauncher, plan: Plan, plan_path: Path, resume: str | None) -> str:
+def submission(spec: SSHOptions, plan: Plan, plan_path: Path, resume: str | None) -> str:
     """Return for `--dry-run` what would be run: on each host its agent, and by that its ranks."""
     hosts = gathered(spec)
     rank = [spec.python or sys.executable, "-m", "drumline.train.entry", str(plan_path)]
