@@ -58,6 +58,13 @@ class Resume:
         return Path(checkpoint).is_relative_to(self.place)
 
 
+def resume_option(resume: Resume | None) -> str | None:
+    """Return the value of `--resume` for a run that resumes; None for one that starts afresh."""
+    if resume is None:
+        return None
+    return str(resume)
+
+
 def is_run_folder(place: str) -> bool:
     """Return whether a place is the folder of a run, whose newest checkpoint is meant."""
     return not is_url(place) and (Path(place) / CHECKPOINTS).is_dir()

@@ -254,7 +254,7 @@ def _weights_differ(run: RunFacts) -> list[str]:
 
 def _failed_saves(run: RunFacts) -> list[str]:
     """Return a line for each of the first checkpoints that could not be saved."""
-    lines = []
+    lines: list[str] = []
     for event in run.of("save"):
         error = event.get("error")
         if error and len(lines) < MOST_REMARKS:

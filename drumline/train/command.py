@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 
 from drumline.config.load import Request, changed_values, load, reader, to_yaml
-from drumline.config.resume import Resume
+from drumline.config.resume import Resume, resume_option
 from drumline.errors import UserError
 from drumline.hardware.detect import cache_dir, likely_gpus
 from drumline.launch.environment import die_with_launchers, first_rank, launched_by
@@ -219,7 +219,7 @@ def _dry_run(request: Request, everything: bool) -> int:
         print(write_yaml(changed_values(plan.config)), end="")
     if launched_by() is None:
         plan_path = Path(plan.run_dir) / "plan.json"
-        submission = plan.config.launch.submission(plan, plan_path, str(start) if start else None)
+        submission = plan.config.launch.submission(plan, plan_path, resume_option(start))
         if submission:
             print(f"\n{submission}", end="")
     return 0
@@ -292,7 +292,7 @@ def launch_ranks(
                 )
             )
             on_event = progress.on_event
-        resume = str(start) if start else None
+        resume = resume_option(start)
         code = launcher.start(plan, plan_path, resume, on_event, Replanner(plan, plan_path), early)
         if not launcher.elsewhere:
             page = at_end(plan)

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from drumline.checkpoint.remote import Store, copy_run_files
-from drumline.config.resume import Resume
+from drumline.config.resume import Resume, resume_option
 from drumline.dist.start import Ranks, drawn, start, stop
 from drumline.errors import DrumlineError, EnvironmentFault, Preempted, TrainingStopped
 from drumline.foreign import class_and_line, first_line
@@ -60,7 +60,7 @@ def main(
     """Run the worker process of our own launcher. `work`: is called in place of `run`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("plan", type=Path)
-    parser.add_argument("--resume", type=Resume.parse)
+    parser.add_argument("--resume")
     options = parser.parse_args(arguments)
     with recording():
         plan = Plan.load(options.plan)
@@ -72,11 +72,14 @@ def main(
         if work is None:
             run(plan, options.resume)
         else:
-            work(plan, options.resume)
+            work(plan, Resume.parse(options.resume))
 
 
-def run(plan: Plan, resume: Resume | None, listener: Emit | None = None) -> None:
-    """Join the process group, train, leave it, and export on rank 0. `listener` also gets each event of rank 0."""
+def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
+    """Join the process group, train, leave it, and export on rank 0.
+
+    `resume`: the value of `--resume`. `listener` also gets each event of rank 0.
+    """
     started = time.time()
     events_path = Path(plan.run_dir) / "events.jsonl"
     with StopFlag() as stop_flag, guarded(Path(plan.run_dir)):
@@ -99,7 +102,13 @@ def run(plan: Plan, resume: Resume | None, listener: Emit | None = None) -> None
         error: BaseException | None = None
         try:
             reporter.why = train_on(
-                plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=past, goodput=goodput
+                plan,
+                ranks,
+                Resume.parse(resume),
+                emit=emit,
+                stop_flag=stop_flag,
+                past=past,
+                goodput=goodput,
             )
             heartbeat.beat("done")
             stop()
@@ -171,7 +180,7 @@ def run_start(plan: Plan, resume: Resume | None) -> RunStart:
         strategy=strategy_name(plan),
         device=plan.device,
         run_dir=plan.run_dir,
-        resumed_from=str(resume) if resume else None,
+        resumed_from=resume_option(resume),
         plan_line=plan_line(plan),
         left_out=list(plan.data.left_out) if plan.data else [],
         writes=plan.config.algorithm.writes and not plan.config.plain,

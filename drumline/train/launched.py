@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from drumline.config.load import to_yaml
-from drumline.config.resume import Resume
+from drumline.config.resume import Resume, resume_option
 from drumline.dist.start import Ranks, publish, receive, rendezvous
 from drumline.errors import DrumlineError, EnvironmentFault, TrainingStopped
 from drumline.hardware.detect import hide_gpus
@@ -76,15 +76,16 @@ def join(
     return _plan_from_rank_0(ranks, stack)
 
 
-def train_rank(plan: Plan, start: str | None, display: bool) -> None:
+def train_rank(plan: Plan, start: Resume | None, display: bool) -> None:
     """Train as this rank, to the end of the run."""
     rank = Ranks.from_environment().rank
+    resume = resume_option(start)
     try:
         if rank != 0 or not display:
-            run(plan, start)
+            run(plan, resume)
             return
         with Progress(Console(), verbosity=verbosity(), opening=opening(plan)) as progress:
-            run(plan, start, progress.on_event)
+            run(plan, resume, progress.on_event)
     except OutOfMemory as error:
         # Another launcher decides whether it goes on; what to change is reported all the same, and finding it needs memory.
         let_go(error)
@@ -133,7 +134,7 @@ def _plan_and_publish(
     write_whole(run_dir / LAUNCH, json.dumps(mark))
     answer = {
         "plan": plan.model_dump(mode="json"),
-        "resume": str(start) if start else None,
+        "resume": resume_option(start),
         "lease": lease.token,
         # The other ranks have read neither the YAML nor its secrets.
         "secrets": withheld(),

@@ -333,7 +333,7 @@ def test_a_run_does_not_go_on_with_other_rows(runs: Path) -> None:
         resume_from(run_dir, Request(load_values(again, []), 1, Resume()), changed)
     assert (
         resume_from(run_dir, Request(load_values(again, []), 1, Resume(), ("data",)), changed)
-        == "newest"
+        == Resume()
     )
 
 

@@ -29,8 +29,7 @@ def old_modules() -> list[str]:
             found.append(name)
     for name in STRATEGIES:
         found.append(f"strategies.{name}.spec")
-    for name in DISTRIBUTED:
-        found.append(f"launch.{name}")
+    for name in ("ssh", "ray", "kubernetes"):
         found.append(f"launchers.{name}.spec")
     return found
 
