@@ -16,9 +16,11 @@ from drumline.system.redact import redact
 from drumline_kubernetes.manifest import APIS, CONTAINER
 from drumline_kubernetes.options import KubernetesOptions
 
-ANSWER_SECONDS = 30.0  # the most that one request may take
+# The most that one request may take.
+ANSWER_SECONDS = 30.0
 GONE = 404
-MESSAGE_CHARACTERS = 200  # shown of an answer that is no JSON
+# Characters that are shown of an answer that is no JSON.
+MESSAGE_CHARACTERS = 200
 
 
 class Unreachable(EnvironmentFault):

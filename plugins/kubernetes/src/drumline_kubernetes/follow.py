@@ -48,12 +48,17 @@ class Follower:
         self.api = api
         self.name = name
         self.uid = uid
-        self.is_stopping = False  # the workload was removed here
-        self.silent_seconds = 0.0  # for which the API server has not answered
+        # Whether this display has removed the workload.
+        self.is_stopping = False
+        # Seconds for which the API server has not answered.
+        self.silent_seconds = 0.0
+        # Keys of the lines that were printed.
         self.reported: set[object] = set()
-        self.faults: dict[str, str] = {}  # pod → what the cluster did to it, or cannot do for it
-        self.ends: dict[str, _Ended] = {}  # by pod
-        self.logs: dict[str, threading.Thread] = {}  # by pod
+        # Pod → what the cluster did to it, or cannot do for it.
+        self.faults: dict[str, str] = {}
+        # Pod → how its container ended, and the thread that prints its log.
+        self.ends: dict[str, _Ended] = {}
+        self.logs: dict[str, threading.Thread] = {}
 
     def until_end(self, leaves: bool = False, stop: bool = False) -> int:
         """Follow the run to its end and return its exit code.
@@ -116,7 +121,8 @@ class Follower:
             if refused.status != GONE:
                 raise
             if pods:
-                return None  # they save
+                # They save.
+                return None
             if not self.is_stopping:
                 self._say("somebody has removed it")
             return self._stopped()
@@ -226,8 +232,10 @@ def _node_of(pod: Any) -> str:
 
 def index_of(pod: Any) -> int:
     """Return the number of a pod among the pods of its run."""
-    values = {**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}
-    return int(values.get(INDEX, "0"))
+    annotations = pod.metadata.annotations or {}
+    labels = pod.metadata.labels or {}
+    index = labels.get(INDEX, annotations.get(INDEX, "0"))
+    return int(index)
 
 
 def faults(pod: Any) -> Iterator[str]:
