@@ -28,7 +28,7 @@ def greet(
     for _ in range(times):
         print(greeting_words.HELLO, name)
 
-def odd(thing: frozenset) -> None: ...
+def odd(thing: list[list[int]]) -> None: ...
 
 greet_command = PluginCommand(greet, heading="Data")
 odd_command = PluginCommand(odd)
@@ -120,7 +120,7 @@ def test_own_commands_import_no_package(site: Path, capsys: pytest.CaptureFixtur
         ),
         (
             "odd",
-            "drumline odd: reading the arguments of this command of greetings 1.0 raised RuntimeError",
+            "drumline odd: reading the arguments of this command of greetings 1.0 raised AssertionError",
         ),
     ],
 )

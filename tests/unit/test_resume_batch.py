@@ -63,11 +63,11 @@ def test_a_run_goes_on_with_batches_of_the_same_size(tmp_path: Path) -> None:
         _check_same_run("c", state, plan(2, key), ())
 
 
-def train(path: Path, resume: str | None, *overrides: str) -> tuple[Loop, list[Step]]:
+def train(path: Path, resume: Resume | None, *overrides: str) -> tuple[Loop, list[Step]]:
     """A run on one rank, to its end."""
     said: list[Event] = []
     plan = make_plan(Request(load(path, list(overrides)), 1), on_progress=lambda *_: None)
-    built = build(plan, Ranks(), Resume.parse(resume), said.append, StopFlag(), [], Goodput(0.0))
+    built = build(plan, Ranks(), resume, said.append, StopFlag(), [], Goodput(0.0))
     built.run()
     return built, [event for event in said if isinstance(event, Step)]
 
@@ -93,7 +93,7 @@ def test_a_run_ends_as_it_was_to_with_batches_of_another_size(
     )  # fmt: skip
 
     train(path, None)
-    second = str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    second = Resume(str(tmp_path / "run" / "checkpoints" / "step-00000002"))
     built, made = train(path, second, f"batch.global_samples={size}", "batch.micro_batch=2")
     assert [event.step for event in made] == list(range(3, steps + 1))
     schedule, warmup = built.plan.config.schedule, math.ceil(0.5 * steps)
@@ -199,7 +199,7 @@ def test_a_run_that_is_named_is_gone_on_with_from_its_newest_whole_checkpoint(
     run, other = tmp_path / "run", f"run.dir={tmp_path / 'other'}"
     shard = next((run / "checkpoints" / "step-00000004").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    request = Request(load(path, [other]), 1, str(run))
+    request = Request(load(path, [other]), 1, Resume(str(run)))
     _, start = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
     built, made = train(path, start, other)
     assert [event.step for event in made] == [3, 4] and built.state.step == 4

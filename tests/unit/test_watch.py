@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import http.client
 import json
 import os
@@ -65,7 +66,7 @@ def test_what_a_run_writes_comes_and_a_browser_that_goes_leaves_nothing(tmp_path
         0,
         lambda folder: [{"rank": 0, "phase": "forward", "step": 3, "seconds": 0.1}],
     ) as url:
-        assert "connect-src 'self'" in get(url).read().decode()
+        assert "connect-src 'self'" in html.unescape(get(url).read().decode())
         stream = get(url, "/events")
         first = until(stream, lambda made: "loss" in made["points"])
         assert (
