@@ -44,13 +44,13 @@ def build(folder: Path, packages: Path) -> None:
     needed = {name for name in undefined_symbols(libraries_of_torch(packages)) if is_answered(name)}
     objects = [compile_source(source, folder, includes) for source in PRELOADED]
     defined = defined_symbols(objects)
-    rest = compile_stubs(folder / "rest.c", needed - defined)
+    rest = compile_stubs(folder / "stubs_of_the_rest.c", needed - defined)
     preloaded = folder / "libfakecuda.so"
     link(preloaded, [*objects, rest], "-Wl,-soname,libfakecuda.so", "-lrt", "-ldl", "-lpthread")
 
     # To be found by its name; what the preloaded library defines is looked up there.
     driver_symbols = {name for name in needed - defined if DRIVER.match(name)}
-    driver = compile_stubs(folder / "driver.c", driver_symbols)
+    driver = compile_stubs(folder / "stubs_of_the_driver.c", driver_symbols)
     link(
         folder / "libcuda.so.1",
         [driver],
