@@ -3,11 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "nccl_standin.h"
@@ -26,7 +28,10 @@ struct Message {
   Communicator* communicator;
 };
 
-using Call = std::function<bool()>;
+struct Call {
+  Communicator* communicator;
+  std::function<bool()> run;
+};
 
 thread_local int group_depth = 0;
 thread_local std::vector<Call> waiting_calls;
@@ -39,13 +44,43 @@ ncclResult_t answer(bool is_done) {
   return is_done || standin::device_is_stopped() ? ncclSuccess : ncclInternalError;
 }
 
-ncclResult_t run_or_wait(const char* name, Call call) {
+ncclResult_t run_or_wait(
+    const char* name, Communicator* communicator, std::function<bool()> run) {
   standin::count_launch(name);
   if (group_depth) {
-    waiting_calls.push_back(std::move(call));
+    waiting_calls.push_back(Call{communicator, std::move(run)});
     return ncclSuccess;
   }
-  return answer(call());
+  return answer(run());
+}
+
+bool run_in_order(const std::vector<Call>& calls) {
+  bool is_done = true;
+  for (const Call& call : calls) is_done &= call.run();
+  return is_done;
+}
+
+bool has_ranks_that_meet(const std::vector<Call>& calls) {
+  for (const Call& call : calls) {
+    bool is_other_rank = call.communicator != calls[0].communicator;
+    if (is_other_rank && call.communicator->key == calls[0].communicator->key) return true;
+  }
+  return false;
+}
+
+// Where one process has all ranks, each has a thread: its calls wait for those of the others.
+bool run_at_once(const std::vector<Call>& calls) {
+  std::map<Communicator*, std::vector<Call>> calls_of_ranks;
+  for (const Call& call : calls) calls_of_ranks[call.communicator].push_back(call);
+  std::atomic<bool> is_done{true};
+  std::vector<std::thread> threads;
+  for (const auto& rank : calls_of_ranks) {
+    threads.emplace_back([&] {
+      if (!run_in_order(rank.second)) is_done = false;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return is_done;
 }
 
 // Call `exchange(first, number)` for pieces of `count` elements of which a rank's arena can hold
@@ -74,7 +109,7 @@ ncclResult_t reduce_in_pieces(
     }
     return meet(communicator);
   };
-  return run_or_wait(name, [=] {
+  return run_or_wait(name, communicator, [=] {
     return in_pieces(communicator, count, element, ARENA_BYTES / element, exchange);
   });
 }
@@ -156,8 +191,7 @@ EXPORT ncclResult_t ncclGroupEnd() {
   std::vector<Message> messages;
   calls.swap(waiting_calls);
   messages.swap(waiting_messages);
-  bool is_done = true;
-  for (const Call& call : calls) is_done &= call();
+  bool is_done = has_ranks_that_meet(calls) ? run_at_once(calls) : run_in_order(calls);
   // What is sent waits for nobody, so it comes first.
   for (const Message& message : messages) {
     if (message.is_sent) is_done &= deliver(message);
@@ -196,7 +230,7 @@ EXPORT ncclResult_t ncclBroadcast(
     memcpy((char*)to + first * element, communicator->arena(root), bytes);
     return meet(communicator);
   };
-  return run_or_wait("ncclBroadcast", [=] {
+  return run_or_wait("ncclBroadcast", communicator, [=] {
     return in_pieces(communicator, count, element, ARENA_BYTES / element, exchange);
   });
 }
@@ -219,7 +253,7 @@ EXPORT ncclResult_t ncclAllGather(
     }
     return meet(communicator);
   };
-  return run_or_wait("ncclAllGather", [=] {
+  return run_or_wait("ncclAllGather", communicator, [=] {
     return in_pieces(communicator, count, element, ARENA_BYTES / element, exchange);
   });
 }
@@ -242,7 +276,7 @@ EXPORT ncclResult_t ncclReduceScatter(
     standin::reduce((char*)to + first * element, *communicator, offset, number, type, operation);
     return meet(communicator);
   };
-  return run_or_wait("ncclReduceScatter", [=] {
+  return run_or_wait("ncclReduceScatter", communicator, [=] {
     return in_pieces(communicator, count, element, per_piece, exchange);
   });
 }
