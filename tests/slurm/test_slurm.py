@@ -173,7 +173,7 @@ def test_joins_without_being_told(
         start(cluster, *program, *DRUMLINE, "train", config, f"run.dir={tmp_path / 'run'}", *more)
     )
     assert done.code == 0, done.out + done.err
-    assert done.out.count(f"finished {STEPS} steps") == 1, "rank 0 alone shows the run"
+    assert done.out.count(f"Finished {STEPS} steps") == 1, "rank 0 alone shows the run"
     assert losses(tmp_path / "run") == pytest.approx(reference, rel=1e-5)
     assert events(tmp_path / "run", "run_start")[0]["world_size"] == (4 if more else 2)
 
@@ -317,7 +317,7 @@ def test_a_job_of_two_nodes_trains_as_two_local_ranks(
     )
     done = end(start(cluster, *line, "launch.preflight=true"))
     assert done.code == 0, done.out + done.err
-    assert f"finished {STEPS} steps" in done.out and losses(run) == reference
+    assert f"Finished {STEPS} steps" in done.out and losses(run) == reference
     assert planned.out.rstrip().endswith((run / "job.sh").read_text().rstrip())
     shown = end(start(cluster, *DRUMLINE, "logs", run, "--rank", 1))
     assert shown.code == 0, shown.err
