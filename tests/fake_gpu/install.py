@@ -57,11 +57,14 @@ def pip_install(python: Path, *arguments: str) -> None:
 
 
 def share_packages(python: Path) -> None:
-    """Let `python` see the packages of the environment that runs this, after its own."""
+    """Let `python` see the packages of the environment that runs this, after its own.
+
+    `addsitedir` reads that environment's .pth files, too, which lead to packages under development.
+    """
     look = "import sysconfig; print(sysconfig.get_path('purelib'))"
     ended = subprocess.run([str(python), "-c", look], capture_output=True, text=True, check=True)
     shared = Path(ended.stdout.strip()) / "zz-project.pth"
-    shared.write_text(sysconfig.get_path("purelib") + "\n")
+    shared.write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
 
 
 def run(python: Path, *arguments: str, env: dict[str, str] | None = None) -> None:

@@ -39,6 +39,7 @@ def main(arguments: list[str]) -> None:
 def train(path: Path, ranks: Any) -> None:
     import torch
 
+    from drumline.config.resume import Resume
     from drumline.plan.plan import Plan
     from drumline.system.signals import StopFlag
     from drumline.telemetry.events import EventLog
@@ -48,7 +49,7 @@ def train(path: Path, ranks: Any) -> None:
     plan = Plan.load(path)
     run_dir = Path(plan.run_dir)
     has_checkpoint = any((run_dir / "checkpoints").glob("step-*"))
-    resume = "newest" if has_checkpoint else None
+    resume = Resume() if has_checkpoint else None
     emit = EventLog(run_dir / "events.jsonl").emit if ranks.rank == 0 else Reporter().emit
     gc.collect()  # the engine of the plan before
     torch.cuda.empty_cache()
