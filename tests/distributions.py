@@ -1,4 +1,4 @@
-"""What the tests of each distribution of plugins/ check of it: its version, its kinds, its imports."""
+"""What tests check of each distribution of plugins/: its version, its kinds, its imports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,20 @@ from typing import Any
 
 import drumline
 from drumline.config.launcher import LauncherSpec
-from drumline.config.registry import DISTRIBUTIONS, entry_points, find
+from drumline.config.registry import (
+    DISTRIBUTIONS,
+    _extension,
+    _of_package,
+    entry_points,
+    find,
+    installed_entry_points,
+)
+
+
+def forget_installed() -> None:
+    """Let what is installed be looked for anew."""
+    for cached in (installed_entry_points, entry_points, _extension, _of_package):
+        cached.cache_clear()
 
 
 def project_of(folder: Path) -> dict[str, Any]:

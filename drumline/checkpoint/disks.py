@@ -42,8 +42,9 @@ from drumline.checkpoint.manifest import (
     write_metric,
 )
 from drumline.checkpoint.ranks import Ranks
-from drumline.checkpoint.remote import CHECKPOINTS, Store, choose, copy_here, manifests
+from drumline.checkpoint.remote import Store, choose, copy_here, manifests
 from drumline.config.mesh import share
+from drumline.config.resume import CHECKPOINTS
 from drumline.errors import CheckpointError
 from drumline.foreign import disk_errors
 from drumline.system.files import sync, take_name

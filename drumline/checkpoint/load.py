@@ -37,10 +37,10 @@ from drumline.checkpoint.manifest import (
     step_of,
 )
 from drumline.checkpoint.ranks import Ranks, describe_error
-from drumline.checkpoint.remote import CHECKPOINTS, choose_or_none, state_at
+from drumline.checkpoint.remote import choose_or_none, state_at
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.config.mesh import share
-from drumline.config.resume import is_run_folder
+from drumline.config.resume import CHECKPOINTS, Resume, is_run_folder
 from drumline.config.urls import is_url
 from drumline.errors import CheckpointError
 from drumline.foreign import disk_errors
@@ -98,6 +98,19 @@ def newest_state(root: Path, url: str | None) -> tuple[str, dict[str, Any]] | No
     if here is None:
         return None
     return str(here), read_state(here)
+
+
+def state_to_resume(
+    resume: Resume, root: Path, url: str | None
+) -> tuple[str, dict[str, Any]] | None:
+    """Return the place of the checkpoint that a run resumes from, and its state; None if it has saved none yet.
+
+    `root`: the run's own checkpoints, and `url` the place of their copies. Only a look, as
+    `newest_state`. Raises CheckpointError.
+    """
+    if resume.place is None:
+        return newest_state(root, url)
+    return named(resume.place)
 
 
 def _newest_here(root: Path) -> Path | None:

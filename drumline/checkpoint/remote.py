@@ -41,13 +41,13 @@ from drumline.checkpoint.manifest import (
     unsealed,
 )
 from drumline.checkpoint.retention import BEST, LATEST, Retention
+from drumline.config.resume import CHECKPOINTS
 from drumline.config.urls import is_url, url_mistake
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.foreign import disk_errors, first_line
 from drumline.system.process import this_process
 from drumline.system.redact import redact
 
-CHECKPOINTS = "checkpoints"
 OWNER = "owner.json"
 RUN_INPUTS = ("plan.json", "config.yaml")
 COPIED = (*RUN_INPUTS, "events.jsonl")  # files of the run folder

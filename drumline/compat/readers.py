@@ -23,7 +23,7 @@ Read = Callable[[Sheet, list[OldKey]], None]
 
 @dataclass(frozen=True)
 class ConfigReader:
-    """How configs of one tool are told from all others, and read.
+    """How configs of one tool are recognised and read.
 
     Args:
         recognises: returns True for the keys and values of a config of the tool.

@@ -492,9 +492,15 @@ def _callable(found: Any, name: str, where: str) -> Any:
 
 
 @cache
+def installed_entry_points() -> importlib.metadata.EntryPoints:
+    """Return what installed packages offer in all groups. The metadata of every package is read for it."""
+    return importlib.metadata.entry_points()
+
+
+@cache
 def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
     """Return name → what installed packages offer in the group drumline.GROUP, in the order of names."""
-    points = importlib.metadata.entry_points(group=f"drumline.{group}")
+    points = installed_entry_points().select(group=f"drumline.{group}")
     # Packages are found in the order of their folders on the disk, which differs by machine.
     in_order = sorted(points, key=lambda point: point.name)
     return {point.name: point for point in in_order}

@@ -24,16 +24,16 @@ class Resume:
     @classmethod
     def parse(cls, option: str | None) -> Resume | None:
         """Return what a value of `--resume` stands for; None without one."""
-        if option is None:
+        if not option:
             return None
         return cls() if option == NEWEST else cls(option)
 
     @classmethod
-    def from_argument(cls, argument: bool | str | Path) -> Resume | None:
+    def from_argument(cls, argument: bool | str | Path | None) -> Resume | None:
         """Return what the argument `resume` of a Python function stands for: a place, True or False."""
         if argument is True:
             return cls()
-        if argument is False:
+        if not argument:
             return None
         return cls.parse(os.fspath(argument))
 

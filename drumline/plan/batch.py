@@ -12,6 +12,7 @@ from drumline.config.mesh import divisors
 from drumline.config.section import passes
 from drumline.errors import PlanError
 from drumline.plan.plan import BatchPlan, DataPlan
+from drumline.system.output import plural
 
 # With only the global batch given, a device takes as many samples at once as fit into this many tokens: enough to keep
 # matrix products busy, small enough for the activations of a 1B model on a 24 GB card.
@@ -33,7 +34,7 @@ def resolve_batch(
     batch, rows_per_sample = batch or config.batch, config.algorithm.rows_per_sample
     tokens = (IMAGE_TOKENS if config.images_alone else config.data.max_length) * rows_per_sample
     total, micro, accumulation = batch.global_samples, batch.micro_batch, batch.accumulation
-    ranks = f"{data_ranks} data rank{'s' * (data_ranks > 1)}"
+    ranks = plural(data_ranks, "data rank")
     if batch.global_tokens is not None:
         unit = (
             "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length ="

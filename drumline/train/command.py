@@ -65,7 +65,8 @@ def train(
     if srun and _trains_in_tasks(config_path, overrides, resume, accelerate_config):
         become([*srun, sys.executable, "-m", *own_command])
     die_with_launchers()
-    make_request = requested(config_path, overrides, resume, allow, accelerate_config)
+    start = Resume.parse(resume)
+    make_request = requested(config_path, overrides, start, allow, accelerate_config)
     torchrun = torchrun_of_node(lambda: _ranks_of_node(make_request))
     if torchrun:
         become([*torchrun, *own_command])
@@ -142,7 +143,7 @@ def _laid_over(accelerate_config: Path | None) -> Sheet | None:
 def requested(
     config: str | Path | Mapping[str, Any],
     overrides: list[str],
-    resume: str | None,
+    resume: Resume | None,
     allow: tuple[str, ...],
     accelerate_config: Path | None = None,
 ) -> Callable[..., Request]:
@@ -150,7 +151,7 @@ def requested(
 
     Args:
         config: A file, or its keys.
-        resume: As of --resume.
+        resume: What the run resumes from; None: what the config says.
         allow: Keys that may differ on a resume.
     """
 
@@ -158,7 +159,7 @@ def requested(
         strategy = _laid_over(accelerate_config)
         read_config = reader(config)
         loaded = read_config(overrides, strategy)
-        start = Resume.parse(resume or loaded.resume)
+        start = resume or Resume.parse(loaded.resume)
         if start is not None:
             # The run may be a stranger's.
             loaded = read_config(overrides, strategy, trusted=False)

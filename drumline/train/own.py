@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.checkpoint.load import named as at_place
-from drumline.checkpoint.load import newest_state, read_state
+from drumline.checkpoint.load import read_state, state_to_resume
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import require_unused
 from drumline.checkpoint.retention import recover
@@ -147,12 +146,9 @@ def claim_run_folder(
         require_room(plan.checkpoint_bytes)
     if url and resume is None:
         require_unused(url)
-    saved_state: tuple[str, dict[str, Any]] | None = None
+    saved_state = None
     if resume is not None:
-        if resume.place is None:
-            saved_state = newest_state(checkpoints, url)
-        else:
-            saved_state = at_place(resume.place)
+        saved_state = state_to_resume(resume, checkpoints, url)
     if saved_state is not None:
         path, state = saved_state
         _require_same_run(plan, allow, path, state)

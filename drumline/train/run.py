@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config.load import Overrides, Request, overrides_of
-from drumline.config.resume import Resume, resume_option
+from drumline.config.resume import Resume
 from drumline.errors import ConfigError, Preempted, TrainingStopped, UserError, WorkerFailed
 from drumline.launch.environment import die_with_launchers, expandable_segments, launched_by
 from drumline.launch.tasks import join_tasks
@@ -113,7 +113,7 @@ def train(
     if trust_remote_code:
         changes.append("model.trust_remote_code=true")
     start = Resume.from_argument(resume)
-    make_request = requested(config, changes, resume_option(start), tuple(allow))
+    make_request = requested(config, changes, start, tuple(allow))
     if launched_by() is not None:
         return _join(make_request, display)
     stderr = ErrorLine(display)

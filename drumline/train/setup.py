@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from drumline.checkpoint.load import named, newest_state
+from drumline.checkpoint.load import named, state_to_resume
 from drumline.checkpoint.memory import require_room
 from drumline.checkpoint.remote import Store, require_unused
 from drumline.checkpoint.retention import recover
@@ -540,7 +540,8 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> Resume | None:
     """
     if request.resume is None:
         return None
-    saved_state = _state_to_resume(request.resume, plan)
+    url = plan.config.checkpoint.url
+    saved_state = state_to_resume(request.resume, Path(plan.run_dir) / CHECKPOINTS, url)
     if saved_state is None:
         return Resume()
     path, state = saved_state
@@ -557,7 +558,8 @@ def as_before(plan: Plan, request: Request) -> Plan:
     """
     if request.resume is None:
         return plan
-    saved_state = _state_to_resume(request.resume, plan)
+    url = plan.config.checkpoint.url
+    saved_state = state_to_resume(request.resume, Path(plan.run_dir) / CHECKPOINTS, url)
     if saved_state is None:
         return plan
     path, state = saved_state
@@ -631,13 +633,6 @@ def _change_of_schedule(state: dict[str, Any], plan: Plan) -> str | None:
         f"the learning rate was {last:.3g} at step {step:,} and is {now:.3g} at step {step + 1:,}:"
         f" {'; '.join(reasons)}"
     )
-
-
-def _state_to_resume(resume: Resume, plan: Plan) -> tuple[str, dict[str, Any]] | None:
-    """Return the checkpoint that a run resumes from, and its state; None if the run has saved none yet."""
-    if resume.place is None:
-        return newest_state(Path(plan.run_dir) / CHECKPOINTS, plan.config.checkpoint.url)
-    return named(resume.place)
 
 
 def _changed_keys(

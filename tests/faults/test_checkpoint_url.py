@@ -21,7 +21,6 @@ from drumline.checkpoint.load import check, load, newest_state, read_state
 from drumline.checkpoint.manifest import MANIFEST, step_of
 from drumline.checkpoint.ranks import Ranks
 from drumline.checkpoint.remote import (
-    CHECKPOINTS,
     Store,
     at_hand,
     choose,
@@ -31,6 +30,7 @@ from drumline.checkpoint.remote import (
 )
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.config import Config
+from drumline.config.resume import CHECKPOINTS
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault
 from tests.buckets import SECRET, Relay, environment, server
 from tests.checkpoint_ranks import blank, content, differing, end, run, start

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from drumline.config.registry import _of_package, entry_points
 from tests.distributed.test_own_algorithm import write_files
+from tests.distributions import forget_installed
 from tests.harness import ENV, write_config
 from tests.unit.conftest import Run
 from tests.unit.test_planning import EIGHT_B, TOO_LARGE
@@ -355,7 +355,7 @@ def test_init_knows_an_installed_algorithm(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-focal\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[drumline.algorithms]\nfocal = focal:Focal\n")
     monkeypatch.syspath_prepend(tmp_path)
-    entry_points.cache_clear()
+    forget_installed()
     try:
         path = tmp_path / "new.yaml"
         code, _, err = run(
@@ -382,5 +382,4 @@ def test_init_knows_an_installed_algorithm(
             ]["anyOf"][0]["enum"]
         )
     finally:
-        entry_points.cache_clear()
-        _of_package.cache_clear()
+        forget_installed()

@@ -10,8 +10,8 @@ import pytest
 
 from drumline import cli
 from drumline.cli import plugins
-from drumline.config.registry import entry_points
 from scripts.reference.distributions import missing_distribution
+from tests.distributions import forget_installed
 from tests.unit.test_plugins import install
 
 CODE = """
@@ -51,7 +51,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     }
     install(tmp_path, monkeypatch, "greetings", {"drumline.commands": places})
     yield tmp_path
-    entry_points.cache_clear()
+    forget_installed()
     for name in ("greeting", "greeting_words", "broken_commands"):
         sys.modules.pop(name, None)
 
@@ -142,7 +142,7 @@ def test_a_name_of_drumline_itself_is_refused_and_no_other_command_is(
     )
     assert run("schema", "--help") == 0
     assert run("--help") == 0
-    entry_points.cache_clear()
+    forget_installed()
 
 
 def test_a_command_of_a_distribution_that_is_missing_names_it(

@@ -14,12 +14,13 @@ import pytest
 import drumline
 from drumline.config.launcher import LauncherSpec
 from drumline.config.load import load_values, schema
-from drumline.config.registry import _of_package, _own, entry_points, kinds
+from drumline.config.registry import _own, kinds
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.planner.matrix import as_text
 from drumline.planner.question import find_model
 from drumline.train.command import requested
 from drumline.train.setup import Request, make_plan
+from tests.distributions import forget_installed
 from tests.harness import ROOT, losses
 
 PACKAGE = ROOT / "examples" / "plugins" / "debug"
@@ -46,8 +47,8 @@ number = 3
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     yield
-    for known in (entry_points.cache_clear, _of_package.cache_clear, _own.clear):
-        known()
+    forget_installed()
+    _own.clear()
 
 
 def install(
@@ -63,7 +64,7 @@ def install(
     ]
     (info / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(folder)
-    entry_points.cache_clear()
+    forget_installed()
 
 
 @pytest.fixture

@@ -13,10 +13,7 @@ import pytest
 
 from drumline.config.load import Loaded, load, load_text, schema
 from drumline.config.registry import (
-    _extension,
-    _of_package,
     _own,
-    entry_points,
     find,
     find_object,
     kinds,
@@ -26,6 +23,7 @@ from drumline.config.strategy import StrategyConfig
 from drumline.errors import ConfigError
 from drumline.plan.plan import Plan
 from drumline.planner.strategies.base import cost_of
+from tests.distributions import forget_installed
 
 DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
 OWN = """
@@ -42,8 +40,7 @@ class Other: ...
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     yield
-    for cached in (entry_points, _of_package, _extension):
-        cached.cache_clear()
+    forget_installed()
     _own.clear()
 
 
@@ -145,7 +142,7 @@ def test_a_plug_in_is_a_kind_like_any_other(
 ) -> None:
     package(tmp_path, "installed", OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    entry_points.cache_clear()
+    forget_installed()
     assert load_text(DATA + "strategy: {kind: installed, period: 9}\n", []).strategy == make(
         StrategyConfig, "installed", period=9
     )
@@ -160,7 +157,7 @@ def test_a_plug_in_that_does_not_import_is_one_line(
 ) -> None:
     package(tmp_path, "broken", "1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    entry_points.cache_clear()
+    forget_installed()
     with pytest.raises(ConfigError) as error:
         load_text(DATA + "strategy: broken\n", [])
     assert "the strategy 'broken' of made-broken 1.0 raised ZeroDivisionError" in error.value.line()
@@ -211,7 +208,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
     package(folder, "local_sgd", code, "extended_strategies")
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "made_local_sgd", raising=False)
-    entry_points.cache_clear()
+    forget_installed()
 
 
 def test_a_package_adds_keys_to_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

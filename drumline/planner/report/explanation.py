@@ -15,6 +15,7 @@ from drumline.planner.report.output import needs_gb
 from drumline.planner.report.table import CATEGORIES, SECONDS, UNKNOWN, gradients_at_peak
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number, ranged
 from drumline.planner.search.stream import describe_stream
+from drumline.system.output import plural
 
 FP32_BYTES = 4
 HALF_BYTES = 2
@@ -233,8 +234,7 @@ def _activation_sources(question: Question, found: Candidate) -> dict[str, str]:
     facts = question.facts
     layout = found.layout
     tokens = layout.rows * layout.length
-    plural = "s" if layout.rows != 1 else ""
-    rows = f"{layout.rows} row{plural} × {layout.length:,} tokens"
+    rows = f"{plural(layout.rows, 'row')} × {layout.length:,} tokens"
     entries = max(1, tokens * facts.layers * facts.hidden)
     bytes_an_entry = memory.activations / entries
     size = f"{facts.layers} layers × width {facts.hidden:,} × {bytes_an_entry:.1f} bytes"
