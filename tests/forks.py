@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -34,6 +35,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
+
+import psutil
 
 from drumline.hardware.detect import likely_gpus
 
@@ -43,6 +46,8 @@ MODULES = (HANDLER, "torch.distributed.run", "torch.distributed.tensor.parallel"
            "transformers.models.llama.modeling_llama", "drumline.cli", "drumline.train.command", "drumline.train.entry",
            "drumline.train.build", "drumline.train.setup", "drumline.launch.agent", "drumline.engine.strategies.zero.engine",
            "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
+# Lets a process write the stacks of its threads to standard error.
+STACKS = signal.SIGRTMAX - 3
 ROOM = "x" * 8192  # for a child's arguments, and for its variables, where other processes read them
 
 
@@ -134,6 +139,13 @@ def choose_starter() -> Forks | Interpreters:
     return INTERPRETERS if likely_gpus() else FORKS
 
 
+class TimedOut(subprocess.TimeoutExpired):
+    """A process that ran too long, with what it and its ranks had written."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}:\n{self.output}"
+
+
 class Forked(subprocess.Popen[str]):
     """`python -m MODULE ARGUMENTS`, as a fork where there is no GPU; its output goes to files."""
 
@@ -182,9 +194,35 @@ class Forked(subprocess.Popen[str]):
     def communicate(
         self, input: str | None = None, timeout: float | None = None
     ) -> tuple[str, str]:
-        self.wait(timeout)
-        out, err = (path.read_text(errors="replace") for path in self.streams)
+        """Return its output. When the time is up it is ended, and TimedOut says where each process was."""
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            stacks = self.end_with_stacks()
+            output = "\n".join([*self.read_streams(), *stacks])
+            raise TimedOut(self.args, timeout or 0, output) from None
+        out, err = self.read_streams()
         return out, err
+
+    def read_streams(self) -> list[str]:
+        return [path.read_text(errors="replace") for path in self.streams]
+
+    def end_with_stacks(self) -> list[str]:
+        """End it, after it and all that it has started have written the stacks of their threads to standard error.
+
+        Returns the end of what its ranks wrote; its own is in its streams.
+        """
+        written = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            for one in [process, *process.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess, OSError):
+                    one.send_signal(STACKS)
+                    written.append(Path(f"/proc/{one.pid}/fd/2").readlink())
+        time.sleep(2)
+        self.end()
+        logs = {path for path in written if path.is_file()} - set(self.streams)
+        return [path.read_text(errors="replace")[-10_000:] for path in sorted(logs)]
 
     def told(self, timeout: float) -> tuple[int, str]:
         """Its exit code and all that it said; it is killed when the time is up."""
@@ -239,6 +277,7 @@ def become(
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         faulthandler.enable()
+        faulthandler.register(STACKS, all_threads=True)
         os.environ.clear()
         os.environ.update(env)
         tempfile.tempdir = None  # as the variables say
